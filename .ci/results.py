@@ -3,8 +3,8 @@
 
 results.py failed FILE        print the failed tests, one per line, as pytest takes them
 results.py skipped FILE       print the skipped tests and files
-results.py count FILE…        print "N passed, N failed, N skipped"; a test's last result counts
-results.py training RUN_DIR   check that a run ended well and learned; print its step time and precision
+results.py count FILE…        print "N passed, N failed, N skipped", with the last result of each test
+results.py training RUN_DIR   check that a run succeeded and learned; print its step time and precision
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ MAX_LOSS_RATIO = 0.75
 
 def results(junit_file: Path) -> dict[str, str]:
     """Return each test's result, "passed", "failed" or "skipped", by its pytest id."""
-    found: dict[str, str] = {}
+    by_test: dict[str, str] = {}
     if not junit_file.is_file():
-        return found
+        return by_test
     for case in ElementTree.parse(junit_file).iter("testcase"):
         module, name = case.get("classname", ""), case.get("name", "")
         # A file that fails or skips at collection has no class name, and its dotted path as its name.
         test_id = f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py"
         if case.find("failure") is not None or case.find("error") is not None:
-            found[test_id] = "failed"
-        elif found.get(test_id) != "failed":
-            found[test_id] = "skipped" if case.find("skipped") is not None else "passed"
-    return found
+            by_test[test_id] = "failed"
+        elif by_test.get(test_id) != "failed":
+            by_test[test_id] = "skipped" if case.find("skipped") is not None else "passed"
+    return by_test
 
 
 def check_training(run_dir: Path) -> int:

@@ -1,9 +1,8 @@
-"""How long training stands still for a checkpoint: python3 benchmarks/checkpoint_stall.py [--out FILE.json]
+"""Measure the stall of training by a checkpoint: python3 benchmarks/checkpoint_stall.py [--out FILE.json]
 
-Trains a GPT of the given width and depth in one process, and saves every few steps, in turn at once and in the
-background. Prints, and writes, one JSON object: the seconds for which the loop was held up by a save, until the
-checkpoint was complete, the memory that the copy takes, and what a step takes while a checkpoint is being written
-and while none is.
+Trains a GPT of the given width and depth in one process, and saves every few steps, alternating between synchronous
+and background saves. Prints and writes one JSON object: the seconds that a save blocks the loop, the seconds until
+the checkpoint is complete, the memory of the copy, and the step time with and without a save in progress.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BLOCK = 128
 
 
 class Loop:
-    """A training run reduced to its steps and its saves, each timed."""
+    """Training loop of timed steps and saves."""
 
     def __init__(self, engine: Engine, saver: checkpoint.Saver, vocabulary: int, device: torch.device) -> None:
         self.engine, self.saver, self.device = engine, saver, device
@@ -47,7 +46,7 @@ class Loop:
         self.step = 0
         self.losses: list[float] = []
         self.steps_s: dict[bool, list[float]] = {True: [], False: []}
-        """By whether a checkpoint was being written."""
+        """Step times with (True) and without (False) a save in progress."""
 
     def train(self) -> None:
         tokens = torch.randint(32, (4, BLOCK), generator=self.generator).to(self.device)
@@ -59,7 +58,7 @@ class Loop:
         self.step += 1
 
     def save(self, at_once: bool) -> dict[str, float]:
-        """One save, and the steps until it is complete."""
+        """Save once, and take steps until the save is complete."""
         began = time.perf_counter()
         self.saver.start(self.engine, {"step": self.step}, at_once=at_once)
         saved = self.saver.finish() if at_once else None
@@ -67,17 +66,17 @@ class Loop:
         while saved is None:
             self.train()
             if not self.saver.is_busy:
-                asked = time.perf_counter()
+                called = time.perf_counter()
                 saved = self.saver.advance()
-                stall += time.perf_counter() - asked
+                stall += time.perf_counter() - called
         return {"stall_s": stall, "complete_after_s": saved.seconds, "bytes": saved.size}
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    """The run and its summary.
+    """Run the benchmark and return its results.
 
     Raises:
-        SystemExit: the loss did not fall: whatever was timed was not training.
+        SystemExit: the loss did not decrease, so the timings are not of training.
     """
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, setup(device=args.device,
                                                                        run_dir=Path(folder) / "run") as dist:
@@ -101,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         raise SystemExit(f"error: the loss went from {loop.losses[0]:.3f} to {loop.losses[-1]:.3f}")
 
     def median(at_once: bool, name: str) -> float:
-        # The first of a kind takes the memory, or finds cold files.
+        # Skip the first save of each kind, which allocates memory or writes to cold files.
         return statistics.median(save[name] for save in saves[at_once][1:])
 
     return {
@@ -124,8 +123,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--saves", type=int, default=5, help="of each kind, after a first one")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go (default: the temporary folder)")
+    parser.add_argument("--saves", type=int, default=5, help="saves of each kind, after a first one")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints (default: the temporary folder)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     result = {

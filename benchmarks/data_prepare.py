@@ -1,13 +1,13 @@
-"""How fast text becomes shards, in how much memory, and what a kill costs: python3 benchmarks/data_prepare.py
+"""Measure speed, memory and cost of a kill of data preparation: python3 benchmarks/data_prepare.py
 
-Writes --megabytes of documents (about 5 kB each, drawn from the standard library's sources) as jsonl and, where
-pyarrow is installed, as parquet, then
-  1. encodes some of them with tiktoken alone, in one process, the texts in memory: its own speed per core;
-  2. prepares a fifth of the corpus in one process, and all of it with --workers processes, measuring processor
-     time, wall time and the memory of all processes together;
-  3. prepares it again, killed (SIGKILL to all its processes) at two moments, and compares the shards.
-Needs the gpt2 tokenizer's file (python3 -m ezpz_llm.data tokenizer gpt2 …). Exit code 0 only if the shards of the
-killed preparation are the same to the byte and memory stayed under --limit-gb.
+Writes --megabytes of documents (about 5 kB each, from the sources of the standard library) as jsonl and, with
+--parquet, as parquet, then
+  1. encodes documents in memory with tiktoken in one process, for tiktoken's speed per core;
+  2. prepares a fifth of the corpus in one process, and all of it with --workers processes, measuring CPU time, wall
+     time and the total memory of all processes;
+  3. prepares it again, with SIGKILL to all processes at two points, and compares the shards.
+Requires the file of the gpt2 tokenizer (python3 -m ezpz_llm.data tokenizer gpt2 …). Exit code 0 only if the shards
+of the killed preparation are identical and memory is below --limit-gb.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ FILES = 10
 
 
 def documents(size: int, seed: int) -> list[str]:
-    """Stretches of lines of the standard library, `size` bytes in all."""
+    """Return sequences of lines from the standard library, `size` bytes in total."""
     sources = [file.path.read_text("utf-8").splitlines(keepends=True) for file in find_corpus("stdlib").files]
-    chosen, found, total = random.Random(seed), [], 0
+    generator, texts, total = random.Random(seed), [], 0
     while total < size:
-        lines = chosen.choice(sources)
-        first, text = chosen.randrange(len(lines)), ""
+        lines = generator.choice(sources)
+        first, text = generator.randrange(len(lines)), ""
         for line in lines[first:]:
             text += line
             if len(text) >= DOCUMENT_BYTES:
                 break
-        found.append(text)
+        texts.append(text)
         total += len(text.encode())
-    return found
+    return texts
 
 
 def write_corpus(folder: Path, size: int, parquet: bool) -> int:
-    """The corpus in ten files; returns the bytes of its texts."""
+    """Write the corpus to ten files, and return the bytes of its texts."""
     folder.mkdir()
     total = 0
     for number in range(FILES):
@@ -79,7 +79,7 @@ def write_corpus(folder: Path, size: int, parquet: bool) -> int:
 
 
 def tiktoken_speed() -> dict[str, float]:
-    """Bytes a second of `encode_ordinary` on texts in memory, best of three."""
+    """Return the speed of `encode_ordinary` on texts in memory, best of three."""
     encoding: tiktoken.Encoding = get_tokenizer("gpt2").encoding
     texts = documents(20_000_000, 99)
     size, best = sum(len(text.encode()) for text in texts), 0.0
@@ -92,7 +92,7 @@ def tiktoken_speed() -> dict[str, float]:
 
 
 def prepare(corpus: Path, out: Path, workers: int, kill_at: float | None = None) -> dict[str, Any]:
-    """One run of the command; killed with all its processes once its journal counts `kill_at` bytes read."""
+    """Run the command, and kill all its processes when its journal reaches `kill_at` bytes read."""
     before, began, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
     running = subprocess.Popen(
         [sys.executable, "-m", "ezpz_llm.data", "prepare", str(corpus), "--tokenizer", "gpt2", "--out", str(out),
@@ -103,23 +103,23 @@ def prepare(corpus: Path, out: Path, workers: int, kill_at: float | None = None)
         if kill_at is not None and bytes_read(out) >= kill_at:
             os.killpg(running.pid, signal.SIGKILL)
         time.sleep(0.1)
-    said = running.communicate()[1]
+    log = running.communicate()[1]
     if running.returncode != (0 if kill_at is None else -signal.SIGKILL):
-        raise SystemExit(f"prepare ended with exit code {running.returncode}: {said}")
+        raise SystemExit(f"prepare ended with exit code {running.returncode}: {log}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {"workers": workers, "wall_s": time.monotonic() - began, "peak_memory_gb": peak / 1e9,
             "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-            "went_on": "going on after" in said}
+            "went_on": "going on after" in log}
 
 
 def bytes_read(out: Path) -> int:
-    """What the journal of an unfinished preparation says."""
+    """Return the bytes read so far, from the journal of an unfinished preparation."""
     journals = list(out.parent.glob(f".{out.name}.partial-*/{JOURNAL}"))
     return json.loads(journals[0].read_text())["source_bytes"] if journals else 0
 
 
 def memory(pid: int) -> int:
-    """Bytes resident in a process and all below it; pages that they share are counted for each."""
+    """Return the resident bytes of a process and its descendants; shared pages count for each process."""
     try:
         process = psutil.Process(pid)
         return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
@@ -128,7 +128,7 @@ def memory(pid: int) -> int:
 
 
 def processor() -> str:
-    """The processor's name where Linux tells it."""
+    """Return the CPU model, or the architecture if Linux does not report one."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 

@@ -1,9 +1,9 @@
-"""How long a step waits for its samples: python3 benchmarks/data_read.py FOLDER [--cold] [--out FILE.json]
+"""Measure the time a step waits for samples: python3 benchmarks/data_read.py FOLDER [--cold] [--out FILE.json]
 
-FOLDER is one that `python3 -m ezpz_llm.data prepare` printed. One process reads whole global batches, once as asked
-for and once with the thread that the trainer uses, which reads a step ahead while the device computes (here: the
-process sleeps). With --cold the shards are dropped from the system's cache first, so that windows come from the
-disk (take shards of many more tokens than the steps do). Prints one JSON object.
+FOLDER is a folder printed by `python3 -m ezpz_llm.data prepare`. One process reads global batches, once on demand
+and once with the trainer's thread, which reads a step ahead while the device computes (here: while the process
+sleeps). --cold first drops the shards from the page cache, so that samples come from the disk; use shards with
+many more tokens than the steps read. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def drop_from_cache(data: TokenData) -> None:
 
 
 def measure(batches: Batches, steps: int, compute_s: float) -> dict[str, float]:
-    """Seconds that a step waits, and its share of waiting and computing together; the first step is left out."""
+    """Return the seconds that a step waits and their share of the step time, without the first step."""
     waits = []
     for step in range(steps + 1):
         began = time.perf_counter()
         batches.micro_batches(step * batches.global_batch)
         waits.append(time.perf_counter() - began)
         time.sleep(compute_s)
-    # The mean holds the calls that compute thousands of places at once, which the median leaves out.
+    # The mean includes the calls that compute thousands of positions at once; the median does not.
     mean = statistics.fmean(waits[1:])
     return {"wait_s_mean": mean, "wait_s_median": statistics.median(waits[1:]), "wait_s_max": max(waits[1:]),
             "share_of_step": mean / (mean + compute_s) if compute_s else 1.0}
@@ -54,14 +54,14 @@ def main() -> int:
     parser.add_argument("--block-size", type=int, default=1024)
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--compute-ms", type=float, default=100.0, help="what a step takes besides its samples")
-    parser.add_argument("--cold", action="store_true", help="read from the disk, not from the system's cache")
+    parser.add_argument("--compute-ms", type=float, default=100.0, help="compute time of a step")
+    parser.add_argument("--cold", action="store_true", help="read from the disk instead of the page cache")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     data = TokenData.open(arguments.folder)
     found: dict[str, Any] = {}
     for name, kind in (("as asked for", Batches), ("a step ahead", ReadAhead)):
-        stream = batches = None  # what is mapped cannot be dropped
+        stream = batches = None  # mapped files cannot be dropped from the cache
         if arguments.cold:
             drop_from_cache(data)
         stream = data.split("train")

@@ -1,11 +1,11 @@
-"""How fast other libraries' tokenizers prepare a corpus: python3 benchmarks/data_tokenizers.py
+"""Measure data preparation with the tokenizers of other libraries: python3 benchmarks/data_tokenizers.py
 
 Trains a tokenizer of each of three families (tests/helpers/small_tokenizers.py) and writes --megabytes of documents
-of about 5 kB in many scripts as jsonl. Then, in one process and turn by turn, --repeats times each:
-  alone     the library encodes the texts, which are in memory, to lists of ids;
-  prepare   the corpus becomes shards: read, JSON, encoded, counted, written, hashed.
-The best of each counts, in processor seconds. Exit code 0 only if the ids are the same and each family's ratio is
-at least --bar.
+of about 5 kB in many scripts as jsonl. Then alternates in one process, --repeats times each:
+  alone     the library encodes the texts in memory to lists of ids;
+  prepare   the corpus is prepared as shards: read, parsed, encoded, counted, written, hashed.
+Compares the minimum CPU time of each. Exit code 0 only if the ids are equal and the ratio of each family is at
+least --bar.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DOCUMENT_BYTES = 5000
 
 
 def library(file: Path) -> Callable[[str], list[int]]:
-    """The library's own way from a text to ids, the fastest that it has."""
+    """Return the library's fastest function from a text to ids."""
     if file.suffix == ".json":
         import tokenizers
 
@@ -54,7 +54,7 @@ def measure(family: str, texts: list[str], corpus: Path, work: Path, tokens: int
     file, size = trained(family, tokens), sum(len(text.encode()) for text in texts)
     alone, prepared, same = [], [], True
     for number in range(repeats):
-        encode = library(file)  # anew, since it remembers words
+        encode = library(file)  # create it again, since it caches words
         began = time.process_time()
         ids = [encode(text) for text in texts]
         alone.append(time.process_time() - began)

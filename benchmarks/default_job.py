@@ -1,10 +1,10 @@
-"""The default job under every layout: python3 benchmarks/default_job.py [--steps K] [--out FILE.json]
+"""Run the default job under every layout: python3 benchmarks/default_job.py [--steps K] [--out FILE.json]
 
-Starts `launch -n N python3 -m ezpz_llm.train --ds-config NAME` for each of ds_configs/, on the fewest ranks that
-it takes, two at least, all with the same eight sequences a step. Exit code 0 only if every run ends with 0, has
-learnt (its validation loss lies below the unigram entropy of the corpus, which a model reaches by counting
-symbols) and has drawn the same plots. That all of them are the same maths is certify's to show: in bf16 and at
-this learning rate, runs part by what rounding in another order makes of them.
+Runs `launch -n N python3 -m ezpz_llm.train --ds-config NAME` for each of ds_configs/, on the minimum number of
+ranks, at least two, with a global batch of eight sequences. Exit code 0 only if every run succeeds, learns (its
+validation loss is below the unigram entropy of the corpus, which a model reaches by counting symbols) and writes
+the same plots. It does not compare losses: in bf16 and at this learning rate, rounding in a different order makes
+runs diverge. certify checks that the layouts are equivalent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 1200
 
 
 def train(layout: str, steps: int, run_dir: Path) -> dict[str, Any]:
-    """One run through launch; what it ended with."""
+    """Run training through launch, and return its results."""
     ranks = next(world for world in natural_worlds(layout) if world > 1)
     done = subprocess.run(
         ["launch", "-n", str(ranks), "--run-dir", str(run_dir), "python3", "-m", "ezpz_llm.train", "--ds-config",

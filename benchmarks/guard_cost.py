@@ -1,8 +1,8 @@
-"""What the guards and the norms by decay group cost: python3 benchmarks/guard_cost.py [--model M] [--out FILE.json]
+"""Measure the cost of step guards and group norms: python3 benchmarks/guard_cost.py [--models M] [--out FILE.json]
 
-Trains on random tokens in one process under layout ddp, and takes the processor time of the optimizer step in three
-kinds, in random order: with no check before the optimizer, with it, and with the norms of the decay groups measured
-too. Prints, and writes, one JSON object: the median of each and the differences, beside that of the whole step.
+Trains on random tokens in one process under layout ddp. Measures the CPU time of three kinds of optimizer step in
+random order: without the check of gradients, with the check, and also with the norms of the decay groups. Prints
+and writes one JSON object: the median of each, their differences, and the median of the whole step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = ("bare", "gate", "norms")
 
 
 def measure(model: str, block_size: int, steps: int) -> dict[str, object]:
-    """Median processor seconds of each kind of step."""
+    """Return the median CPU seconds of each kind of step."""
     config = get_model_config(model, block_size=block_size)
     with tempfile.TemporaryDirectory() as folder:
         dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
@@ -66,7 +66,7 @@ def measure(model: str, block_size: int, steps: int) -> dict[str, object]:
                 engine.step_skip.measured()
                 ended = time.process_time()
                 losses.append(loss.item())
-                if number:  # the first makes the moments
+                if number:  # the first step allocates the moments
                     seconds[kind].append(ended - before)
                     whole.append(ended - began)
     if not losses[-1] < losses[0]:
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny-gpt2", "gpt2-124m"])
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--steps", type=int, nargs="+", default=[200, 10], help="of each kind, for each model")
+    parser.add_argument("--steps", type=int, nargs="+", default=[200, 10], help="steps of each kind, by model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,11 +1,12 @@
-"""What each optimisation of the step is worth here: python3 benchmarks/ladder.py [--work NAME] [--out FILE.json]
+"""Measure the speedup by each optimization: python3 benchmarks/ladder.py [--work NAME] [--out FILE.json]
 
-Each rung adds one option of `ezpz_llm.train` to those before it; the last ones are each tried alone on top of the
-ladder. Every rung is a process of its own, takes the same steps on the same samples, and is timed with the device
-synchronised at the ends of steps; the first steps (compilation, first moments) are left out. Rounds go through all
-rungs one after the other, so that what else the machine does falls on all alike. Printed are medians over all
-rounds: milliseconds a step, tokens a second and a CPU-second, MFU where the device has a known peak, most memory,
-and the loss reached. A rung whose loss does not fall fails the benchmark; one that cannot run here says why.
+Each rung adds one option of `ezpz_llm.train` to the previous rungs; the last rungs are each tried separately on
+top of the ladder. Each rung runs in its own process, with the same steps on the same samples, and is timed with a
+device synchronization after each step, without the first steps (compilation, allocation of moments). Rounds
+alternate between all rungs, so that other load on the machine affects all rungs equally. Prints medians over all
+rounds: step time, tokens/s, tokens per CPU second, MFU if the peak of the device is known, peak memory, and the
+final loss. The benchmark fails if the loss of a rung does not decrease. For a rung that cannot run, it prints the
+reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ezpz_llm.rundir import write_json
 
 @dataclass(frozen=True)
 class Rung:
-    """A stage: the options that it adds. `alone`: only to the ladder's, and not to what follows."""
+    """Rung of the ladder and the options that it adds; with `alone`, later rungs do not include them."""
 
     name: str
     options: tuple[str, ...]
@@ -64,14 +65,13 @@ WORKS = {
     "gpt2-124m": ("--model", "gpt2-124m", "--global-batch-size", "16"),
     "llama3-1b": ("--model", "llama3-1b", "--global-batch-size", "8"),
 }
-"""Shapes and batches: one to try the benchmark with; six layers of 384, which a CPU can do; and those of the
-published tables."""
+"""Shapes and batches: to try the benchmark; for a CPU (six layers of 384); and those of published tables."""
 SKIP = 3
 TIMEOUT_S = 1800
 
 
 def arguments(work: str, rung: Rung, steps: int) -> list[str]:
-    """The rung as a command line of `ezpz_llm.train`; of an option given twice, the last counts."""
+    """Return the rung's options for `ezpz_llm.train`; later options override earlier ones."""
     before = [one for one in RUNGS[:RUNGS.index(rung)] if not one.alone]
     words = [*GROUND, *WORKS[work], "--steps", str(steps), "--warmup-steps", "2"]
     for one in (*before, rung):
@@ -81,7 +81,7 @@ def arguments(work: str, rung: Rung, steps: int) -> list[str]:
 
 
 def measure(words: list[str], folder: Path) -> dict[str, Any]:
-    """Take the steps in this process."""
+    """Run and time the steps in this process."""
     import resource
     import time
 
@@ -136,7 +136,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 
 
 def in_a_process(words: list[str]) -> dict[str, Any]:
-    """Measure in a process of its own; {"refused": why} where the options cannot run here."""
+    """Measure in a separate process; return {"refused": reason} if the options cannot run here."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         done = subprocess.run([sys.executable, __file__, "--measure", str(out), "--", *words], capture_output=True,
@@ -147,7 +147,7 @@ def in_a_process(words: list[str]) -> dict[str, Any]:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all steps of all rounds, and the spread of the step time."""
+    """Return medians over all steps of all rounds, and the quartiles of the step time."""
     walls = sorted(wall for one in rounds for wall in one["wall_s"])
     step, processor = statistics.median(walls), statistics.median(t for one in rounds for t in one["cpu_s"])
     one = rounds[0]
@@ -187,10 +187,10 @@ def measured_child(out: Path, words: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", choices=sorted(WORKS), help="what to train (small on a CPU, gpt2-124m elsewhere)")
+    parser.add_argument("--work", choices=sorted(WORKS), help="model and batch (small on CPU, else gpt2-124m)")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rungs", help="names, with commas between (all)")
+    parser.add_argument("--rungs", help="comma-separated names (all)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -198,7 +198,7 @@ def main() -> int:
     if given.measure:
         return measured_child(given.measure, given.words)
     if given.steps < SKIP + 3:
-        parser.error(f"--steps {given.steps}: {SKIP + 3} or more, of which {SKIP} are left out")
+        parser.error(f"--steps {given.steps}: must be at least {SKIP + 3}, since the first {SKIP} are not measured")
     import torch
 
     work = given.work or ("gpt2-124m" if torch.cuda.is_available() else "small")

@@ -1,9 +1,9 @@
-"""What launch adds to mpiexec: python3 benchmarks/launch_overhead.py [--ranks 8] [--pairs 10] [--out FILE.json]
+"""Measure launch's overhead over mpiexec: python3 benchmarks/launch_overhead.py [--ranks 8] [--out FILE.json]
 
-Times `launch -n 8 true` and the mpiexec line of its own plan with `true` in the place of the ranks' shims, one
-after the other, so that both meet the same machine; one pair before warms the file cache. Prints, and writes, the
-medians, and the median and range of the pairs' differences. Exit code 1 if the median difference is more than
-0.5 s, 2 if the machine was not quiet (a load of more than half a core before): such figures do not count.
+Times `launch -n 8 true`, and the mpiexec command of its plan with `true` in place of the ranks' shims, in
+alternation, after one pair that warms the file cache. Prints and writes the medians, and the median and range of
+the differences within pairs. Exit code 1 if the median difference is more than 0.5 s; 2 if the machine was busy (a
+load above 0.5), which makes the results invalid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUIET_LOAD = 0.5
 
 
 def seconds(words: list[str], cwd: str) -> float:
-    """Wall-clock time of one call that ends in order."""
+    """Return the wall-clock time of a successful call."""
     began = time.perf_counter()
     subprocess.run(words, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                    check=True, timeout=120)
@@ -35,7 +35,7 @@ def seconds(words: list[str], cwd: str) -> float:
 
 
 def bare_line(launch: list[str], cwd: str) -> list[str]:
-    """The launcher's own words in launch's plan, before `true`."""
+    """Return the launcher's command from launch's plan, with `true` in place of the shim."""
     words = [*launch[:-1], "--dry-run", "--json", launch[-1]]
     plan = json.loads(subprocess.check_output(words, cwd=cwd, text=True, timeout=60))
     shim = plan["argv"].index("ezpz_llm.launch.shim")
@@ -67,7 +67,7 @@ def main() -> int:
     if args.out:
         write_json(args.out, result)
     if not result["quiet"]:
-        print(f"load {load:.2f} before the start: these figures do not count", file=sys.stderr)
+        print(f"the load before the start was {load:.2f}: the results are invalid", file=sys.stderr)
         return 2
     return int(result["added_s"] > LIMIT_S)
 

@@ -1,9 +1,9 @@
-"""How long it takes to be answered: python3 benchmarks/launch_time.py [--out FILE.json]
+"""Measure the response times of commands: python3 benchmarks/launch_time.py [--out FILE.json]
 
-Times ten calls each of `launch --dry-run` (here, with and without the command's own check, and in made-up
-reservations of 10,624 PBS and 10,000 Slurm nodes) and of every command's `--help`, after one that warms the file
-cache. Prints, and writes, the medians and ranges. Exit code 1 if the median of a plan here reaches 150 ms, with
-the check 1.2 s, of a plan for a large reservation 500 ms, or of a help 1 s.
+Times ten calls each of `launch --dry-run` (on this machine, with and without the command's check, and in simulated
+reservations of 10,624 PBS and 10,000 Slurm nodes) and of `--help` of several commands, after a call that warms the
+file cache. Prints and writes medians and ranges. Exit code 1 if a median exceeds its limit: 150 ms for a plan on
+this machine, 1.2 s with the check, 500 ms for a large reservation, 1 s for a help page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELP_LIMIT_MS = 1000.0
 
 
 def large_reservations(folder: Path) -> dict[str, dict[str, str]]:
-    """The environments of a PBS job of Aurora's size and of a Slurm job, with programs that start nothing."""
+    """Return the environments of a PBS job of Aurora's size and of a Slurm job, with stubs of their programs."""
     for name, body in (("mpiexec", "echo mpiexec version 1.4.0"), ("srun", "exit 1"), ("squeue", "exit 1"),
                        ("qstat", "exit 1")):
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -46,13 +46,13 @@ def large_reservations(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def milliseconds(words: list[str], env: dict[str, str]) -> list[float]:
-    """Wall-clock time of each call, where bytecode is kept as it is for everybody who has not forbidden it."""
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Return the wall-clock time of each call, with bytecode caching, the default of Python."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     times = []
     for _ in range(CALLS + 1):
         began = time.perf_counter()
-        # Its end is seen at the end of its output; a wait with a limit alone would look every 50 ms.
-        subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=60, env=own | env)
+        # Reading stdout detects the exit at once; a wait with a timeout alone polls every 50 ms.
+        subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=60, env=inherited | env)
         times.append((time.perf_counter() - began) * 1000)
     return times[1:]
 
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def timed(calls: list[tuple[list[str], float, str, dict[str, str]]], scripts: Path) -> list[dict[str, Any]]:
-    """The times of each call: words, limit in ms, where, its environment."""
+    """Time calls, each given as command, limit in ms, description of its environment, and environment."""
     results = []
     for words, limit, where, env in calls:
         times = milliseconds([str(scripts / words[0]), *words[1:]], env)

@@ -1,15 +1,13 @@
-"""What measuring a run costs it: python3 benchmarks/measuring_cost.py [--pairs N] [--out FILE.json] [-- OPTIONS]
+"""Measure the cost of measuring a run: python3 benchmarks/measuring_cost.py [--out FILE.json] [-- OPTIONS]
 
-Trains as `python3 -m ezpz_llm.train` does, in one process, in two kinds of steps: as by default (timeline,
+Trains as `python3 -m ezpz_llm.train` does, in one process, with two kinds of steps: the default (timeline,
 heartbeat, metrics.jsonl and the checks of its lines, progress line, norms by decay group), and the same loop with
-each of these replaced by something that does nothing. They take turns in random order, so that the machine's
-drift falls on both alike: step by step on a CPU, --log-every steps at a time on a device that works behind the
-host's back. A pair is --log-every steps of each. OPTIONS are training options. Prints, and writes, one JSON
-object: the pairs' ratios of wall and of processor time (which other programs disturb less) with bootstrap
-intervals, the processor seconds that a step takes more, and the time of a step of both kinds. A small model shows
-those seconds best: but for the norms they do not depend on the model. The profile of the first steady steps is
-another matter
-(profile_cost.py).
+stubs for all of these. They alternate in random order, so that drift of the machine affects both equally: step by
+step on a CPU, in blocks of --log-every steps on an asynchronous device. A pair is --log-every steps of each kind.
+OPTIONS are training options. Prints and writes one JSON object: the ratios of wall time and of CPU time (which
+other programs disturb less) with bootstrap intervals, the additional CPU seconds of a step, and the step time of
+both kinds. A small model shows these seconds best: except for the norms, they do not depend on the model.
+profile_cost.py measures the profile of the first steady steps.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ FIXED = ["--steps", str(ENDLESS), "--eval-every", "0", "--sample-tokens", "0", "
 
 
 class Nothing:
-    """Stands where something measures, and does nothing."""
+    """Stub for the objects that measure."""
 
     due = False
 
@@ -62,13 +60,13 @@ class Nothing:
         return contextlib.nullcontext()
 
     def nothing(self, *_: Any) -> None:
-        """What all the rest comes to."""
+        """Do nothing, in place of the other methods."""
 
     beat = begin_step = end_step = record = nothing
 
 
 def take(session: Session, steps: int) -> tuple[float, float]:
-    """Wall and processor seconds of so many steps, taken as the trainer's loop takes them."""
+    """Take steps like the trainer's loop, and return wall and CPU seconds."""
     device = session.engine.device
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
@@ -85,7 +83,7 @@ def take(session: Session, steps: int) -> tuple[float, float]:
 
 
 def pair(on: Session, off: Session, shuffle: random.Random) -> dict[str, tuple[float, float]]:
-    """Seconds a step of both kinds, over --log-every steps of each."""
+    """Return the wall and CPU seconds per step of both kinds, over --log-every steps of each."""
     steps = on.config.log_every
     turn = 1 if on.engine.device.type == "cpu" else steps
     spent = {"on": [0.0, 0.0], "off": [0.0, 0.0]}
@@ -98,10 +96,10 @@ def pair(on: Session, off: Session, shuffle: random.Random) -> dict[str, tuple[f
 
 
 def measure(pairs: int, options: list[str]) -> dict[str, object]:
-    """Run the pairs and summarise them.
+    """Run the pairs and summarize them.
 
     Raises:
-        SystemExit: the loss did not fall, so that whatever was timed was not training.
+        SystemExit: the loss did not decrease, so the timings are not of training.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         heartbeat = Heartbeat({**os.environ, HEARTBEAT_VARIABLE: str(Path(folder) / "heartbeat")})
@@ -129,7 +127,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("options", nargs="*", help="of ezpz_llm.train, after --")
+    parser.add_argument("options", nargs="*", help="options of ezpz_llm.train, after --")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     result = {

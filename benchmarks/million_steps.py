@@ -1,11 +1,11 @@
-"""What `report` and `explain` take of large files: a run of many steps, and traces of a gigabyte.
+"""Measure time and memory of `report` and `explain` on large files: many steps, and traces of a gigabyte.
 
     python3 benchmarks/million_steps.py [--steps 1000000] [--trace-mb 1000]
         [--out benchmarks/results/million_steps.json]
 
-Each command runs by itself on a run directory that is made up, in a temporary folder (500 MB a million steps).
-Rank 0 of it has a trace of that size, unpacked, with the members and events that torch.profiler writes for a small
-GPT on a CPU; traces of several ranks are read one after the other.
+Each command runs separately on a synthetic run directory in a temporary folder (500 MB per million steps). Rank 0
+has a trace of that uncompressed size, with the fields and events that torch.profiler writes for a small GPT on a
+CPU. Traces of several ranks are read sequentially.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 
 
 
 def make_run(folder: Path, steps: int) -> Path:
-    """A run directory as the trainer leaves it, with so many lines."""
+    """Write the run directory of a training run with `steps` lines."""
     (folder / "run").mkdir()
     with (folder / "run" / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
@@ -51,11 +51,11 @@ def make_run(folder: Path, steps: int) -> Path:
 
 
 OPERATORS = 40
-"""Layers that a step goes through: forward on the main thread, and backward on autograd's."""
+"""Layers of a step, whose forward pass runs on the main thread and whose backward pass on autograd's."""
 
 
 def make_trace(run: Path, megabytes: int) -> int:
-    """Rank 0's trace of at least so many megabytes, unpacked; returns how many events it has."""
+    """Write rank 0's trace of at least `megabytes` uncompressed, and return its number of events."""
     (run / "profile").mkdir()
     collectives = [{"kind": "all_reduce", "axes": "dp", "ranks": [0, 1], "bytes": 3468288}]
     notes = {"rank": 0, "device": "cpu", "layout": "ddp", "collectives": collectives}
@@ -72,7 +72,7 @@ def make_trace(run: Path, megabytes: int) -> int:
 
 
 def traced_step(step: int) -> Iterator[dict[str, Any]]:
-    """The events of a step of 20 ms."""
+    """Return the events of a step of 20 ms."""
     start, main, autograd, gloo = 4.4e12 + step * 20_000, 17835, 18065, 18047
 
     def event(category: str, name: str, at: float, us: float, thread: int = main) -> dict[str, Any]:
@@ -102,22 +102,22 @@ def traced_step(step: int) -> Iterator[dict[str, Any]]:
 
 
 def measure(*words: str) -> dict[str, float]:
-    """A command's processor seconds and its largest memory in MB.
+    """Return a command's CPU seconds and peak memory in MB.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     process = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    complaint = process.stderr.read()
+    errors = process.stderr.read()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {complaint.decode()}")
+        raise RuntimeError(f"{' '.join(words)}: {errors.decode()}")
     return {"processor_s": round(used.ru_utime + used.ru_stime, 2), "most_mb": round(used.ru_maxrss / 1024)}
 
 
 def main() -> int:
-    """Measure and print, and write to --out."""
+    """Measure, print the results, and write them to --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)

@@ -1,18 +1,19 @@
-"""Plant faults one at a time in a copy of the code: does certify, or a unit test, see each of them?
+"""Mutation testing: plant faults in copies of the code, and check that certify or a unit test detects each of them.
 
-    python3 benchmarks/mutations.py                      # all faults of benchmarks/mutation_table/: an hour or two
-    python3 benchmarks/mutations.py --resume             # those that the results file has not
+    python3 benchmarks/mutations.py                      # all faults of benchmarks/mutation_table/: one to two
+    hours
+    python3 benchmarks/mutations.py --resume             # those without a result
     python3 benchmarks/mutations.py --only clip-scales-up,rope-pairs
     python3 benchmarks/mutations.py --class tp,pp
 
-For each fault the checkout is copied, one piece of text of it is replaced, and what should see the fault is run
-on the copy: a cell of certify, the definitions that it checks first, or a test. A fault is seen if that fails.
-Before, the same is run without a fault, and must pass. A layout's cell is compared with a reference that clean
-code made; a fault in what all layouts share has one process of its own, which certify holds to the definition
-of the step.
+For each fault, copies the checkout, replaces one piece of text, and runs on the copy the check that should detect
+the fault: a cell of certify, the definitions that certify checks first, or a test. The fault is detected if the
+check fails. Each check must first pass on a copy without a fault. The cell of a layout is compared with a
+reference from clean code. For faults in shared code, certify compares a single process with the definition of the
+step.
 
-Results: benchmarks/results/mutations.json, written after each fault. Exit code 0 if all faults that were run were
-seen.
+Results: benchmarks/results/mutations.json, written after each fault. Exit code 0 if all selected faults were
+detected.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 WORK = ROOT / "runs" / "mutations"
 LIMIT_S = 1500
-"""Seconds for each cell or test. Clean ones take a tenth: one that does not end has been stopped by its fault."""
+"""Time limit in seconds for each cell or test. Clean ones take a tenth: a timeout is an effect of the fault."""
 
 Verdict = dict[str, Any]
-"""`seen`, `how` (the first line that says so) and `seconds`."""
+"""Result of a check: `seen` (the fault was detected), `how` (the first line of the failure) and `seconds`."""
 
 
 @contextmanager
 def copied() -> Iterator[Path]:
-    """A copy of the checkout as it is now, without what git ignores."""
+    """Copy the checkout with its uncommitted changes, without files that git ignores."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
                             capture_output=True, text=True, check=True).stdout
     WORK.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def plant(fault: Fault, folder: Path) -> None:
     """Replace the fault's text in a copy.
 
     Raises:
-        SystemExit: the text is not there exactly once.
+        SystemExit: the text does not occur exactly once.
     """
     file = folder / fault.file
     text = file.read_text()
@@ -81,60 +82,61 @@ def plant(fault: Fault, folder: Path) -> None:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """That in which the copy's code is the one that runs."""
+    """Return an environment in which Python imports the copy's code."""
     return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **more}
 
 
 def run(words: Sequence[str], folder: Path, env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
-    """Exit code, None for a run that did not end in time, and the output."""
+    """Run a command and return its exit code, None after a timeout, and its output."""
     with (folder / "output.txt").open("w+") as output:
-        begun = subprocess.Popen(words, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT,
-                                 start_new_session=True)
+        process = subprocess.Popen(words, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
         try:
-            code: int | None = begun.wait(limit_s)
+            code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
-            begun.terminate()  # certify ends its ranks by itself
+            process.terminate()  # certify stops its ranks
             time.sleep(15)
         finally:
-            if begun.poll() is None:
-                os.killpg(begun.pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         return code, output.read()
 
 
 def certified(cells: Sequence[Cell], folder: Path, references: Path | None) -> Verdict:
-    """Run cells that differ in their layout alone, in a copy.
+    """Run cells that differ only in their layout, in a copy.
 
     Args:
-        references: of clean code, to be compared with; what is missing of them is made here, by this copy's code.
+        references: references from clean code; missing ones are created with the code of this copy.
     """
     run_dir = folder / "run"
     if references is not None and references.is_dir():
         shutil.copytree(references, run_dir / "reference")
     words = [sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", *shlex.split(options(cells))]
-    # One process needs no launch: it takes the place of the one rank.
+    # A single process does not need launch: it is the only rank.
     is_alone = cells[0].world == 1
     env = environment(folder, **{RUN_DIR_VARIABLE: str(run_dir)} if is_alone else {})
-    code, said = run(words if is_alone else [*words, "--run-dir", str(run_dir)], folder, env, LIMIT_S * len(cells))
+    command = words if is_alone else [*words, "--run-dir", str(run_dir)]
+    code, output = run(command, folder, env, LIMIT_S * len(cells))
     if code is None:
         return {"seen": True, "how": f"no end in {LIMIT_S} s"}
     if code == 0:
         return {"seen": False, "how": "certified"}
-    found = run_dir / "certify.json"
-    kept = json.loads(found.read_text()) if found.is_file() else {}
-    lines = [kept["refused"]["why"]] if kept.get("refused") else [
-        line for result in kept.get("results", ()) for line in result["failures"]]
+    path = run_dir / "certify.json"
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    lines = [record["refused"]["why"]] if record.get("refused") else [
+        line for result in record.get("results", ()) for line in result["failures"]]
     if code != 1:
-        raise SystemExit(f"{' '.join(words)}\nended with code {code}:\n{said[-4000:]}")
-    # One process that crashes has no record: its last words are.
-    return {"seen": True, "how": (lines or said.strip().splitlines()[-1:])[0][:400]}
+        raise SystemExit(f"{' '.join(words)}\nended with code {code}:\n{output[-4000:]}")
+    # A single process that crashes leaves no record: use its last line of output.
+    return {"seen": True, "how": (lines or output.strip().splitlines()[-1:])[0][:400]}
 
 
 def defined(folder: Path, topic: str | None = None) -> Verdict:
-    """Let certify check its definitions, or one topic of them, in a copy, as it does before its first step.
+    """Run certify's check of its definitions, or of one topic, in a copy.
 
-    In a fork of this process, which has imported torch once for all of them: that is most of what they take.
+    Runs in a fork of this process, which has already imported torch: the import takes most of the time.
     """
     for name in ("torch", "torch._dynamo", "safetensors.torch"):
         importlib.import_module(name)
@@ -157,7 +159,7 @@ def defined(folder: Path, topic: str | None = None) -> Verdict:
 
 
 def _define(folder: Path, found: Path, topic: str | None) -> None:
-    """Check the definitions with the copy's code in the place of this checkout's; ends the process."""
+    """Check the definitions with the code of the copy, and exit the process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "ezpz_llm"]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
@@ -178,17 +180,17 @@ def tested(tests: Sequence[str], folder: Path) -> Verdict:
     """Run tests in a copy."""
     words = [sys.executable, "-m", "pytest", "-n0", "-x", "-p", "no:cacheprovider", "-m",
              "full or slow or not full", *tests]
-    code, said = run(words, folder, environment(folder), LIMIT_S * len(tests))
+    code, output = run(words, folder, environment(folder), LIMIT_S * len(tests))
     if code is None:
         return {"seen": True, "how": f"no end in {LIMIT_S} s"}
-    if code not in (0, 1) or (code == 0 and " passed" not in said):
-        raise SystemExit(f"pytest {' '.join(tests)}\nended with code {code}:\n{said[-4000:]}")
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if code not in (0, 1) or (code == 0 and " passed" not in output):
+        raise SystemExit(f"pytest {' '.join(tests)}\nended with code {code}:\n{output[-4000:]}")
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return {"seen": code == 1, "how": failed[0][:400] if failed else "passed"}
 
 
 def planted(fault: Fault, references: Path) -> Verdict:
-    """What should see a fault says of a copy that has it."""
+    """Plant a fault in a copy, and run the check that should detect it."""
     with copied() as folder:
         plant(fault, folder)
         began = time.monotonic()
@@ -201,7 +203,7 @@ def planted(fault: Fault, references: Path) -> Verdict:
 
 
 def control(sees: Sequence[Any], references: Path) -> Verdict:
-    """What clean code gives. The references that it makes are kept."""
+    """Run checks on a copy without a fault, and keep the references that they create."""
     with copied() as folder:
         began = time.monotonic()
         if isinstance(sees[0], Cell):
@@ -214,21 +216,23 @@ def control(sees: Sequence[Any], references: Path) -> Verdict:
 
 
 def with_it(sees: Cell | Definitions | str) -> list[Any]:
-    """All that can be run in one go with a cell or a test: cells of one launch, tests of one file."""
-    def place(one: Cell | Definitions | str) -> tuple[Any, ...]:
-        """What they have in common."""
-        return (one.world, one.model, one.dtype) if isinstance(one, Cell) else (str(one).partition("::")[0],)
+    """Return all checks that can run together with a given one: cells of a launch, tests of a file."""
+    def group(check: Cell | Definitions | str) -> tuple[Any, ...]:
+        """Return a key that is equal for checks that can run together."""
+        if isinstance(check, Cell):
+            return check.world, check.model, check.dtype
+        return (str(check).partition("::")[0],)
 
-    return [one for one in dict.fromkeys(fault.sees for fault in FAULTS) if place(one) == place(sees)]
+    return [check for check in dict.fromkeys(fault.sees for fault in FAULTS) if group(check) == group(sees)]
 
 
 def git(*words: str) -> str:
-    """What git says."""
+    """Return the output of a git command."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def score(found: dict[str, Verdict]) -> dict[str, dict[str, int]]:
-    """By class, and in all: faults that were run, those seen, and those seen by certify."""
+    """Count the faults that were run, detected, and detected by certify, by class and in total."""
     table: dict[str, dict[str, int]] = {}
     for fault in FAULTS:
         if fault.name in found:
@@ -249,17 +253,17 @@ def show(table: dict[str, dict[str, int]]) -> None:
 
 
 def chosen(only: str | None, kinds: str | None) -> list[Fault]:
-    """The faults of these names and classes.
+    """Return the faults with these names and classes.
 
     Raises:
-        SystemExit: there is none of that name or class.
+        SystemExit: a name or class is unknown.
     """
     def words(text: str, known: set[str]) -> set[str]:
-        """The words of a list, all of them known."""
-        found = set(text.split(","))
-        if found - known:
-            raise SystemExit(f"unknown: {', '.join(sorted(found - known))}; known are {', '.join(sorted(known))}")
-        return found
+        """Return the words of a comma-separated list, after checking that they are known."""
+        given = set(text.split(","))
+        if given - known:
+            raise SystemExit(f"unknown: {', '.join(sorted(given - known))}; choose from {', '.join(sorted(known))}")
+        return given
 
     names = words(only, {fault.name for fault in FAULTS}) if only else None
     classes = words(kinds, {fault.kind for fault in FAULTS}) if kinds else None
@@ -269,11 +273,11 @@ def chosen(only: str | None, kinds: str | None) -> list[Fault]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAME,…", help="these faults")
-    parser.add_argument("--class", dest="kinds", metavar="NAME,…", help="the faults of these classes")
-    parser.add_argument("--resume", action="store_true", help="leave out those that the results file has")
+    parser.add_argument("--only", metavar="NAME,…", help="run only these faults")
+    parser.add_argument("--class", dest="kinds", metavar="NAME,…", help="run only faults of these classes")
+    parser.add_argument("--resume", action="store_true", help="skip faults that have a result")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is running ends with this
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that child processes are cleaned up
     faults = chosen(given.only, given.kinds)
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     known = {fault.name for fault in FAULTS}
@@ -284,7 +288,7 @@ def main() -> int:
     todo = [fault for fault in faults if not (given.resume and fault.name in found)]
 
     def write() -> None:
-        """What is known so far."""
+        """Write the results so far."""
         versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")}
         write_json(RESULTS, {
             "command": "python3 benchmarks/mutations.py", "date": datetime.date.today().isoformat(),
@@ -293,7 +297,7 @@ def main() -> int:
             "faults": {fault.name: found[fault.name] for fault in FAULTS if fault.name in found}})
 
     def is_controlled(sees: Cell | Definitions | str) -> bool:
-        """True if clean code has passed, and the reference that it was compared with is kept."""
+        """Return True if the check has passed on clean code, and its reference still exists."""
         is_kept = not isinstance(sees, Cell) or (references / sees.reference / "reference.json").is_file()
         return is_kept and controls.get(str(sees), {}).get("package") == package
 

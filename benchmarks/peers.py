@@ -1,19 +1,21 @@
-"""Other programs beside ours, on the same work: python3 benchmarks/peers.py --work NAME [--peer NAME=FOLDER ...]
+"""Compare our trainer with other programs: python3 benchmarks/peers.py --work NAME [--peer NAME=FOLDER ...]
 
-Works are cpu-50304, cpu-65, ddp, zero and memory, each a shape, a batch and a list of programs (peers/programs.py).
-Peers are Hugging Face's Trainer, where it is installed; a plain loop, written here; and nanoGPT, build-nanogpt and
-picotron, each from a checkout that --peer names, and whose own loop does the steps. Ours is the trainer's own loop.
+Works are cpu-50304, cpu-65, ddp, zero and memory. Each has a shape, a batch and a list of programs
+(peers/programs.py). Peers are Hugging Face's Trainer, if installed; a plain loop, defined here; and nanoGPT,
+build-nanogpt and picotron, each from a checkout given with --peer and run with its own loop. Ours is the trainer's
+loop.
 
-Every run is in processes of its own. Rounds go through all programs one after the other, so that what else the
-machine does falls on all alike, and ratios are of runs of the same round. The first 3 steps of each are left out.
-All read the same tokens, and each ends with its loss on the same validation tokens; a program that did not learn
-by that loss fails the benchmark. Tokens a CPU-second count all processor time, user and system, of all ranks.
-Ours computes in the precision that the machine has natively, bf16 or fp32, which is printed. Memory is the most
-that a program's processes held until its last step. "ceiling" is the best rate of matrix products on this machine,
-in our precision, measured in each round; "shards" reads samples and does nothing with them.
+Each run has its own processes. Rounds alternate between all programs, so that other load on the machine affects
+all equally, and ratios compare runs of the same round. The first 3 steps of each run are not measured. All
+programs read the same tokens and end with the loss on the same validation tokens; the benchmark fails if a program
+does not learn by that loss. Tokens per CPU second include user and system time of all ranks. Ours uses the
+machine's native precision, bf16 or fp32, which is printed. Memory is the peak of a program's processes until its
+last step. "ceiling" is the measured matmul peak of this machine in our precision, in each round; "shards" only
+reads samples.
 
-What ZeRO's collectives allow is ddp's step with its collectives taken out, and then the layout's own, one after
-the other with nothing beside them. Above 1, some were hidden, or the divided optimizer saved more than they cost.
+The bound for ZeRO is ddp's step without its collectives, plus the layout's collectives run sequentially without
+overlap. A ratio above 1 means that some collectives overlapped with computation, or that the sharded optimizer
+saved more time than they cost.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from peers.task import SKIP
 from ezpz_llm.rundir import write_json
 
 EACH = ("load_before", "step_s", "tokens_per_second", "tokens_per_cpu_second", "peak_bytes", "val_loss")
-"""What is kept of every run."""
+"""Results of a run that are written to --out."""
 MAINS = {"nanogpt": "train.py", "build-nanogpt": "train_gpt2.py", "picotron": "train.py"}
 
 
@@ -46,23 +48,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", choices=WORKS, required=True)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=FOLDER",
                         help=f"a checkout of {', '.join(MAINS)}")
-    parser.add_argument("--programs", help=f"names, with commas between (the work's own), of {', '.join(PROGRAMS)}")
-    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--programs", help=f"comma-separated, of {', '.join(PROGRAMS)} (the work's programs)")
+    parser.add_argument("--steps", type=int, help="steps of each run")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--global-batch-size", type=int, help="sequences a step, in place of the work's own")
+    parser.add_argument("--global-batch-size", type=int, help="sequences per step (the work's)")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     work = WORKS[given.work]
     given.steps = work.steps if given.steps is None else given.steps
     given.rounds = work.rounds if given.rounds is None else given.rounds
     if given.steps < SKIP + 3:
-        parser.error(f"--steps {given.steps}: {SKIP + 3} or more, of which {SKIP} are left out")
+        parser.error(f"--steps {given.steps}: must be at least {SKIP + 3}, since the first {SKIP} are not measured")
     given.programs = given.programs.split(",") if given.programs else list(work.programs)
     if given.rounds < 1:
-        parser.error(f"--rounds {given.rounds}: 1 or more")
+        parser.error(f"--rounds {given.rounds}: must be at least 1")
     for name in given.programs:
         if name not in PROGRAMS:
-            parser.error(f"--programs {name}: no such program")
+            parser.error(f"--programs {name}: unknown program")
     if given.out and not Path(given.out).absolute().parent.is_dir():
         parser.error(f"--out {given.out}: no such folder")
     given.peers = {}
@@ -94,7 +96,7 @@ def main() -> int:
                      **{name: summary(name, found) for name, found in runs.items()}}
             rows = bars(given.work, runs)
             learns = all(found.get("learns", True) for found in table.values())
-            if given.out:  # after every round, so that what breaks the next one costs no more than that
+            if given.out:  # after each round, to keep the results if a later round fails
                 write_json(given.out, {
                     "command": " ".join(["python3", "benchmarks/peers.py", *sys.argv[1:]]), "work": words,
                     "date": datetime.date.today().isoformat(), "machine": machine(),

@@ -1,10 +1,10 @@
-"""What the default host profile costs a run: python3 benchmarks/profile_cost.py [--pairs N] [--out FILE.json]
+"""Measure the cost of the default Python profile: python3 benchmarks/profile_cost.py [--pairs N] [--out FILE.json]
 
-Trains tiny-gpt2 on the bytes of a standard library module in one process. Blocks of steps with the profile on and
-off alternate in random order in pairs, so that the machine's drift falls on both alike. Prints, and writes, one
-JSON object: median step times, the pairs' ratios of wall and of processor time (which other programs disturb less)
-with bootstrap intervals, the seconds it takes to start and write a profile of the default length, and from these
-what a run pays for it.
+Trains tiny-gpt2 on the bytes of a standard library module in one process. Blocks of steps with and without the
+profile alternate in random order, in pairs, so that drift of the machine affects both equally. Prints and writes
+one JSON object: median step times, the ratios of wall time and of CPU time (which other programs disturb less)
+with bootstrap intervals, the seconds to start and write a profile of the default length, and the resulting cost
+for a run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BYTES = 256
 
 
 class Block(NamedTuple):
-    """A few steps: median wall and mean processor seconds a step, seconds spent between steps on the profile."""
+    """Block of steps: median wall and mean CPU seconds per step, and seconds of the profile between steps."""
 
     step_s: float
     cpu_s: float
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 class Trainer:
-    """Steps of a small training run, each timed by the timeline."""
+    """Small training run whose steps are timed by the timeline."""
 
     def __init__(self, micro_batch: int) -> None:
         config = get_model_config("tiny-gpt2", vocab_size=BYTES)
@@ -59,7 +59,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def step(self) -> None:
-        """One optimizer step on random windows."""
+        """Take an optimizer step on random windows."""
         count, length = self.shape
         self.timeline.begin_step()
         with self.timeline.span("data"):
@@ -95,16 +95,16 @@ class Trainer:
 
 
 def interval(ratios: list[float], shuffle: random.Random) -> dict[str, object]:
-    """The median of the pairs' ratios, with the bootstrap's 2.5 % and 97.5 % points."""
+    """Return the median of ratios, with the 2.5 % and 97.5 % points of the bootstrap."""
     resampled = sorted(statistics.median(shuffle.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {"median": statistics.median(ratios), "95_percent": [resampled[50], resampled[-51]]}
 
 
 def measure(pairs: int, steps: int, micro_batch: int) -> dict[str, object]:
-    """Run the pairs and summarise them.
+    """Run the pairs and summarize them.
 
     Raises:
-        SystemExit: the loss did not fall, so that whatever was timed was not training.
+        SystemExit: the loss did not decrease, so the timings are not of training.
     """
     trainer, shuffle = Trainer(micro_batch), random.Random(1)
     trainer.block(None, PROFILE_STEPS)  # warm-up
@@ -136,7 +136,7 @@ def measure(pairs: int, steps: int, micro_batch: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=4, help="steps a block")
+    parser.add_argument("--steps", type=int, default=4, help="steps per block")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)

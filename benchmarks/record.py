@@ -1,9 +1,9 @@
-"""Run tests that measure, and write down what they see: the committed results, pages and tables.
+"""Run tests that measure, and update the committed results, pages and tables.
 
     python3 benchmarks/record.py NAME [PYTEST ARGUMENTS]
 
-Without a name it lists them. A test only compares or asserts; here it gets the fixture `recording`, which lets it
-write. Most need root and what docs/evidence/testing.md says of simulated nodes.
+Without a name, lists the names. Usually these tests only compare and assert; here the fixture `recording` is True,
+and they write their results. Most require root and the packages of simulated nodes (docs/evidence/testing.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RECORDS = {
 
 
 class Recording:
-    """A plugin of pytest whose presence, under this name, tests see in the fixture `recording`."""
+    """Pytest plugin whose presence makes the fixture `recording` True."""
 
     __name__ = "recording"
 

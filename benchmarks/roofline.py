@@ -1,17 +1,17 @@
-"""A bound on MFU that can be checked without a device: python3 benchmarks/roofline.py [--out FILE.json]
+"""Compute an upper bound on MFU without a device: python3 benchmarks/roofline.py [--out FILE.json]
 
-Counts the kernels, bytes, products and host reads of one optimizer step of the trainer's own program, on one rank
-(roofline_counts.py says how), and gives each kernel the time that a device needs at least:
+Counts the kernels, bytes, FLOPs and device-to-CPU reads of one optimizer step of the trainer's program on one rank
+(see roofline_counts.py), and estimates the minimum time of each kernel:
 
-    the longest of  products / their rate,  bytes / the memory's rate,  and a kernel's least time
+    max(FLOPs / matmul rate,  bytes / memory bandwidth,  minimum kernel time)
 
-A device computes while it reads, so the times of one kernel are not added; kernels of one stream follow each
-other, so those of different kernels are. The sum is the least step time, and the model's FLOPs (6N + 12 L C T a
-token, as the trainer's MFU counts them) over that and the stated peak is a bound on MFU. It is an upper bound: no
-gaps between kernels, no host that is too slow, no allocator, no wait at the step's end.
+A kernel computes while it reads, so these times are not added. The kernels of a stream run one after another, so
+their times are added. The sum is the minimum step time. The model's FLOPs (6N + 12 L C T per token, as in the
+trainer's MFU) divided by this time and the vendor's peak are the bound on MFU. It is an upper bound because it
+ignores gaps between kernels, a slow CPU, the allocator, and synchronization at the end of the step.
 
-The rates are assumptions, and printed: shares of the vendors' peaks that good kernels reach, the same for all
-devices. They are not measured.
+The rates are assumptions, which are printed: fractions of the vendors' peaks that good kernels reach, the same for
+all devices. They are not measured.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import write_json
 
 PRODUCTS = 0.72
-"""Of the stated peak, in matrix products."""
+"""Fraction of the vendor's peak that matmuls reach."""
 ATTENTION = 0.45
-"""Of the stated peak, in a flash attention kernel, counting the products that a causal mask leaves."""
+"""Fraction of the vendor's peak that flash attention reaches, not counting masked products."""
 MEMORY = 0.85
-"""Of the stated bandwidth."""
+"""Fraction of the vendor's memory bandwidth that kernels reach."""
 LEAST_S = 2.5e-6
-"""A kernel's least time, whatever it does: to start it, and to end it before the next one."""
+"""Minimum time of any kernel, from its launch to the start of the next one."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What torch calls one device: `name` as torch reports it, stated memory bandwidth in bytes a second."""
+    """Device: its `name` in torch, and the vendor's memory bandwidth in bytes/s."""
 
     name: str
     bandwidth: float
 
     def seconds(self, kernel: Kernel, peak: float) -> float:
-        """The least time of a kernel, where `peak` is the stated rate of products in FLOP/s."""
+        """Return the minimum time of a kernel; `peak` is the vendor's peak in FLOP/s."""
         products = kernel.flops / (peak * (ATTENTION if kernel.attention else PRODUCTS))
         return max(products, (kernel.read + kernel.written) / (self.bandwidth * MEMORY), LEAST_S)
 
@@ -60,11 +60,11 @@ class Device:
 DEVICES = {
     "A100": Device("NVIDIA A100-SXM4-80GB", 2.039e12), "H100": Device("NVIDIA H100 80GB HBM3", 3.35e12),
     "H200": Device("NVIDIA H200", 4.8e12),
-    # One of the card's two dies, and one of its two tiles: half of the card's bandwidth.
+    # One of two dies (MI250X) or tiles (PVC): half of the card's bandwidth.
     "MI250X GCD": Device("AMD Instinct MI250X", 1.6384e12),
     "PVC tile": Device("Intel(R) Data Center GPU Max 1550", 1.6384e12),
 }
-"""Bandwidths are the data sheets' of the names that the peaks' sources name."""
+"""Devices; bandwidths are from the data sheets that are the sources of the peaks."""
 
 
 def _work(model: str, micro_batch: int) -> tuple[str, ...]:
@@ -73,24 +73,24 @@ def _work(model: str, micro_batch: int) -> tuple[str, ...]:
 
 WORKS = {f"{model} B {micro_batch}": _work(model, micro_batch) for model, micro_batch in (
     ("gpt2-124m", 16), ("gpt2-124m", 4), ("llama3-1b", 4), ("llama3-1b", 8))}
-"""Options of `ezpz_llm.train` by name: a model at its whole context."""
+"""Options of `ezpz_llm.train` by name, for models at their full context length."""
 
 
 def total(step: Step) -> dict[str, Any]:
-    """A step's counts."""
+    """Return the counts of a step."""
     return {"kernels": len(step.kernels), "bytes": sum(one.read + one.written for one in step.kernels),
             "product_flops": sum(one.flops for one in step.kernels), "host_reads": len(step.host_reads)}
 
 
 def bound(step: Step, model_flops: float, device: Device) -> dict[str, float]:
-    """The least seconds of a step, and the MFU at that."""
+    """Return the minimum seconds of a step, and the resulting MFU."""
     peak = find_peak(device.name, "bf16").flops
     seconds = sum(device.seconds(kernel, peak) for kernel in step.kernels)
     return {"step_s": seconds, "mfu": model_flops / seconds / peak}
 
 
 def by_operator(step: Step, device: Device) -> list[dict[str, Any]]:
-    """Counts and least seconds of each operator, the longest first."""
+    """Return the counts and minimum seconds of each operator, longest first."""
     peak = find_peak(device.name, "bf16").flops
     rows: dict[str, dict[str, Any]] = {}
     for kernel in step.kernels:
@@ -104,7 +104,7 @@ def by_operator(step: Step, device: Device) -> list[dict[str, Any]]:
 
 
 def measure(words: Sequence[str]) -> dict[str, Any]:
-    """Count one work and bound it on every device."""
+    """Count the kernels of a work, and compute its bound on each device."""
     plan = plan_of([*words, "--compile", "false"])
     model_flops = flops_per_token(plan.model) * plan.tokens_per_step
     steps = {"eager": count_eager(plan), "compiled": count_compiled(plan_of([*words, "--compile", "true"]))}
@@ -115,7 +115,7 @@ def measure(words: Sequence[str]) -> dict[str, Any]:
 
 
 def assumptions() -> dict[str, Any]:
-    """Every rate that is not counted."""
+    """Return all assumed rates."""
     return {"products": PRODUCTS, "attention": ATTENTION, "memory": MEMORY, "least_kernel_s": LEAST_S,
             "devices": {name: {**asdict(device), "peak_flops": find_peak(device.name, "bf16").flops,
                                "peak_source": find_peak(device.name, "bf16").source}
@@ -123,7 +123,7 @@ def assumptions() -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The result as text: rates, counts and bounds."""
+    """Format rates, counts and bounds as text."""
     rates = result["assumptions"]
     rows = [[name, f"{one['peak_flops'] / 1e12:.1f}", f"{one['peak_flops'] * PRODUCTS / 1e12:.0f}",
              f"{one['peak_flops'] * ATTENTION / 1e12:.0f}", f"{one['bandwidth'] / 1e12:.2f}",
@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("options", nargs="*", help="of ezpz_llm.train, for every work; after --")
+    parser.add_argument("options", nargs="*", help="options of ezpz_llm.train for all works, after --")
     args = parser.parse_args()
     words = ("--ds-config", "ddp", "--precision", "bf16_autocast", *args.options)
     result = {

@@ -1,12 +1,12 @@
-"""The kernels of a compiled step, from the graphs that torch.compile's backend receives, without a device.
+"""Kernel counts of a compiled step, from the graphs that torch.compile passes to its backend, without a device.
 
-torch.compile runs on the program's fake tensors as it would on real ones. Each graph that arrives at inductor
-(forward, backward, and the two of the chunked loss) is moved to a fake CUDA device, lowered, and fused by
-inductor's own scheduler; nothing is generated or run. A node of the schedule is one kernel, and its bytes are what
-the scheduler says that it reads and writes: every buffer once. What is not compiled, such as the optimizer, is
-counted as it is dispatched.
+torch.compile runs on the program's fake tensors as on real ones. Each graph that inductor receives (forward,
+backward, and the two of the chunked loss) is moved to a fake CUDA device, lowered, and fused by inductor's
+scheduler; no code is generated or run. Each node of the schedule is a kernel, whose bytes are those that the
+scheduler reports: each buffer is read or written once. Code that is not compiled, such as the optimizer, is
+counted when dispatched.
 
-Inductor asks the device how many multiprocessors it has, to split long sums over them. It is told an H100's.
+Inductor splits long sums over the device's multiprocessors; it gets the number of an H100.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _H100 = DeviceProperties("cuda", 0, multi_processor_count=132, cc=90, major=9, r
 
 
 def count_compiled(plan: RunPlan) -> Step:
-    """Count the second optimizer step of a plan that compiles; the first one compiles, and makes the moments."""
+    """Count the second optimizer step of a plan; the first one compiles, and allocates the moments."""
     counter = Counter()
     torch._dynamo.reset()
     inductor = functools.partial(compile_fx.compile_fx, inner_compile=functools.partial(_take_graph, counter))
@@ -54,7 +54,7 @@ def count_compiled(plan: RunPlan) -> Step:
 
 def _take_graph(counter: Counter, graph: fx.GraphModule, inputs: Sequence[Any],
                 **settings: Any) -> Callable[[Sequence[Any]], Any]:
-    """In the place of inductor's compiler of one graph: what it gives adds the graph's kernels when called."""
+    """Replace inductor's compilation of a graph by a function that counts the graph's kernels when called."""
     schedules: dict[tuple[Any, ...], list[Kernel]] = {}
 
     def run(arguments: Sequence[Any]) -> Any:
@@ -72,7 +72,7 @@ def _take_graph(counter: Counter, graph: fx.GraphModule, inputs: Sequence[Any],
 
 
 def _kernels(graph: fx.GraphModule, arguments: Sequence[Any], is_backward: bool) -> Iterator[Kernel]:
-    """The schedule of a graph for arguments of these shapes, on an H100."""
+    """Return the kernels of a graph for arguments of these shapes, on an H100."""
     graph = copy.deepcopy(graph)
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
@@ -98,7 +98,7 @@ def _kernels(graph: fx.GraphModule, arguments: Sequence[Any], is_backward: bool)
 
 
 def _is_nothing(node: scheduler.BaseSchedulerNode) -> bool:
-    """Whether a node of the schedule starts no kernel: it reserves memory, or takes one of a kernel's outputs."""
+    """Return True for a node that launches no kernel: it allocates memory, or selects an output of a kernel."""
     return isinstance(node, scheduler.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput)
 
 
@@ -108,7 +108,7 @@ def _kernel(node: scheduler.BaseSchedulerNode) -> Kernel:
         return Kernel(get_fused_kernel_name(node.get_nodes(), "original_aten"), read, written)
     operator = node.node
     origin = operator.get_origin_node()
-    if origin is None:  # of one with several results
+    if origin is None:  # an operator with several results
         origin = next(one for one in operator.get_origins() if one.target is operator.op_overload)
     args, kwargs = fx.map_arg((origin.args, origin.kwargs), lambda one: one.meta["val"])
     name = origin.target.overloadpacket.__name__

@@ -1,18 +1,18 @@
-"""What an optimizer step asks of a device, counted on the trainer's own program without one.
+"""Counts of kernels, bytes and FLOPs of an optimizer step of the trainer's program, without a device.
 
-The program is `ezpz_llm.trainer.run.make_engine`'s: model, loss, engine, gradient norm, clipping and optimizer, at
-its true shapes. Its tensors are torch's fake ones, which have shapes and no storage. They say that they are on the
-CPU, since a build of torch without CUDA cannot take fake CUDA tensors through a backward pass. So two things are
-forced: the model's code takes the branches of a GPU, and attention is the flash kernel that torch chooses there.
+The program is the engine of `ezpz_llm.trainer.run.make_engine`: model, loss, gradient norm, clipping and optimizer,
+with its real shapes, on torch's fake tensors, which have shapes but no storage. The tensors are on the CPU, since a
+build of torch without CUDA cannot run a backward pass on fake CUDA tensors. Two things are therefore forced: the
+model's code takes the branches of a GPU, and attention uses the flash kernel that torch chooses on a GPU.
 
-What is counted, and by which rule:
-- A kernel: each operator that torch dispatches, unless it only makes a view or reserves memory. A fused or foreach
-  optimizer call is one kernel for all its tensors; on a device it is a few.
-- Bytes: every input is read once and every output written once, whatever a cache may hold; an argument that the
-  operator's schema says is changed is read and written. An operator that picks rows or elements touches only these.
-- Products: torch's own formulas of FLOPs. Attention is not taken apart: a causal flash kernel makes half of the
-  formula's products, and in the backward pass it makes the scores again (5 products for the forward pass's 2).
-- Host reads: operators that wait for a number of the device's, such as `.item()`.
+Rules for counting:
+- Kernels: each operator that torch dispatches, unless it only creates a view or allocates memory. A fused or
+  foreach optimizer call is one kernel for all its tensors; on a device it is a few.
+- Bytes: each input is read once and each output written once, regardless of caches; an argument that the operator's
+  schema marks as modified is read and written. Operators that select rows or elements access only those.
+- FLOPs: torch's formulas. Attention is one kernel: a causal flash kernel does half of the formula's FLOPs, and
+  recomputes the scores in the backward pass (5 products for the forward pass's 2).
+- Host reads: operators that wait for a value from the device, such as `.item()`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: the bytes that it reads and writes, and the FLOPs of its matrix products.
+    """Kernel with the bytes that it reads and writes, and the FLOPs of its matmuls.
 
-    `attention` tells the products of a flash kernel from those of a plain one, which run at another rate.
+    `attention` marks a flash attention kernel, whose FLOPs run at a different rate.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Kernel:
 
 @dataclass
 class Step:
-    """The kernels of one optimizer step in order, and the operators that wait for the device."""
+    """Kernels of an optimizer step in order, and operators that wait for the device."""
 
     kernels: list[Kernel] = field(default_factory=list)
     host_reads: list[str] = field(default_factory=list)
 
 
 class Counter(TorchDispatchMode):
-    """Adds what is dispatched inside to `step`, except while it is paused."""
+    """Dispatch mode that adds dispatched operators to `step`, except while paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ class Counter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile's graphs run inside; torch would run the functions themselves instead."""
+        """Return True, so that torch runs compiled graphs under this mode instead of the original functions."""
         return True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing inside."""
+        """Suspend counting."""
         self._counts = False
         try:
             yield
@@ -110,7 +110,7 @@ _HOST_READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzer
                aten.masked_select.default)
 _ANY_NUMBER = 1.0
 _MEMORY = 80 * 10 ** 9
-"""Of the device, by which the loss chooses its chunks; with more they are no larger."""
+"""Device memory, from which the loss chooses its chunk size; more memory does not make chunks larger."""
 _FLASH = (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward)
 _RESERVES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WRITES_ONLY = {"copy_", "zero_", "fill_"}
@@ -119,11 +119,11 @@ _PICKS = {
     "gather": lambda args, found: (_bytes(args[2]) + _bytes(found), _bytes(found)),
     "index_put_": lambda args, found: (_bytes(args[1]) + _bytes(args[2]), _bytes(args[2])),
 }
-"""Bytes read and written of operators that touch what an index names, and not the whole tensor."""
+"""Bytes read and written by operators that access only indexed elements instead of the whole tensor."""
 
 
 def kernel_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> Kernel | None:
-    """The kernel that a call of an operator with this result is; None where it is none."""
+    """Return the kernel of an operator call; None if it launches none."""
     name = func.overloadpacket.__name__
     if name in _RESERVES:
         return None
@@ -144,7 +144,7 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any
 
 
 def products_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> tuple[float, bool]:
-    """The FLOPs of an operator's matrix products, and whether they are a flash attention kernel's."""
+    """Return the FLOPs of an operator's matmuls, and True if it is flash attention."""
     count = flop_registry.get(func.overloadpacket)
     flops = count(*args, **kwargs, out_val=found) if count else 0.0
     attention = func.overloadpacket in _FLASH
@@ -159,9 +159,8 @@ def _storages(values: Any) -> set[int]:
     return {value.untyped_storage()._cdata for value in tree_leaves(values) if isinstance(value, Tensor)}
 
 
-# The program, on fake tensors.
 def count_eager(plan: RunPlan) -> Step:
-    """Count the second optimizer step of a plan's program; the first one makes the moments."""
+    """Count the second optimizer step of a plan's program; the first one allocates the moments."""
     with fake_engine(plan) as engine:
         samples = fake_samples(plan)
         take_step(engine, samples)
@@ -171,21 +170,21 @@ def count_eager(plan: RunPlan) -> Step:
 
 
 def plan_of(words: Sequence[str]) -> RunPlan:
-    """The plan of a command line of `ezpz_llm.train` for one rank on a GPU.
+    """Return the plan of a command line of `ezpz_llm.train` for one rank on a GPU.
 
     Raises:
-        UserError: as there, or a precision whose attention is not the flash kernel.
+        UserError: the plan is invalid, or attention in its precision does not use the flash kernel.
     """
     plan = plan_run(parse(words), 1, device="cuda")
     if not RECIPES[plan.resolved.precision].is_half:
-        raise UserError(f"in {plan.resolved.precision} attention is not the flash kernel that is counted here",
+        raise UserError(f"attention in {plan.resolved.precision} does not use the flash kernel",
                         where="--precision", instead="--precision bf16_autocast")
     return plan
 
 
 @contextmanager
 def fake_engine(plan: RunPlan) -> Iterator[Engine]:
-    """The engine of a plan on one rank, with fake tensors and a GPU's branches inside."""
+    """Build the engine of a plan on one rank, with fake tensors and the branches of a GPU."""
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
                 RunDir(Path("unused")))
     with (device_branches(), FakeTensorMode(), mock.patch.object(build, "give_storage", _give_fake_storage),
@@ -194,32 +193,32 @@ def fake_engine(plan: RunPlan) -> Iterator[Engine]:
 
 
 def fake_samples(plan: RunPlan) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets, (B, T), of each micro batch of a step; to be made within `fake_engine`."""
+    """Return tokens and targets, (B, T), of each micro batch of a step. Call it within `fake_engine`."""
     batch = plan.resolved.batch
     one = torch.empty(batch.micro_batch, plan.model.block_size, dtype=torch.long)
     return [(one, one)] * batch.accumulation
 
 
 def take_step(engine: Engine, samples: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """One optimizer step."""
+    """Take an optimizer step."""
     engine.train_step(samples, 1e-4, lambda phase: nullcontext())
 
 
 def _give_fake_storage(model: nn.Module) -> None:
-    """In the place of a move from the meta device, which torch refuses for fake parameters."""
+    """Replace the move from the meta device, which torch does not support for fake parameters."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
     model._tie()
-    model.to = lambda device: model  # they are where they belong
+    model.to = lambda device: model  # the parameters are already in place
 
 
 @contextmanager
 def device_branches() -> Iterator[None]:
-    """Let the model's code take the branches of a GPU on tensors that say they are on the CPU.
+    """Make the model's code take the branches of a GPU for tensors on the CPU.
 
-    It asks by comparing a device's type with "cpu": in its functions that word becomes one that no device has.
+    The code compares the device type with "cpu": replace this constant in its functions by one that never matches.
     """
     functions = {function: function.__code__ for function in _functions("ezpz_llm.model.")}
     for function, code in functions.items():
@@ -236,9 +235,9 @@ def device_branches() -> Iterator[None]:
 def _functions(prefix: str) -> Iterator[FunctionType]:
     for name, module in list(sys.modules.items()):
         if name.startswith(prefix):
-            own = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
-            own += [value for kind in own if isinstance(kind, type) for value in vars(kind).values()]
-            functions = (getattr(value, "__func__", value) for value in own)  # static methods
+            members = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+            members += [value for kind in members if isinstance(kind, type) for value in vars(kind).values()]
+            functions = (getattr(value, "__func__", value) for value in members)  # static methods
             yield from {function for function in functions if isinstance(function, FunctionType)}
 
 
@@ -250,5 +249,5 @@ def _without_cpu(code: CodeType) -> CodeType:
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float,
                      enable_gqa: bool) -> Tensor:
-    """What torch's scaled_dot_product_attention calls on a GPU; the kernel takes grouped keys as they are."""
+    """Call the kernel that torch's scaled_dot_product_attention uses on a GPU; it supports grouped keys."""
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]

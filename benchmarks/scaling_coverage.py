@@ -1,9 +1,9 @@
-"""How often the intervals and bands of a scaling study hold the truth:
-python3 benchmarks/scaling_coverage.py [--studies N] [--out FILE.json]
+"""Measure the coverage of scaling intervals: python3 benchmarks/scaling_coverage.py [--studies N] [--out FILE.json]
 
-Makes up studies whose law is known (tests/helpers/scale_laws.py): runs that differ by a percent or two, steps that
-are each a little like the one before. Prints, and writes, one JSON object: shares of intervals of the ratio of two
-points, and of bands of the predicted step time and efficiency at four times the largest size, that held the truth.
+Simulates studies with a known step-time law (tests/helpers/scale_laws.py): runs differ by one or two percent, and
+consecutive steps are correlated. Prints and writes one JSON object: the fractions of intervals for the ratio of two
+points, and of bands for step time and efficiency predicted at four times the largest size, that contain the true
+value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODES = (("weak",), ("strong",), ("weak", "strong"))
 
 
 def of_ratio(runs: int, uneven: float, studies: int) -> dict[str, Any]:
-    """The interval of the ratio of two points; the runs of the second differ `uneven` times as much."""
+    """Return the coverage of the ratio of two points; runs of the second vary `uneven` times as much."""
     rng, held, widths = np.random.default_rng(runs), 0, []
     own = 0.0 if runs == 1 else 0.02
     for _ in range(studies):
@@ -51,7 +51,7 @@ def of_ratio(runs: int, uneven: float, studies: int) -> dict[str, Any]:
 
 
 def of_band(law: str, modes: tuple[str, ...], studies: int) -> dict[str, Any]:
-    """The bands at 16 nodes of studies of 1, 2 and 4; under several modes, those of the last."""
+    """Return the coverage of bands at 16 nodes in studies of 1, 2 and 4 nodes, for the last of the modes."""
     true, times, efficiencies, widths = LAWS[law], 0, 0, []
     for seed in range(studies):
         curves = curves_of(points_of(study(true, np.random.default_rng(seed), modes=modes,
@@ -68,9 +68,9 @@ def of_band(law: str, modes: tuple[str, ...], studies: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the simulations, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--studies", type=int, default=500, help="of each kind (%(default)s)")
+    parser.add_argument("--studies", type=int, default=500, help="studies of each kind (%(default)s)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result = {

@@ -1,8 +1,8 @@
-"""What `launch --stage-env` spares a shared file system: python3 benchmarks/stage_env.py [--out FILE.json]
+"""Measure the file-system calls that `launch --stage-env` avoids: python3 benchmarks/stage_env.py [--out FILE.json]
 
-Counts with strace the file-system calls (open, stat, readlink and the like) that one rank makes while it imports
-torch and deepspeed: on the folders of this Python's environment, which a cluster's hosts share, and on copies. How
-much time that saves depends on the file system, which one machine cannot show; how long staging takes is told too.
+Uses strace to count the file-system calls (open, stat, readlink and similar) of one rank that imports torch and
+deepspeed: on the folders of this Python's environment, which the nodes of a cluster share, and on copies. The time
+saved depends on the file system, and cannot be measured on one machine. Also reports the duration of staging.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENVIRONMENT = tuple(dict.fromkeys((sys.prefix, sys.base_prefix)))
 
 
 def count_calls(folder: Path, name: str, *options: str) -> dict[str, Any]:
-    """One launch of one rank under strace."""
+    """Launch one rank under strace, and return the counts of its calls."""
     trace, run_dir = folder / f"{name}.trace", folder / name
     env = {**os.environ, "EZPZ_LLM_CACHE": str(folder / "cache"), "DS_ACCELERATOR": "cpu"}
     subprocess.run(["launch", "-n", "1", "--launcher", "mpiexec", *options, "--run-dir", str(run_dir), "--wrap",

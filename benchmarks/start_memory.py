@@ -1,8 +1,8 @@
-"""What the start of a layout costs a rank: python3 benchmarks/start_memory.py [--layouts L,…] [--out FILE.json]
+"""Measure memory and time of a layout's start: python3 benchmarks/start_memory.py [--layouts L,…] [--out FILE.json]
 
-Builds the engine of a GPT of 59.9 M parameters, 240 MB in fp32, on CPU ranks. Prints, and writes, one JSON object:
-for each layout and number of ranks, of the rank that has most, the megabytes of tensors at most during the start
-and after it, and the processor seconds from the configuration to the engine, the second time in a process.
+Builds the engine of a GPT with 59.9 M parameters, 240 MB in fp32, on CPU ranks. Prints and writes one JSON object:
+for each layout and number of ranks, the maximum over ranks of the peak and final memory of tensors in MB, and of
+the CPU seconds to build the engine, measured on the second build in a process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODEL = get_model_config("tiny-gpt2", n_layer=8, n_head=12, n_kv_head=12, n_embd
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that operators make, those alive now and the most at a time; meta ones have none."""
+    """Dispatch mode that counts the current and peak bytes of tensors created by operators, except meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # a DTensor has no bytes: its operators on local tensors come here, too
+            return NotImplemented  # the operators on its local tensors are dispatched here, too
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
@@ -71,7 +71,7 @@ class Allocated(TorchDispatchMode):
 
 
 def start(layout: str, folder: Path) -> None:
-    """Let this rank and its peers start; the first writes the largest of each figure to figures.json."""
+    """Build the engine on this rank; rank 0 writes the maximum over ranks of each figure to figures.json."""
     with setup(device="cpu", run_dir=folder / "run") as dist:
         dist.ensure_group()
         resolved = resolve(Request(layout, world_size=dist.world_size, clip=1.0, micro_batch=1, model=MODEL,
@@ -82,7 +82,7 @@ def start(layout: str, folder: Path) -> None:
             return build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                                 param_groups=decay_groups(model, 0.1))
 
-        build()  # libraries are imported, and groups made, by the first
+        build()  # the first build imports libraries and creates process groups
         began = time.process_time()
         build()
         seconds = time.process_time() - began
@@ -100,7 +100,7 @@ def start(layout: str, folder: Path) -> None:
 
 
 def measured(layout: str, ranks: int) -> dict[str, float]:
-    """The figures of one start, from a job of its own."""
+    """Run a job and return the figures of its start."""
     with tempfile.TemporaryDirectory() as folder:
         command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, __file__, "--layouts",
                    layout, "--rank-in", folder]

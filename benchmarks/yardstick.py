@@ -1,8 +1,8 @@
-"""nanoGPT's CPU yardstick under every layout: python3 benchmarks/yardstick.py TINYSHAKESPEARE.txt [--out FILE.json]
+"""Run nanoGPT's CPU example under layouts: python3 benchmarks/yardstick.py TINYSHAKESPEARE.txt [--out FILE.json]
 
 Trains the preset shakespeare-char-cpu (2000 steps, fp32) in one process, then on two ranks under ddp, zero1, zero2
-and zero3, on the same samples in the same order. Every run ends with the loss over the whole validation split of
-111,540 characters. Exit code 0 only if the single process reaches 1.92 and the others end within 0.005 of it.
+and zero3, on the same samples in the same order. Each run ends with the loss on the whole validation split of
+111,540 characters. Exit code 0 only if the single process reaches 1.92 and the other runs are within 0.005 of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 1500
 
 
 def train(text: Path, layout: str, ranks: int, run_dir: Path) -> dict[str, Any]:
-    """One run through launch; what it ended with."""
+    """Run training through launch, and return its results."""
     began = time.monotonic()
     done = subprocess.run(
         ["launch", "-n", str(ranks), "--run-dir", str(run_dir), "python3", "-m", "ezpz_llm.train", "--preset",

@@ -1,7 +1,7 @@
-"""Launch, train, check and measure GPT training under DeepSpeed on any HPC reservation, or none.
+"""Launch, train, check and measure GPT training under DeepSpeed, on HPC clusters or one machine.
 
-The names below are the public library, for training scripts of one's own (docs/use/library.md). Importing it
-imports no torch: a name is loaded where it is first used.
+The names below are the public API for your own training scripts (docs/use/library.md). Each name is loaded on
+first use, so importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ _PLACES = {"UserError": "base", "Target": "library.target", "trainer_callback": 
 
 
 def __getattr__(name: str) -> Any:
-    from ezpz_llm.base import lazy  # here, since each of launch's small processes imports this module
+    from ezpz_llm.base import lazy  # here: every helper process of launch imports this module
 
     return lazy(__name__, _PLACES)(name)

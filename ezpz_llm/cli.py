@@ -1,5 +1,8 @@
-"""The console scripts `launch` and `ezpz-llm`. A command is a module of this package that defines `main(argv)`, or
-a package with such a module `__main__`; its docstring's first line is its line in the list."""
+"""Console scripts `launch` and `ezpz-llm`.
+
+A command is a module of this package that defines `main(argv)`, or a package with a `__main__` module. The first
+line of its docstring is its summary in `ezpz-llm --help`.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,25 @@ _PACKAGE = Path(__file__).parent
 _GROUPS = {
     "Run": ("launch", "train", "submit"),
     "Prepare a run": ("doctor", "preflight", "test_dist", "data", "layouts", "plan"),
-    "Follow a run, and find out why it is slow or has ended": ("watch", "why", "report", "explain"),
-    "Use what it made": ("generate", "evaluate", "checkpoint"),
-    "Compare and prove": ("scale", "certify"),
-    "Your shell": ("completion",),
+    "Monitor and diagnose a run": ("watch", "why", "report", "explain"),
+    "Use a trained model": ("generate", "evaluate", "checkpoint"),
+    "Scaling studies and certificates": ("scale", "certify"),
+    "Shell integration": ("completion",),
 }
-"""Commands by what one wants to do."""
-_MEANT = dict.fromkeys(("status", "tail", "follow"), "watch")
-"""What other programs call a command."""
+"""Commands by task."""
+_SYNONYMS = dict.fromkeys(("status", "tail", "follow"), "watch")
+"""Names that other programs use for a command, for the suggestion in the error."""
 
 
 def launch() -> int:
-    """`launch …`"""
+    """Run `launch …`."""
     from ezpz_llm.launch.__main__ import main as launch_main
 
     return run_command(launch_main)
 
 
 def main() -> int:
-    """`ezpz-llm COMMAND …`"""
+    """Run `ezpz-llm COMMAND …`."""
     return run_command(_dispatch)
 
 
@@ -49,8 +52,8 @@ def _dispatch(argv: Sequence[str]) -> int | None:
         return 0
     commands = find_commands()
     name = argv[0].replace("-", "_")
-    if name in _MEANT:
-        raise UserError(f"unknown command {argv[0]!r}", where="ezpz-llm", instead=f"ezpz-llm {_MEANT[name]}")
+    if name in _SYNONYMS:
+        raise UserError(f"unknown command {argv[0]!r}", where="ezpz-llm", instead=f"ezpz-llm {_SYNONYMS[name]}")
     if name not in commands:
         raise unknown("command", argv[0], commands, where="ezpz-llm")
     sys.argv = [f"ezpz-llm {name}", *argv[1:]]
@@ -58,19 +61,19 @@ def _dispatch(argv: Sequence[str]) -> int | None:
 
 
 def find_commands() -> dict[str, Path]:
-    """The commands by name with their files; nothing is imported."""
+    """Return the file of each command by name, without importing any."""
     modules = {path.stem: path for path in _PACKAGE.glob("*.py") if path != Path(__file__)}
     packages = {path.parent.name: path for path in _PACKAGE.glob("*/__main__.py")}
     return {name: path for name, path in sorted({**modules, **packages}.items()) if _defines_main(path)}
 
 
 def module_of(path: Path) -> str:
-    """Return the module of a command's file, for import."""
+    """Return the dotted module name of a command's file."""
     return ".".join((_PACKAGE.name, *path.relative_to(_PACKAGE).with_suffix("").parts))
 
 
 def _defines_main(path: Path) -> bool:
-    # A command either defines main or, in a __main__ module, imports it from beside.
+    # A __main__ module may import main from another module of its package.
     text = path.read_text(encoding="utf-8")
     return path.stem == "__main__" or "\ndef main(" in text
 
@@ -86,10 +89,10 @@ def _help() -> str:
         lines += [textwrap.fill(f"  {name:<10}  {_summary(commands[name])}", help_width(), break_on_hyphens=False,
                                 subsequent_indent=" " * 14) for name in names if name in commands]
     return "\n".join([*lines, "", examples((
-        "launch -n 2 python3 -m ezpz_llm.train  a first run; `launch` is also a command of its own",
-        "ezpz-llm report  its curves"))])
+        "launch -n 2 python3 -m ezpz_llm.train  a first run; `launch` is short for `ezpz-llm launch`",
+        "ezpz-llm report  plot its curves"))])
 
 
 def _summary(path: Path) -> str:
-    """The first line of a command's docstring; nothing is imported."""
+    """Return the first line of a command's docstring, without importing it."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]

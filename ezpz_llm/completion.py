@@ -1,4 +1,4 @@
-"""Print the shell completion of launch and ezpz-llm, for bash, zsh or fish."""
+"""Print a completion script for launch and ezpz-llm, for bash, zsh or fish."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _ZSH = "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && b
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = CommandParser("completion", description=__doc__, shown=(
         'eval "$(ezpz-llm completion bash)"',
         "ezpz-llm completion zsh >> ~/.zshrc",
         "ezpz-llm completion fish > ~/.config/fish/completions/ezpz-llm.fish"))
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to complete in")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     shell = parser.parse_args(list(argv)).shell
     script = _fish(*collect()) if shell == "fish" else _bash(*collect())
     print((_ZSH if shell == "zsh" else "") + script, end="")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def collect() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return what may follow each command ("data", "data prepare"), and the values of options that have a list."""
+    """Return the words after each command ("data", "data prepare"), and the values of options with choices."""
     commands = find_commands()
     values = {"--preset": sorted(PRESETS), "--ds-config": names(), "--layouts": ["all", *names()],
               "--model": list(MODELS)}
@@ -73,16 +73,16 @@ def collect() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     for name, path in commands.items():
         run = importlib.import_module(module_of(path)).main
         text = _help(run)
-        below = _SUBCOMMAND.findall(text)
-        words[name] = below + _options(text, values)
-        for sub in below:
+        subcommands = _SUBCOMMAND.findall(text)
+        words[name] = subcommands + _options(text, values)
+        for sub in subcommands:
             words[f"{name} {sub}"] = _options(_help(run, sub), values)
     words["completion"] += ["bash", "zsh", "fish"]
     return words, values
 
 
 def _help(run: Callable[[Sequence[str]], object], *words: str) -> str:
-    """The help page with all options: `--help-all` where --help names it."""
+    """Return the help page, and that of `--help-all` if --help mentions it."""
     text = io.StringIO()
     for option in ("--help", "--help-all"):
         if option == "--help" or option in text.getvalue():
@@ -92,11 +92,11 @@ def _help(run: Callable[[Sequence[str]], object], *words: str) -> str:
 
 
 def _options(text: str, values: dict[str, list[str]]) -> list[str]:
-    found = dict(_OPTION.findall(text))
-    for option, choices in found.items():
+    choices_of = dict(_OPTION.findall(text))
+    for option, choices in choices_of.items():
         if choices:
             values[option] = list(dict.fromkeys([*values.get(option, ()), *choices.split(",")]))
-    return list(found)
+    return list(choices_of)
 
 
 def _bash(words: dict[str, list[str]], values: dict[str, list[str]]) -> str:
@@ -116,8 +116,8 @@ def _fish(words: dict[str, list[str]], values: dict[str, list[str]]) -> str:
             plain = [word for word in following if not word.startswith("-")]
             lines += [f"complete {start} -f -a '{' '.join(plain)}'"] if plain else []
             for option in (word for word in following if word.startswith("--")):
-                given = f" -x -a '{' '.join(values[option])}'" if option in values else ""
-                lines.append(f"complete {start} -l {option[2:]}{given}")
+                choices = f" -x -a '{' '.join(values[option])}'" if option in values else ""
+                lines.append(f"complete {start} -l {option[2:]}{choices}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""Say what this machine offers a run and what to mend, or build DeepSpeed's ops ahead of one.
+"""Check this machine's software and devices and suggest fixes, or compile DeepSpeed's ops before a run.
 
-Exit code 0: nothing is bad. 1: something is, or a build failed.
+Exit code 0: no check failed. 1: a check or a build failed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ezpz_llm.layout.ops import OPS
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = CommandParser("doctor", description=__doc__, shown=(
         "ezpz-llm doctor",
-        "ezpz-llm doctor --build-ops cpu_adam  compile it now, not in the first run"))
+        "ezpz-llm doctor --build-ops cpu_adam  compile it now instead of in the first run"))
     parser.add_argument("--build-ops", nargs="*", metavar="OP",
                         help=f"compile these ops into the cache (default: all that layouts need: {', '.join(OPS)})")
-    parser.add_argument("--json", action="store_true", help="print the lines as JSON")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     options = parser.parse_args(argv)
     if options.build_ops is not None:
         if options.json:
-            raise UserError("--json prints the machine, not a build", instead="--build-ops or --json")
+            raise UserError("--json cannot be combined with --build-ops", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
     from ezpz_llm.check.doctor import run_checks
     from ezpz_llm.check.judge.gathered import findings_text
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([{"level": check.level, "name": check.topic, "found": check.found,
                            "instead": check.instead} for check in checks], indent=2))
     else:
-        print(f"{findings_text(checks)}doctor: {counts['bad']} bad, {counts['warn']} to look at, {counts['ok']} ok")
+        print(f"{findings_text(checks)}doctor: {counts['bad']} bad, {counts['warn']} warnings, {counts['ok']} ok")
     return int(counts["bad"] > 0)
 
 

@@ -1,4 +1,4 @@
-"""Continue a prompt with a trained model: a run, a checkpoint or a Hugging Face folder, under any layout."""
+"""Generate text from a run, a checkpoint or a Hugging Face folder, under any layout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code. torch is imported only once there is something to generate."""
+    """Run the command and return its exit code. torch is imported only after the options are checked."""
     options = _parser().parse_args(list(argv))
     _check_numbers(options)
     plan = plan_model(options, options.world_size if options.check else find_rank(os.environ).world_size)
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
     prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
-        raise UserError("the prompt has no tokens", where="--prompt", instead="a text to begin with")
+        raise UserError("the prompt has no tokens", where="--prompt", instead='--prompt "Once upon a time"')
     if options.check:
         print(plan.resolved.explain())
         return 0
@@ -45,15 +45,15 @@ def _parser() -> argparse.ArgumentParser:
         "launch -n 2 python3 -m ezpz_llm.generate runs/gpt2 --ds-config tp2  on two ranks"))
     add_arguments(parser, batch=4)
     parser.add_argument("--prompt", default="Hello, I'm a language model,", metavar="TEXT",
-                        help="where the text starts (%(default)s)")
+                        help="the beginning of the text (%(default)s)")
     parser.add_argument("--tokens", type=int, default=100, metavar="N",
-                        help="tokens to generate; a text ends earlier at an end-of-text token (%(default)s)")
+                        help="tokens to generate; generation stops at an end-of-text token (%(default)s)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to generate (%(default)s)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K",
-                        help="draw among the K likeliest tokens; 0 for all (%(default)s)")
+                        help="sample from the K likeliest tokens; 0 for all (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X",
-                        help="divides the logits: below 1 is surer, above 1 freer (%(default)s)")
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (%(default)s)")
+                        help="divide the logits by X; lower values are less random (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="sampling seed (%(default)s)")
     return parser
 
 
@@ -64,13 +64,13 @@ def _check_numbers(options: argparse.Namespace) -> None:
                             where=f"--{name.replace('_', '-')}", instead=f"{least} or more")
     if not 0 < options.temperature < float("inf"):
         raise UserError(f"the temperature is {options.temperature}", where="--temperature",
-                        instead="more than 0; --top-k 1 for always the likeliest token")
+                        instead="a value above 0; --top-k 1 always picks the likeliest token")
     seed_for(options.seed, "sample")
 
 
 def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
              options: argparse.Namespace) -> list[str]:
-    """The texts, each with its prompt; the same on every rank. Collective."""
+    """Return the texts with their prompts, the same on every rank. Collective."""
     import torch
 
     from ezpz_llm.evaluate.validation import sample
@@ -93,7 +93,7 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
 
 
 def _text(tokenizer: Tokenizer, ids: list[int], prompt: int) -> str:
-    """Up to the first end-of-text token that was generated."""
+    """Decode up to the first generated end-of-text token."""
     end = tokenizer.end_of_text
     stop = ids.index(end, prompt) if end in ids[prompt:] else len(ids)
     return tokenizer.decode(ids[:stop])

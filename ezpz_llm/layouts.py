@@ -1,4 +1,4 @@
-"""List the layouts, or what is legal for a model on so many ranks, with the memory it takes on each."""
+"""List the layouts, or those that support a model on N ranks, with their memory per rank."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = CommandParser("layouts", description=__doc__, shown=(
-        "ezpz-llm layouts  the names",
-        "ezpz-llm layouts --world 64 --model llama3-8b --memory 80  which one to take on 80 GB devices",
-        "ezpz-llm layouts --world 64 --model llama3-8b  what is legal there, and its memory"))
-    parser.add_argument("--world", type=int, metavar="N", help="list what is legal on so many ranks")
+        "ezpz-llm layouts  all layouts and their purpose",
+        "ezpz-llm layouts --world 64 --model llama3-8b --memory 80  recommend a layout for 80 GB devices",
+        "ezpz-llm layouts --world 64 --model llama3-8b  supported layouts and their memory"))
+    parser.add_argument("--world", type=int, metavar="N", help="list the layouts that N ranks support")
     parser.add_argument("--model", default="tiny-gpt2", metavar="NAME",
-                        help=f"the model to divide: {', '.join(MODELS)} (%(default)s)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="say which TP groups would cross nodes")
+                        help=f"the model: {', '.join(MODELS)} (%(default)s)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="show which TP groups would cross nodes")
     parser.add_argument("--memory", type=float, metavar="GB",
-                        help="what a device has: count activations, too, sort by what to try first, recommend one")
+                        help="memory of a device: add activations, sort by what to try first, recommend a layout")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N",
-                        help="sequences at once, for activations (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, in bytes")
+                        help="sequences in a micro batch, for activations (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     options = parser.parse_args(argv)
     check_world(options.world, options.ranks_per_node)
     model = get_model_config(options.model)
@@ -46,26 +46,26 @@ def main(argv: Sequence[str]) -> int:
     if options.world is None:
         print(json.dumps(purposes(), indent=2) if options.json else purposes_text(purposes()))
         return 0
-    found = named_layouts(model, options.world), legal_grids(model, options.world)
+    legal = named_layouts(model, options.world), legal_grids(model, options.world)
     if options.json:
-        print(json.dumps(as_json(options.model, options.world, *found, options.ranks_per_node), indent=2))
+        print(json.dumps(as_json(options.model, options.world, *legal, options.ranks_per_node), indent=2))
     else:
-        print(legal_text(options.model, options.world, *found, options.ranks_per_node, rich=sys.stdout.isatty()))
+        print(legal_text(options.model, options.world, *legal, options.ranks_per_node, rich=sys.stdout.isatty()))
     return 0
 
 
 def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
     if options.world is None or options.json:
-        raise UserError("--memory takes --world, and prints text", instead="--world 64 --memory 80")
+        raise UserError("--memory requires --world and does not support --json", instead="--world 64 --memory 80")
     if not 0 < options.memory < 1e6 or options.micro_batch_size < 1:
-        raise UserError(f"{options.memory:g} GB and {options.micro_batch_size} sequences",
+        raise UserError(f"invalid memory of {options.memory:g} GB or micro batch of {options.micro_batch_size}",
                         where="--memory, --micro-batch-size", instead="--memory 80 --micro-batch-size 4")
     memory = options.memory * 1e9
-    found = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
-    print(choices_text(found, memory, f"{options.model} on {options.world} ranks, GB a device with "
-                       f"{options.micro_batch_size} sequences at once", rich=sys.stdout.isatty()))
-    print(recommendation(found, memory, typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
-                                                f"--micro-batch-size {options.micro_batch_size}")))
+    layouts = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
+    print(choices_text(layouts, memory, f"{options.model} on {options.world} ranks, GB per device with micro "
+                       f"batches of {options.micro_batch_size} sequences", rich=sys.stdout.isatty()))
+    print(recommendation(layouts, memory, typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
+                                                  f"--micro-batch-size {options.micro_batch_size}")))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Say before a run whether every host, device and link is fit for it, and name those that are not.
+"""Check every node, device and link before a run, and name the unfit ones.
 
 Exit code 0: fit, perhaps with warnings. 3: unfit.
 """
@@ -20,30 +20,31 @@ LIMIT_S = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = CommandParser("preflight", description=__doc__, shown=(
+    """Return the argument parser."""
+    command = CommandParser("preflight", description=__doc__, shown=(
         "launch python3 -m ezpz_llm.preflight",
-        "launch --preflight python3 -m ezpz_llm.train  the same, and then the run"))
-    made.add_argument("--limit", type=float, default=LIMIT_S, metavar="S",
-                      help="seconds until the report, whatever hangs (%(default)g)")
-    made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
-    made.add_argument("--check", action="store_true", help="only find what is wrong with the options")
-    made.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
-    return made
+        "launch --preflight python3 -m ezpz_llm.train  the same, followed by the run"))
+    command.add_argument("--limit", type=float, default=LIMIT_S, metavar="S",
+                         help="report after this many seconds, even if a stage hangs (%(default)g)")
+    command.add_argument("--run-dir", type=Path, metavar="D",
+                         help="output directory (default: launch's, or a new one in runs/)")
+    command.add_argument("--check", action="store_true", help="validate the options and exit")
+    command.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks, for --check")
+    return command
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code. torch is imported only in the processes that measure."""
+    """Run the command and return its exit code. Only the processes that measure import torch."""
     options = parser().parse_args(argv)
     if not 10 <= options.limit < float("inf"):
-        raise UserError(f"{options.limit:g} s are too few to report in", where="--limit", instead="10 or more")
+        raise UserError(f"--limit {options.limit:g} is below 10 s", where="--limit", instead="--limit 10 or more")
     if options.check:
         return 0
     info = find_rank(os.environ)
     address, port = rendezvous_point(os.environ, info.world_size)
     given = options.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if info.world_size > 1 and not given:
-        raise UserError(f"{info.world_size} ranks share no run directory", where="environment",
+        raise UserError(f"{info.world_size} ranks have no common run directory", where="environment",
                         instead="launch python3 -m ezpz_llm.preflight, or the same --run-dir for all")
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
     rendezvous = Place(address, port, secret_of(os.environ, run_dir))

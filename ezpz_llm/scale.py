@@ -1,4 +1,4 @@
-"""Run a training command on several sizes of a reservation, and say how it scales."""
+"""Run a training command at several sizes of a reservation, and report its scaling efficiency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ezpz_llm.base import run_command
 
 
 def main(argv: Sequence[str]) -> int:
-    """`scale …` makes a study; `scale report`, `compare` and `paper` say what studies have come to."""
+    """Run a study (`scale …`), or one of `scale report`, `scale compare` and `scale paper`."""
     if argv and argv[0] == "paper":
         from ezpz_llm.scaling.paper import main as paper
 

@@ -1,4 +1,4 @@
-"""`launch python3 -m ezpz_llm.train`: train a GPT on text under the layout that a ds_config selects."""
+"""Train a GPT under the layout of a ds_config: `launch python3 -m ezpz_llm.train`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ezpz_llm.trainer.resume_changes import resume_warning
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code. torch is imported only once there is something to train."""
+    """Run the command and return its exit code. torch is imported only after the options are checked."""
     if {"--check", "--json"} <= set(argv):
         return _check_as_json(argv)
     options = parse(argv)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_as_json(argv: Sequence[str]) -> int:
-    """Print a check's result, also of one that fails, as JSON; return the check's exit code."""
+    """Print the result of a check as JSON, including failures, and return its exit code."""
     code = 0
     try:
         report = _check(parse(argv))
@@ -54,7 +54,7 @@ def _check_as_json(argv: Sequence[str]) -> int:
 
 
 def _check(options: Options) -> CheckReport:
-    """Return what will run and what to be warned of.
+    """Return the plan of the run and its warnings.
 
     Raises:
         UserError: the run cannot start.
@@ -76,7 +76,7 @@ def _check(options: Options) -> CheckReport:
 
 
 def _device(places: Places) -> str | None:
-    """The kind of device that all ranks will have, where that is certain without torch: a CPU, if they run here."""
+    """Return "cpu" if all ranks run on this machine and it has no accelerator; else None, unknown without torch."""
     return "cpu" if len(places) == 1 and is_here(places[0][0]) and has_none(os.environ) else None
 
 

@@ -1,4 +1,4 @@
-"""Watch a running job: phase, step, time left, loss, tokens/s, slowest rank, last words."""
+"""Watch a running job: phase, step, time left, loss, tokens/s, slowest rank, last output."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PLAIN_EVERY_S = 10.0
 _RESTART_WITHIN_S = 120.0
 _SILENT_AFTER_S = 30.0
 _EXAMPLES = ("ezpz-llm watch  the newest run in runs/, until it ends",
-             "ezpz-llm watch runs/gpt2 --once  one look",
-             "ezpz-llm watch runs/gpt2 --json  one line of JSON a look, for a program")
+             "ezpz-llm watch runs/gpt2 --once  print the state once",
+             "ezpz-llm watch runs/gpt2 --json  one line of JSON per update, for scripts")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns 0, or the code of the run that it saw fail.
+    """Run the command; return 0, or the exit code of the run if it failed.
 
     Raises:
         UserError: there is no such run, or its record cannot be read.
@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("watch", description=__doc__, shown=_EXAMPLES)
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
                         help="the run (default: the newest in runs/)")
-    parser.add_argument("--once", action="store_true", help="look once and end")
-    parser.add_argument("--json", action="store_true", help="print each look as a line of JSON")
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    parser.add_argument("--json", action="store_true", help="print each update as a line of JSON")
     options = parser.parse_args(argv)
     return _follow(lambda: _run_dir(options.run_dir), options.once, options.json)
 
@@ -49,7 +49,7 @@ def _run_dir(named: Path | None) -> RunDir:
 
 
 def _follow(find: Callable[[], RunDir], once: bool, as_json: bool) -> int:
-    """Look until the run has ended well, or has failed and was not started again."""
+    """Print updates until the run succeeds, or fails and is not restarted in time."""
     screen = _Screen(as_json)
     failed_since: float | None = None
     while True:
@@ -71,7 +71,7 @@ def _follow(find: Callable[[], RunDir], once: bool, as_json: bool) -> int:
 
 
 class _Screen:
-    """Redraws on a terminal that can; elsewhere prints a line when there is something new, not too often."""
+    """Output of `watch`: redrawn in place on a terminal, otherwise a line per change, at most every 10 s."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -82,7 +82,7 @@ class _Screen:
         self._waits_for: str | None = None
 
     def show(self, run_dir: RunDir, status: Status, *, is_last: bool) -> None:
-        """Print a look at the run."""
+        """Print the state of the run."""
         if self._as_json:
             print(json.dumps({"run_dir": str(run_dir.path), **status.as_json()}), flush=True)
             return
@@ -100,14 +100,14 @@ class _Screen:
             print(cleaned(one_line(status)), flush=True)
 
     def say_waiting(self, status: Status) -> None:
-        """Say once of each start that has failed that a restart is waited for."""
+        """Print that we wait for a restart, once per failed start."""
         if not self._as_json and status.run_id != self._waits_for:
             self._waits_for, self._drawn = status.run_id, 0
-            print(f"waiting {_RESTART_WITHIN_S:.0f} s for a restart (Ctrl-C ends this)", flush=True)
+            print(f"waiting {_RESTART_WITHIN_S:.0f} s for a restart (Ctrl-C to stop)", flush=True)
 
 
 def block(run_dir: RunDir, status: Status, width: int) -> str:
-    """A look as lines of a label and its text; what is not known is left out."""
+    """Format the state as labeled lines, omitting unknown values."""
     behind = status.slowest
     loss = "" if status.loss is None else f"{status.loss:.4f} at step {status.loss_step}" + (
         "" if status.val_loss is None else f", validation {status.val_loss:.4f}")
@@ -122,14 +122,14 @@ def block(run_dir: RunDir, status: Status, width: int) -> str:
         ("slowest", "" if behind is None else
          f"rank {behind['rank']} on {behind['host']}, {behind['steps_behind']} steps behind"),
         ("silent", "" if not status.silent else
-         f"ranks {', '.join(map(str, status.silent[:8]))} ({typable('ezpz-llm why')} shows what they do)"),
-        ("last words", (status.last_words or "")[:4 * width]),
+         f"ranks {', '.join(map(str, status.silent[:8]))} ({typable('ezpz-llm why')} shows their stacks)"),
+        ("last output", (status.last_words or "")[:4 * width]),
     ]
     return aligned(((label, text) for label, text in rows if text), width, 12)
 
 
 def one_line(status: Status) -> str:
-    """A look as one line, for a log."""
+    """Format the state as one line, for a log."""
     loss = "" if status.loss is None else f"loss {status.loss:.4f}"
     speed = "" if status.tokens_per_second is None else f"{short_number(status.tokens_per_second)} tokens/s"
     behind = "" if status.slowest is None else f"rank {status.slowest['rank']} is behind"
@@ -137,17 +137,17 @@ def one_line(status: Status) -> str:
 
 
 def _state(status: Status) -> str:
-    took = "" if status.elapsed_s is None else duration(status.elapsed_s)
-    after = f" after {took}" if took else ""
+    elapsed = "" if status.elapsed_s is None else duration(status.elapsed_s)
+    after = f" after {elapsed}" if elapsed else ""
     if status.state == "ended" and status.stopped:
         return f"stopped{after}: {status.stopped}"
     if status.state == "ended":
-        return f"ended well{after}" if not status.code else (
-            f"failed{after} with code {status.code}: {status.cause} ({typable('ezpz-llm why')} tells more)")
+        return f"succeeded{after}" if not status.code else (
+            f"failed{after} with code {status.code}: {status.cause} (details: {typable('ezpz-llm why')})")
     if status.state == "lost":
-        return f"launch left no word of its end ({typable('ezpz-llm why')} tells what its files say)"
+        return f"launch was killed before it recorded the exit (details: {typable('ezpz-llm why')})"
     phase = f", {status.phase}" if status.phase and status.phase != status.state else ""
-    return f"{status.state}{phase}{f', for {took}' if took else ''}"
+    return f"{status.state}{phase}{f', for {elapsed}' if elapsed else ''}"
 
 
 def _step(status: Status) -> str:

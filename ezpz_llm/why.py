@@ -1,4 +1,4 @@
-"""Say why a run ended, or what a running one is waiting for."""
+"""Show why a run ended, or what a running job is waiting for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WRITTEN_BY_LAUNCH = {"env", "world_size", "hosts", "ranks_per_host", "launcher"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the post-mortem of a run that is over, or the state of one that is not.
+    """Print the post-mortem of a finished run, or the state of a running one.
 
     Raises:
         UserError: there is no such run, or launch did not start it.
@@ -42,31 +42,31 @@ def main(argv: Sequence[str]) -> int:
     run_dir.check_there()
     record = read_record(run_dir)
     if (ended := record.get("exit")) and "launch" not in record and ended.keys() >= {"cause", "code"}:
-        return _lost(run_dir, ended, options.json)
+        return _show_exit_only(run_dir, ended, options.json)
     _check_launch(run_dir, record)
-    _say_what_is_closed(run_dir)
+    _warn_if_unreadable(run_dir)
     if options.logs:
         _ask_for_logs(run_dir, options.logs)
     live = look(run_dir, record, options.silent_after)
     if live is None:
-        # It may have written its end since.
-        return _over(run_dir, read_record(run_dir), options.json)
-    return _going_on(run_dir, record, live, options)
+        # Read again: launch may have recorded the exit since the first read.
+        return _show_ended(run_dir, read_record(run_dir), options.json)
+    return _show_running(run_dir, record, live, options)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("why", description=__doc__, shown=(
         "ezpz-llm why  the newest run",
-        "ezpz-llm why runs/gpt2 --stacks 0  where rank 0 of a run that hangs is"))
+        "ezpz-llm why runs/gpt2 --stacks 0  the stack of rank 0, for a run that hangs"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
                         help="the run (default: the newest in runs/ that launch started)")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--stacks", metavar="RANKS", type=_ranks, default=set(),
-                        help="of a run in progress, show what these ranks do: 0,4-7 (default: silent ones)")
+                        help="show the stacks of these ranks of a running job: 0,4-7 (default: silent ranks)")
     parser.add_argument("--logs", metavar="RANKS", type=_ranks, default=set(),
-                        help="above 256 ranks, have the logs of these copied to the run directory when they end")
+                        help="above 256 ranks, copy the logs of these ranks to the run directory when they exit")
     parser.add_argument("--silent-after", metavar="S", type=float, default=_SILENT_AFTER_S,
-                        help="seconds without a sign of life after which a rank is silent (default: %(default)g)")
+                        help="seconds without output or heartbeat until a rank is silent (default: %(default)g)")
     return parser.parse_args(argv)
 
 
@@ -80,70 +80,71 @@ def _ranks(text: str) -> set[int]:
 def _check_launch(run_dir: RunDir, record: Mapping[str, Any]) -> None:
     launch = record.get("launch")
     if launch is None or not launch.keys() >= _WRITTEN_BY_LAUNCH or RUN_ID_VARIABLE not in launch["env"]:
-        raise UserError("there is no record of launch here", where=str(run_dir.record),
+        raise UserError("run.json has no launch record", where=str(run_dir.record),
                         instead="the run directory of a run that launch started")
 
 
-def _lost(run_dir: RunDir, ended: Mapping[str, Any], as_json: bool) -> int:
-    """The directory was removed during the run: launch has written its end, and nothing else is left."""
+def _show_exit_only(run_dir: RunDir, ended: Mapping[str, Any], as_json: bool) -> int:
+    """Print the exit of a run whose directory was removed while it ran, so that nothing else is recorded."""
     show(json.dumps({"state": "ended", **ended}, indent=2) if as_json else
-         f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'well'}; what was started is"
-         " not told: run.json was removed during the run")
+         f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'success'}. The command is unknown:"
+         " run.json was removed during the run")
     return 0
 
 
-def _say_what_is_closed(run_dir: RunDir) -> None:
+def _warn_if_unreadable(run_dir: RunDir) -> None:
     try:
         open_private(run_dir.errors).close()
     except FileNotFoundError:
         return
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}: its records are left out, and the rest is told from"
-              " run.json and the logs", file=sys.stderr, flush=True)
+        print(f"{error.filename}: {error.strerror}: ignoring its records and using run.json and the logs",
+              file=sys.stderr, flush=True)
 
 
 def _ask_for_logs(run_dir: RunDir, ranks: set[int]) -> None:
     try:
         order_logs(run_dir, ",".join(map(str, sorted(ranks))))
     except OSError as error:
-        raise UserError(f"cannot ask for logs: {error.strerror}", where=str(run_dir.control)) from error
+        raise UserError(f"cannot request logs: {error.strerror}", where=str(run_dir.control)) from error
 
 
-def _over(run_dir: RunDir, record: dict, as_json: bool) -> int:
+def _show_ended(run_dir: RunDir, record: dict, as_json: bool) -> int:
     ended = record.get("exit") or {}
     if ended.get("kind") == NOT_STARTED and ended.keys() >= {"cause", "code"}:
         show(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
              f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
         return 0
-    told = postmortem_of(run_dir, facts_from(record, _last_sign(run_dir)))
+    postmortem = postmortem_of(run_dir, facts_from(record, _last_activity(run_dir)))
     unknown = record.get("exit") is None
     if as_json:
-        show(json.dumps({"state": "launch was killed" if unknown else "ended", "code": told.code,
-                         "cause": told.cause, "kind": told.kind, "rank": told.rank, "text": told.text,
-                         **told.details}, indent=2))
+        show(json.dumps({"state": "launch was killed" if unknown else "ended", "code": postmortem.code,
+                         "cause": postmortem.cause, "kind": postmortem.kind, "rank": postmortem.rank,
+                         "text": postmortem.text, **postmortem.details}, indent=2))
         return 0
     if unknown:
-        show(f"{run_dir.path}: launch left no word about the end: it was killed itself. What the files tell:")
+        show(f"{run_dir.path}: launch was killed before it could record the exit. From the files of the run:")
     else:
-        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.facts.ended))
-        show(f"{run_dir.path}: ended {ended} with code {told.code}")
-    show(told.text or told.cause)
+        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(postmortem.facts.ended))
+        show(f"{run_dir.path}: ended {ended} with code {postmortem.code}")
+    show(postmortem.text or postmortem.cause)
     return 0
 
 
-def _last_sign(run_dir: RunDir) -> float:
+def _last_activity(run_dir: RunDir) -> float:
+    """Return the time of the last write by a rank, or else by launch."""
     folders = (run_dir.path / name for name in ("logs", "heartbeat", "errors"))
-    written = _changes(path for folder in folders for path in folder.glob("*"))
-    return max(written, default=max(_changes([run_dir.record]), default=0.0))
+    written = _modification_times(path for folder in folders for path in folder.glob("*"))
+    return max(written, default=max(_modification_times([run_dir.record]), default=0.0))
 
 
-def _changes(paths: Iterable[Path]) -> Iterator[float]:
+def _modification_times(paths: Iterable[Path]) -> Iterator[float]:
     for path in paths:
         with contextlib.suppress(OSError):  # removed meanwhile
             yield path.stat().st_mtime
 
 
-def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Namespace) -> int:
+def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.Namespace) -> int:
     suspects = [one.rank for one in live.silent[:_STACKS_TAKEN] if not one.node_is_silent]
     wanted = sorted(options.stacks) or suspects
     stacks = {}
@@ -155,14 +156,14 @@ def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Names
         return 0
     show(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
     silent = [who_is_silent(live.silent)] if live.silent else []
-    # What is to be removed a run of another user does not say.
-    own = (own_record(run_dir) or {}).get("launch") or {}
-    for line in (*as_lines(live), *locks_of(own.get("env") or {}), *silent):
+    # Suggest removing build locks only from our own record: another user's may name any file.
+    launch = (own_record(run_dir) or {}).get("launch") or {}
+    for line in (*as_lines(live), *locks_of(launch.get("env") or {}), *silent):
         show(f"  {line}")
-    show(f"  to follow it: {typable(f'ezpz-llm watch {run_dir.path}')}")
+    show(f"  to monitor it: {typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:
         if rank not in stacks:
-            show(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")
+            show(f"  rank {rank} did not write its stack within {_STACKS_WITHIN_S:.0f} s")
             continue
         show(f"  rank {rank}: {stacks[rank]}")
         for line in tail_text(Path(stacks[rank])).splitlines()[:_STACK_LINES]:

@@ -1,6 +1,6 @@
 #!/bin/bash
-# An LSF job around one `launch` command. `ezpz-llm submit` fills it in by itself; by hand: copy it, fill in the
-# three lines marked (1) to (3), and `bsub < lsf.sh`. Nodes and time can be changed here or given to bsub.
+# LSF job that runs one `launch` command. `ezpz-llm submit` fills it in for you. To use it by hand, copy it, edit
+# the three lines marked (1) to (3), and run `bsub < lsf.sh`. Nodes and time can also be given to bsub.
 
 # ---- request
 #BSUB -J ezpz_llm
@@ -9,20 +9,20 @@
 #BSUB -x
 #BSUB -W 1:00
 #BSUB -o ezpz_llm-%J.log
-# (1) the project that pays; many sites want a queue (-q) or the devices of a host (-gpu "num=4") here as well:
+# (1) your project; many sites also require a queue (-q) or the GPUs per node (-gpu "num=4"):
 #BSUB -P ACCOUNT
 
 # ---- environment
-# LSF starts a job in the folder that it was queued in.
-# (2) the environment that launch is installed in (modules of the site go above this line):
+# LSF starts a job in the directory of its submission.
+# (2) the environment with launch (load modules above this line):
 source "$HOME/ezpz_llm/launchers/activate"
 
 # ---- command
 run_dir=$PWD/runs/$LSB_JOBID
-# (3) what to run, and what to add where the job is started again; (): nothing, for a program that cannot go on:
+# (3) the command, and the options that make it resume when the job is restarted; (): none, if it cannot resume:
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero1)
 go_on=(--resume "$run_dir")
-# A job that the system queues again (-r) comes back; it does not ask for it itself.
+# With -r, LSF requeues the job after a failure of the system; the job does not requeue itself.
 again=()
 
 # ---- run (the same for every job)
@@ -34,12 +34,12 @@ case $(python3 -m ezpz_llm.submit.state "$run_dir") in
     resume) command+=("${go_on[@]}") ;;
     restart) mv "$run_dir/metrics.jsonl" "$run_dir/metrics-before-$(date +%s).jsonl" ;;
 esac
-# The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
+# launch also receives the scheduler's SIGTERM and stops the ranks; this shell must outlive launch.
 trap : TERM
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 "${command[@]}"
 code=$?
-# It ended in order before its last step, and further than it was: it asks to be queued again, where that is possible.
+# Requeue the job if it stopped cleanly before its last step, and made progress.
 if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_dir") == resume &&
       $(cat "$run_dir/checkpoints/latest") != "$before" ]]; then
     "${again[@]}"

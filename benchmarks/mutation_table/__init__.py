@@ -1,4 +1,4 @@
-"""The faults that benchmarks/mutations.py plants: each has been somebody's, or would be easily."""
+"""Faults that benchmarks/mutations.py plants: bugs that occurred in real code, or easily could."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ EQUIVALENT = {
     "RMSNorm of bf16 left to torch": "torch 2.13 computes it in fp32 on CPUs, with the same result",
     "fp32 products set to \"high\"": "a CPU has no TF32",
 }
-"""Changes that are none, each with the argument; they are not among the faults."""
+"""Equivalent mutants, which do not change results, each with the argument. They are not among the faults."""

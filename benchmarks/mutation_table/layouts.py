@@ -1,4 +1,4 @@
-"""Faults of code that only a layout has; certify compares it with a reference that clean code made."""
+"""Faults in code of single layouts, which certify compares with a reference from clean code."""
 
 from __future__ import annotations
 

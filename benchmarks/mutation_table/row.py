@@ -1,4 +1,4 @@
-"""A row of the table: a fault, and what should see it."""
+"""Rows of the mutation table: a fault, and the check that should detect it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 SHARED = ("forward", "backward", "accumulation", "clipping", "optimizer", "schedule", "data reader", "resume",
           "evaluation", "precision")
-"""Classes of code that all layouts share, and so the reference: certify holds one process to the definition."""
+"""Classes of code shared by all layouts and the reference: certify compares one process with the definitions."""
 LAYOUTS = ("ddp", "zero", "fsdp2", "tp", "pp", "sp", "hpz", "tied table", "norm over ranks", "offload")
-"""Classes of code that only a layout has: compared with a reference that clean code made."""
+"""Classes of code of single layouts, compared with a reference from clean code."""
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout in one shape and precision on a number of ranks, over as few steps as certify takes."""
+    """Cell of certify: a layout, model, precision and number of ranks, over the minimum number of steps."""
 
     layout: str
     world: int
@@ -24,7 +24,7 @@ class Cell:
 
     @property
     def reference(self) -> str:
-        """The folder of its reference."""
+        """Folder of its reference."""
         return f"{self.model}-{self.dtype}-{STEPS}"
 
     def __str__(self) -> str:
@@ -32,23 +32,23 @@ class Cell:
 
 
 def options(cells: Sequence[Cell]) -> str:
-    """The options of certify for cells that differ in their layout alone."""
+    """Return certify's options for cells that differ only in their layout."""
     one = cells[0]
     return (f"--layouts {','.join(cell.layout for cell in cells)} --world {one.world} --model {one.model} "
             f"--dtype {one.dtype} --steps {STEPS}")
 
 
 def cell(layout: str, world: int, model: str = "gpt2", dtype: str = "fp32") -> Cell:
-    """A cell of certify; `model` without its "tiny-"."""
+    """Return a cell of certify; `model` is given without the prefix "tiny-"."""
     return Cell(layout, world, f"tiny-{model}", dtype)
 
 
 @dataclass(frozen=True)
 class Definitions:
-    """What certify checks before it compares anything: `ezpz_llm/certify/definitions.py`.
+    """Definitions that certify checks first (`ezpz_llm/certify/definitions.py`).
 
     Attributes:
-        topic: the one that should be wrong, which is then asked alone.
+        topic: the topic whose check should fail; only this one is run.
     """
 
     topic: str
@@ -60,19 +60,19 @@ class Definitions:
 RATES, PARTS, SCALE, DROPOUT, WIDE_SUMS, TRAINER = map(Definitions, (
     "rates", "parts", "loss scale", "dropout", "sums", "trainer"))
 GPT2, LLAMA, GPT2_BF16 = cell("ddp", 1), cell("ddp", 1, "llama"), cell("ddp", 1, dtype="bf16")
-"""One process, which is held to the definition of the step."""
+"""Cells of a single process, which certify compares with the definition of the step."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to plant.
+    """Fault to plant.
 
     Attributes:
-        kind: its class, of SHARED or LAYOUTS.
-        file: where it is, below the checkout.
-        right: a piece of the file's text that is there exactly once.
-        wrong: what replaces it.
-        sees: what should fail then: a cell, the definitions, or a test.
+        kind: class of code, from SHARED or LAYOUTS.
+        file: path relative to the checkout.
+        right: text that occurs exactly once in the file.
+        wrong: replacement for it.
+        sees: check that should fail: a cell, the definitions, or a test.
     """
 
     name: str
@@ -84,5 +84,5 @@ class Fault:
 
     @property
     def is_of_a_layout(self) -> bool:
-        """True if no process alone has it."""
+        """True for a fault in code of single layouts."""
         return self.kind in LAYOUTS

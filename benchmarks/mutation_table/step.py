@@ -1,4 +1,4 @@
-"""Faults of a training step that every layout makes: model, loss, accumulation, clipping, optimizer."""
+"""Faults in the training step shared by all layouts: model, loss, accumulation, clipping, optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of what is around the step in every layout: rates, samples, resuming, evaluation, precision."""
+"""Faults in other code shared by all layouts: learning rates, samples, resuming, evaluation, precision."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The public library: what `import ezpz_llm` offers a training script of one's own (see docs/use/library.md)."""
+"""Public API of `import ezpz_llm` for user training scripts (docs/use/library.md)."""

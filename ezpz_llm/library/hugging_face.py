@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that records what it logs."""
+"""Callback for Hugging Face's Trainer that records its logs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from ezpz_llm.library.run import record, setup
 
 
 def trainer_callback() -> Any:
-    """A `transformers.TrainerCallback` that records each line that the Trainer logs; `setup` is called where nobody
-    has. Collective.
+    """Return a `transformers.TrainerCallback` that records each training log of the Trainer. Collective.
 
-    With `logging_steps=1` every step has a line; else times are means over the steps between. A line's tokens are
-    the samples of the step. `ezpz_llm.finish()` is left to the script.
+    Calls `setup` if the script has not. The script must call `ezpz_llm.finish()`.
+
+    With `logging_steps=1` every step is recorded; otherwise times are means over the steps in between. The number
+    of samples in a step is recorded as its tokens.
 
     Raises:
-        UserError: as `setup`.
+        UserError: see `setup`.
     """
     from transformers import TrainerCallback
 
     run = setup()
 
     class Recorder(TrainerCallback):
-        """Records losses as the Trainer reports them, the mean over ranks."""
+        """Callback that records losses as the Trainer reports them: the mean over ranks."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Let the first step begin here."""
+            """Start timing the first step."""
             run.begin_step()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None,
                    **kwargs: Any) -> None:
-            """Record a line that has a loss of training; those of evaluations and of the end have none."""
+            """Record logs with a training loss, which logs of evaluations and of the end do not have."""
             if logs and "loss" in logs:
                 record(state.global_step, loss=logs["loss"], lr=logs.get("learning_rate"),
                        grad_norm=logs.get("grad_norm"),

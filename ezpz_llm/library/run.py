@@ -1,4 +1,4 @@
-"""A run of somebody's own training script: set-up, recorded steps, and the closing files of a run directory."""
+"""Run of a user's training script: setup, recorded steps, and the final files of the run directory."""
 
 from __future__ import annotations
 
@@ -43,13 +43,16 @@ if TYPE_CHECKING:
     from ezpz_llm.library.wrapping import Wrapped
 
 BETWEEN = {"evaluation": EVALUATING, "checkpoints": SAVING}
-"""Phases between two steps, which are left out of step times, with what the heartbeat says meanwhile."""
+"""Phases between steps, which step times exclude, with the heartbeat's phase for each."""
 LOG_EVERY = 10
 
 
 @dataclass
 class Run:
-    """One rank of a run. As a context manager it ends the run; after an exception it leaves the others alone."""
+    """Rank of a run.
+
+    As a context manager, it calls `finish` on exit; after an exception it exits without waiting for other ranks.
+    """
 
     dist: Dist
     timeline: StepTimeline
@@ -60,33 +63,33 @@ class Run:
     models: list[Wrapped] = field(default_factory=list)
     first_step: int = 0
     step: int = 0
-    """The last step that was recorded, or that a checkpoint was loaded of."""
+    """Last recorded step, or the step of the loaded checkpoint."""
     _waiting: int = 0
     _began: float = 0.0
 
     @property
     def rank(self) -> int:
-        """This process's number among all ranks, from 0."""
+        """Rank of this process, from 0."""
         return self.dist.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.dist.world_size
 
     @property
     def local_rank(self) -> int:
-        """The same among the ranks of this node."""
+        """Rank of this process on its node, from 0."""
         return self.dist.info.local_rank
 
     @property
     def is_main(self) -> bool:
-        """True if this is rank 0."""
+        """True for rank 0."""
         return self.dist.is_main
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """Device of this rank."""
         return self.dist.device
 
     @property
@@ -96,17 +99,17 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run writes; the same folder on every rank."""
+        """Run directory, the same on every rank."""
         return self.dist.run_dir.path
 
     def begin_step(self) -> None:
-        """Let the next step begin now."""
+        """Start timing the next step."""
         self._began = time.perf_counter()
         self.timeline.begin_step()
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Count the time inside to a phase of the step; inside another phase, to that one."""
+        """Attribute the time inside to a phase of the step, or to the enclosing phase if there is one."""
         with nullcontext() if self.timeline.is_inside else self.timeline.span(phase):
             yield
 
@@ -120,7 +123,7 @@ class Run:
         if name not in BETWEEN:
             raise unknown("phase", name, (*PHASES, *BETWEEN), where="ezpz_llm.phase")
         self.heartbeat.beat(BETWEEN[name], self.step)
-        if not self.timeline.is_untouched:  # within a step, which then has it in "other"
+        if not self.timeline.is_untouched:  # inside a step: counted as "other" time of the step
             yield
             return
         with self.clock.span(name):
@@ -132,7 +135,7 @@ class Run:
         """See `ezpz_llm.record`."""
         if step <= self.step:
             raise UserError(f"step {step} is recorded after step {self.step}", where="ezpz_llm.record",
-                            instead="steps that count up from 1, each once; after load_checkpoint from its step on")
+                            instead="increasing steps, from 1 or from the step of the loaded checkpoint plus 1")
         if self.metrics is None:
             self.metrics = self._open()
         self.timeline.end_step(step - self.step)
@@ -141,7 +144,7 @@ class Run:
             lr = self.models[0].lr if lr is None else lr
             grad_norm = self.models[0].grad_norm if grad_norm is None else grad_norm
         norm = float("nan") if grad_norm is None else grad_norm
-        # The ranks that share a model have the same tokens, which count once.
+        # Tensor-parallel ranks process the same tokens: count them once.
         share = tokens if tokens is None else tokens / self.mesh.tp_size
         self.metrics.record(step, self._scalar(loss), self._scalar(norm), lr, tokens=share)
         if figures:
@@ -154,7 +157,7 @@ class Run:
         self.begin_step()
 
     def flush(self) -> None:
-        """Write the lines that wait. Collective."""
+        """Write the buffered lines. Collective."""
         if self.metrics is not None:
             with self.clock.span("logging"):
                 self.metrics.flush(self.timeline)
@@ -169,8 +172,8 @@ class Run:
             "the comparison of ranks", self.metrics.straggler)
         if self.is_main and self.metrics is not None:
             optional.attempt("the summary", lambda: self._report(straggler))
-        for lost in self.dist.side.close():
-            print(f"warning: {lost}", file=sys.stderr, flush=True)
+        for failure in self.dist.side.close():
+            print(f"warning: {failure}", file=sys.stderr, flush=True)
         self.dist.close()
 
     def _report(self, straggler: Straggler | None) -> None:
@@ -191,7 +194,7 @@ class Run:
             print(final_text(summary, run_dir), end="", flush=True)
 
     def _open(self) -> MetricsLog:
-        """The log of a run that goes on after its checkpoint's step, else from the beginning."""
+        """Open the metrics log, to continue after the step of the loaded checkpoint if there is one."""
         self.first_step = self.step
         world_size = self.dist.world_size
         return together(self.dist, lambda: MetricsLog(
@@ -202,7 +205,7 @@ class Run:
         return torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().mean()
 
     def _work(self, history: History) -> StepWork:
-        """The work of a usual step: its tokens by what was recorded."""
+        """Return the work of a typical step, from the recorded tokens."""
         timed = steady(history)
         tokens = timed.column("tokens_per_second") * timed.column("step_time_s")
         known = tokens[np.isfinite(tokens)]
@@ -220,15 +223,15 @@ class Run:
             self.dist.__exit__(kind, error, trace)
 
 
-# The one run of this process, which the calls of the library speak of.
 _CURRENT: list[Run] = []
+"""Run of this process, for the functions below; empty before `setup` and after `finish`."""
 
 
 def current(call: str) -> Run:
-    """The run of this process.
+    """Return the run of this process.
 
     Raises:
-        UserError: there is none yet, or no longer.
+        UserError: `setup` has not been called, or `finish` has.
     """
     if not _CURRENT:
         raise UserError("there is no run in this process", where=f"ezpz_llm.{call}",
@@ -242,19 +245,19 @@ def _forget() -> None:
 
 def setup(*, device: str | None = None, run_dir: str | Path | None = None, name: str | None = None,
           log_every: int = LOG_EVERY) -> Run:
-    """Make this process a rank of whatever started it (launch, torchrun, srun, mpiexec), or of nothing. Collective.
+    """Set up this process as a rank of launch, torchrun, srun or mpiexec, or as a single process. Collective.
 
-    It replaces `init_process_group`, of which it makes the same process group; one that is there already is used.
-    A second call gives the same run.
+    Replaces `init_process_group`: creates the same process group, or uses the existing one. Further calls return
+    the same run.
 
     Args:
-        device: "cuda", "xpu", "mps" or "cpu"; the best there is by default.
-        run_dir: where the run writes; by default launch's run directory, else runs/NAME-STAMP.
-        name: of such a directory; by default the script's, or "notebook".
-        log_every: lines of metrics.jsonl that are reduced over ranks and written at once.
+        device: "cuda", "xpu", "mps" or "cpu"; by default the best available.
+        run_dir: run directory; by default launch's, or runs/NAME-STAMP.
+        name: NAME in the default run directory; by default the script's name, or "notebook".
+        log_every: number of lines of metrics.jsonl that are reduced over ranks and written together.
 
     Raises:
-        UserError: broken rank variables, no device, a run directory that another run writes to, and the like.
+        UserError: for example invalid rank variables, a missing device, or a run directory in use by another run.
     """
     if _CURRENT:
         return _CURRENT[0]
@@ -276,50 +279,50 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
 
 
 def _name_of(program: str) -> str:
-    """The name of a run of this program."""
+    """Return the default name of a run of a program."""
     return "notebook" if program == "ipykernel_launcher" else program or "run"
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Count the time inside to a part of the step, or to what comes between two steps.
+    """Attribute the time inside to a phase of the step, or to a phase between steps.
 
     Args:
-        name: "data", "forward", "backward" or "optimizer" of the step in progress (a wrapped model times the last
-            three by itself); "evaluation" or "checkpoints" between `record` and the next batch, which no step time
-            has in it then.
+        name: "data", "forward", "backward" or "optimizer" within a step (a wrapped model times the last three
+            itself); "evaluation" or "checkpoints" between `record` and the next batch, which step times exclude.
 
     Raises:
-        UserError: another name, or no run.
+        UserError: the name is unknown, or there is no run.
     """
     return current("phase").phase(name)
 
 
 def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: float | None = None,
            grad_norm: float | Tensor | None = None, **figures: float) -> None:
-    """Put a finished step on a line of metrics.jsonl, with its time since the call before. Collective.
+    """Record a finished step as a line of metrics.jsonl, with the time since the last call. Collective.
 
-    Nothing waits for the loss, which stays on its device: every `log_every` calls all ranks reduce what they have.
+    Does not synchronize with the device. The loss stays there until all ranks reduce their values, every
+    `log_every` calls.
 
     Args:
-        step: from 1, rising. Where only every k-th step is recorded, times are means over k steps.
-        loss: of this rank; the line has the mean over ranks.
-        tokens: of this rank's step, or its samples where they are no tokens. Rates are of all ranks together.
-        lr, grad_norm: a single wrapped model gives its own by default.
-        figures: other members of the line, rank 0's: val_loss and what you like.
+        step: increasing number, from 1. If only every k-th step is recorded, times are means over k steps.
+        loss: loss of this rank; the line has the mean over ranks.
+        tokens: tokens of this rank in the step, or samples if there are no tokens. Throughput is summed over ranks.
+        lr, grad_norm: by default those of the wrapped model, if there is exactly one.
+        figures: additional values of rank 0 for the line, such as val_loss.
 
     Raises:
-        UserError: no run, a step that is recorded already, or a run directory with another run's steps.
+        UserError: there is no run, the step is not above the last one, or the run directory belongs to another run.
     """
     current("record").record(step, loss, tokens, lr, grad_norm, figures)
 
 
 def finish() -> None:
-    """Write what waits, draw and print loss and throughput, and leave the process group that `setup` made.
+    """Write buffered lines, plot loss and throughput, and destroy the process group that `setup` created.
 
-    Collective. run.json, plots/ and report.html are complete after it.
+    Collective. Completes run.json, plots/ and report.html.
 
     Raises:
-        UserError: no run.
+        UserError: there is no run.
     """
     run = current("finish")
     _forget()

@@ -1,4 +1,4 @@
-"""A training of one's own as `ezpz-llm certify --target` wants it: the parts that it puts together anew."""
+"""Definition of a user's training for `ezpz-llm certify --target`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """What a function of FILE.py gives to `ezpz-llm certify --target FILE.py:FUNCTION`.
+    """Training to certify, returned by FUNCTION in `ezpz-llm certify --target FILE.py:FUNCTION`.
 
-    A batch is what you like: a tensor, or tuples, lists and dicts of them. The first dimension counts samples.
+    A batch is a tensor, or tuples, lists and dicts of tensors, whose first dimension is samples.
 
     Attributes:
-        module: makes the module with its initial weights; called after `torch.manual_seed`, often.
-        batch: (seed, number, dp_rank, dp_size) -> this rank's part of micro batch `number`, from 0 on. The parts of
-            all ranks are equally large, and together the one of a single process, `dp_rank` 0 of 1.
-        loss: (model, batch) -> the mean loss over the batch's samples, 0-d. It calls `model` as one calls a module.
-        optimizer: (module) -> torch's AdamW or Adam of all of its parameters; by default an AdamW.
-        step: (model, micro_batches) -> the loss of a step, one's own: for each micro batch a loss,
-            `model.backward` and `model.step`. `model` is what `ezpz_llm.wrap` gives.
-        evaluate: (model, batch) -> the loss of this rank's part of a batch, and nothing that was there is changed.
-        tp_plan: for tensor-parallel layouts, as `ezpz_llm.wrap` takes it; by default the module's own.
-        epoch_batches: micro batches of an epoch of `batch`: the first ones of two epochs are trained on. By default
-            an epoch has as many as are taken of it.
+        module: () -> the module with its initial weights. Called several times, after `torch.manual_seed`.
+        batch: (seed, number, dp_rank, dp_size) -> this rank's part of micro batch `number`, from 0. All parts have
+            the same size, and together equal the batch of a single process (`dp_rank` 0 of 1).
+        loss: (model, batch) -> the mean loss over the samples of the batch, 0-d. Calls `model` like a module.
+        optimizer: (module) -> torch's AdamW or Adam for all parameters; by default AdamW.
+        step: (model, micro_batches) -> the loss of a custom step, which computes a loss and calls `model.backward`
+            and `model.step` for each micro batch. `model` is the result of `ezpz_llm.wrap`.
+        evaluate: (model, batch) -> the loss of this rank's part of a batch, without changing any state.
+        tp_plan: plan for tensor-parallel layouts, as for `ezpz_llm.wrap`; by default the module's.
+        epoch_batches: micro batches in an epoch of `batch`. Training uses the first ones of two epochs. By default
+            an epoch contains exactly the micro batches used.
     """
 
     module: Callable[[], nn.Module]

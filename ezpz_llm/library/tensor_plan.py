@@ -1,8 +1,8 @@
-"""Tensor parallelism of somebody's own model by a plan: which linear layers are divided over ranks, and how.
+"""Tensor parallelism of a user's model by a plan, which gives the style of each linear layer.
 
-A plan is Hugging Face's `tp_plan`, or a table of the same form: by module name, with `*` for a number, a style. Two
-layers belong together: the first is divided by its outputs (`colwise`), the second by its inputs (`rowwise`), and
-between them each rank computes its share alone (Shoeybi et al. 2019, arXiv:1909.08053).
+A plan is Hugging Face's `tp_plan`, or a mapping of the same form from module names, with `*` for a number, to
+styles. Layers are sharded in pairs: the first by its outputs (`colwise`), the second by its inputs (`rowwise`),
+without communication in between (Shoeybi et al. 2019, arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed
 
 BY_OUTPUTS, BY_INPUTS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 KEPT = ("embedding_rowwise", "colwise_gather_output", "replicated")
-"""Styles of tables and heads, and what is whole anyway: these stay whole on every rank, which is the same maths."""
+"""Styles of modules that we replicate on every rank, embeddings and heads among them: the result is the same."""
 _WHERE = "ezpz_llm.wrap, tp_plan"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def divide(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, share: Share) -> None:
-    """Divide a model that is the same on all ranks of a group; parameters stay the objects that they are.
+    """Shard a model that is identical on all ranks of a group, keeping the parameter objects.
 
     Args:
-        group: None for the whole world.
-        share: this rank's.
+        group: tensor-parallel group; None for all ranks.
+        share: this rank's share.
 
     Raises:
-        UserError: a style or layer that cannot be divided so, or dropout, whose masks would differ where ranks have
-            the same activations.
+        UserError: a style or layer is not supported, or the model has dropout, whose masks would differ between
+            ranks with the same activations.
     """
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := _style(name, plan)) is not None}
@@ -65,30 +65,31 @@ def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str],
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
         if style not in (BY_OUTPUTS, BY_INPUTS, SUMMED, *KEPT):
-            raise UserError(f"{name} has the style {style!r}", where=_WHERE,
+            raise UserError(f"{name} has the unsupported style {style!r}", where=_WHERE,
                             instead=", ".join((BY_OUTPUTS, BY_INPUTS, SUMMED, *KEPT)))
         if style not in (BY_OUTPUTS, BY_INPUTS):
             continue
         module = model.get_submodule(name)
         if type(module) is not nn.Linear:
             raise UserError(f"{name} is a {type(module).__name__}", where=_WHERE,
-                            instead=f"{BY_OUTPUTS} and {BY_INPUTS} for nn.Linear alone")
+                            instead=f"{BY_OUTPUTS} and {BY_INPUTS} only for nn.Linear")
         if any(uses[parameter] > 1 for parameter in module.parameters()):
-            raise UserError(f"the weight of {name} is tied to another", where=_WHERE, instead="a plan without it")
+            raise UserError(f"the weight of {name} is tied to another layer", where=_WHERE,
+                            instead="a plan without it")
         size = module.out_features if style == BY_OUTPUTS else module.in_features
         if size % share.size:
             raise UserError(f"{size} {'outputs' if style == BY_OUTPUTS else 'inputs'} of {name} cannot be divided "
                             f"over {share.size} ranks", where=_WHERE, instead="a smaller tp")
-    for what in _HEADS:
-        heads = getattr(getattr(model, "config", None), what, None)
+    for setting in _HEADS:
+        heads = getattr(getattr(model, "config", None), setting, None)
         if isinstance(heads, int) and heads % share.size:
-            raise UserError(f"{heads} heads ({what}) cannot be divided over {share.size} ranks", where=_WHERE,
+            raise UserError(f"{heads} heads ({setting}) cannot be divided over {share.size} ranks", where=_WHERE,
                             instead="a smaller tp")
     for name, module in model.named_modules():
         if any(isinstance(rate, float) and rate > 0 for rate in (
                 module.p if isinstance(module, nn.Dropout) else 0, getattr(module, "attention_dropout", 0))):
-            raise UserError(f"{name} has dropout, whose masks must be the same on some ranks and others elsewhere",
-                            where=_WHERE, instead="dropout 0 under tp")
+            raise UserError(f"{name} has dropout, which is not supported under tensor parallelism",
+                            where=_WHERE, instead="dropout 0")
 
 
 def _by_outputs(name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
@@ -112,7 +113,7 @@ def _by_inputs(model: nn.Module, name: str, layer: nn.Linear, group: ProcessGrou
 
 
 def _keep(parameter: nn.Parameter, at: Placement) -> None:
-    """Let a whole parameter become this rank's part of it, as the same object: an optimizer has it already."""
+    """Replace a parameter's data by this rank's shard, keeping the object that the optimizer refers to."""
     (box,) = at.boxes
     parameter.data = parameter.data[tuple(slice(*side) for side in box)].clone()
     place(parameter, at)

@@ -1,4 +1,4 @@
-"""A model of one's own under a layout: wrapped, stepped by its own optimizer, saved and loaded."""
+"""User models under a layout: wrapping, training steps with the user's optimizer, and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ezpz_llm.model.tensor_parallel import Share
 
 
 class Wrapped:
-    """A model in training under a layout, made by `ezpz_llm.wrap`.
+    """Model under a layout, created by `ezpz_llm.wrap`.
 
-    A micro batch is `loss = …model(inputs)…; model.backward(loss); model.step()`. Gradients are averaged over ranks
-    once a step.
+    For each micro batch call `loss = …model(inputs)…; model.backward(loss); model.step()`. Gradients are averaged
+    over ranks once per step.
 
     Attributes:
-        module: the model itself, with the layout's precision; its parameters may be sharded.
-        optimizer: the one that was given, whose learning rates count.
-        grad_norm: the global norm of the last step's gradients before clipping, 0-d; None before the first.
-        accumulation: micro batches of a step.
+        module: the model in the layout's precision; its parameters may be sharded.
+        optimizer: the optimizer passed to `wrap`. Its learning rates are used.
+        grad_norm: global gradient norm of the last step before clipping, 0-d; None before the first step.
+        accumulation: micro batches per step.
     """
 
     def __init__(self, run: Run, engine: MicroStepEngine, optimizer: torch.optim.Optimizer,
@@ -50,7 +50,7 @@ class Wrapped:
         self._micro_steps = 0
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the model gives, also for evaluation, inside `torch.no_grad()`; every rank makes the call."""
+        """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective."""
         if self._dtype != torch.float32:
             inputs, named = _cast(inputs, self._dtype), _cast(named, self._dtype)
         if not torch.is_grad_enabled():
@@ -60,26 +60,26 @@ class Wrapped:
             return self._engine.forward(*inputs, last_micro_step=is_last, **named)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro batch's loss, 0-d, divided by the number of micro batches of a step.
+        """Accumulate the gradient of a micro batch's loss (0-d), divided by the number of micro batches per step.
 
         Raises:
-            UserError: the step's micro batches are all there, and `step` was not called.
+            UserError: all micro batches of the step are done, and `step` was not called.
         """
         if self._micro_steps == self.accumulation:
-            raise UserError(f"a backward pass more than the {self.accumulation} of a step",
+            raise UserError(f"too many backward passes in a step: accumulation is {self.accumulation}",
                             where="Wrapped.backward", instead="model.step() after each backward pass; "
-                                                              "wrap(accumulation=N) for N of them a step")
+                                                              "wrap(accumulation=N) for N passes per step")
         with self._run.span("backward"):
             self._engine.backward(loss.float())
         self._micro_steps += 1
 
     def step(self) -> Tensor | None:
-        """After the last micro batch of a step: clip, update, and forget the gradients; else nothing.
+        """Clip, update and zero the gradients after the last micro batch of a step; otherwise do nothing.
 
-        A step whose gradient norm is NaN or Inf changes nothing.
+        A step with a non-finite gradient norm is skipped.
 
         Returns:
-            The global gradient norm before clipping, 0-d; None where more micro batches are to come.
+            The global gradient norm before clipping, 0-d; None if more micro batches follow in the step.
         """
         if self._micro_steps < self.accumulation:
             return None
@@ -90,36 +90,36 @@ class Wrapped:
         return self.grad_norm
 
     def train(self, mode: bool = True) -> Wrapped:
-        """Put the model into training mode, or evaluation mode."""
+        """Set the model to training mode, or evaluation mode if `mode` is False."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Wrapped:
-        """Put the model into evaluation mode."""
+        """Set the model to evaluation mode."""
         return self.train(False)
 
     @property
     def lr(self) -> float:
-        """The learning rate of the optimizer's first group."""
+        """Learning rate of the optimizer's first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def engine(self) -> MicroStepEngine:
-        """The layout's engine, which is no part of the public interface."""
+        """Engine of the layout. Not part of the public API."""
         return self._engine
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same with floating-point tensors in `dtype`."""
+    """Cast the floating-point tensors in a nested value to `dtype`."""
     return on_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def on_tensors(value: Any, action: Callable[[Tensor], Tensor]) -> Any:
-    """The same with each tensor as `action` gives it, also those inside of lists, tuples and mappings."""
+    """Apply `action` to each tensor in a value, including those in lists, tuples and mappings."""
     if isinstance(value, Tensor):
         return action(value)
     if isinstance(value, MutableMapping):
-        mapped = copy(value)  # of its own kind, such as a tokenizer's BatchEncoding
+        mapped = copy(value)  # keep the type, such as a tokenizer's BatchEncoding
         mapped.update({name: on_tensors(member, action) for name, member in value.items()})
         return mapped
     if isinstance(value, list | tuple):
@@ -131,26 +131,26 @@ def on_tensors(value: Any, action: Callable[[Tensor], Tensor]) -> Any:
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Path = "ddp", *,
          micro_batch: int | None = None, accumulation: int | None = None, clip: float | None = None,
          tp_plan: Mapping[str, str] | None = None) -> Wrapped:
-    """Put a model and its optimizer under the layout of a ds_config. Collective.
+    """Wrap a model and its optimizer in the layout of a ds_config. Collective.
 
-    Initial weights are rank 0's. The optimizer stays the caller's own, with its groups and a schedule of its rates;
-    its parameters become the layout's.
+    All ranks start with rank 0's weights. The optimizer keeps its groups, so learning rate schedules continue to
+    work; its parameters are replaced by those of the layout.
 
     Args:
-        model: of any kind, on any device.
-        optimizer: of torch, of all of the model's parameters, without a step made.
-        ds_config: a name of ds_configs/ (ddp, fsdp2, zero0 to zero3, zero3_offload_all, …) or a file. Precision,
-            batch and clipping are its own where it has them; without, fp32.
-        micro_batch: samples of a rank that are taken at once, for DeepSpeed's records.
-        accumulation: micro batches of a step.
-        clip: the largest gradient norm; 0 for none.
-        tp_plan: for a tensor-parallel layout, how layers are divided, by module name as in Hugging Face's models
-            (`colwise`, `rowwise`, `replicated_with_grad_allreduce`); the model's own `tp_plan` by default. Ranks
-            that share a model, `run.mesh.dp_rank` of which is the same, take the same samples.
+        model: any module, on any device.
+        optimizer: a torch optimizer of all parameters of the model, before its first step.
+        ds_config: name from ds_configs/ (ddp, fsdp2, zero0 to zero3, zero3_offload_all, …) or a file. Precision,
+            batch and clipping are taken from it; the default precision is fp32.
+        micro_batch: samples in a micro batch of a rank, for DeepSpeed's records.
+        accumulation: micro batches per step.
+        clip: maximum gradient norm; 0 disables clipping.
+        tp_plan: styles of the layers for a tensor-parallel layout, by module name as in Hugging Face models
+            (`colwise`, `rowwise`, `replicated_with_grad_allreduce`); by default the model's `tp_plan`. Ranks with
+            the same `run.mesh.dp_rank` must get the same samples.
 
     Raises:
-        UserError: the layout divides layers and there is no plan, or it cannot run here; the optimizer has other
-            parameters than the model, or has made steps.
+        UserError: the layout shards layers and there is no plan, or it cannot run here; the parameters of model and
+            optimizer differ, or the optimizer has already made a step.
     """
     return wrap_in(current("wrap"), model, optimizer, ds_config, micro_batch, accumulation, clip, tp_plan)
 
@@ -158,14 +158,14 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
 def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Path,
             micro_batch: int | None, accumulation: int | None, clip: float | None,
             tp_plan: Mapping[str, str] | None = None) -> Wrapped:
-    """`wrap` for a run that is not this process's own, such as a single process beside others."""
+    """Wrap a model in a given run, such as a single-process reference next to the process's run. See `wrap`."""
     resolved = _for_any_optimizer(resolve(Request(
         str(ds_config), run.world_size, micro_batch=micro_batch, accumulation=accumulation, clip=clip,
         precision="fp32", device=run.device.type, default_micro_batch=1, sources={"precision": DEFAULT})))
     plan = tp_plan or getattr(model, "tp_plan", None) or {}
     _check_layout(resolved, run, plan)
     _check_optimizer(model, optimizer)
-    _begin_alike(model, run.dist)
+    _broadcast_weights(model, run.dist)
     run.dist.arrange(tp=resolved.layout.tp)
     if resolved.layout.tp > 1:
         divide(model, plan, run.mesh.group("tp"), Share(run.mesh.tp_rank, run.mesh.tp_size))
@@ -177,8 +177,8 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
                                     parameters=sum(parameter.numel() for parameter in model.parameters()))
 
     def make(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
-        for own, group in zip(optimizer.param_groups, groups, strict=True):
-            own["params"] = group["params"]
+        for user_group, group in zip(optimizer.param_groups, groups, strict=True):
+            user_group["params"] = group["params"]
         return optimizer
 
     with run.clock.span("set-up"):
@@ -192,7 +192,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
 
 
 def _for_any_optimizer(resolved: Resolved) -> Resolved:
-    """The same with DeepSpeed told to take the optimizer that it is given."""
+    """Configure DeepSpeed to accept any optimizer."""
     if resolved.deepspeed is None:
         return resolved
     return replace(resolved, deepspeed={**resolved.deepspeed, "zero_allow_untested_optimizer": True,
@@ -201,53 +201,54 @@ def _for_any_optimizer(resolved: Resolved) -> Resolved:
 
 def _check_layout(resolved: Resolved, run: Run, plan: Mapping[str, str]) -> None:
     layout = resolved.layout
-    named = [f"{name} {degree}" for name in ("pp", "sp") if (degree := getattr(layout, name)) > 1]
+    unsupported = [f"{name} {degree}" for name in ("pp", "sp") if (degree := getattr(layout, name)) > 1]
     if layout.zero.tiled:
-        named.append("tiled")
-    if named:
-        raise UserError(f"layout {layout.name} has {', '.join(named)}, which cuts layers of "
-                        "the trainer's own models", where="ezpz_llm.wrap",
+        unsupported.append("tiled")
+    if unsupported:
+        raise UserError(f"layout {layout.name} has {', '.join(unsupported)}, which is supported only for the "
+                        "trainer's models", where="ezpz_llm.wrap",
                         instead="ddp, fsdp2, zero0 to zero3, hpZ or offload")
     if layout.tp > 1 and not plan:
-        raise UserError(f"layout {layout.name} has tp {layout.tp}, and nothing says how the layers of "
-                        "this model are divided", where="ezpz_llm.wrap",
+        raise UserError(f"layout {layout.name} has tp {layout.tp}, but this model has no plan for sharding its "
+                        "layers", where="ezpz_llm.wrap",
                         instead="wrap(…, tp_plan={…}), or a Hugging Face model that has one")
     if run.models and layout.tp != run.mesh.tp_size:
-        raise UserError(f"tp {layout.tp}, beside a model with tp {run.mesh.tp_size}", where="ezpz_llm.wrap",
-                        instead="models of one run with the same tp")
+        raise UserError(f"tp {layout.tp} differs from tp {run.mesh.tp_size} of another model of the run",
+                        where="ezpz_llm.wrap", instead="the same tp for all models of a run")
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """
+    """Check that the optimizer has exactly the model's parameters, and no state.
+
     Raises:
-        UserError: a parameter of one of them is not the other's, or there is state.
+        UserError: the parameters differ, one is frozen, or the optimizer has state.
     """
     where = "ezpz_llm.wrap"
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             raise UserError(f"the parameter {name} is frozen (requires_grad is False)", where=where,
-                            instead="a parameter group of its own with lr 0, which changes nothing either")
+                            instead="requires_grad True in a separate parameter group with lr 0")
         if parameter not in optimized:
             raise UserError(f"the optimizer does not have the parameter {name}, which would never change",
                             where=where, instead="an optimizer of model.parameters()")
     if optimized - set(model.parameters()):
-        raise UserError("the optimizer has parameters that are not the model's", where=where,
+        raise UserError("the optimizer has parameters that do not belong to the model", where=where,
                         instead="a model and an optimizer for each call of wrap")
     if optimizer.state:
-        raise UserError("the optimizer has made steps already", where=where,
-                        instead="wrap before the first step; load_checkpoint brings state back")
+        raise UserError("the optimizer has already made a step", where=where,
+                        instead="wrap before the first step, and load_checkpoint to restore state")
 
 
-def _begin_alike(model: nn.Module, dist: Dist) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
+def _broadcast_weights(model: nn.Module, dist: Dist) -> None:
+    """Broadcast the parameters and buffers of rank 0."""
     if dist.world_size == 1:
         return
     for tensor in _tensors(model):
-        there = tensor.to(dist.device)
-        torch.distributed.broadcast(there, src=0)
-        if there is not tensor:
-            tensor.copy_(there)
+        on_device = tensor.to(dist.device)
+        torch.distributed.broadcast(on_device, src=0)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -255,22 +256,21 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-# Checkpoints, in the trainer's format.
 def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
-    """Write a checkpoint, complete or not at all, into the run directory. Collective.
+    """Write a checkpoint to the run directory atomically, in the trainer's format. Collective.
 
-    It holds fp32 weights, the optimizer's state and the model's buffers (rank 0's), random states of each rank, and
-    `state`; any layout loads it, on any number of ranks.
+    The checkpoint contains fp32 weights, optimizer state, rank 0's buffers, the random state of each rank, and
+    `state`. Any layout can load it, on any number of ranks.
 
     Args:
-        step: the last finished one.
-        state: what the script needs to go on, such as an epoch, in JSON's types; rank 0's is kept.
+        step: last finished step.
+        state: data that the script needs to resume, such as an epoch, of JSON types; rank 0's is saved.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        UserError: no run, an optimizer whose state is not known, or it could not be written. The same on all ranks.
+        UserError: there is no run, the optimizer is not supported, or writing failed. Raised on all ranks.
     """
     run = current("save_checkpoint")
     _require_known_state(model.optimizer)
@@ -279,18 +279,19 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
 
 
 def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str, Any] | None:
-    """Load the newest undamaged checkpoint of a run directory, or the one that `where` names. Collective.
+    """Load the newest intact checkpoint of a run directory, or a given checkpoint. Collective.
 
-    `record` goes on after its step.
+    `record` continues after the checkpoint's step.
 
     Args:
-        where: a run directory or a checkpoint's folder; by default this run's directory, which may have none.
+        where: a run directory or a checkpoint's folder; by default this run's directory.
 
     Returns:
-        What `save_checkpoint` was given, with "step" and facts of the saving run; None where there is none.
+        The `state` of `save_checkpoint`, with "step" and properties of the run that saved it. None if `where` is
+        not given and this run has no checkpoint.
 
     Raises:
-        UserError: there is none at `where`, or of another model, or all are damaged. The same on all ranks.
+        UserError: `where` has no checkpoint, the model differs, or all checkpoints are damaged; on all ranks.
     """
     run = current("load_checkpoint")
     _require_known_state(model.optimizer)
@@ -299,10 +300,10 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
             return None
         where = run.run_dir
     together(run.dist, lambda: _check_place(Path(where)), on_main=True)
-    found = checkpoint.load_newest(where, model.engine, run.dist, lambda folder, state: None)
-    run.step = found.state["step"]
+    loaded = checkpoint.load_newest(where, model.engine, run.dist, lambda folder, state: None)
+    run.step = loaded.state["step"]
     run.begin_step()
-    return found.state
+    return loaded.state
 
 
 def _check_place(where: Path) -> None:
@@ -312,12 +313,12 @@ def _check_place(where: Path) -> None:
 
 
 def has_known_state(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer's state is two moments of the gradient."""
+    """Return True if the optimizer's state is two moments of the gradient."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
         group.get("amsgrad") for group in optimizer.param_groups)
 
 
 def _require_known_state(optimizer: torch.optim.Optimizer) -> None:
     if not has_known_state(optimizer):
-        raise UserError(f"the state of {type(optimizer).__name__} has no place in a checkpoint",
+        raise UserError(f"checkpoints do not support the state of {type(optimizer).__name__}",
                         where="ezpz_llm.save_checkpoint", instead="torch.optim.AdamW or Adam, without amsgrad")

@@ -1,1 +1,1 @@
-"""Runs as charts and tables, in the terminal and as one page (no torch)."""
+"""Reports of runs: charts and tables in the terminal and as an HTML page (no torch)."""

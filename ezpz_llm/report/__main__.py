@@ -1,4 +1,4 @@
-"""Draw loss and throughput of one or several runs, in the terminal and as one HTML page."""
+"""Plot loss and throughput of one or more runs, in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
 from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 
-_NAMED = "ezpz-llm report RUN_DIR; ezpz-llm why tells how a run without a step ended"
+_IF_NONE = "ezpz-llm report RUN_DIR; ezpz-llm why shows how a run without steps ended"
 _LONGEST = 31  # characters of a setting's value
 
 DRAWABLE = len(LETTERS)
-"""Runs that a plot can tell apart."""
+"""Maximum number of runs in a plot."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
-        UserError: a directory is none of a run, no run has a step, or the page cannot be written.
+        UserError: a directory is not a run directory, no run has a step, or the page cannot be written.
     """
     parser = CommandParser("report", description=__doc__, shown=(
         "ezpz-llm report  the newest run",
         "ezpz-llm report runs/a runs/b --html page.html"))
     parser.add_argument("run_dir", nargs="*", type=Path, metavar="RUN_DIR",
-                        help="the runs, finished or not (default: the newest in runs/ with a step)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
+                        help="finished or running runs (default: the newest in runs/ with a step)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
-                        help="also write loss and throughput as PDF, SVG and PNG, fit for a paper")
+                        help="also write loss and throughput as PDF, SVG and PNG, for publications")
     options = parser.parse_args(argv)
-    runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _NAMED).path])
+    runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _IF_NONE).path])
     if not any(len(run.rows) for run in runs):
         where = ", ".join(str(run.path) for run in runs)
         if all(run.record.get("exit") for run in runs):
             raise UserError("the run wrote no steps", where=where,
                             instead="ezpz_llm.record(step, loss=…) in the script, or lines in metrics.jsonl "
-                                    "(docs/use/your_own_script.md); ezpz-llm why says how the run ended")
+                                    "(docs/use/your_own_script.md); ezpz-llm why shows how the run ended")
         raise UserError("no step has been written yet", where=where,
-                        instead="again after the first line of its progress, or ezpz-llm why if there is none")
+                        instead="the same command after the first line of progress; ezpz-llm why if there is none")
     if len(runs) > DRAWABLE:
-        raise UserError(f"{len(runs)} runs in one plot", instead=f"at most {DRAWABLE}")
+        raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {DRAWABLE}")
     print(report_text(runs, terminal_width(), colour=wants_colour()), end="")
     if options.html:
         write_file(options.html, report_page(runs), "--html")
@@ -63,15 +63,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
-    """The report as text, with escape codes only if `colour`."""
-    found = differences(runs)
+    """Return the report as text, with escape codes only if `colour`."""
+    differing = differences(runs)
     parts = [_results([result_row(run) for run in runs], width, colour),
              "".join(_wrapped(f"{name}: {text}", width) for name, text in comments(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
         rows = [[name, *(_short(value) for value in values)]
-                for name, values in found.items()]
-        parts.append((table("What differs", columns, rows) if found else "") + _wrapped(verdict(found), width))
+                for name, values in differing.items()]
+        parts.append((table("Differences", columns, rows) if differing else "")
+                     + _wrapped(verdict(differing), width))
     parts.append(_plot(runs, "loss", "loss", "nats/token", width, colour))
     if any(np.isfinite(run.column("tokens_per_second")).any() for run in runs):
         parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, colour))
@@ -79,7 +80,7 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
 
 
 def _results(rows: Sequence[Sequence[str]], width: int, colour: bool) -> str:
-    """The runs as a table, or where that is wider than `width` each as a paragraph."""
+    """Format the runs as a table, or as paragraphs if the table is wider than `width`."""
     widths = [max(map(len, column)) for column in zip(RESULTS, *rows, strict=True)]
     if sum(widths) + 3 * len(widths) < width:
         return table("Runs", RESULTS, rows, rich=colour)
@@ -102,15 +103,17 @@ def _short(value: str) -> str:
 
 
 def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, colour: bool) -> str:
-    """A metric over tokens, or over steps where a run has no token counts; speeds without the first and last steps,
-    whose scale they would take."""
+    """Plot a metric over tokens, or over steps if a run has no token counts.
+
+    Throughput is plotted without the first and last steps, which would dominate the scale.
+    """
     drawn = [run for run in runs if len(run.rows)]
     by_tokens = all(run.tokens[-1] > 0 for run in drawn)
     several, timed = len(drawn) > 1, metric != "loss"
     curves = []
     for i, run in enumerate(drawn):
-        place = run.tokens / 1e6 if by_tokens else run.column("step")
-        x, y = (steady(values) if timed else values for values in (place, run.column(metric)))
+        position = run.tokens / 1e6 if by_tokens else run.column("step")
+        x, y = (steady(values) if timed else values for values in (position, run.column(metric)))
         curves.append(Curve(cleaned(run.name), x, y, mark=LETTERS[i] if several and not colour else "",
                             colour=COLOURS[i % len(COLOURS)] if several else -1))
     if not several and not timed and drawn[0].validation:

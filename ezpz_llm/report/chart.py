@@ -1,9 +1,9 @@
-"""Charts, bars and tables as HTML: lines stretch with the page while letters keep their size.
+"""Charts, stacked bars and tables as HTML, whose text keeps its size while lines scale with the page.
 
-The drawing area is an SVG of 1000 x 1000 units that is stretched to whatever place there is; ticks and names are
-text beside it. A chart says what it shows in words and has its numbers in a table, so that none of it needs eyes or
-a script. It holds its points and a second scale, logarithmic or linear: `page.js` adds a cursor that reads values,
-and switches.
+The plot area is an SVG of 1000 x 1000 units stretched to the available space; ticks and names are HTML text around
+it. For accessibility, and for browsers without scripts, each chart has a description in words and a table of its
+numbers. It also contains its points and a second scale, logarithmic or linear, for the cursor and the switches of
+`page.js`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ezpz_llm.observe.throughput import short_number
 
 _UNITS = 1000
 _POINTS = 300
-"""Points of a line: about what a wide screen can show, and 9 kB."""
+"""Maximum number of points in a line: as many as a wide screen can show, in 9 kB."""
 _TABLE_ROWS = 8
 
 Form = Callable[[float], str]
@@ -28,7 +28,13 @@ Form = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Series:
-    """One series. Values of None or NaN leave a gap; `number` chooses colour and dashes; `dots` are not joined."""
+    """Series of a chart.
+
+    Attributes:
+        y: values; None and NaN leave a gap.
+        number: selects color and dashes.
+        dots: draw unconnected dots.
+    """
 
     name: str
     x: Sequence[float] | np.ndarray
@@ -39,8 +45,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart. On a logarithmic one, values that are not positive are left out. `marks` are its ticks,
-    and the rows of its table, where round numbers would say less."""
+    """Axis of a chart.
+
+    Attributes:
+        log: use a logarithmic scale, which omits values that are not positive.
+        marks: positions of ticks and of rows in the table of numbers, in place of round numbers.
+    """
 
     label: str
     form: Form = short_number
@@ -49,19 +59,19 @@ class Axis:
 
 
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce = np.mean) -> str:
-    """A figure with a title, a key, the drawing, and a table of some of its numbers.
+    """Return an HTML figure with title, legend, plot, and a table of selected values.
 
     Args:
-        reduce: makes one value of neighbouring ones where a series is longer than can be drawn.
+        reduce: combines neighboring values of a series with too many points.
     """
-    drawn = [one for one in (_thinned(one, y.log, reduce) for one in series) if one.x]
+    drawn = [thinned for thinned in (_thinned(one, y.log, reduce) for one in series) if thinned.x]
     if not drawn:
-        return f'<figure><figcaption>{escape(title)}</figcaption><p class="empty">Nothing to draw yet.</p></figure>'
+        return f'<figure><figcaption>{escape(title)}</figcaption><p class="empty">No data yet.</p></figure>'
     x_scale = _Scale.around([value for one in drawn for value in one.x], x.log, margin=0, marks=x.marks)
     values = [value for one in drawn for value in one.y if value is not None]
     y_scale, second = _Scale.around(values, y.log, margin=0.04), _second_scale(values, y.log)
     key = "".join(f'<li class="s{one.number % 8}">{_swatch(one)}{escape(one.name)}</li>' for one in drawn)
-    says = "; ".join(_in_words(one, y.form) for one in drawn)
+    description = "; ".join(_in_words(one, y.form) for one in drawn)
     more = (f'<div class="ticks y second">{_ticks(second, y.form, "bottom")}</div>', f' data-second="{second}"',
             _grid(x_scale, second, "grid second")) if second else ("", "", "")
     return (
@@ -71,7 +81,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce
         f'<div class="plot" data-x="{x_scale}" data-y="{y_scale}"{more[1]} data-label="{escape(x.label)}" '
         f'data-unit="{escape(y.label)}">'
         f'<svg viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)}. {escape(says)}.">{_grid(x_scale, y_scale, "grid first")}{more[2]}'
+        f'aria-label="{escape(title)}. {escape(description)}.">{_grid(x_scale, y_scale, "grid first")}{more[2]}'
         f'{"".join(_path(one, x_scale, y_scale) for one in drawn)}</svg></div>'
         f'<div class="ticks x">{_ticks(x_scale, x.form, "left")}</div>'
         f'<div class="unit x">{escape(x.label)}</div></div>'
@@ -79,15 +89,17 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce
 
 
 def _second_scale(values: Sequence[float], is_log: bool) -> _Scale | None:
-    """The scale that a switch puts in place of the first: logarithmic for a linear one and the other way about;
-    None where no value has a place on it."""
+    """Return the scale that a switch swaps in: logarithmic for a linear axis, linear for a logarithmic one.
+
+    Returns None if the scale can show no value.
+    """
     fitting = values if is_log else [value for value in values if value > 0]
     return _Scale.around(fitting, not is_log, margin=0.04) if fitting else None
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to units along an axis, linear or logarithmic."""
+    """Linear or logarithmic mapping from values to units along an axis."""
 
     low: float
     high: float
@@ -96,9 +108,9 @@ class _Scale:
 
     @staticmethod
     def around(values: Sequence[float], log: bool, margin: float, marks: tuple[float, ...] = ()) -> _Scale:
-        """A scale that spans the values and a margin on both sides."""
+        """Return a scale that spans the values and a margin on both sides."""
         low, high = min(values), max(values)
-        if low == high:  # a single value stands in the middle
+        if low == high:  # center a single value
             low, high = (low / 2, high * 2) if log else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
         if log:
             more = (high / low) ** margin
@@ -114,28 +126,28 @@ class _Scale:
         return f"{self.low:.8g} {self.high:.8g} {'log' if self.log else 'linear'}"
 
     def ticks(self) -> list[float]:
-        """Round numbers within the scale, or the marks."""
+        """Return the marks, or round numbers within the scale."""
         if self.marks:
             return [mark for mark in self.marks if self.low <= mark <= self.high]
         if not self.log or self.high < 4 * self.low:
             return round_ticks(self.low, self.high)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for steps in ((1, 2, 5), (1, 3), (1,)):
-            found = [step * 10.0**power for power in decades for step in steps]
-            found = [tick for tick in found if self.low <= tick <= self.high]
-            if len(found) <= 8:
-                return found
-        return found[:: math.ceil(len(found) / 8)]
+            ticks = [step * 10.0**power for power in decades for step in steps]
+            ticks = [tick for tick in ticks if self.low <= tick <= self.high]
+            if len(ticks) <= 8:
+                return ticks
+        return ticks[:: math.ceil(len(ticks) / 8)]
 
 
 def _thinned(one: Series, log: bool, reduce: Reduce) -> Series:
     x, y = np.asarray(one.x, float), np.asarray(one.y, float)
     usable = np.isfinite(y) & (y > 0) if log else np.isfinite(y)
-    there = np.flatnonzero(usable)
-    part = slice(there[0], there[-1] + 1) if len(there) else slice(0)
+    indices = np.flatnonzero(usable)
+    part = slice(indices[0], indices[-1] + 1) if len(indices) else slice(0)
 
     def reduced(values: np.ndarray) -> float:
-        """One value for a group of points, NaN where none is finite."""
+        """Combine a group of points, ignoring non-finite values; NaN if all are."""
         values = values[np.isfinite(values)]
         return reduce(values) if len(values) else math.nan
 
@@ -150,7 +162,7 @@ def _path(one: Series, x: _Scale, y: _Scale) -> str:
             pen_is_down = False
             continue
         at = f"{x(a):.1f} {_UNITS - y(b):.2f}"
-        # A line of no length draws its round ends alone: a dot.
+        # A line of zero length shows only its round caps: a dot.
         steps.append(f"M{at}h0" if one.dots else f"{'L' if pen_is_down else 'M'}{at}")
         pen_is_down = True
     kind = "dots" if one.dots else f"line d{_dashes(one)}"
@@ -161,7 +173,7 @@ def _path(one: Series, x: _Scale, y: _Scale) -> str:
 
 
 def _dashes(one: Series) -> int:
-    # Shifted with each round of colours, so that no two of 32 series look alike.
+    # Shift the dashes with each cycle of colors, so that 32 series look different.
     return (one.number + one.number // 8) % 4
 
 
@@ -206,10 +218,10 @@ def _near(one: Series, place: float, reach: float, form: Form) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]],
           footer: Sequence[str] | None = None) -> str:
-    """A table whose first column names the rows; it scrolls by itself where it is wider than the page.
+    """Return an HTML table whose first column holds row headers. It scrolls if it is wider than the page.
 
     Args:
-        footer: a last row, for totals.
+        footer: last row, for totals.
     """
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = "".join(map(_row, rows))
@@ -226,10 +238,11 @@ def _row(cells: Sequence[str]) -> str:
 
 def bars(title: str, rows: Sequence[tuple[str, dict[str, float]]], unit: str, form: Form, *,
          folded: bool = False) -> str:
-    """Stacked bars, one a row, each part with its name; all on the scale of the longest.
+    """Return a figure of stacked bars, scaled to the longest, with a table of the numbers.
 
     Args:
-        folded: fold the table of numbers away, where another one says more.
+        rows: for each bar its name, and the values of its parts by name.
+        folded: collapse the table of numbers.
     """
     longest = max(sum(parts.values()) for _, parts in rows) or 1.0
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
@@ -241,8 +254,8 @@ def bars(title: str, rows: Sequence[tuple[str, dict[str, float]]], unit: str, fo
             for name, value in parts.items()) + "</dd>" for row, parts in rows)
     numbers = [[row, *(form(parts[name]) if name in parts else "-" for name in names), form(sum(parts.values()))]
                for row, parts in rows]
-    shown = table(f"{title} ({unit})", ["", *names, "sum"], numbers)
+    numbers_table = table(f"{title} ({unit})", ["", *names, "sum"], numbers)
     if folded:
-        shown = f"<details><summary>Numbers</summary>{shown}</details>"
+        numbers_table = f"<details><summary>Numbers</summary>{numbers_table}</details>"
     return (f'<figure><figcaption>{escape(title)}</figcaption><ul class="key">{key}</ul>'
-            f'<dl class="bars">{drawn}</dl>{shown}</figure>')
+            f'<dl class="bars">{drawn}</dl>{numbers_table}</figure>')

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network and no server; light or dark, narrow or wide."""
+"""Report as a self-contained HTML page, with light and dark themes, for wide and narrow screens."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _HERE = Path(__file__).parent
 
 
 def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
-    """The page. `intro` and the sections' bodies are HTML, the title and their headings are text.
+    """Return the page. `intro` and the sections' bodies are HTML; the title and the headings are text.
 
-    The browser is told to load nothing from anywhere and to run no script but the one that is named by its hash, so
-    a mistake in a body could not either. Characters that nobody sees, or that turn the direction of a line, are
-    shown as their escapes.
+    The content security policy forbids external resources and all scripts except the page's own, identified by its
+    hash, so that unescaped text in a body cannot run code. Invisible characters, and those that change the
+    direction of text, are shown as escapes.
     """
     style = "\n" + (_HERE / "page.css").read_text(encoding="utf-8")
     script = "\n" + (_HERE / "page.js").read_text(encoding="utf-8")
-    # Attributes may say where a tick stands; of elements only ours has a say, in browsers that tell them apart.
+    # Style attributes position the ticks. Browsers with style-src-elem allow only our style element.
     allowed = (f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; "
                f"style-src-elem {_hash(style)}; base-uri 'none'; form-action 'none'")
     body = "".join(f"<section><h2>{escape(heading)}</h2>{text}</section>\n" for heading, text in sections)
@@ -62,27 +62,28 @@ def _hash(text: str) -> str:
 
 
 def written_by(command: str, now: float | None = None) -> str:
-    """The line that says when a page was written, and by what; `now` in epoch seconds."""
+    """Return the line with the page's time and command; `now` in epoch seconds."""
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     return f'<p class="faint">Written {escape(written)} by <code>{command}</code>.</p>'
 
 
 def items(sentences: Iterable[str]) -> str:
-    """A list of sentences; empty without any."""
-    text = "".join(f"<li>{escape(one)}</li>" for one in sentences)
+    """Return an HTML list; an empty string without sentences."""
+    text = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{text}</ul>" if text else ""
 
 
-def table_of(one: Table) -> str:
-    """A table with its notes."""
-    return (table(one.title, one.columns, one.rows, one.footer) if one.columns else "") + items(one.notes)
+def table_of(content: Table) -> str:
+    """Return a table with its notes as HTML."""
+    rendered = table(content.title, content.columns, content.rows, content.footer) if content.columns else ""
+    return rendered + items(content.notes)
 
 
 def views(name: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
-    """Several bodies of which one is shown, chosen by radio buttons (without a script).
+    """Return panels of which radio buttons select one, without a script.
 
     Args:
-        name: of the group of buttons, unique on the page.
+        name: name of the group of buttons, unique on the page.
     """
     if len(panels) == 1:
         return panels[0][1]
@@ -95,29 +96,30 @@ def views(name: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
 
 X = Callable[[Run], np.ndarray]
 
-_SHOWN = 6  # settings that differ; more are folded away
-_LOSS = Axis("nats a token", lambda value: f"{value:.4g}")
+_SHOWN = 6  # differing settings; more are collapsed
+_LOSS = Axis("nats/token", lambda value: f"{value:.4g}")
 
 
 def report_page(runs: Sequence[Run], now: float | None = None) -> str:
-    """The page for one or several runs, of which at least one has steps."""
+    """Return the page for one or more runs, at least one of which has steps."""
     drawn = [run for run in runs if len(run.rows)]
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
-    results = table("The loss is the mean over the last tenth of the steps, at most 50; times and rates are "
+    results = table("The loss is the mean over the last tenth of the steps, at most 50; times and throughput are "
                     "medians over the steady steps", RESULTS, [result_row(run) for run in runs])
     notes = items(f"{name}: {text}" if len(runs) > 1 else text for name, text in comments(runs))
     sections = [("Results", results + notes)]
     if len(runs) > 1:
-        sections.append(("What differs", _differences(runs)))
+        sections.append(("Differences", _differences(runs)))
     sections += [("Loss", views("loss", "Loss over", _loss_views(drawn))),
                  *([("Throughput", views("speed", "Show", speeds))] if (speeds := _speed_views(drawn)) else [])]
     phases = [(run.name, seconds) for run in drawn if (seconds := phase_seconds(run))]
     if phases:
-        sections.append(("Where the step time goes", bars(
+        sections.append(("Step-time breakdown", bars(
             "Mean of a steady step on rank 0 (communication is inside backward and optimizer)",
             phases, "ms", lambda value: f"{value * 1e3:.1f}")))
     sections += [("Optimizer", views("optimizer", "Show", _optimizer_views(drawn))),
-                 ("Settings", table("What ran", SETTINGS, [setting_row(run) for run in runs]) + _commands(runs))]
+                 ("Settings", table("Settings of the runs", SETTINGS, [setting_row(run) for run in runs])
+                  + _commands(runs))]
     return page(title, written_by("ezpz-llm report", now), sections)
 
 
@@ -131,13 +133,13 @@ def _loss_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
     half = max(run.tokens[-1] for run in runs) / 2
     late = _loss_series(runs, lambda run: run.tokens, begin=half)
     if counted and any(len(one.x) for one in late):
-        panels.append(("tokens, second half", chart("Training loss, and validation loss as dots, from half of the "
-                                                    "longest run on", Axis("tokens"), _LOSS, late)))
+        panels.append(("tokens, second half", chart("Training loss, and validation loss as dots, in the second "
+                                                    "half of the longest run", Axis("tokens"), _LOSS, late)))
     return panels
 
 
 def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
-    """Loss and validation of each run, where x is at least `begin`."""
+    """Return training and validation loss of each run, for x of at least `begin`."""
     series = []
     for number, run in enumerate(runs):
         part = x(run) >= begin
@@ -152,11 +154,12 @@ def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
 
 def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
     shown = [("tokens/s", "tokens_per_second", Axis("tokens/s", short_number), 1.0),
-             ("tokens/s a device", "tokens_per_second_per_device", Axis("tokens/s a device", short_number), 1.0),
-             # Upside down, the same curve as tokens/s.
+             ("tokens/s per device", "tokens_per_second_per_device", Axis("tokens/s per device", short_number),
+              1.0),
+             # Step time is the reciprocal of tokens/s: show it only without token counts.
              *([] if _is_known(runs, "tokens_per_second") else
                [("step time", "step_time_s", Axis("ms", lambda value: f"{value:.4g}"), 1e3)]),
-             ("MFU", "mfu", Axis("of the stated peak", lambda value: f"{value:.3g} %"), 100.0)]
+             ("MFU", "mfu", Axis("of the vendor's peak", lambda value: f"{value:.3g} %"), 100.0)]
     panels = []
     for name, metric, axis, scale in shown:
         series = [Series(run.name, steady(run.column("step")),
@@ -176,28 +179,28 @@ def _optimizer_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
     def over_steps(metric: str) -> list[Series]:
         return [Series(run.name, run.column("step"), run.column(metric), number) for number, run in enumerate(runs)]
 
-    norm = Axis("norm", lambda value: f"{value:.3g}", log=True)
-    return [("gradient norm", chart("Gradient norm before clipping, the largest of neighbouring steps",
+    norm = Axis("gradient norm", lambda value: f"{value:.3g}", log=True)
+    rate = Axis("learning rate", lambda value: f"{value:.3g}")
+    return [("gradient norm", chart("Gradient norm before clipping, maximum over neighboring steps",
                                     Axis("step"), norm, over_steps("grad_norm"), max)),
-            ("learning rate", chart("Learning rate", Axis("step"), Axis("rate", lambda value: f"{value:.3g}"),
-                                    over_steps("lr")))]
+            ("learning rate", chart("Learning rate", Axis("step"), rate, over_steps("lr")))]
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    found = differences(runs)
-    kind = ' class="warning"' if len(found) > 1 else ""
-    text = f"<p{kind}>{escape(verdict(found))}</p>"
-    if found:
-        rows = [[name, *values] for name, values in found.items()]
-        text += (f"<details{' open' if len(found) <= _SHOWN else ''}><summary>Settings that differ</summary>"
+    differing = differences(runs)
+    kind = ' class="warning"' if len(differing) > 1 else ""
+    text = f"<p{kind}>{escape(verdict(differing))}</p>"
+    if differing:
+        rows = [[name, *values] for name, values in differing.items()]
+        text += (f"<details{' open' if len(differing) <= _SHOWN else ''}><summary>Settings that differ</summary>"
                  f"{table('By run', ['setting', *(run.name for run in runs)], rows)}</details>")
     return text
 
 
 def _commands(runs: Sequence[Run]) -> str:
-    said = ""
+    entries = ""
     for run in runs:
         words = (run.record.get("launch") or {}).get("typed")
         command = f"<br><code>{escape(shlex.join(redact_words(words)))}</code>" if words else ""
-        said += f"<li>{escape(str(run.path))}{command}</li>"
-    return f"<ul>{said}</ul>"
+        entries += f"<li>{escape(str(run.path))}{command}</li>"
+    return f"<ul>{entries}</ul>"

@@ -1,4 +1,4 @@
-"""Figures fit for a paper, by matplotlib (the extra `figures`): each drawing as PDF, SVG and PNG."""
+"""Figures for publications, with matplotlib (the extra `figures`), as PDF, SVG and PNG."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ezpz_llm.report.runs import Run
 from ezpz_llm.rundir import write_file
 
 COLUMN, PAGE = 3.35, 6.9
-"""Inches of one column of a two-column page, and of both."""
+"""Width in inches of a column, and of the full page, in a two-column layout."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart by the colour-blind (Okabe and Ito 2008); markers and dashes differ as well, for print in grey."""
+"""Colors that color-blind readers can distinguish (Okabe and Ito 2008). Markers and dashes also differ."""
 MARKERS = "osD^vPX"
 _STYLE = {"font.size": 8, "axes.labelsize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
           "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
           "grid.linewidth": 0.5, "lines.linewidth": 1.2, "lines.markersize": 4, "legend.frameon": False,
           "pdf.fonttype": 42, "svg.hashsalt": "ezpz_llm"}
-"""Letters of a caption's size; fonts that journals accept (no Type 3); the same bytes for the same drawing."""
+"""Caption-size text; TrueType fonts, since journals reject Type 3; a fixed salt, for reproducible SVG files."""
 _WITHOUT_DATE = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 _HEIGHT, _DOTS_PER_INCH, _POINTS = 0.72, 300, 1000
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: what draws on it, and its labels."""
+    """Axes of a figure: a function that draws on them, and their labels."""
 
     draw: Callable[[Any], None]
     x_label: str
@@ -40,15 +40,15 @@ class Panel:
 
 
 def write_figure(folder: Path, name: str, panels: Sequence[Panel], width: float) -> list[Path]:
-    """Draw panels side by side, and write `name`.pdf, .svg and .png into a folder.
+    """Draw panels side by side, and write `name`.pdf, .svg and .png to a folder.
 
     Args:
-        width: of all of it, in inches.
+        width: width of the whole figure in inches.
 
     Raises:
         UserError: matplotlib is not installed, or a file cannot be written.
     """
-    # Its cache of fonts belongs with ours.
+    # Keep matplotlib's font cache in our cache directory.
     os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
     matplotlib = import_package("matplotlib", "a figure", "figures")
     figures = import_package("matplotlib.figure", "a figure", "figures")
@@ -68,19 +68,18 @@ def write_figure(folder: Path, name: str, panels: Sequence[Panel], width: float)
 
 
 def mark(number: int) -> dict[str, Any]:
-    """Colour and marker of series number `number`."""
+    """Return matplotlib's color and marker options for a series."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
-# A report's runs: loss and throughput over tokens.
 def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE) -> list[Path]:
-    """Loss and tokens a second of runs over tokens, side by side: curves.pdf, .svg and .png.
+    """Write loss and throughput of runs over tokens to curves.pdf, .svg and .png.
 
     Raises:
         UserError: see write_figure.
     """
     def loss(axes: Any) -> None:
-        """Training loss of each run over its tokens, validation as points."""
+        """Draw training loss over tokens, and validation loss as points."""
         for i, run in enumerate(runs):
             _curve(axes, run.tokens, run.column("loss"), run.name, i)
             if run.validation:
@@ -88,14 +87,14 @@ def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE)
         axes.legend()
 
     def throughput(axes: Any) -> None:
-        """Tokens a second of each run's steady steps."""
+        """Draw tokens/s of the steady steps."""
         for i, run in enumerate(runs):
             _curve(axes, steady(run.tokens), steady(run.column("tokens_per_second")), run.name, i)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
 
-    return write_figure(folder, "curves", (Panel(loss, "million tokens", "loss (nats a token)"),
-                                           Panel(throughput, "million tokens", "tokens a second")), width)
+    return write_figure(folder, "curves", (Panel(loss, "million tokens", "loss (nats/token)"),
+                                           Panel(throughput, "million tokens", "tokens/s")), width)
 
 
 def _curve(axes: Any, x: Any, y: Any, name: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Run directories as a report sees them: their steps, state and results, and the settings in which they differ."""
+"""Runs of a report: their steps, state and results, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from ezpz_llm.observe.trackers import flat
 from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_record
 
 _SILENT_AFTER_S = 600.0
-"""Besides three times what it took to write the last lines: an evaluation or a save may come between."""
+"""Silence after which a run is no longer called running, in addition to three times the duration of the last lines.
+
+Leaves time for an evaluation or a save.
+"""
 
 
 _MOST_TOKENS = 2**53
-"""Of one step, as far as a float counts: more is a damaged line."""
+"""Largest number of tokens of a step: the exact range of a float. A larger value means a damaged line."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, read once.
+    """Contents of a run directory.
 
-    `rows` are the lines of metrics.jsonl by columns; `name` tells the run from the others of a report; `state`
-    says in words how it stands or ended; `notes` what a reader of its curves should know.
+    Attributes:
+        name: name that is unique in the report.
+        rows: lines of metrics.jsonl, by column.
+        state: current state or outcome, in words.
+        notes: remarks for readers of the curves.
     """
 
     path: Path
@@ -42,58 +48,58 @@ class Run:
     notes: tuple[str, ...]
 
     def column(self, metric: str) -> np.ndarray:
-        """A metric of every step, NaN where it is missing or not a number."""
+        """Return a metric of every step; NaN where it is missing or not a number."""
         return self.rows.column(metric)
 
     @cached_property
     def step_tokens(self) -> np.ndarray:
-        """Tokens of each step: they change when a run is resumed with another batch."""
+        """Tokens of each step, which change if a run is resumed with another batch."""
         tokens = np.nan_to_num(self.column("tokens_per_second") * self.column("step_time_s"), posinf=0, neginf=0)
         return np.rint(tokens.clip(0, _MOST_TOKENS)).astype(np.int64)
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Tokens consumed after each step. Steps before the first line are taken to have been as large as it."""
+        """Cumulative tokens. Steps before the first line count with the tokens of the first line."""
         before = (float(self.rows.steps[0]) - 1) * self.step_tokens[0] if len(self.rows) else 0
         return before + np.cumsum(self.step_tokens, dtype=float)
 
     @cached_property
     def hours(self) -> np.ndarray:
-        """Hours of training after each step: step times alone, of the steps that have a line."""
+        """Cumulative step times in hours, of the steps that have a line."""
         return np.cumsum(np.nan_to_num(self.column("step_time_s"), posinf=0, neginf=0)) / 3600
 
     def median(self, metric: str) -> float | None:
-        """The median of a metric over the steady steps, None where it was never measured."""
+        """Return the median of a metric over the steady steps; None if it was never measured."""
         values = steady(self.column(metric))
         values = values[np.isfinite(values)]
         return float(np.median(values)) if len(values) else None
 
     @property
     def last_loss(self) -> float | None:
-        """The mean over the last tenth of the steps, at most 50; None if one of them is not a number."""
+        """Mean loss over the last tenth of the steps, at most 50; None if one of them is non-finite."""
         return last_loss(self.rows)
 
     @property
     def validation(self) -> tuple[int, float] | None:
-        """The last step that evaluated, and its loss."""
-        found = np.flatnonzero(np.isfinite(self.column("val_loss")))
-        return (int(self.rows.steps[found[-1]]), float(self.column("val_loss")[found[-1]])) if len(found) else None
+        """Step and loss of the last evaluation."""
+        index = np.flatnonzero(np.isfinite(self.column("val_loss")))
+        return (int(self.rows.steps[index[-1]]), float(self.column("val_loss")[index[-1]])) if len(index) else None
 
     @property
     def world_size(self) -> int | None:
-        """Its ranks."""
+        """Number of ranks."""
         return (self.record.get("environment") or self.record.get("launch") or {}).get("world_size")
 
 
 def load_runs(paths: Sequence[Path], now: float | None = None) -> list[Run]:
-    """Read the run directories, each once however often it is named; names are as short as they can be.
+    """Read run directories, ignoring duplicates, and name each by the shortest unique end of its path.
 
     Raises:
-        UserError: a path is no run directory, or its files cannot be read.
+        UserError: a path is not a run directory, or its files cannot be read.
     """
-    places = list(dict.fromkeys(path.absolute() for path in paths))
+    folders = list(dict.fromkeys(path.absolute() for path in paths))
     now = time.time() if now is None else now
-    return [_load(path, name, now) for path, name in zip(places, _names(places), strict=True)]
+    return [_load(path, name, now) for path, name in zip(folders, _names(folders), strict=True)]
 
 
 def _load(path: Path, name: str, now: float) -> Run:
@@ -106,32 +112,32 @@ def _load(path: Path, name: str, now: float) -> Run:
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
     rows = read_history(run_dir)
     written = run_dir.metrics.stat().st_mtime if len(rows) else run_dir.record.stat().st_mtime
-    return _noted(path, name, record, rows, now - written)
+    return _build_run(path, name, record, rows, now - written)
 
 
 def run_of(run_dir: RunDir, rows: History) -> Run:
-    """The run that this process has just ended, of which it has the lines already."""
-    return _noted(run_dir.path, run_dir.path.name, read_record(run_dir), rows, 0.0)
+    """Return the run that this process has just finished, from lines it already has."""
+    return _build_run(run_dir.path, run_dir.path.name, read_record(run_dir), rows, 0.0)
 
 
-def _noted(path: Path, name: str, record: dict[str, Any], rows: History, silent_s: float) -> Run:
+def _build_run(path: Path, name: str, record: dict[str, Any], rows: History, silent_s: float) -> Run:
     layout = read_layout(RunDir(path).layout) or {}
     is_resumable = (RunDir(path).checkpoints / "latest").exists()
     run = Run(path, name, record, layout, rows, _state(record, rows, silent_s, is_resumable=is_resumable), ())
     return replace(run, notes=tuple(_notes(run)))
 
 
-def _names(places: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart, all of equally many parts."""
-    for parts in range(1, max((len(path.parts) for path in places), default=1)):
-        names = ["/".join(path.parts[-parts:]) for path in places]
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest unique ends of the paths, all with the same number of parts."""
+    for parts in range(1, max((len(path.parts) for path in folders), default=1)):
+        names = ["/".join(path.parts[-parts:]) for path in folders]
         if len(set(names)) == len(names):
             return names
-    return [str(path) for path in places]
+    return [str(path) for path in folders]
 
 
 def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumable: bool) -> str:
-    """Return the state of the run. What run.json says of an end counts only if it is of the latest attempt."""
+    """Return the state of the run in words, ignoring an exit in run.json from an earlier attempt."""
     planned = (record.get("config") or {}).get("steps")
     last = int(rows.steps[-1]) if len(rows) else 0
     reached = f"step {last} of {planned}" if planned else f"step {last}"
@@ -150,7 +156,7 @@ def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumab
     lately = rows.column("step_time_s")[-max(1, (record.get("config") or {}).get("log_every", 50)):]
     if silent_s < _SILENT_AFTER_S + 3 * np.nansum(lately):
         return f"running, {reached} written {max(0, silent_s):.0f} s ago"
-    return f"no word of an end; {reached} was written {_ago(silent_s)} ago"
+    return f"no exit recorded; {reached} was written {_ago(silent_s)} ago"
 
 
 def _ago(seconds: float) -> str:
@@ -168,33 +174,33 @@ def _notes(run: Run) -> Iterator[str]:
     first, steps = int(rows.steps[0]), rows.steps
     if first > 1:
         origin = (run.record.get("config") or {}).get("resume")
-        resumed = f": it continues {origin}" if origin else ""
-        yield (f"its lines begin at step {first}{resumed}; "
-               "steps before them are taken to have had as many tokens each, and no time")
+        resumed = f" (resumed from {origin})" if origin else ""
+        yield (f"the records begin at step {first}{resumed}; earlier steps are assumed to have the same number of "
+               "tokens, and are not included in times")
     changes = np.flatnonzero(np.diff(run.step_tokens)) + 1
     for i in changes[:3]:
-        yield f"from step {steps[i]} on a step has {run.step_tokens[i]:,} tokens, before {run.step_tokens[i - 1]:,}"
+        yield (f"the tokens per step change from {run.step_tokens[i - 1]:,} to {run.step_tokens[i]:,} at step "
+               f"{steps[i]}")
     if len(changes) > 3:
-        yield f"the tokens of a step change {len(changes) - 3} more times"
+        yield f"the tokens per step change {len(changes) - 3} more times"
     if missing := int(steps[-1]) - first + 1 - len(rows):
-        yield f"{missing} steps between the first and the last have no line"
+        yield f"{counted(missing, 'step')} between the first and the last not recorded"
     skipped = steps[rows.column("skipped") > 0]
     if len(skipped):
         were = "was" if len(skipped) == 1 else "were"
         yield f"{counted(len(skipped), 'step')} {were} skipped and changed nothing, first step {skipped[0]}"
     bad = steps[~np.isfinite(rows.column("loss"))]
     if len(bad):
-        yield f"the loss is not a number at {counted(len(bad), 'step')}, first at step {bad[0]}"
+        yield f"the loss is non-finite at {counted(len(bad), 'step')}, first at step {bad[0]}"
 
 
-# Rows of a report: results, settings, and those in which runs differ.
 RESULTS = ("run", "step", "tokens", "loss", "val loss", "step ms", "tok/s", "tok/s/dev", "MFU")
-SETTINGS = ("run", "model", "parameters", "layout", "ranks", "precision", "sequences a step", "tokens a step",
+SETTINGS = ("run", "model", "parameters", "layout", "ranks", "precision", "sequences/step", "tokens/step",
             "device", "started")
 
 
 def result_row(run: Run) -> list[str]:
-    """A row under RESULTS. The loss is the mean over the last tenth of the steps (at most 50)."""
+    """Return a row for RESULTS. The loss is the mean over the last tenth of the steps (at most 50)."""
     validation = run.validation
     step_time = run.median("step_time_s")
     reached = (str(run.rows.steps[-1]), short_number(run.tokens[-1])) if len(run.rows) else ("-", "-")
@@ -206,7 +212,7 @@ def result_row(run: Run) -> list[str]:
 
 
 def setting_row(run: Run) -> list[str]:
-    """A row under SETTINGS."""
+    """Return a row for SETTINGS."""
     record = run.record
     started = (record.get("launch") or {}).get("started")
     return [run.name, str((record.get("config") or {}).get("model", "-")), _short(record.get("parameters")),
@@ -216,7 +222,7 @@ def setting_row(run: Run) -> list[str]:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Mean seconds a steady step spends in each phase (rank 0's); empty where a run has no such record."""
+    """Return rank 0's mean seconds per steady step in each phase; empty if a run did not record them."""
     rows = steady(run.rows)
     names = {phase: f"{phase}_s" for phase in (*PHASES, OTHER)}
     if not len(rows) or not all(np.isfinite(rows.column(name)).all() for name in names.values()):
@@ -225,7 +231,7 @@ def phase_seconds(run: Run) -> dict[str, float]:
 
 
 def comments(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """(run, what to know of it), the state first."""
+    """Return (run, remark) pairs: the state of each run, then its notes."""
     return [(run.name, text) for run in runs for text in (run.state, *run.notes)]
 
 
@@ -237,48 +243,52 @@ def _fixed(value: float | None) -> str:
     return f"{value:.4f}" if value is not None else "-"
 
 
-# Which settings of several runs differ: a difference between curves has one cause only if one of them does.
-_NO_BEARING = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every", "save_every", "keep_last",
+_IGNORED = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every", "save_every", "keep_last",
                "eval_every", "sample_every", "sample_tokens", "prompt", "nvme_path", "tokenizer", "precision",
                "global_batch", "micro_batch", "accumulation", "ds_config", "device"}
-"""Options that leave the curves as they are, or whose outcome is compared in their place."""
-_NAMED = 5
+"""Options that do not change the curves, or whose outcome is compared instead."""
+_MOST_NAMES = 5
 _DERIVED = ("default", "a tenth of", "follows from")
-"""Beginnings of the sources of values that nobody chose."""
+"""Prefixes of the sources of values that the user did not choose."""
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Settings chosen differently, and what came of others, with each run's value as text ("-" for none)."""
+    """Return the options chosen differently and the outcomes that differ, with each run's value as text.
+
+    A difference between curves has a single cause only if a single setting differs. A missing value is "-".
+    """
     if len(runs) < 2:
         return {}
-    found = {}
-    for tables, counts in (([_options(run) for run in runs], _is_chosen), ([_outcomes(run) for run in runs], None)):
+    differing = {}
+    for tables, is_relevant in (([_options(run) for run in runs], _is_chosen),
+                                ([_outcomes(run) for run in runs], None)):
         for name in dict.fromkeys(name for table in tables for name in table):
             values = [table.get(name, "-") for table in tables]
-            if len(set(values)) > 1 and (counts is None or any(counts(run, name) for run in runs)):
-                found[name] = values
-    return found
+            if len(set(values)) > 1 and (is_relevant is None or any(is_relevant(run, name) for run in runs)):
+                differing[name] = values
+    return differing
 
 
 def _is_chosen(run: Run, name: str) -> bool:
-    """True if somebody decided on this option; one that the run's version did not have yet was not."""
+    """Return True if the user chose this option; False if the run's version did not have it."""
     known = name in (run.record.get("config") or {})
     return known and not (run.record.get("sources") or {}).get(name, "").startswith(_DERIVED)
 
 
-def verdict(found: dict[str, list[str]]) -> str:
-    """Return in one sentence what differing settings mean for comparing the curves."""
-    if not found:
+def verdict(differing: dict[str, list[str]]) -> str:
+    """Return a sentence on what differing settings mean for comparing the curves."""
+    if not differing:
         return "The runs have the same settings."
-    if len(found) == 1:
-        return f"The runs differ in one setting: {next(iter(found))}."
-    names = [*list(found)[:_NAMED], *([f"{len(found) - _NAMED} more"] if len(found) > _NAMED else [])]
-    return (f"warning: the runs differ in {len(found)} settings ({', '.join(names)}): what their curves differ in "
-            "has no single cause.")
+    if len(differing) == 1:
+        return f"The runs differ in one setting: {next(iter(differing))}."
+    names = [*list(differing)[:_MOST_NAMES],
+             *([f"{len(differing) - _MOST_NAMES} more"] if len(differing) > _MOST_NAMES else [])]
+    return (f"warning: the runs differ in {len(differing)} settings ({', '.join(names)}), so a difference between "
+            "their curves has no single cause.")
 
 
 def describe_layout(run: Run) -> str:
-    """The layout's name with its degrees, "-" where it is not known."""
+    """Return the layout's name and degrees; "-" if unknown."""
     layout = run.layout.get("layout") or {}
     if not layout:
         return str((run.record.get("config") or {}).get("ds_config", "-"))
@@ -290,7 +300,7 @@ def describe_layout(run: Run) -> str:
 
 
 def describe_batch(run: Run) -> str:
-    """Sequences of a step and how they are divided."""
+    """Return the global batch and its factors."""
     batch = run.layout.get("batch") or {}
     sizes = [batch.get(name) for name in ("global_batch", "micro_batch", "accumulation", "dp_size")]
     if None in sizes:
@@ -299,14 +309,14 @@ def describe_batch(run: Run) -> str:
 
 
 def describe_device(run: Run) -> str:
-    """Return the kind of device that the ranks ran on."""
+    """Return the name or type of the ranks' device."""
     device = (run.record.get("environment") or {}).get("device") or {}
     return str(device.get("name") or device.get("type") or "-")
 
 
 def _options(run: Run) -> dict[str, str]:
     return _as_text({name: value for name, value in (run.record.get("config") or {}).items()
-                  if name not in _NO_BEARING})
+                  if name not in _IGNORED})
 
 
 def _outcomes(run: Run) -> dict[str, str]:

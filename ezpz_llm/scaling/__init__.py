@@ -1,1 +1,1 @@
-"""Scaling studies: the points of a study, run one after the other on parts of one reservation, and what follows."""
+"""Scaling studies: run a training command at several sizes of a reservation, and report the results."""

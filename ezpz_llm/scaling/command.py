@@ -20,10 +20,10 @@ from ezpz_llm.scaling.study import Study, read_repeats, read_study, study_file
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a study or take up one that is there, make its runs or queue them, and report.
+    """Plan or continue a study, run its points or submit a job for each, and print the report.
 
     Raises:
-        UserError: anything that could not run as it was asked for; nothing is started then.
+        UserError: a point cannot run as requested. Nothing is started in this case.
     """
     options = parse(argv)
     if options.help:
@@ -51,16 +51,16 @@ def main(argv: Sequence[str]) -> int:
         except Cut as cut:
             print(f"not finished: {cut}\n  continue with: {again}", flush=True)
         except (KeyboardInterrupt, SystemExit):
-            print(f"ended; continue with: {again}", file=sys.stderr, flush=True)
+            print(f"interrupted; continue with: {again}", file=sys.stderr, flush=True)
             raise
     return _conclude(study, folder, options)
 
 
 def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
-    """The study with its folder, absolute.
+    """Return the study and its absolute folder.
 
     Raises:
-        UserError: the folder holds another study than the one asked for.
+        UserError: the folder contains a different study.
     """
     folder = user_path(options.folder).absolute() if options.folder else default_run_dir("scale").path
     if not options.command:
@@ -70,30 +70,30 @@ def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
         return planned, folder
     stored = read_study(folder)
     if replace(planned, typed=stored.typed, notes=stored.notes) != stored:
-        raise UserError("the folder holds another study", where=str(folder),
-                        instead=f"another --study, or ezpz-llm scale --study {folder} to continue that one")
+        raise UserError("the folder contains a different study", where=str(folder),
+                        instead=f"another --study, or ezpz-llm scale --study {folder} to continue the stored one")
     return stored, folder
 
 
 def _described(study: Study, folder: Path, runs: int) -> str:
     rows = [f"study      {folder}",
-            f"runs       {len(study.points)} points x {study.repeats}, of which {runs} are to be made"]
+            f"runs       {len(study.points)} points x {study.repeats}, {runs} left to run"]
     rows += [f"  {point.name:<24} {counted(point.nodes, 'node')}, {counted(point.ranks, 'rank')}, "
-             f"{point.global_batch} sequences a step "
-             f"({point.micro_batch} a rank x {point.accumulation} micro-steps)" for point in study.points]
+             f"global batch {point.global_batch} "
+             f"(micro batch {point.micro_batch} x {point.accumulation} micro-steps)" for point in study.points]
     return "\n".join([*rows, *(f"note       {note}" for note in study.notes)])
 
 
 def _conclude(study: Study, folder: Path, options: Options) -> int:
-    """Say what came of it; the exit code."""
-    to_make = left(study, folder, options.only, retry_failed=False)
+    """Print the report and the failed runs, and return the exit code."""
+    remaining = left(study, folder, options.only, retry_failed=False)
     repeats = read_repeats(folder)
     failures = [repeat for repeat in repeats if repeat.error is not None]
-    # A job of one point says nothing of the others, unless it is the last to end.
+    # The job of one point does not report the others, except the last job to end.
     is_all = len(repeats) == len(study.points) * study.repeats
     if len(failures) < len(repeats) and (is_all or not options.only):
         report(folder, options.target)
     for repeat in failures:
         print(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
               f"  {typable(f'ezpz-llm why {folder / repeat.run_dir}')}", flush=True)
-    return 1 if failures or to_make else 0
+    return 1 if failures or remaining else 0

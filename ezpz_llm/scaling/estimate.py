@@ -1,4 +1,4 @@
-"""Estimated time and node-hours of a study before it starts, by runs that are already there (imports no torch)."""
+"""Estimate the time and node-hours of a study from earlier runs, before it starts (no torch)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ezpz_llm.scaling.study import Point, Study, run_dir_of
 
 _SHAPE = ("--model", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--block-size", "--init-from", "--preset",
           "--config", "--precision", "--device")
-"""Options that make two runs alike in speed, layouts aside."""
+"""Options that determine a run's throughput, except the layout."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of an earlier run: tokens/s of each rank, seconds until its first step has ended."""
+    """Throughput of an earlier run: tokens/s per rank, and seconds from start to the end of the first step."""
 
     name: str
     tokens_per_second: float
@@ -32,32 +32,32 @@ class Speed:
 
 
 def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earlier: Path, *, in_jobs: bool) -> str:
-    """Time and node-hours of `runs`, and what they rest on.
+    """Return the estimated time and node-hours of `runs` and their source, as text.
 
     Args:
-        earlier: the folder with runs of the same model, for a study that has none of its own yet.
-        in_jobs: each point has a job of its own nodes; otherwise the reservation holds those of the largest point
-            throughout, since runs are made one after another.
+        earlier: folder with runs of the same model, used while the study has no finished run.
+        in_jobs: each point runs in its own job. Otherwise runs are sequential, and each occupies the nodes of the
+            largest point.
     """
     measured = [seconds for point in study.points for repeat in range(study.repeats)
                 if (seconds := _lasted_s(folder, point, repeat)) is not None]
     speed = None if measured else newest_speed(earlier, study.points[0].command)
     if measured:
-        lasts = dict.fromkeys((point.name for point, _ in runs), statistics.mean(measured))
-        source = f"by {len(measured)} run{'' if len(measured) == 1 else 's'} of this study"
+        seconds_of = dict.fromkeys((point.name for point, _ in runs), statistics.mean(measured))
+        source = f"from {len(measured)} run{'' if len(measured) == 1 else 's'} of this study"
     elif speed is not None:
-        lasts = {point.name: _expected_s(point, speed) for point, _ in runs}
-        source = f"at perfect scaling from {speed.name}"
+        seconds_of = {point.name: _expected_s(point, speed) for point, _ in runs}
+        source = f"perfect scaling from {speed.name}"
     else:
         return f"unknown: no run of this model in {earlier}/. Start one point first: --point {study.points[0].name}"
-    total_s = sum(lasts[point.name] for point, _ in runs)
+    total_s = sum(seconds_of[point.name] for point, _ in runs)
     most = max((point.nodes for point, _ in runs), default=0)
-    node_s = sum(lasts[point.name] * (point.nodes if in_jobs else most) for point, _ in runs)
-    return f"{clock_with_days(math.ceil(total_s))} in all, {node_s / 3600:.3g} node-hours ({source})"
+    node_s = sum(seconds_of[point.name] * (point.nodes if in_jobs else most) for point, _ in runs)
+    return f"{clock_with_days(math.ceil(total_s))} in total, {node_s / 3600:.3g} node-hours ({source})"
 
 
 def newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
-    """Speed of the newest run in `folder` that launch started for the same model; None for a user's script."""
+    """Return the speed of the newest run of the same model in `folder`; None for a user's script."""
     if is_own_script(command):
         return None
     records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -77,12 +77,12 @@ def newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
 
 
 def _expected_s(point: Point, speed: Speed) -> float:
-    steps = int(value_of(point.command, "--steps") or 0)  # a study gives them to each of its commands
+    steps = int(value_of(point.command, "--steps") or 0)  # a study adds --steps to each command
     return speed.startup_s + steps * point.global_batch * speed.block_size / (speed.tokens_per_second * point.ranks)
 
 
 def _lasted_s(folder: Path, point: Point, repeat: int) -> float | None:
-    """Seconds of a repeat that has ended well; None of another."""
+    """Return the duration of a repeat in seconds; None unless it succeeded."""
     record = read_record(run_dir_of(folder, point, repeat))
     ended, started = record.get("exit") or {}, (record.get("launch") or {}).get("started")
     return None if started is None or ended.get("code") != 0 else ended["ended"] - started

@@ -1,4 +1,4 @@
-"""Findings of a study from its finished runs (no torch)."""
+"""Results of a study, computed from its finished runs (no torch)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ DEFAULT_TARGET = 0.8
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """The fit of one layout and what it says of each of its curves; or why there is none. `refused` says of which
-    sizes that were asked for it says nothing on one curve or another."""
+    """Fit of one layout, with predictions for each of its curves.
+
+    Attributes:
+        fit: None if the points do not allow a fit, for the reason in `why`.
+        refused: requested sizes that cannot be predicted on some curve, with the reasons.
+    """
 
     ds_config: str
     fit: Fit | None
@@ -40,8 +44,13 @@ class Extrapolation:
 
 @dataclass(frozen=True)
 class Findings:
-    """A study's points, curves (of more than one point), comparisons of layouts at one size, and extrapolations.
-    `missing` says how many runs that were asked for have not finished."""
+    """Results of a study.
+
+    Attributes:
+        curves: curves with more than one point.
+        contests: layouts compared at one size, fastest first.
+        missing: number of planned runs that have not finished.
+    """
 
     name: str
     points: tuple[Measured, ...]
@@ -55,41 +64,44 @@ class Findings:
 
 
 def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> Findings:
-    """The findings of the study in `folder`; `at` are sizes to predict besides those chosen here.
+    """Return the results of the study in `folder`.
+
+    Args:
+        at: sizes to predict instead of the default ones.
 
     Raises:
-        UserError: it is no study, no run has finished well, or a size or target that nothing can be said of.
+        UserError: the folder is not a study, no run succeeded, or a size or target is out of range.
     """
     study, repeats = read_study(folder), read_repeats(folder)
-    if not any(one.error is None for one in repeats):
-        why = next((f": {one.error}" for one in repeats if one.error), "")
-        raise UserError(f"no run of the study has finished well{why}", where=str(folder),
-                        instead=f"ezpz-llm scale --study {folder} continues it")
-    good = {one.ds_config: folder / one.run_dir for one in reversed(repeats) if one.error is None}
+    if not any(repeat.error is None for repeat in repeats):
+        why = next((f": {repeat.error}" for repeat in repeats if repeat.error), "")
+        raise UserError(f"no run of the study succeeded{why}", where=str(folder),
+                        instead=f"ezpz-llm scale --study {folder} to continue it")
+    good = {repeat.ds_config: folder / repeat.run_dir for repeat in reversed(repeats) if repeat.error is None}
     shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
     own = is_own_script(study.points[0].command)
-    why = "the layout of {} is not known" if own else "the run directories of {} are gone"
-    gone = [f"{why.format(name)}: it is fitted as ddp would be" for name in good if name not in shapes]
-    runs = grouped((one.point, folder / one.run_dir) for one in repeats if one.error is None)
+    why = "the layout of {} is unknown" if own else "the run directories of {} are missing"
+    unshaped = [f"{why.format(name)}: fitting it like ddp" for name in good if name not in shapes]
+    runs = grouped((repeat.point, folder / repeat.run_dir) for repeat in repeats if repeat.error is None)
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
-    baselines = [f"{point.name} has no good run: efficiencies are against {curve.base.name}"
+    baselines = [f"{point.name} has no good run: efficiencies are relative to {curve.base.name}"
                  for curve in curves for point in points if point.ranks < curve.base.ranks
                  and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)]
-    extrapolations = [_extrapolate(name, own, shapes.get(name, Shape()), target, at)
-                      for name, own in grouped((curve.ds_config, curve) for curve in curves).items()]
+    extrapolations = [_extrapolate(name, group, shapes.get(name, Shape()), target, at)
+                      for name, group in grouped((curve.ds_config, curve) for curve in curves).items()]
     return Findings(folder.name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
-                    study.typed, (*study.notes, *gone, *baselines),
+                    study.typed, (*study.notes, *unshaped, *baselines),
                     len(study.points) * study.repeats - len(repeats),
                     {name: provenance_of(run_dirs) for name, run_dirs in runs.items()})
 
 
 def _contests(points: Sequence[Measured]) -> list[tuple[Measured, ...]]:
-    """Layouts at the largest size that several have, one a mode, the fastest first."""
+    """Return for each mode the layouts at the largest size that several of them have, fastest first."""
     groups = grouped(((point.ranks, point.nodes, point.mode), point) for point in points if point.good)
-    found = {mode: group for (*_, mode), group in sorted(groups.items(), key=lambda item: item[0][:2])
-             if len(group) > 1}
-    return [tuple(sorted(group, key=lambda point: -point.tokens_per_second)) for group in found.values()]
+    largest = {mode: group for (*_, mode), group in sorted(groups.items(), key=lambda item: item[0][:2])
+               if len(group) > 1}
+    return [tuple(sorted(group, key=lambda point: -point.tokens_per_second)) for group in largest.values()]
 
 
 def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float,
@@ -102,7 +114,7 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
         return Extrapolation(name, None, f"{error.found}; {error.instead}")
     predictions, refused = [], []
     for curve in curves:
-        # Twice the largest size, and as far as may be spoken of, where the curve could be measured there.
+        # By default, twice the largest size and the limit of extrapolation, if the curve has points there.
         largest, possible = curve.size(curve.points[-1]), sizes_to_speak_of(curve)
         for size in at or [size for size in (2 * largest, REACH * largest) if size in possible]:
             try:

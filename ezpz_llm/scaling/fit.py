@@ -1,8 +1,8 @@
-"""The step-time model: fitted to a study's points, what it predicts with a band, and why a speed-up is superlinear.
+"""Step-time model of a study: fit, predictions with bands, and causes of superlinear speedup (no torch).
 
-A few points cannot say which terms there are. So each combination of TERMS is fitted, with coefficients that are
-not negative, and weighed by Akaike's criterion; the best one is shown, and all of them make the band. What noise
-does to them is seen by fitting them again to studies drawn with the measured errors (no torch).
+A few points do not determine which terms the model has. Each combination of TERMS is therefore fitted with
+non-negative coefficients and weighted by Akaike's criterion. The best model is reported, and all of them contribute
+to the band. The effect of noise is estimated by refitting to studies drawn with the measured errors.
 """
 
 from __future__ import annotations
@@ -21,25 +21,31 @@ from ezpz_llm.rundir import RunDir, read_layout
 from ezpz_llm.scaling.efficiency import CONFIDENCE, DISAGREEING, Curve, Estimate, Measured
 
 TERMS = ("work", "serial", "divided", "bandwidth", "latency, tree", "latency, ring")
-"""At most one of the two latencies is in a model; some work or serial part there always is."""
+"""A model has at most one of the two latencies, and always a work or serial term."""
 
 LEAST_SIZES = 3
 REACH = 4
-"""Times the largest measured size; beyond it nothing is said."""
+"""Largest size that can be predicted, as a multiple of the largest measured size."""
 
 _DRAWS = 1000
 _FLOOR = 1e-3
-"""The least relative error of a point: no model is truer than this."""
-_ALIKE = 1e-6  # of singular values: terms that cannot be told apart at these points
+"""Lower bound for the relative error of a point: no model is more accurate."""
+_MIN_SINGULAR_VALUE = 1e-6  # below it, the points cannot tell the terms apart
 
 Band = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Features of a layout in the step-time model: pipeline stages; are gradients reduced once a micro-step; is
-    the optimizer state sharded over data-parallel ranks? `within` is how many neighbours share all shards, if not
-    all ranks do: shards are gathered and scattered among them, then all-reduced across their groups."""
+    """Features of a layout in the step-time model.
+
+    Attributes:
+        pp: pipeline stages.
+        per_micro_step: gradients are reduced once per micro-step.
+        divides: the optimizer state is sharded over data-parallel ranks.
+        within: ranks per shard group, if not all ranks: shards are gathered and scattered within a group, then
+            all-reduced across groups.
+    """
 
     pp: int = 1
     per_micro_step: bool = False
@@ -48,7 +54,7 @@ class Shape:
 
 
 def shape_of(run_dir: Path) -> Shape | None:
-    """The shape of a run's layout, as its layout.json has it; None where there is none."""
+    """Return the shape of a run's layout from its layout.json; None if there is no such file."""
     resolved = read_layout(RunDir(run_dir).layout)
     if resolved is None:
         return None
@@ -61,9 +67,15 @@ def shape_of(run_dir: Path) -> Shape | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A measured or imagined point: its size in nodes or ranks, d data-parallel ranks, q tokens of a step on each
-    rank, `a` micro-steps (not always a whole number: lines are drawn between points). `alone`: nothing leaves the
-    node, and what goes round within it is the same at any size."""
+    """Model inputs at a measured or hypothetical point.
+
+    Attributes:
+        size: nodes or ranks.
+        dp: data-parallel ranks.
+        tokens: tokens per step and rank.
+        accumulation: micro-steps. Fractional between measured points, where lines are drawn.
+        alone: all traffic stays within one node, where its cost does not depend on the size.
+    """
 
     size: float
     dp: float
@@ -74,23 +86,24 @@ class Setting:
 
     @property
     def bubble(self) -> float:
-        """The idle time of a pipeline over its work."""
+        """Idle time of the pipeline divided by its work."""
         return (self.shape.pp - 1) / self.accumulation
 
     @property
     def terms(self) -> np.ndarray:
-        """What the coefficients of TERMS are multiplied by."""
+        """Factors of the coefficients of TERMS."""
         rounds = self.accumulation if self.shape.per_micro_step else 1.0
         group = min(self.shape.within or self.dp, self.dp)
-        spread = max(1.0, group * self.size / self.dp)  # nodes (ranks) that a group of neighbours lies on
+        spread = max(1.0, group * self.size / self.dp)  # nodes (or ranks) per shard group
         return np.array([self.tokens * (1 + self.bubble), 1.0, self.shape.divides / group,
                          0.0 if self.alone else rounds * self._moved(group, spread),
                          rounds * math.log2(self.size), rounds * (spread - 1 + self.size / spread - 1)])
 
     def _moved(self, group: float, spread: float) -> float:
-        """What goes over each link between nodes (ranks), in parts of what a step gathers and scatters: two gathers
-        and a scatter of all parameters in a group. What goes round on one node is the same at any size. Across
-        groups a shard is all-reduced, so goes round twice."""
+        """Return the traffic per link between nodes (or ranks), relative to two all-gathers and a reduce-scatter.
+
+        Traffic within a node does not depend on the size. An all-reduce across groups moves each shard twice.
+        """
         copies = self.dp / group
         inside = (group - 1) / group if spread > 1 else 0.0
         return inside + 2 / (3 * group) * (copies - 1) / copies
@@ -98,25 +111,30 @@ class Setting:
 
 def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
     """Return the model's inputs at a measured point."""
-    one = point.first
+    repeat = point.first
     alone = curve.unit == "nodes" and point.nodes == 1
-    return Setting(curve.size(point), one.global_batch / (one.micro_batch * one.accumulation),
-                   one.step_tokens / point.ranks, one.accumulation, alone, shape)
+    return Setting(curve.size(point), repeat.global_batch / (repeat.micro_batch * repeat.accumulation),
+                   repeat.step_tokens / point.ranks, repeat.accumulation, alone, shape)
 
 
 def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
-    """Return the model's inputs at another size of the curve: a fixed batch per device, or a fixed global batch."""
+    """Return the model's inputs at another size, with the same batch per device (weak) or global batch (strong)."""
     base = setting_of(curve, curve.base, shape)
-    grown = size / base.size
-    divided = grown if curve.mode == "strong" else 1.0
-    return replace(base, size=size, dp=base.dp * grown, tokens=base.tokens / divided,
+    growth = size / base.size
+    divided = growth if curve.mode == "strong" else 1.0
+    return replace(base, size=size, dp=base.dp * growth, tokens=base.tokens / divided,
                    accumulation=max(1.0, base.accumulation / divided), alone=curve.unit == "nodes" and size <= 1)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """One combination of terms, by their numbers. Column 0 of `coefficients` (TERMS, 1 + draws) fits the study
-    itself, the others drawn ones; so do `scores`, Akaike's, infinite where a coefficient would be negative."""
+    """Model with one combination of terms.
+
+    Attributes:
+        terms: indices into TERMS.
+        coefficients: shape (TERMS, 1 + draws); column 0 fits the study itself, the others drawn studies.
+        scores: shape (1 + draws); Akaike's criterion, infinite if a coefficient is negative.
+    """
 
     terms: tuple[int, ...]
     coefficients: np.ndarray
@@ -124,13 +142,13 @@ class _Model:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The terms in use, by name."""
+        """Names of the terms."""
         return tuple(TERMS[number] for number in self.terms)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A measured point against the best model: seconds measured, and by term."""
+    """Measured point and its step time under the best model, in seconds by term."""
 
     curve: Curve
     point: Measured
@@ -144,28 +162,29 @@ class Fitted:
 
     @property
     def deviation(self) -> float:
-        """Of the model from the measurement, as a fraction of it."""
+        """Relative deviation of the model from the measurement."""
         return self.seconds / self.measured - 1
 
 
 class Fit:
-    """The models fitted to all points of one layout, weak and strong together.
+    """Step-time models fitted to all points of one layout, weak and strong together.
 
     Attributes:
-        curves: what was fitted.
-        rows: each point against the best model.
-        error: root mean square deviation of the best model from the points, as a fraction.
-        noise: mean relative standard error of a point, from its runs or steps.
-        free: points less terms of the best model; with 0 nothing tests the form, and `error` says nothing.
-        terms: those of the best model.
+        curves: the fitted curves.
+        rows: each point and its step time under the best model.
+        error: relative root mean square deviation of the best model from the points.
+        noise: root mean square of the points' relative standard errors, from their runs or steps.
+        free: number of points minus terms of the best model. With 0, nothing tests the form of the model, and
+            `error` is not meaningful.
+        terms: terms of the best model.
         rivals: other models that the points support about as well (within 2 of Akaike's criterion).
     """
 
     def __init__(self, curves: Sequence[Curve], shape: Shape, seed: int = 0) -> None:
-        """Fit.
+        """Fit the models.
 
         Raises:
-            UserError: fewer than LEAST_SIZES sizes, or points of which no error is known.
+            UserError: there are fewer than LEAST_SIZES sizes, or the error of a point is unknown.
         """
         self.curves, self.shape = tuple(curves), shape
         pairs = [(curve, point) for curve in curves for point in curve.points]
@@ -183,7 +202,7 @@ class Fit:
         self.free = len(pairs) - len(best.terms)
         misfit = (((table @ best.coefficients[:, 0] - times) / (times * errors)) ** 2).sum()
         if misfit > self.free > 0:
-            # What no model explains is taken for noise: the band has to hold it.
+            # Treat deviations that no model explains as noise, so that the band covers them.
             errors = errors * np.sqrt(misfit / self.free)
             models = _fit_models(table, times, errors, normal)
         self._best = models[0]
@@ -199,7 +218,7 @@ class Fit:
         self.error = float(np.sqrt(np.mean([row.deviation**2 for row in self.rows])))
 
     def parts(self, setting: Setting) -> dict[str, float]:
-        """Seconds by term under the best model, a pipeline's bubble apart from the work."""
+        """Return seconds by term under the best model, with a pipeline's bubble separate from the work."""
         seconds = (self._best.coefficients[:, 0] * setting.terms).tolist()
         parts = {TERMS[number]: seconds[number] for number in self._best.terms}
         if setting.shape.pp > 1 and "work" in parts:
@@ -208,11 +227,11 @@ class Fit:
         return parts
 
     def seconds(self, setting: Setting) -> float:
-        """Step time under the best model."""
+        """Return the step time under the best model."""
         return float(setting.terms @ self._best.coefficients[:, 0])
 
     def band(self, setting: Setting, over: Measured | None = None) -> Band:
-        """The band of the step time at CONFIDENCE; of its ratio to the time measured at `over`, if given."""
+        """Return the band of the step time at CONFIDENCE, or of its ratio to the measured time of `over`."""
         values = setting.terms @ self._drawn
         if over is not None:
             values = values / self._measured[id(over)]
@@ -226,65 +245,70 @@ class Fit:
 def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
     sizes = sorted({curve.size(point) for curve, point in pairs})
     if len(sizes) < LEAST_SIZES:
-        raise UserError(f"no fit: it needs {LEAST_SIZES} sizes, measured are {', '.join(map(str, sizes))}",
+        raise UserError(f"no fit: it requires {LEAST_SIZES} sizes, and the study has {', '.join(map(str, sizes))}",
                         instead="more sizes (--nodes 1,2,4)")
     if not all(point.step_time.freedom for _, point in pairs):
-        raise UserError("no fit: nothing is known of the error of some points",
+        raise UserError("no fit: the error of some points is unknown",
                         instead="--repeats 3, or more steps")
 
 
 def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> tuple[np.ndarray, float]:
-    """Relative standard error of each point, with the noise of one run pooled over all that know it, and its
-    degrees of freedom. Where some points know how runs differ, only these count: steps of one run differ less."""
+    """Return the relative standard error of each point and its degrees of freedom.
+
+    The variance of a run is pooled over the points. Points with several runs take precedence over points with one
+    run, whose steps vary less than runs do.
+    """
     pairs = list(zip(estimates, runs, strict=True))
-    counted = [(one, count) for one, count in pairs if one.basis == "runs"] or pairs
-    freedoms = [one.freedom for one, _ in counted]
-    of_one = float(np.average([one.variance * count for one, count in counted], weights=freedoms))
-    return np.maximum(np.sqrt(of_one / np.array(runs, float)), _FLOOR), sum(freedoms)
+    pooled = [(estimate, count) for estimate, count in pairs if estimate.basis == "runs"] or pairs
+    freedoms = [estimate.freedom for estimate, _ in pooled]
+    run_variance = float(np.average([estimate.variance * count for estimate, count in pooled], weights=freedoms))
+    return np.maximum(np.sqrt(run_variance / np.array(runs, float)), _FLOOR), sum(freedoms)
 
 
 def _drawn(times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> np.ndarray:
-    """Times (points, draws) of studies as they might have been measured as well."""
+    """Draw step times (points, draws) of studies with the measured errors."""
     return times[:, None] * np.exp(errors[:, None] * normal)
 
 
 def _fit_models(table: np.ndarray, times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> list[_Model]:
-    """Least squares with every combination of terms that the points can tell apart, the best first.
+    """Fit every combination of terms that the points can tell apart by least squares, best first.
 
     Args:
-        table: (points, TERMS).
-        normal: (points, draws), the noise of drawn studies in units of `errors`.
+        table: shape (points, TERMS).
+        normal: shape (points, draws), noise of the drawn studies in units of `errors`.
     """
     weight = 1 / (times * errors)[:, None]
     data = np.column_stack([times, _drawn(times, errors, normal)]) * weight
-    found = []
+    models = []
     for terms in _combinations():
         part = table[:, list(terms)] * weight
         lengths = np.linalg.norm(part, axis=0)
         if (len(terms) > len(times) or not lengths.all()
-                or np.linalg.svd(part / lengths, compute_uv=False)[-1] < _ALIKE):
+                or np.linalg.svd(part / lengths, compute_uv=False)[-1] < _MIN_SINGULAR_VALUE):
             continue
         coefficients = np.zeros((len(TERMS), data.shape[1]))
         coefficients[list(terms)] = np.linalg.pinv(part) @ data
         misfit = ((part @ coefficients[list(terms)] - data) ** 2).sum(axis=0)
         scores = np.where((coefficients >= 0).all(axis=0), misfit + 2 * len(terms), np.inf)
-        found.append(_Model(terms, coefficients, scores))
-    return sorted(found, key=lambda one: (round(float(one.scores[0]), 6), len(one.terms)))
+        models.append(_Model(terms, coefficients, scores))
+    return sorted(models, key=lambda model: (round(float(model.scores[0]), 6), len(model.terms)))
 
 
 def _combinations() -> list[tuple[int, ...]]:
-    """The numbers of the terms of every model."""
+    """Return the indices of the terms of every model."""
     work, serial, divided, bandwidth, tree, ring = range(len(TERMS))
     others = (work, serial, divided, bandwidth)
     return [(*some, *latency) for size in range(1, 5) for some in itertools.combinations(others, size)
             if {work, serial} & set(some) for latency in ((), (tree,), (ring,))]
 
 
-# Other sizes by the fit, and not far beyond what was measured.
 @dataclass(frozen=True)
 class Prediction:
-    """A curve at another size by the fit. Bands are those of the mean over runs, at CONFIDENCE; a single run
-    scatters around it. `efficiency` is against the smallest point as measured."""
+    """Prediction of a curve at another size.
+
+    Bands at CONFIDENCE are for the mean over runs; single runs scatter around it. `efficiency` is relative to the
+    measured smallest point.
+    """
 
     curve: Curve
     size: int
@@ -300,10 +324,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Target:
-    """Up to which size a curve's efficiency stays at or above `target`.
+    """Largest size at which a curve's efficiency is at least `target`.
 
-    `size` is by the fit, `sure` by the lower edge of its band, `possible` by the upper. Where one of them is
-    `limit`, the largest size that may be spoken of, it may be larger.
+    Attributes:
+        size: estimate by the fit.
+        sure: estimate by the lower edge of the band.
+        possible: estimate by the upper edge of the band.
+        limit: largest size that can be predicted. An estimate equal to it is a lower bound.
     """
 
     curve: Curve
@@ -314,19 +341,19 @@ class Target:
     limit: int
 
     def describe(self) -> str:
-        """In one sentence."""
+        """Return the target as a sentence."""
         size, sure, possible = (f"{size} or more" if size == self.limit else str(size)
                                 for size in (self.size, self.sure, self.possible))
-        text = f"efficiency stays at {self.target:.0%} or above up to {size} {self.curve.unit}"
-        return text + (f" (between {sure} and {possible} by the band)" if sure != possible else "")
+        text = f"efficiency is at least {self.target:.0%} up to {size} {self.curve.unit}"
+        return text + (f" (band: {sure} to {possible})" if sure != possible else "")
 
 
 def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
-    """The curve at `size` (nodes or ranks, as curve.unit says).
+    """Predict the curve at `size`, in curve.unit.
 
     Raises:
-        UserError: the size is smaller than what was measured, more than REACH times the largest, or one at which
-            the curve could not be measured.
+        UserError: the size is below the measured sizes, more than REACH times the largest, or not possible for the
+            curve.
     """
     if problem := _problem(curve, size):
         raise problem
@@ -338,56 +365,57 @@ def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
 
 
 def _problem(curve: Curve, size: int) -> UserError | None:
-    """Why nothing is said of a size: too far from what was measured, or the curve could not be measured there."""
+    """Return the error for a size outside the predicted range, or at which the curve cannot run; else None."""
     base, largest = curve.base, curve.size(curve.points[-1])
     smallest = curve.size(base)
     if not smallest <= size <= REACH * largest:
-        return UserError(f"no prediction for {size} {curve.unit}: measured were {smallest} to {largest}",
+        return UserError(f"no prediction for {size} {curve.unit}: the study measured {smallest} to {largest}",
                          where=curve.name, instead=f"{smallest} to {REACH * largest} {curve.unit} "
                          f"({REACH} times the largest), or measure a larger point")
     if base.ranks * size % smallest:
         return UserError(f"{size} {curve.unit} are {base.ranks * size / smallest:g} ranks", where=curve.name,
                          instead=f"a multiple of {smallest}")
-    one = base.first
+    repeat = base.first
     micro_batches = {point.first.micro_batch for point in curve.points}
-    # Where they differ, the trainer was free to choose them.
+    # If micro batches differ between points, the trainer chose them and may choose 1 elsewhere.
     least = micro_batches.pop() if len(micro_batches) == 1 else 1
-    dp = one.global_batch / (one.micro_batch * one.accumulation) * size / smallest
-    if curve.mode == "strong" and (dp != int(dp) or one.global_batch % (least * int(dp))):
-        return UserError(f"a global batch of {one.global_batch} in micro batches of {least} cannot be divided "
+    dp = repeat.global_batch / (repeat.micro_batch * repeat.accumulation) * size / smallest
+    if curve.mode == "strong" and (dp != int(dp) or repeat.global_batch % (least * int(dp))):
+        return UserError(f"a global batch of {repeat.global_batch} in micro batches of {least} cannot be divided "
                          f"over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
-                         instead="a size that divides it, or a study with another batch")
+                         instead="a size that divides the batch, or a study with another --global-batch-size")
     return None
 
 
 def sizes_to_speak_of(curve: Curve) -> list[int]:
-    """The sizes that `predict` answers for."""
+    """Return the sizes that `predict` supports."""
     return [size for size in range(1, REACH * curve.size(curve.points[-1]) + 1) if _problem(curve, size) is None]
 
 
 def find_target(fit: Fit, curve: Curve, target: float) -> Target:
-    """Find the size at which efficiency falls under `target`, among the sizes at which the curve could be measured.
+    """Return the size up to which efficiency is at least `target`, among the sizes that can be predicted.
 
     Raises:
-        UserError: the target is no fraction between 0 and 1.
+        UserError: the target is not above 0 and at most 1.
     """
     if not 0 < target <= 1:
-        raise UserError(f"a target efficiency of {target:g}", where="--target", instead="a fraction such as 0.8")
+        raise UserError(f"invalid target efficiency of {target:g}", where="--target",
+                        instead="a fraction such as 0.8")
     sizes = sizes_to_speak_of(curve)
-    found = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
+    efficiencies = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
 
     def last(values: Sequence[float]) -> int:
-        # The first failure counts: a model may rise again where fewer micro-steps are left. At the smallest size
-        # efficiency is 1 by definition, whatever the band of the fit there.
-        under = next((i for i, value in enumerate(values[1:], 1) if value < target), len(values))
-        return sizes[under - 1]
+        # Stop at the first size below the target: efficiency may rise again as micro-steps run out. Skip the
+        # smallest size, where efficiency is 1 by definition although the band may be below.
+        below = next((i for i, value in enumerate(values[1:], 1) if value < target), len(values))
+        return sizes[below - 1]
 
-    middle, low, high = zip(*((one, *band) for one, band in found), strict=True)
+    middle, low, high = zip(*((efficiency, *band) for efficiency, band in efficiencies), strict=True)
     return Target(curve, target, last(middle), last(low), last(high), sizes[-1])
 
 
 def line(fit: Fit, curve: Curve, points: int = 60) -> list[tuple[float, float, Band]]:
-    """(size, efficiency, band) from the smallest size to the largest that may be spoken of, to be drawn."""
+    """Return (size, efficiency, band) from the smallest to the largest predictable size, for a plot."""
     sizes = np.linspace(curve.size(curve.base), sizes_to_speak_of(curve)[-1], points + 1).tolist()
     return [(size, *_efficiency(fit, curve, setting_at(curve, size, fit.shape))) for size in sizes]
 
@@ -399,15 +427,18 @@ def _efficiency(fit: Fit, curve: Curve, setting: Setting) -> tuple[float, Band]:
     return work * base.step_time.value / fit.seconds(setting), (work / high, work / low)
 
 
-# Superlinear speed-up, an efficiency above 100 %: more devices did not make each of them faster.
 _LESS = 0.9
-"""Memory of a rank that counts as less."""
+"""Memory peak, relative to the smallest point, below which memory is reported as a cause."""
 _SPREAD = 1.2
-"""The slowest tenth of steps over the median that counts as unsteady."""
+"""90th percentile of the step time over the median above which a point is reported as unsteady."""
 
 
 def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
-    """Return the causes of a superlinear speed-up, the likeliest first; empty only if there is none."""
+    """Return the possible causes of an efficiency above 100 %, likeliest first.
+
+    More devices do not make each of them faster, so such an efficiency always gets a cause or "not explained".
+    The result is empty only if efficiency is at most 100 %.
+    """
     efficiency = curve.efficiency(point)
     if point is curve.base or efficiency.value <= 1:
         return ()
@@ -416,79 +447,79 @@ def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
         runs = f", and runs of the smallest point differ by a factor of {curve.base.disagreement:.1f}"
         return (f"within the noise: its interval begins at {interval[0]:.1%}"
                 + runs * (curve.base.disagreement > DISAGREEING),)
-    found = [*_work(curve.base, point), *_parts(curve.base, point), *_memory(curve.base, point),
-             *_unsteady(curve.base)]
+    causes = [*_work(curve.base, point), *_parts(curve.base, point), *_memory(curve.base, point),
+              *_unsteady(curve.base)]
     if interval is None:
-        found.append("its error is not known (a single short run): measure with --repeats 3")
-    if not found:
-        found.append(f"not explained: {curve.base.name}, which all others are compared with, is too slow for a "
-                     "reason that was not measured; do not use this number before its runs have been looked at "
-                     f"({typable(f'ezpz-llm explain {curve.base.first.run_dir}')})")
-    return tuple(found)
+        causes.append("its error is unknown (a single short run): measure with --repeats 3")
+    if not causes:
+        causes.append(f"not explained: the baseline {curve.base.name} is too slow for a reason that was not "
+                      "measured; do not use this number before you have checked its runs "
+                      f"({typable(f'ezpz-llm explain {curve.base.first.run_dir}')})")
+    return tuple(causes)
 
 
-def explain_predicted(fit: Fit, one: Prediction) -> str | None:
+def explain_predicted(fit: Fit, prediction: Prediction) -> str | None:
     """Return the cause of a superlinear prediction; None if it is not above 100 %."""
-    if one.efficiency <= 1:
+    if prediction.efficiency <= 1:
         return None
-    if one.efficiency_band[0] <= 1:
-        return f"within the noise: its band begins at {one.efficiency_band[0]:.1%}"
-    curve = one.curve
+    if prediction.efficiency_band[0] <= 1:
+        return f"within the noise: its band begins at {prediction.efficiency_band[0]:.1%}"
+    curve = prediction.curve
     before, base = fit.parts(setting_of(curve, curve.base, fit.shape)), curve.base
-    work = base.tokens_per_second_per_device * base.step_time.value * one.ranks / (
-        one.tokens_per_second * one.seconds)
-    gains = {part: seconds - one.parts.get(part, 0.0) * work for part, seconds in before.items()}
+    work = base.tokens_per_second_per_device * base.step_time.value * prediction.ranks / (
+        prediction.tokens_per_second * prediction.seconds)
+    gains = {part: seconds - prediction.parts.get(part, 0.0) * work for part, seconds in before.items()}
     part, gain = max(gains.items(), key=lambda item: item[1])
-    if gain * 2 < base.step_time.value - one.seconds * work:
-        return f"not explained: {base.name}, which it is compared with, is slower than the fit; do not use it"
-    return (f"what the fit calls {part} takes {gain * 1e3:.1f} ms a step less for the same tokens"
-            + (": the optimizer's state is divided over more ranks" if part == "divided" else ""))
+    if gain * 2 < base.step_time.value - prediction.seconds * work:
+        return f"not explained: the baseline {base.name} is slower than the fit; do not use this number"
+    return (f"the term {part} of the fit takes {gain * 1e3:.1f} ms per step less for the same tokens"
+            + (": the optimizer state is sharded over more ranks" if part == "divided" else ""))
 
 
 def _work(base: Measured, point: Measured) -> list[str]:
-    """Another amount of work for the same tokens."""
-    one, other = base.first, point.first
-    found = []
-    if other.accumulation < one.accumulation:
-        found.append(f"fewer micro-steps a step ({other.accumulation}, at the smallest point {one.accumulation}): "
-                     "what each costs besides its tokens is paid less often")
-    if other.micro_batch > one.micro_batch:
-        found.append(f"a larger micro batch ({other.micro_batch}, at the smallest point {one.micro_batch}) "
-                     "keeps a device busier")
-    if other.ranks / other.nodes < one.ranks / one.nodes:
-        found.append(f"fewer ranks a node ({other.ranks / other.nodes:g}, at the smallest point "
-                     f"{one.ranks / one.nodes:g}) share its memory and cores")
-    return found
+    """Return differences in batch and placement that reduce the work per token."""
+    before, after = base.first, point.first
+    causes = []
+    if after.accumulation < before.accumulation:
+        causes.append(f"fewer micro-steps per step ({after.accumulation}, at the smallest point "
+                      f"{before.accumulation}): less overhead per token")
+    if after.micro_batch > before.micro_batch:
+        causes.append(f"a larger micro batch ({after.micro_batch}, at the smallest point {before.micro_batch}) "
+                      "utilizes a device better")
+    if after.ranks / after.nodes < before.ranks / before.nodes:
+        causes.append(f"fewer ranks per node ({after.ranks / after.nodes:g}, at the smallest point "
+                      f"{before.ranks / before.nodes:g}) share its memory and cores")
+    return causes
 
 
 def _parts(base: Measured, point: Measured) -> list[str]:
-    """Parts of the traced step that got shorter for the same tokens, if they make up for a tenth of the gain."""
+    """Return the parts of the traced step that account for at least a tenth of the gain."""
     before, after = base.split, point.split
     if before is None or after is None:
         return []
     work = base.first.step_tokens / base.ranks * point.ranks / point.first.step_tokens
     gains = {part: before[part] - after[part] * work for part in before}
     gain = base.step_time.value - point.step_time.value * work
-    why = {"optimizer": "its state is divided over more ranks", "data": "less of it to read a rank",
-           "compute": "smaller tensors stay in the caches, or the smallest point ran on slower or hotter cores"}
-    return [f"{part} takes {seconds * 1e3:.1f} ms a step less for the same tokens"
+    why = {"optimizer": "its state is sharded over more ranks", "data": "each rank reads less",
+           "compute": "smaller tensors fit into the caches, or the smallest point ran on slower or hotter cores"}
+    return [f"{part} takes {seconds * 1e3:.1f} ms per step less for the same tokens"
             + (f" ({why[part]})" if part in why else "")
             for part, seconds in sorted(gains.items(), key=lambda item: -item[1]) if seconds > max(gain, 0) / 10]
 
 
 def _memory(base: Measured, point: Measured) -> list[str]:
-    found = []
-    for kind in ("device", "host"):
-        before, after = (getattr(one, f"peak_{kind}_bytes") for one in (base, point))
+    causes = []
+    for kind, name in (("device", "device"), ("host", "CPU")):
+        before, after = (getattr(measured, f"peak_{kind}_bytes") for measured in (base, point))
         if before and after and after < _LESS * before:
-            found.append(f"a rank takes {after / 2**30:.2f} GiB of {kind} memory, at the smallest point "
-                         f"{before / 2**30:.2f}: that may have been short of it, or beyond its caches")
-    return found
+            causes.append(f"a rank uses {after / 2**30:.2f} GiB of {name} memory, at the smallest point "
+                          f"{before / 2**30:.2f}: the smallest point may have been short of memory or cache")
+    return causes
 
 
 def _unsteady(base: Measured) -> list[str]:
     steps = base.steps
     if steps.high > _SPREAD * steps.median:
-        return [f"the smallest point was not steady: a tenth of its steps took longer than {steps.high * 1e3:.1f} "
-                f"ms, the median is {steps.median * 1e3:.1f}"]
+        return [f"the smallest point was not steady: 10 % of its steps took longer than {steps.high * 1e3:.1f} "
+                f"ms, and the median is {steps.median * 1e3:.1f} ms"]
     return []

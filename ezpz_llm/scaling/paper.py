@@ -1,4 +1,4 @@
-"""`ezpz-llm scale paper STUDY`: a figure, a LaTeX table and a paragraph, each number with where it is from."""
+"""`ezpz-llm scale paper STUDY`: figure, LaTeX table and paragraph, with the source of each number."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """`scale paper`; returns its exit code."""
+    """Run `scale paper` and return its exit code."""
     parser = CommandParser(prog=f"{typed_name('scale')} paper", shown=(
         "ezpz-llm scale paper runs/scale-20261122-011944",), description=(
-        "Write a study's figure (PDF, SVG, PNG), its table (LaTeX, booktabs) and a paragraph that says what was "
-        "measured and how, with the source of each number."))
-    parser.add_argument("study", type=Path, metavar="STUDY", help="its folder")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (STUDY/paper)")
+        "Write the figure of a study (PDF, SVG, PNG), a table (LaTeX, booktabs) and a paragraph on results and "
+        "method, with the source of each number."))
+    parser.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="output folder (STUDY/paper)")
     parser.add_argument("--width", type=float, default=PAGE, metavar="INCHES",
-                        help=f"of the figure (%(default)s: two columns; one column is {COLUMN})")
+                        help=f"width of the figure (%(default)s: two columns; one column is {COLUMN})")
     options = parser.parse_args(argv)
     if not 1 <= options.width <= 30:
-        raise UserError(f"a figure of {options.width:g} inches", where="--width", instead=f"{COLUMN} or {PAGE}")
+        raise UserError(f"the width must be 1 to 30 inches, not {options.width:g}", where="--width",
+                        instead=f"{COLUMN} or {PAGE}")
     for path in write_paper(find(options.study), options.out or options.study / "paper", options.width):
         print(path)
     return 0
 
 
 def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[Path]:
-    """For each mode of a study `scaling-MODE`.pdf, .svg, .png and .tex, and one `paragraph.tex`.
+    """Write `scaling-MODE`.pdf, .svg, .png and .tex for each mode of a study, and one `paragraph.tex`.
 
     Raises:
         UserError: no curve has two points yet, matplotlib is not installed, or a file cannot be written.
     """
     if not findings.curves:
-        raise UserError(f"study {findings.name} has no two sizes of one layout that were measured", where="STUDY",
-                        instead="ezpz-llm scale report STUDY, which says what is missing")
+        raise UserError(f"study {findings.name} has no layout measured at two sizes", where="STUDY",
+                        instead="ezpz-llm scale report STUDY to see what is missing")
     written = []
     for mode in dict.fromkeys(curve.mode for curve in findings.curves):
         curves = [curve for curve in findings.curves if curve.mode == mode]
@@ -58,11 +59,12 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
 
 
 def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
-    fits = {one.ds_config: one.fit for one in findings.extrapolations if one.fit is not None}
+    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in findings.extrapolations
+            if extrapolation.fit is not None}
     unit = curves[0].unit
 
     def speeds(axes: Any) -> None:
-        """Draw tokens a second, and as dashes what the smallest point would give without loss."""
+        """Draw tokens/s, and ideal scaling from the smallest point as a dashed line."""
         for i, curve in enumerate(curves):
             sizes = [curve.size(point) for point in curve.points]
             ideal = [curve.base.tokens_per_second_per_device * point.ranks for point in curve.points]
@@ -74,28 +76,28 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
         axes.legend()
 
     def efficiencies(axes: Any) -> None:
-        """Draw efficiencies with their intervals, and the fit up to the largest size."""
+        """Draw efficiencies with their intervals, and the fit up to the largest measured size."""
         for i, curve in enumerate(curves):
-            found = [(curve.size(point), curve.efficiency(point)) for point in curve.points]
-            # A baseline, and a point with too few steps, have no interval.
-            reach = [(100 * (one.value - low), 100 * (high - one.value)) for _, one in found
-                     for low, high in [one.interval or (one.value, one.value)]]
+            estimates = [(curve.size(point), curve.efficiency(point)) for point in curve.points]
+            # The baseline, and a point with too few steps, have no interval.
+            errors = [(100 * (estimate.value - low), 100 * (high - estimate.value)) for _, estimate in estimates
+                      for low, high in [estimate.interval or (estimate.value, estimate.value)]]
             fit = fits.get(curve.ds_config)
-            axes.errorbar([size for size, _ in found], [100 * one.value for _, one in found],
-                          yerr=list(zip(*reach, strict=True)), capsize=2, linestyle="" if fit else "-", **mark(i))
+            axes.errorbar([size for size, _ in estimates], [100 * estimate.value for _, estimate in estimates],
+                          yerr=list(zip(*errors, strict=True)), capsize=2, linestyle="" if fit else "-", **mark(i))
             if fit is not None:
-                drawn = [one for one in line(fit, curve) if one[0] <= curve.size(curve.points[-1])]
+                drawn = [place for place in line(fit, curve) if place[0] <= curve.size(curve.points[-1])]
                 axes.plot([size for size, _, _ in drawn], [100 * mean for _, mean, _ in drawn],
                           color=mark(i)["color"], linewidth=0.8)
         axes.axhline(100, linestyle="--", color="0.5", linewidth=0.8, zorder=0)
         axes.set_ylim(bottom=0)
         _sizes(axes, curves)
 
-    return Panel(speeds, unit, "tokens a second"), Panel(efficiencies, unit, "efficiency (%)")
+    return Panel(speeds, unit, "tokens/s"), Panel(efficiencies, unit, "efficiency (%)")
 
 
 def _sizes(axes: Any, curves: Sequence[Curve]) -> None:
-    """An axis of sizes, one doubling as wide as the next, with the sizes themselves as its marks."""
+    """Make the x axis logarithmic (base 2), with a tick at each measured size."""
     sizes = sorted({curve.size(point) for curve in curves for point in curve.points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -103,7 +105,7 @@ def _sizes(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def latex_table(curves: Sequence[Curve]) -> str:
-    """A table for the package booktabs; each row ends with a comment that names the point that it is from."""
+    """Return a booktabs table; a comment at the end of each row names the point of the study."""
     rows = [f"{curve.ds_config.translate(_ESCAPED)} & {curve.size(point)} & {point.ranks} & "
             f"{1e3 * point.step_time.value:.1f} & {point.tokens_per_second:,.0f} & {_efficiency(curve, point)} & "
             + (f"{100 * point.mfu:.1f}" if point.mfu is not None else "--") + rf" \\ % points/{point.name}"
@@ -116,15 +118,16 @@ def latex_table(curves: Sequence[Curve]) -> str:
 
 
 def _efficiency(curve: Curve, point: Measured) -> str:
-    found = curve.efficiency(point)
+    efficiency = curve.efficiency(point)
     if point is curve.base:
         return "baseline"
-    interval = found.interval
-    return f"{100 * found.value:.1f}" + (f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else "")
+    interval = efficiency.interval
+    return f"{100 * efficiency.value:.1f}" + (
+        f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else "")
 
 
 def paragraph(findings: Findings, curve: Curve) -> str:
-    """What was measured and how, in sentences; before each a comment that says where its numbers are."""
+    """Return a paragraph on method and results, with a comment before each sentence on where its numbers are."""
     return "\n".join(f"% {source}\n{sentence.translate(_ESCAPED)}"
                      for source, sentence in _sentences(findings, curve))
 
@@ -132,23 +135,24 @@ def paragraph(findings: Findings, curve: Curve) -> str:
 def _sentences(findings: Findings, curve: Curve) -> Iterator[tuple[str, str]]:
     base, last = curve.base, curve.points[-1]
     sizes = ", ".join(str(curve.size(point)) for point in curve.points)
-    made = findings.provenance.get(base.name)
-    told = made.environment if made else {}
-    what = ", ".join(f"{name} {told[name]}" for name in ("torch", "deepspeed") if name in told)
-    device = f"devices of kind {told['device']}" if told.get("device") else ""
-    held = (f"{base.first.global_batch / base.ranks:g} sequences of {base.first.block_size} tokens a step and rank"
-            if curve.mode == "weak" else
-            f"{base.first.global_batch} sequences of {base.first.block_size} tokens a step at every size")
+    provenance = findings.provenance.get(base.name)
+    environment = provenance.environment if provenance else {}
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "deepspeed") if name in environment)
+    device = f"devices of type {environment['device']}" if environment.get("device") else ""
+    length = base.first.block_size
+    batch = (f"{base.first.global_batch / base.ranks:g} sequences of {length} tokens per step and rank"
+             if curve.mode == "weak" else
+             f"{base.first.global_batch} sequences of {length} tokens per step at every size")
     yield "study.json", (f"We measured {curve.mode} scaling of layout {curve.ds_config} on {sizes} {curve.unit}: "
-                         f"{held}.")
-    if what or device:
+                         f"{batch}.")
+    if versions or device:
         yield f"points/{base.name}/run-*/run.json", (
-            f"The runs used {' and '.join(part for part in (device, what) if part)}.")
+            f"The runs used {' and '.join(part for part in (device, versions) if part)}.")
     runs = sorted({len(point.good) for point in curve.points})
-    yield "points.jsonl", (f"Each size was run {' to '.join(map(str, runs))} times, in random order; a size's step "
-                           "time is the geometric mean of the runs' median steps, the first steps left out.")
-    speed = f"{last.tokens_per_second:,.0f} tokens a second, {curve.speed_up(last):.2f} times "\
-            f"those of {curve.size(base)}"
+    yield "points.jsonl", (f"Each size was run {' to '.join(map(str, runs))} times, in random order; the step time "
+                           "is the geometric mean over runs of the median step time, without the first steps.")
+    speed = f"{last.tokens_per_second:,.0f} tokens per second, {curve.speed_up(last):.2f} times "\
+            f"the throughput of {curve.size(base)}"
     yield f"points/{base.name}, points/{last.name}", (
         f"On {curve.size(last)} {curve.unit} training reached {speed}: an efficiency of "
         f"{_efficiency(curve, last)} % (in brackets the {100 * CONFIDENCE:.0f} % interval by Student's t on "
@@ -156,4 +160,4 @@ def _sentences(findings: Findings, curve: Curve) -> Iterator[tuple[str, str]]:
     if split := last.split:
         share = split["exposed_communication"] / sum(split.values())
         yield f"points/{last.name}/run-*/explain, the traced steps", (
-            f"There {100 * share:.0f} % of a step of the mean rank was communication that no computation hid.")
+            f"On average over ranks, {100 * share:.0f} % of the step time was exposed communication.")

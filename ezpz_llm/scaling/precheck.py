@@ -1,4 +1,4 @@
-"""Sizes and points of a study, each point checked before anything starts."""
+"""Planning of a study: its sizes and points, each checked before anything starts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Size:
-    """One size of a study.
+    """Size of a study.
 
-    `label` names it in points' names (`n2`: two nodes; `r2`: two ranks of one host); `launch` are the words for
-    launch, which say the ranks outright, so that a study means the same wherever it goes on; `threads` how many
-    launch gives each rank, None where the user's OMP_NUM_THREADS or the later job says it.
+    Attributes:
+        label: part of the points' names: `n2` for two nodes, `r2` for two ranks on one node.
+        launch: options for launch. They give the number of ranks, so that the study can continue in a different
+            reservation.
+        threads: threads per rank; None if the user's OMP_NUM_THREADS or the later job sets them.
     """
 
     label: str
@@ -43,13 +45,13 @@ class Size:
 
 
 def find_sizes(options: Options, env: Mapping[str, str]) -> list[Size]:
-    """The sizes from small to large, for the reservation here, or for the jobs that are to be submitted.
+    """Return the sizes in increasing order, for this reservation or for the jobs to submit.
 
     Raises:
-        UserError: more nodes than the reservation has, or ranks that launch would not start.
+        UserError: the reservation has too few nodes, or launch rejects the ranks.
     """
     if options.ranks and options.submit is not None:
-        raise UserError("sizes of one host, and a job for each", where="--ranks, --submit",
+        raise UserError("--submit does not support --ranks", where="--ranks, --submit",
                         instead="--nodes with --submit; for --ranks one reservation of one node is enough")
     if options.ranks:
         return [_on_one_host(ranks, options, env) for ranks in sorted(options.ranks)]
@@ -59,34 +61,34 @@ def find_sizes(options: Options, env: Mapping[str, str]) -> list[Size]:
 
 
 def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[str, str]) -> Allocation:
-    """The hosts that a study may use.
+    """Return the nodes that a study may use.
 
     Raises:
-        UserError: this process is one of a launch's ranks.
+        UserError: this process is itself a rank that a launcher started.
     """
     launch = parse_launch((*launch_words, "true"))
     hosts_from = "--hostfile" if launch.hostfile else "--hosts" if hosts else None
-    found = supplement(find_allocation(env, launch.scheduler, hosts_from), env, QUICK)
-    if found.scheduler == local.STARTED:
-        raise UserError("a study starts its ranks itself, and this is one of a launch's already",
-                        where=found.source,
+    allocation = supplement(find_allocation(env, launch.scheduler, hosts_from), env, QUICK)
+    if allocation.scheduler == local.STARTED:
+        raise UserError("a study starts its own ranks, but this process is already a rank",
+                        where=allocation.source,
                         instead="ezpz-llm scale … without launch, in the shell or script of the reservation")
-    return select_hosts(found, None, hosts, launch.hostfile)
+    return select_hosts(allocation, None, hosts, launch.hostfile)
 
 
 def carving(allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """The words by which launch keeps to `hosts`; none where there is only this machine."""
-    is_all = allocation.scheduler == local.NAME and len(allocation.hosts) == 1
-    return () if is_all else ("--hosts", ",".join(hosts))
+    """Return launch's options that restrict it to `hosts`; empty if there is only this machine."""
+    is_only_machine = allocation.scheduler == local.NAME and len(allocation.hosts) == 1
+    return () if is_only_machine else ("--hosts", ",".join(hosts))
 
 
 def _in_reservation(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
     allocation = reservation(options.hosts, options.launch_words, env)
     if nodes > len(allocation.hosts):
-        raise UserError(f"a point of {nodes} nodes, and there are {len(allocation.hosts)}: "
+        raise UserError(f"a point requires {nodes} nodes, but there are {len(allocation.hosts)}: "
                         f"{', '.join(host.name for host in allocation.hosts[:8])}", where=allocation.source,
                         instead=f"--nodes up to {len(allocation.hosts)}, a larger reservation, "
-                                '--submit "--time 1:00:00", or --ranks 1,2 on one host')
+                                '--submit "--time 1:00:00", or --ranks 1,2 on one node')
     hosts = tuple(host.name for host in allocation.hosts[:nodes])
     words = (*options.launch_words, *carving(allocation, hosts), *options.command)
     plan = build_plan(parse_launch(("--dry-run", *words)), env)
@@ -121,24 +123,26 @@ def _sized(label: str, nodes: int, ranks: int, options: Options, threads: int | 
 
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "tp2", "pp2")
-"""Layouts that `--what layouts` compares if none are named, as far as they can run."""
+"""Layouts that `--what layouts` compares by default, without those that cannot run."""
 
 MEASURING = {"--steps": "60", "--trace-steps": "5", "--profile": "false", "--save-every": "-1", "--eval-every": "0",
              "--eval-tokens": "4096", "--sample-tokens": "0"}
-"""Options that a study adds to the command if it does not set them: few steps, some of them traced, and nothing
-between them. The times leave the traced ones out."""
+"""Default options of a point's command: few steps, some of them traced, without evaluations or saves in between.
+
+Step times exclude the traced steps.
+"""
 
 _GLOBAL_BATCH, _MICRO_BATCH, _ACCUMULATION = (
     ("--global-batch-size", "--global-batch"), ("--micro-batch-size", "--micro-batch"),
     ("--gradient-accumulation-steps", "--accumulation"))
-"""The options of a batch, each with its old name."""
-_AT_ONCE = 4
-"""Checks at the same time: each is a Python of half a second."""
+"""Batch options, each with its old name."""
+_PARALLEL_CHECKS = 4
+"""Concurrent checks: each starts a Python process of half a second."""
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A point that is still to be checked."""
+class _Candidate:
+    """A point before its check."""
 
     mode: Mode
     layout: str
@@ -147,41 +151,42 @@ class _Wanted:
 
     @property
     def name(self) -> str:
-        """The point in files and tables: mode, layout and size."""
+        """Name of the point in files and tables: mode, layout and size."""
         return f"{self.mode}-{self.layout}-{self.size.label}"
 
     @property
     def what(self) -> str:
-        """The point in messages."""
-        return f"point {self.name}, on {self.size.ranks} rank{'s' * (self.size.ranks > 1)}"
+        """Name of the point in messages."""
+        return f"point {self.name} on {self.size.ranks} rank{'s' * (self.size.ranks > 1)}"
 
 
 def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed: Sequence[str]) -> Study:
-    """The study that was asked for; nothing is written.
+    """Plan and check a study, without writing files.
 
     Raises:
-        UserError: a size that is not to be had, a layout or batch that cannot run on one of the sizes.
+        UserError: a size is not available, or a layout or batch cannot run at one of the sizes.
     """
     for words in (options.command, options.launch_words):
         if has_secret(words, env):
-            raise UserError("the command has a secret in it, which the study's files would keep",
+            raise UserError("the command contains a secret, which the study's files would store",
                             where="the command after --", instead="set it in the environment")
     sizes = find_sizes(options, env)
     if is_own_script(options.command):
         return _study_of_a_script(options, sizes, directory, typed)
     commands, notes = _commands(options, sizes, directory)
     if options.what == "layouts" and len(commands) < 2:
-        raise UserError(f"one layout ({', '.join(commands)}) is not a comparison", where="--what layouts",
-                        instead="--ds-config zero1,zero3, or none, also in the command, for all that can run")
+        raise UserError(f"a comparison requires two layouts, not only {', '.join(commands)}",
+                        where="--what layouts",
+                        instead="--ds-config zero1,zero3, or no --ds-config at all to compare those that can run")
     mode = options.mode or ("strong" if options.what == "layouts" else "weak")
-    wanted: list[_Wanted] = []
+    candidates: list[_Candidate] = []
     if mode in ("weak", "both"):
         for layout, command in commands.items():
-            wanted += _weak(layout, command, sizes, directory)
+            candidates += _weak(layout, command, sizes, directory)
     if mode in ("strong", "both"):
-        found, note = _strong(commands, sizes, directory)
-        wanted, notes = wanted + found, [*notes, note]
-    points = _checked(wanted, directory)
+        strong, note = _strong(commands, sizes, directory)
+        candidates, notes = candidates + strong, [*notes, note]
+    points = _checked(candidates, directory)
     return Study(what=options.what, mode=mode, unit="nodes" if options.nodes else "ranks", repeats=options.repeats,
                  seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
                  threads=sizes[-1].threads,
@@ -189,8 +194,9 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
 
 
 def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path, typed: Sequence[str]) -> Study:
-    """The study of a script of the user's own, which takes no options of ours. A rank's step counts as a sequence:
-    how many tokens that has is in the script's own lines.
+    """Plan the study of a user's script, which does not support the trainer's options.
+
+    A step of a rank is recorded as one sequence. The script's own records give its number of tokens.
     """
     name = re.sub(r"\W", "-", read_command(options.command).name)
     points = tuple(Point(f"weak-{name}-{size.label}", "weak", name, size.nodes, size.ranks, size.ranks, 1, 1,
@@ -198,36 +204,37 @@ def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path,
     return Study(what=options.what, mode="weak", unit="nodes" if options.nodes else "ranks",
                  repeats=options.repeats, seed=options.seed, typed=tuple(typed), directory=str(directory),
                  hosts=options.hosts, threads=sizes[-1].threads, points=points,
-                 notes=(f"a step of a rank of {name} is one sequence here, of as many tokens as it records",))
+                 notes=(f"the tables show a step of one rank of {name} as one sequence; its records give the "
+                        "tokens",))
 
 
 def _commands(options: Options, sizes: Sequence[Size],
               directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """The command under each layout, by the layout's name; and what was left out."""
+    """Return the command for each layout by the layout's name, and notes on omitted layouts."""
     command = options.command
     for option, value in MEASURING.items():
         if value_of(command, option) is None:
             command += (option, value)
     if options.what == "layouts" and not options.ds_configs and value_of(command, "--ds-config") is None:
-        return _that_can_run(command, sizes[0].ranks, directory)
+        return _commands_that_can_run(command, sizes[0].ranks, directory)
     if not options.ds_configs:
         return {ask(command, sizes[0].ranks, directory, "the command").layout: command}, []
     commands = {Path(name).stem: (*command, "--ds-config", name) for name in options.ds_configs}
     if len(commands) < len(options.ds_configs):
         raise UserError("two layouts have the same name", where=f"--ds-config {','.join(options.ds_configs)}",
-                        instead="files with names of their own")
+                        instead="files with different names")
     return commands, []
 
 
-def _that_can_run(command: tuple[str, ...], ranks: int,
-                  directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def _commands_that_can_run(command: tuple[str, ...], ranks: int,
+                           directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     commands, notes = {}, []
     for layout in LAYOUTS:
         words = (*command, "--ds-config", layout)
         try:
             ask(words, ranks, directory, layout)
         except UserError as error:
-            notes.append(f"left out: {error.found}")
+            notes.append(f"omitted: {error.found}")
         else:
             commands[layout] = words
     if not commands:
@@ -236,49 +243,53 @@ def _that_can_run(command: tuple[str, ...], ranks: int,
     return commands, notes
 
 
-def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Wanted]:
-    """Each rank takes at every size what it takes at the smallest."""
+def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Candidate]:
+    """Return the weak-scaling points: each rank keeps its batch of the smallest size."""
     base = ask(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
     words = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
              _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
-    return [_Wanted("weak", layout, size, words) for size in sizes]
+    return [_Candidate("weak", layout, size, words) for size in sizes]
 
 
 def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
-            directory: Path) -> tuple[list[_Wanted], str]:
-    """The command's global batch at every size; where it names none, what the largest size takes by itself."""
+            directory: Path) -> tuple[list[_Candidate], str]:
+    """Return the strong-scaling points and a note on the global batch.
+
+    The global batch is the command's, or by default that of the largest size.
+    """
     first = next(iter(commands.values()))
     typed = value_of(first, *_GLOBAL_BATCH)
     if typed is not None and value_of(first, *_ACCUMULATION) is not None:
-        raise UserError("accumulation is what a strong study solves",
+        raise UserError("a strong-scaling study computes the accumulation steps itself",
                         where="--gradient-accumulation-steps in the command",
                         instead="leave it out, or give --micro-batch-size in its place")
     if typed is not None:
-        global_batch, note = typed, f"strong: every step has {typed} sequences, as the command says"
+        global_batch, note = typed, f"strong: the global batch is {typed} sequences, from the command"
     else:
-        most = [ask(command, sizes[-1].ranks, directory, f"strong-{layout}-{sizes[-1].label}")
-                for layout, command in commands.items()]
-        global_batch = str(max(answer.global_batch for answer in most))
-        note = (f"strong: every step has {global_batch} sequences, the default of "
-                f"{counted(sizes[-1].ranks, 'rank')}; --global-batch-size in the command gives another number")
-    return [_Wanted("strong", layout, size, (*without(command, *_GLOBAL_BATCH, *_ACCUMULATION),
-                                             _GLOBAL_BATCH[0], global_batch))
+        largest = [ask(command, sizes[-1].ranks, directory, f"strong-{layout}-{sizes[-1].label}")
+                   for layout, command in commands.items()]
+        global_batch = str(max(answer.global_batch for answer in largest))
+        note = (f"strong: the global batch is {global_batch} sequences, the default of "
+                f"{counted(sizes[-1].ranks, 'rank')}; add --global-batch-size to the command to change it")
+    return [_Candidate("strong", layout, size, (*without(command, *_GLOBAL_BATCH, *_ACCUMULATION),
+                                                _GLOBAL_BATCH[0], global_batch))
             for layout, command in commands.items() for size in sizes], note
 
 
-def _checked(wanted: Sequence[_Wanted], directory: Path) -> tuple[Point, ...]:
-    def asked(one: _Wanted) -> Answer:
-        return ask(one.command, one.size.ranks, directory, one.what)
+def _checked(candidates: Sequence[_Candidate], directory: Path) -> tuple[Point, ...]:
+    def check(candidate: _Candidate) -> Answer:
+        return ask(candidate.command, candidate.size.ranks, directory, candidate.what)
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = list(pool.map(asked, wanted))
-    return tuple(Point(one.name, one.mode, one.layout, one.size.nodes, one.size.ranks, answer.global_batch,
-                       answer.micro_batch, answer.accumulation, one.size.launch, one.command)
-                 for one, answer in zip(wanted, answers, strict=True))
+    with ThreadPoolExecutor(_PARALLEL_CHECKS) as pool:
+        answers = list(pool.map(check, candidates))
+    return tuple(Point(candidate.name, candidate.mode, candidate.layout, candidate.size.nodes,
+                       candidate.size.ranks, answer.global_batch, answer.micro_batch, answer.accumulation,
+                       candidate.size.launch, candidate.command)
+                 for candidate, answer in zip(candidates, answers, strict=True))
 
 
 class Answer(NamedTuple):
-    """What a command that can run takes: the layout's name, and its batch in sequences."""
+    """Layout and batch, in sequences, of a command that passed its check."""
 
     layout: str
     global_batch: int
@@ -287,19 +298,19 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answer:
-    """Check `command` for so many ranks with its own `--check --json`. Starts no rank and imports no torch.
+    """Check `command` for a number of ranks with its `--check --json`, without starting ranks or importing torch.
 
     Args:
-        what: names the command in the message.
+        what: name of the command in error messages.
 
     Raises:
-        UserError: the check fails; its own words are passed on.
+        UserError: the check fails. The message contains that of the check.
     """
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
     done = run_check(command, ranks, env, "--json", cwd=directory, what=f"the check of {what}")
     try:
         report = as_dataclass(CheckReport, parse_json(done.stdout, what), what)
-    except UserError as error:  # it ended before it could say anything
+    except UserError as error:  # it crashed before it could print a report
         raise UserError(f"{what} cannot run: {(done.stderr or done.stdout).strip()}") from error
     if done.returncode or report.layout is None:
         raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,

@@ -1,4 +1,4 @@
-"""`ezpz-llm scale report STUDY` and `scale compare A B`: in the terminal, as JSON, as CSV and as a page."""
+"""`ezpz-llm scale report STUDY` and `scale compare A B`, as text, JSON, CSV and an HTML page."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ezpz_llm.scaling.tables import Section, fit_notes, sections, study_notes
 
 
 def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
-    """Print what a study says, and write report.json, report.csv and report.html into its folder.
+    """Print the report of a study, and write report.json, report.csv and report.html to its folder.
 
     Raises:
-        UserError: see findings.find; or the files cannot be written.
+        UserError: see findings.find; or a file cannot be written.
     """
     findings = find(folder, target, at)
     print(findings_text(findings, terminal_width(), colour=wants_colour()))
@@ -45,22 +45,22 @@ def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ())
 
 
 def report_main(argv: Sequence[str]) -> int:
-    """`scale report`; returns its exit code."""
+    """Run `scale report` and return its exit code."""
     parser = CommandParser(prog=f"{typed_name('scale')} report", shown=(
         "ezpz-llm scale report runs/scale-20261122-011944 --target 0.9",), description=(
-        "Say what a study came to, also while it is still running: tables, a fit, a page."))
-    parser.add_argument("study", type=Path, metavar="STUDY", help="its folder")
+        "Report the results of a finished or running study: tables, a fit, and an HTML page."))
+    parser.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
     parser.add_argument("--target", type=float, default=DEFAULT_TARGET, metavar="E",
-                        help="up to which size efficiency stays at or above this (%(default)s)")
+                        help="report the largest size with at least this efficiency (%(default)s)")
     parser.add_argument("--at", type=_sizes, default=(), metavar="LIST",
-                        help="sizes to predict, 16,32 (default: twice and four times the largest)")
+                        help="sizes to predict: 16,32 (default: twice and four times the largest)")
     options = parser.parse_args(argv)
     report(options.study, options.target, options.at)
     return 0
 
 
 def compare_main(argv: Sequence[str]) -> int:
-    """`scale compare`; returns its exit code."""
+    """Run `scale compare` and return its exit code."""
     parser = CommandParser(prog=f"{typed_name('scale')} compare", shown=(
         "ezpz-llm scale compare runs/scale-a runs/scale-b",), description=(
         "Compare the points that two studies have in common."))
@@ -71,8 +71,8 @@ def compare_main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(comparison.as_record(), indent=2))
         return 0
-    for one in comparison_tables(comparison):
-        print(table_text(one, rich=wants_colour()))
+    for comparison_table in comparison_tables(comparison):
+        print(table_text(comparison_table, rich=wants_colour()))
     return 0
 
 
@@ -83,32 +83,33 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 16,32") from error
 
 
-# A study's findings as JSON and CSV, in the base units: seconds, tokens, bytes, fractions.
 COLUMNS = ("point", "mode", "ds_config", "nodes", "ranks", "runs", "runs_failed", "global_batch", "micro_batch",
            "accumulation", "block_size", "step_time_s", "step_time_low_s", "step_time_high_s", "step_median_s",
            "step_10_percent_s", "step_90_percent_s", "tokens_per_second", "tokens_per_second_per_device",
            "speed_up", "efficiency", "efficiency_low", "efficiency_high", "interval_basis", "mfu",
            "peak_device_bytes", "peak_host_bytes", *(f"{part}_s" for part in SPLIT), "slowest_rank", "slowest_host",
            "first_loss", "last_loss", "remark")
+"""Columns of report.csv, in seconds, tokens, bytes and fractions."""
 
 
 def as_record(findings: Findings) -> dict[str, Any]:
-    """The findings as JSON."""
+    """Return the results for JSON."""
     return {
         "study": findings.name, "typed": list(findings.typed), "notes": list(findings.notes),
         "confidence": CONFIDENCE, "runs_missing": findings.missing,
-        "points": [{**row, "origin": asdict(made) if (made := findings.provenance.get(row["point"])) else None}
+        "points": [{**row, "origin": asdict(origin) if (origin := findings.provenance.get(row["point"])) else None}
                    for row in _rows(findings)],
         "curves": [{"mode": curve.mode, "ds_config": curve.ds_config, "unit": curve.unit,
                     "points": [point.name for point in curve.points], "notes": list(curve.notes)}
                    for curve in findings.curves],
-        "failed": [asdict(one) for point in findings.points for one in point.repeats if one.error is not None],
-        "fits": [_fit(one) for one in findings.extrapolations],
+        "failed": [asdict(repeat) for point in findings.points for repeat in point.repeats
+                   if repeat.error is not None],
+        "fits": [_fit(extrapolation) for extrapolation in findings.extrapolations],
     }
 
 
 def as_csv(findings: Findings) -> str:
-    """One line a point under COLUMNS; empty where a number is not known."""
+    """Return CSV with COLUMNS and a line per point; unknown values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -122,9 +123,9 @@ def _rows(findings: Findings) -> list[dict[str, Any]]:
 
 
 def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
-    one = point.first
+    repeat = point.first
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= {name: getattr(one, name) for name in COLUMNS[3:5] + COLUMNS[7:11]}
+    row |= {name: getattr(repeat, name) for name in COLUMNS[3:5] + COLUMNS[7:11]}
     row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "runs": len(point.good),
             "runs_failed": len(point.repeats) - len(point.good), "remark": "; ".join(point.errors) or None}
     if not point.good:
@@ -138,7 +139,7 @@ def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
             "tokens_per_second_per_device": point.tokens_per_second_per_device, "mfu": point.mfu,
             "peak_device_bytes": point.peak_device_bytes, "peak_host_bytes": point.peak_host_bytes,
             **{f"{part}_s": split.get(part) for part in SPLIT}, "slowest_rank": rank, "slowest_host": host,
-            "first_loss": one.first_loss, "last_loss": one.last_loss}
+            "first_loss": repeat.first_loss, "last_loss": repeat.last_loss}
     if curve is None:
         return row
     efficiency = curve.efficiency(point)
@@ -148,38 +149,39 @@ def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
                   "efficiency_high": high, "interval_basis": efficiency.basis, "remark": "; ".join(remarks) or None}
 
 
-def _fit(one: Extrapolation) -> dict[str, Any]:
-    if one.fit is None:
-        return {"ds_config": one.ds_config, "why_not": one.why}
+def _fit(extrapolation: Extrapolation) -> dict[str, Any]:
+    fit = extrapolation.fit
+    if fit is None:
+        return {"ds_config": extrapolation.ds_config, "why_not": extrapolation.why}
     return {
-        "ds_config": one.ds_config, "terms": list(one.fit.terms),
-        "rivals": [list(terms) for terms in one.fit.rivals], "error": one.fit.error, "noise": one.fit.noise,
-        "degrees_of_freedom": one.fit.free, "notes": fit_notes(one),
+        "ds_config": extrapolation.ds_config, "terms": list(fit.terms),
+        "rivals": [list(terms) for terms in fit.rivals], "error": fit.error, "noise": fit.noise,
+        "degrees_of_freedom": fit.free, "notes": fit_notes(extrapolation),
         "points": [{"point": row.point.name, "measured_s": row.measured, "fitted_s": row.seconds,
-                    "parts_s": row.parts} for row in one.fit.rows],
+                    "parts_s": row.parts} for row in fit.rows],
         "predictions": [{
-            "mode": two.curve.mode, "unit": two.curve.unit, "size": two.size, "ranks": two.ranks,
-            "step_time_s": two.seconds, "step_time_band_s": two.seconds_band,
-            "tokens_per_second": two.tokens_per_second, "efficiency": two.efficiency,
-            "efficiency_band": two.efficiency_band, "parts_s": two.parts, "beyond_measured": two.beyond,
-        } for two in one.predictions],
+            "mode": predicted.curve.mode, "unit": predicted.curve.unit, "size": predicted.size,
+            "ranks": predicted.ranks, "step_time_s": predicted.seconds, "step_time_band_s": predicted.seconds_band,
+            "tokens_per_second": predicted.tokens_per_second, "efficiency": predicted.efficiency,
+            "efficiency_band": predicted.efficiency_band, "parts_s": predicted.parts,
+            "beyond_measured": predicted.beyond,
+        } for predicted in extrapolation.predictions],
         "targets": [{"mode": target.curve.mode, "unit": target.curve.unit, "target": target.target,
                      "size": target.size, "sure": target.sure, "possible": target.possible, "limit": target.limit}
-                    for target in one.targets],
+                    for target in extrapolation.targets],
     }
 
 
-# A study in the terminal: tables, remarks, and the efficiency over size.
 _HEIGHT = 16
 
 
 def findings_text(findings: Findings, width: int, *, colour: bool) -> str:
-    """The findings as text, with escape codes only if `colour`."""
-    text = f"Study {findings.name}\n" + _said(study_notes(findings), width)
+    """Return the results as text for a terminal, with escape codes only if `colour`."""
+    text = f"Study {findings.name}\n" + _wrapped(study_notes(findings), width)
     for section in sections(findings):
-        for one in section.tables:
-            text += "\n" + (table(one.title, one.columns, one.rows, rich=colour) if one.columns else "")
-            text += _said(one.notes, width)
+        for part in section.tables:
+            text += "\n" + (table(part.title, part.columns, part.rows, rich=colour) if part.columns else "")
+            text += _wrapped(part.notes, width)
         if section.curves:
             text += "\n" + efficiency_plot(section.curves, findings.extrapolations, width, colour=colour)
     return text
@@ -187,46 +189,46 @@ def findings_text(findings: Findings, width: int, *, colour: bool) -> str:
 
 def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolation], width: int, *,
                     colour: bool) -> str:
-    """Efficiency of the curves of one mode: letters where it was measured, lines where the fits say so."""
-    fits = {one.ds_config: one.fit for one in extrapolations}
+    """Plot the efficiency of the curves of one mode: letters for measurements, lines for fits."""
+    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations}
     drawn, keys = [], []
     for i, curve in enumerate(curves):
-        own = COLOURS[i % len(COLOURS)] if colour and len(curves) > 1 else -1
+        curve_colour = COLOURS[i % len(COLOURS)] if colour and len(curves) > 1 else -1
         letter = LETTERS[i % len(LETTERS)]
         if fit := fits.get(curve.ds_config):
-            by_fit = line(fit, curve)
-            drawn.append(Drawn(curve.name, [size for size, _, _ in by_fit], [100 * mean for _, mean, _ in by_fit],
-                               colour=own))
+            fitted = line(fit, curve)
+            drawn.append(Drawn(curve.name, [size for size, _, _ in fitted], [100 * mean for _, mean, _ in fitted],
+                               colour=curve_colour))
         drawn.append(Drawn(curve.name, [curve.size(point) for point in curve.points],
                            [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
-                           colour=own))
-        keys.append(f"  {letter} {curve.name}: measured" + ("; line: by its fit" if fit else ""))
+                           colour=curve_colour))
+        keys.append(f"  {letter} {curve.name}: measured" + ("; line: fit" if fit else ""))
     unit = curves[0].unit
     return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", unit, "%", width, _HEIGHT,
                        colour=colour) + "".join(f"{key}\n" for key in keys)
 
 
-def _said(sentences: Iterable[str], width: int) -> str:
-    return "".join(textwrap.fill(one, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False,
-                                 break_on_hyphens=False) + "\n" for one in sentences)
+def _wrapped(sentences: Iterable[str], width: int) -> str:
+    return "".join(textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="    ",
+                                 break_long_words=False, break_on_hyphens=False) + "\n" for sentence in sentences)
 
 
-# A study as one HTML page that needs nothing besides itself.
 _PERCENT = chart.Axis("%", lambda value: f"{value:.4g}")
 _DASHED = 8
-"""Added to a series' number: the same colour with other dashes."""
+"""Offset of a series' number that keeps its color and changes its dashes."""
 _MOST_MARKS = 8
 _IDEAL = 7
-"""The number of the ideal line: the last colour."""
+"""Series number of the ideal line: the last color."""
 
 
 def findings_page(findings: Findings, now: float | None = None) -> str:
-    """The page."""
+    """Return the report as one self-contained HTML page; `now` in epoch seconds."""
     intro = document.written_by("ezpz-llm scale report", now)
     if findings.typed:
         intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
-    bodies = [(one.heading, "".join(map(document.table_of, one.tables)) + _drawing(one, findings.extrapolations))
-              for one in sections(findings)]
+    bodies = [(section.heading,
+               "".join(map(document.table_of, section.tables)) + _drawing(section, findings.extrapolations))
+              for section in sections(findings)]
     bodies.append(("Provenance of each point", _provenance(findings)))
     return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
 
@@ -234,22 +236,23 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
 def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
     traced = [(point.name, split) for point in section.points if (split := point.split)]
     if traced:
-        return chart.bars("A traced step of the mean rank", traced, "ms", lambda value: f"{value * 1e3:.1f}")
+        return chart.bars("Traced step, mean over ranks", traced, "ms", lambda value: f"{value * 1e3:.1f}")
     if not (curves := section.curves):
         return ""
     mode, sizes = curves[0].mode, sorted({curve.size(point) for curve in curves for point in curve.points})
     unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_marks(sizes))
-    fits = {one.ds_config: one.fit for one in extrapolations if one.fit is not None}
+    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations
+            if extrapolation.fit is not None}
     return document.views(f"{mode}-scaling", "Show", [
         ("efficiency", chart.chart(
-            f"Efficiency, {mode} scaling: measured as dots, by the fit as lines with their bands", unit, _PERCENT,
+            f"Efficiency, {mode} scaling: measurements as dots, fits as lines with bands", unit, _PERCENT,
             _efficiency_series(curves, fits))),
         ("tokens/s", chart.chart(
-            "Tokens a second, and what the smallest point would give without any loss", unit,
+            "Tokens/s, and ideal scaling from the smallest point", unit,
             chart.Axis("tokens/s", short_number),
             [*_measured(curves, lambda curve, point: point.tokens_per_second),
              *_measured(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
-                        said=", without loss", first=_DASHED)])),
+                        suffix=", ideal", first=_DASHED)])),
         ("step time", chart.chart(
             "Step time", unit, chart.Axis("ms", lambda value: f"{value:.4g}"),
             _measured(curves, lambda curve, point: point.step_time.value * 1e3))),
@@ -257,22 +260,22 @@ def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
 
 
 def _marks(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Ticks at the sizes; where these are too many to be read, at powers of two between them."""
+    """Return ticks at the sizes, or at powers of two if there are more than _MOST_MARKS sizes."""
     if len(sizes) <= _MOST_MARKS:
         return tuple(sizes)
     return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])
 
 
 def _measured(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
-              said: str = "", first: int = 0) -> list[chart.Series]:
-    return [chart.Series(f"{curve.ds_config}{said}", [curve.size(point) for point in curve.points],
+              suffix: str = "", first: int = 0) -> list[chart.Series]:
+    return [chart.Series(f"{curve.ds_config}{suffix}", [curve.size(point) for point in curve.points],
                             [value(curve, point) for point in curve.points], i, dots)
             for i, curve in enumerate(curves, first)]
 
 
 def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[chart.Series]:
     series = _measured(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
-                       said=", measured")
+                       suffix=", measured")
     measured = [curve.size(point) for curve in curves for point in curve.points]
     series.append(chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL))
     for i, curve in enumerate(curves):
@@ -291,14 +294,14 @@ def _provenance(findings: Findings) -> str:
     common = _common(list(findings.provenance.values()))
     text = ""
     if common:
-        rows = document.table_of(Table("The same for all points", ("", "value"), tuple(common.items())))
+        rows = document.table_of(Table("Common to all points", ("", "value"), tuple(common.items())))
         text = f"<details><summary>Environment of all points</summary>{rows}</details>"
     for name, origin in findings.provenance.items():
-        own = tuple((key, value) for key, value in origin.environment.items() if key not in common)
-        words = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
-        only = Table(f"Environment of {name} that others have not", ("", "value"), own)
-        rows = document.table_of(only) if own else ""
-        text += f"<details><summary>{escape(name)}</summary>{words}{rows}</details>"
+        specific = tuple((key, value) for key, value in origin.environment.items() if key not in common)
+        commands = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
+        specific_table = Table(f"Environment specific to {name}", ("", "value"), specific)
+        rows = document.table_of(specific_table) if specific else ""
+        text += f"<details><summary>{escape(name)}</summary>{commands}{rows}</details>"
     return text or '<p class="empty">No record of the runs was found.</p>'
 
 

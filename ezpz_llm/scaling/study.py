@@ -1,4 +1,4 @@
-"""A study: its points, in which order they are run, and its files `study.json` and `points.jsonl`."""
+"""Scaling study: its points, the order of its runs, and its files `study.json` and `points.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Point:
-    """One size under one layout and mode. `launch` are the words for launch without hosts and run directory,
-    `command` is the training command with its batch."""
+    """Point of a study: a size under a layout and a mode.
+
+    Attributes:
+        launch: options for launch, without hosts and run directory.
+        command: training command with its batch.
+    """
 
     name: str
     mode: Mode
@@ -36,12 +40,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """Request of a study.
+    """Definition of a study.
 
-    `what` is scaling or layouts; `unit`, of the sizes, nodes or ranks; `hosts` the user's --hosts; `directory`
-    where the command is to run, absolute; `threads` each rank's at every size: as many as at the largest, since a
-    rank that has a host to itself would compute on all cores; `notes` what a reader should know of how the points
-    came about.
+    Attributes:
+        what: scaling or layouts.
+        unit: unit of the sizes, nodes or ranks.
+        hosts: the user's --hosts.
+        directory: absolute working directory of the command.
+        threads: threads per rank at every size: as many as at the largest, since a rank alone on a node would use
+            all its cores.
+        notes: notes on how the points were chosen.
     """
 
     what: str
@@ -57,10 +65,10 @@ class Study:
     notes: tuple[str, ...] = ()
 
     def point(self, name: str) -> Point:
-        """The point of that name.
+        """Return the point with that name.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no such point.
         """
         for point in self.points:
             if point.name == name:
@@ -68,8 +76,11 @@ class Study:
         raise UserError(f"the study has no point {name!r}", instead=", ".join(point.name for point in self.points))
 
     def order(self) -> list[tuple[Point, int]]:
-        """All runs as (point, repeat from 0). Each round has every point once, in an order of its own that the seed
-        fixes: what changes with time falls on all points alike."""
+        """Return all runs as (point, repeat from 0).
+
+        Each round contains every point once, in a random order fixed by the seed, so that drift over time affects
+        all points equally.
+        """
         runs: list[tuple[Point, int]] = []
         for repeat in range(self.repeats):
             points = list(self.points)
@@ -83,68 +94,69 @@ class Study:
 
 
 def study_file(folder: Path) -> Path:
-    """Path of a study's request."""
+    """Return the path of a study's definition."""
     return folder / "study.json"
 
 
 def run_dir_of(folder: Path, point: Point, repeat: int) -> RunDir:
-    """The run directory of a repeat."""
+    """Return the run directory of a repeat."""
     return RunDir(folder / "points" / point.name / f"run-{repeat}")
 
 
 def read_study(folder: Path) -> Study:
-    """The study in `folder`.
+    """Read the study in `folder`.
 
     Raises:
-        UserError: there is none, or its file is none of ours.
+        UserError: there is no study, or its file is invalid or from another version.
     """
     try:
         stored = read_json(study_file(folder))
     except NoFile:
         raise UserError("this is not a study: it has no study.json", where=str(folder),
-                        instead="the folder that ezpz-llm scale named (runs/scale-…)") from None
+                        instead="the folder that ezpz-llm scale printed (runs/scale-…)") from None
     if not isinstance(stored, dict) or stored.pop("version", None) != _VERSION:
-        raise UserError("study.json is none of this version", where=str(study_file(folder)))
+        raise UserError("study.json was written by another version", where=str(study_file(folder)))
     return as_dataclass(Study, stored, str(study_file(folder)))
 
 
 def carve(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
-    """The hosts of one repeat: neighbours in the reservation's order, others in every repeat, so that no size
-    depends on one host alone."""
+    """Return the nodes of one repeat: consecutive in the reservation, and shifted with each repeat.
+
+    The shift keeps the result of a size from depending on a single node.
+    """
     first = repeat * nodes % len(hosts)
     return tuple(hosts[(first + step) % len(hosts)] for step in range(nodes))
 
 
-# Finished runs, one line each in points.jsonl.
 Mode = Literal["weak", "strong"]
 
 SPLIT = ("compute", "exposed_communication", "data", "optimizer", "other")
-"""The keys of `Repeat.split`."""
+"""Keys of `Repeat.split`."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One finished run of a point; everything is read from its run directory.
+    """Measurements of one finished run of a point, read from its run directory.
 
-    A failed one has `error` set, with why, and what was measured is None or empty; batch and ranks are as planned.
+    For a failed run, `error` is set and measurements are None or empty; batch and ranks are those planned.
 
     Attributes:
-        point: the point's name, the same for all its repeats, such as `weak-ddp-n2`.
+        point: name of the point, such as `weak-ddp-n2`.
         mode: weak (fixed batch per device) or strong (fixed global batch).
-        ranks: of the whole run; one device each.
-        repeat: from 0.
-        global_batch: sequences a step; `micro_batch` of them on each data-parallel rank, `accumulation` times.
-        block_size: tokens of a sequence.
-        step_times_s: seconds of each steady step in order (warm-up and the last left out). A step is over for all
-            ranks when it is for the slowest.
-        tokens_per_second: of all ranks, at the median step time.
-        mfu: fraction of the device's vendor peak, None where that is unknown.
-        peak_device_bytes, peak_host_bytes: of the rank that took most.
-        split: seconds a step under the keys SPLIT, of the mean rank; None where no steps were traced.
-        slowest_rank, slowest_host: which spent longest ahead of its collectives.
-        first_loss, last_loss: of the first step, and the mean over the last tenth of the steps.
-        run_dir: relative to the study's folder.
-        error: why it failed, None where it did not.
+        ranks: world size; each rank has one device.
+        repeat: number of the run, from 0.
+        global_batch: sequences per step: `micro_batch` on each data-parallel rank, `accumulation` times.
+        block_size: tokens per sequence.
+        step_times_s: times of the steady steps in order, without warm-up and the last step. The slowest rank
+            determines a step's time.
+        tokens_per_second: throughput of all ranks at the median step time.
+        mfu: fraction of the device's vendor peak; None if the peak is unknown.
+        peak_device_bytes, peak_host_bytes: peaks of the rank with the largest one.
+        split: seconds per step under the keys SPLIT, averaged over ranks; None without traced steps.
+        slowest_rank, slowest_host: rank that spent the longest time before its collectives, and its hostname.
+        first_loss, last_loss: loss of the first step, and mean loss over the last tenth of the steps.
+        run_dir: path relative to the study's folder.
+        error: reason for the failure; None if the run succeeded.
     """
 
     point: str
@@ -172,60 +184,63 @@ class Repeat:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, all ranks."""
+        """Tokens per step over all ranks."""
         return self.global_batch * self.block_size
 
 
 def points_file(study: Path) -> Path:
-    """Path of a study's finished repeats."""
+    """Return the path of a study's finished repeats."""
     return study / "points.jsonl"
 
 
 def add_repeat(study: Path, repeat: Repeat) -> None:
-    """Append one line, in one write; jobs of one study may do so at the same time."""
+    """Append a finished repeat under a lock, since jobs of one study may append concurrently."""
     with locked(study, math.inf):
         append_line(points_file(study), asdict(repeat))
 
 
 def read_repeats(study: Path) -> list[Repeat]:
-    """The finished repeats in the order in which they finished, none before the first has; of one that was run
-    again, the later.
+    """Return the finished repeats in order of completion; of a repeat that was run again, only the last run.
 
     Raises:
-        UserError: a line is none of ours.
+        UserError: a line is not a valid repeat.
     """
     path = points_file(study)
-    found: dict[tuple[str, int], Repeat] = {}
+    repeats: dict[tuple[str, int], Repeat] = {}
     try:
         for line in read_lines(path):
             repeat = as_dataclass(Repeat, line, str(path), drop_unknown=True)
-            found.pop((repeat.point, repeat.repeat), None)
-            found[repeat.point, repeat.repeat] = repeat
+            repeats.pop((repeat.point, repeat.repeat), None)
+            repeats[repeat.point, repeat.repeat] = repeat
     except UserError as error:
-        raise UserError(f"after {len(found)} runs comes a line that is none of a study's: {error.found}",
+        raise UserError(f"the line after {len(repeats)} runs is not a run of a study: {error.found}",
                         where=error.where, instead="remove that line") from error
-    return list(found.values())
+    return list(repeats.values())
 
 
-# Provenance of a point: its exact command and the environment it ran in, from run.json.
 @dataclass(frozen=True)
 class Provenance:
-    """`commands`: what was typed, and what that started. `environment`: versions, device, hosts, variables."""
+    """Commands and environment of a point's runs, from run.json.
+
+    Attributes:
+        commands: the command as typed, and the launcher command that it started.
+        environment: versions, device, hosts and variables.
+    """
 
     commands: tuple[str, ...]
     environment: dict[str, str]
 
 
 def provenance_of(run_dirs: Sequence[Path]) -> Provenance:
-    """Return the provenance of a point's runs: the first one's, with the nodes of each; without missing parts."""
+    """Return the provenance of the first run, with the nodes of all runs, omitting missing values."""
     records = [read_record(RunDir(run_dir)) for run_dir in run_dirs]
     record = records[0]
     launch, environment = record.get("launch") or {}, record.get("environment") or {}
     commands = [shlex.join(words) for words in (launch.get("typed"), launch.get("argv")) if words]
     device = environment.get("device") or {}
-    hosts = [" ".join((one.get("environment") or {}).get("hosts") or (one.get("launch") or {}).get("hosts") or ())
-             for one in records]
-    found: dict[str, Any] = {
+    hosts = [" ".join((record.get("environment") or {}).get("hosts") or (record.get("launch") or {}).get("hosts")
+                      or ()) for record in records]
+    values: dict[str, Any] = {
         **(environment.get("versions") or {}),
         "platform": environment.get("platform"),
         "device": " ".join(str(device[key]) for key in ("type", "name") if device.get(key)) or None,
@@ -237,4 +252,4 @@ def provenance_of(run_dirs: Sequence[Path]) -> Provenance:
         "hosts": ", then ".join(dict.fromkeys(filter(None, hosts))) or None,
         **(environment.get("variables") or {}), **(launch.get("env") or {}),
     }
-    return Provenance(tuple(commands), {name: str(value) for name, value in found.items() if value is not None})
+    return Provenance(tuple(commands), {name: str(value) for name, value in values.items() if value is not None})

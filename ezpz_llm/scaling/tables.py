@@ -1,4 +1,4 @@
-"""Findings of a study as tables with notes, for the terminal and the page (no torch)."""
+"""Tables and notes of a study, for the terminal and the HTML page (no torch)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from ezpz_llm.scaling.findings import Extrapolation, Findings
 from ezpz_llm.scaling.fit import TERMS, Fit, explain_predicted, explain_superlinear
 from ezpz_llm.scaling.study import SPLIT
 
-STEPS_ONLY = "*: one run only, so that its interval leaves out what differs from run to run"
+STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 
 _USELESS = 10
-"""The upper end of an interval over its lower end from which on it says nothing."""
+"""Upper over lower end of an interval above which the interval is not shown."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with tables; `curves` are those to be drawn beside them, `points` those whose split is."""
+    """Section of a report.
+
+    Attributes:
+        curves: curves to plot next to the tables.
+        points: points whose step-time breakdown to plot.
+    """
 
     heading: str
     tables: tuple[Table, ...]
@@ -31,30 +36,31 @@ class Section:
 
 
 def sections(findings: Findings) -> list[Section]:
-    """Everything that a study says, in the order in which it is read."""
-    found = []
+    """Return the sections of a report in reading order."""
+    report = []
     for mode in ("weak", "strong"):
         if curves := tuple(curve for curve in findings.curves if curve.mode == mode):
-            found.append(Section(f"{mode.capitalize()} scaling", tuple(map(curve_table, curves)), curves))
+            report.append(Section(f"{mode.capitalize()} scaling", tuple(map(curve_table, curves)), curves))
     if findings.contests:
-        found.append(Section("Layouts compared", tuple(map(contest_table, findings.contests))))
+        report.append(Section("Layouts compared", tuple(map(contest_table, findings.contests))))
     measured = tuple(point for point in findings.points if point.good)
-    found.append(Section("Step-time breakdown", (split_table(measured),), points=measured))
+    report.append(Section("Step-time breakdown", (split_table(measured),), points=measured))
     if findings.extrapolations:
-        found.append(Section("Beyond what was measured", tuple(
-            one for extrapolation in findings.extrapolations for one in extrapolation_tables(extrapolation))))
-    failed = tuple((one.point, str(one.repeat), one.error, one.run_dir)
-                   for point in findings.points for one in point.repeats if one.error is not None)
+        report.append(Section("Extrapolation", tuple(
+            table for extrapolation in findings.extrapolations for table in extrapolation_tables(extrapolation))))
+    failed = tuple((repeat.point, str(repeat.repeat), repeat.error, repeat.run_dir)
+                   for point in findings.points for repeat in point.repeats if repeat.error is not None)
     if failed:
-        found.append(Section("Failed runs", (Table("Failed runs", ("point", "run", "why", "directory"), failed),)))
-    return found
+        report.append(Section("Failed runs", (
+            Table("Failed runs", ("point", "run", "error", "directory"), failed),)))
+    return report
 
 
 def curve_table(curve: Curve) -> Table:
-    """Speed and efficiency of a curve's points."""
+    """Return the table of throughput and efficiency of a curve."""
     strong = curve.mode == "strong"
     columns = (*_sizes(curve), "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
-               *(("speed-up",) if strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
+               *(("speedup",) if strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
     rows = []
     for point in curve.points:
         efficiency = curve.efficiency(point)
@@ -64,16 +70,16 @@ def curve_table(curve: Curve) -> Table:
 
 
 def title_of(curve: Curve) -> str:
-    """Return the curve's title: what was held fixed."""
-    one = curve.base.first
-    fixed = (f"{one.global_batch / curve.base.ranks:g} sequences a step and device" if curve.mode == "weak" else
-             f"{one.global_batch} sequences a step")
-    mode, tokens = curve.mode.capitalize(), one.block_size
-    return f"{mode} scaling, {curve.ds_config}: {fixed} at every size, of {tokens} tokens"
+    """Return the title of a curve, with the batch that all sizes share."""
+    repeat = curve.base.first
+    mode, tokens = curve.mode.capitalize(), repeat.block_size
+    fixed = (f"{repeat.global_batch / curve.base.ranks:g} sequences of {tokens} tokens per step and device"
+             if curve.mode == "weak" else f"{repeat.global_batch} sequences of {tokens} tokens per step")
+    return f"{mode} scaling, {curve.ds_config}: {fixed} at every size"
 
 
 def split_table(points: Sequence[Measured]) -> Table:
-    """Table of the step-time breakdown, memory and the slowest rank."""
+    """Return the table of step-time breakdown, memory and slowest rank."""
     rows = []
     for point in points:
         split = point.split
@@ -83,13 +89,13 @@ def split_table(points: Sequence[Measured]) -> Table:
                      f"{split['exposed_communication'] / total:.0%}" if split and total else "-",
                      f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory(point.peak_device_bytes),
                      _memory(point.peak_host_bytes), f"{rank} {host} ({times}/{len(point.good)})"))
-    return Table("Where a step goes (ms of the mean rank in the traced steps; times and rates above leave these "
-                 "out)", ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
-                  "host GiB", "slowest rank"), tuple(rows))
+    return Table("Step-time breakdown (ms, mean over ranks in the traced steps, which the results above exclude)",
+                 ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
+                  "CPU GiB", "slowest rank"), tuple(rows))
 
 
 def contest_table(contest: Sequence[Measured]) -> Table:
-    """Layouts at one size, each against the fastest."""
+    """Return the table of layouts at one size, each relative to the fastest."""
     best = contest[0]
     rows = []
     for point in contest:
@@ -99,31 +105,32 @@ def contest_table(contest: Sequence[Measured]) -> Table:
                      "-" if point is best else interval_text(share)))
     size = f"{counted(best.ranks, 'rank')} on {counted(best.nodes, 'node')} ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
-    held = f"{best.first.global_batch} sequences a step" if len(batches) == 1 else "each with a batch of its own"
-    return Table(f"Layouts on {size}, {held}", (
-        "layout", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev", "MFU", "device GiB", "host GiB",
+    batch = f"{best.first.global_batch} sequences per step" if len(batches) == 1 else "with different batches"
+    return Table(f"Layouts on {size}, {batch}", (
+        "layout", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev", "MFU", "device GiB", "CPU GiB",
         "of fastest", f"{CONFIDENCE:.0%} interval"), tuple(rows),
         (STEPS_ONLY,) * any(point.step_time.basis == "steps" for point in contest))
 
 
 def extrapolation_tables(extrapolation: Extrapolation) -> list[Table]:
-    """The fit of a layout, and the sizes that were not measured, with what is to be known of them."""
+    """Return the tables of a layout's fit and predictions, with their notes."""
     notes, fit = tuple(fit_notes(extrapolation)), extrapolation.fit
     if fit is None:
         return [Table("", (), (), notes)]
     targets = tuple(f"{target.curve.name}: {target.describe()}" for target in extrapolation.targets)
     if not extrapolation.predictions:
         return [replace(fit_table(extrapolation.ds_config, fit), notes=(*notes, *targets))]
-    rows = tuple((one.curve.name, f"{one.size} {one.curve.unit}", str(one.ranks), f"{one.seconds * 1e3:.1f}",
-                  _band(one.seconds_band, 1e3, ".1f"), short_number(one.tokens_per_second), f"{one.efficiency:.1%}",
-                  _band(one.efficiency_band, 100, ".1f")) for one in extrapolation.predictions)
-    title = f"By the fit of {extrapolation.ds_config}, with bands of {CONFIDENCE:.0%} for the mean over runs"
+    rows = tuple((predicted.curve.name, f"{predicted.size} {predicted.curve.unit}", str(predicted.ranks),
+                  f"{predicted.seconds * 1e3:.1f}", _band(predicted.seconds_band, 1e3, ".1f"),
+                  short_number(predicted.tokens_per_second), f"{predicted.efficiency:.1%}",
+                  _band(predicted.efficiency_band, 100, ".1f")) for predicted in extrapolation.predictions)
+    title = f"Predictions of {extrapolation.ds_config}, with {CONFIDENCE:.0%} bands for the mean over runs"
     columns = ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %")
     return [replace(fit_table(extrapolation.ds_config, fit), notes=notes), Table(title, columns, rows, targets)]
 
 
 def fit_table(ds_config: str, fit: Fit) -> Table:
-    """The best model term by term at each point, against what was measured."""
+    """Return the table of the best model's terms and the measured step time at each point."""
     names = [name for name in ("work", "bubble", *TERMS[1:]) if any(name in row.parts for row in fit.rows)]
     rows = [(row.point.name, *(f"{row.parts.get(name, 0.0) * 1e3:.1f}" for name in names),
              f"{row.seconds * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.deviation:+.1%}") for row in fit.rows]
@@ -132,32 +139,33 @@ def fit_table(ds_config: str, fit: Fit) -> Table:
 
 
 def fit_notes(extrapolation: Extrapolation) -> list[str]:
-    """Notes on a fit: its error, what it cannot tell, and what else would fit."""
+    """Return the notes on a fit: its error, its ambiguities, and models that fit as well."""
     fit = extrapolation.fit
     if fit is None:
         return [f"{extrapolation.ds_config}: {extrapolation.why}"]
-    tested = f"{fit.error:.1%} from the points (root mean square)" if fit.free else \
-        "as many terms as points, so that nothing tests the form"
-    notes = [f"the fit is {tested}; the points' own error is {fit.noise:.1%}"]
+    test = f"the fit deviates from the points by {fit.error:.1%} (root mean square)" if fit.free else \
+        "the fit has as many terms as points, so nothing tests its form"
+    notes = [f"{test}; the error of the points is {fit.noise:.1%}"]
     modes = {curve.mode for curve in fit.curves}
     if len(modes) == 1:
-        both = "a serial part and the work of a device" if modes == {"weak"} else "a serial part and bandwidth"
-        notes.append(f"{modes.pop()} scaling alone does not tell {both} apart; --mode both does")
+        terms = "the serial and work terms" if modes == {"weak"} else "the serial and bandwidth terms"
+        notes.append(f"{modes.pop()} scaling alone cannot separate {terms}; --mode both can")
     if fit.rivals:
         others = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
         more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
-        notes.append(f"these points support as well: {others}{more}. The band holds them all")
-    notes += [f"{one.curve.name} at {one.size} {one.curve.unit}: {one.efficiency:.1%} is above 100 %: {why}"
-              for one in extrapolation.predictions if (why := explain_predicted(fit, one))]
+        notes.append(f"other models fit these points as well: {others}{more}. The band includes them all")
+    notes += [f"{predicted.curve.name} at {predicted.size} {predicted.curve.unit}: {predicted.efficiency:.1%} is "
+              f"above 100 %: {why}"
+              for predicted in extrapolation.predictions if (why := explain_predicted(fit, predicted))]
     return [*notes, *extrapolation.refused]
 
 
 def interval_text(estimate: Estimate) -> str:
-    """An interval in percent, with a mark where it is of the steps of one run."""
+    """Format an interval in percent, marked with * if it is from the steps of one run."""
     if estimate.interval is None:
-        return "not known"
+        return "unknown"
     if estimate.interval[1] > _USELESS * estimate.interval[0]:
-        return "too wide to tell"
+        return "too wide"
     return _band(estimate.interval, 100, ".1f") + ("*" if estimate.basis == "steps" else "")
 
 
@@ -175,8 +183,8 @@ def _size(curve: Curve, point: Measured) -> tuple[str, ...]:
 
 def _speed(point: Measured) -> tuple[str, ...]:
     steps = point.steps
-    good, asked = len(point.good), len(point.repeats)
-    return (str(good) if good == asked else f"{good}/{asked}", f"{point.step_time.value * 1e3:.1f}",
+    good, finished = len(point.good), len(point.repeats)
+    return (str(good) if good == finished else f"{good}/{finished}", f"{point.step_time.value * 1e3:.1f}",
             _band((steps.low, steps.high), 1e3, ".1f"), short_number(point.tokens_per_second),
             short_number(point.tokens_per_second_per_device))
 
@@ -186,14 +194,14 @@ def _memory(value: int | None) -> str:
 
 
 def curve_notes(curve: Curve) -> tuple[str, ...]:
-    """Notes of a curve; every efficiency above 100 % with its causes."""
-    above = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
+    """Return the notes of a curve, including the causes of each efficiency above 100 %."""
+    superlinear = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
              for point in curve.points if (causes := explain_superlinear(curve, point))]
     is_marked = any(curve.efficiency(point).basis == "steps" for point in curve.points)
-    return (*curve.notes, *above, *([STEPS_ONLY] if is_marked else []))
+    return (*curve.notes, *superlinear, *([STEPS_ONLY] if is_marked else []))
 
 
 def study_notes(findings: Findings) -> list[str]:
-    """Notes of the whole study."""
-    left = f"{counted(findings.missing, 'run')} left to do: {typable('ezpz-llm scale --study D')} continues them"
+    """Return the notes of the whole study."""
+    left = f"{counted(findings.missing, 'run')} left to run; continue with {typable('ezpz-llm scale --study D')}"
     return [*findings.notes, *([left] if findings.missing > 0 else [])]

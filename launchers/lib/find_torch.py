@@ -1,7 +1,7 @@
-"""Find the torch that this Python imports: two lines, its file and its version as pip knows it.
+"""Print the file of the torch that this Python imports, and its version as pip knows it, on two lines.
 
-Run by the Python of a new virtual environment, with the version that is needed at least. Exit 3: there is none; 4:
-there is one that cannot be used, with the reason on standard output.
+Run by the Python of a new virtual environment, with the minimum version as argument. Exit code 3: torch is missing.
+4: torch cannot be used, for the reason on standard output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(floor: str) -> int:
         return 3
     try:
         import torch
-    except Exception as error:  # a build for libraries or devices that are not here can raise anything
+    except Exception as error:  # a build for missing libraries or devices can raise any error
         print(f"torch at {spec.origin} cannot be imported: {error}")
         return 4
     version = str(torch.__version__)
@@ -43,8 +43,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _compute_a_gradient(torch: ModuleType) -> None:
-    # Imports that work say little: builds without torch.distributed exist, and broken maths libraries. A step of an
-    # optimizer would say no more, but imports torch's compiler: 1.7 s, and a folder among the temporary files.
+    # A successful import is not enough: builds can lack torch.distributed or have broken math libraries. An
+    # optimizer step would not test more, but imports torch's compiler: 1.7 s, and a folder in the temporary
+    # directory.
     if not torch.distributed.is_available():
         raise RuntimeError("it was built without torch.distributed")
     weights = torch.ones(2, 2, requires_grad=True)
@@ -52,16 +53,17 @@ def _compute_a_gradient(torch: ModuleType) -> None:
 
 
 def _version_for_pip(file: Path, version: str) -> str:
-    """The version in the metadata of the distribution that holds `file`, to which pip can be held.
+    """Return the version in the metadata of the distribution that contains `file`, for a pip constraint.
 
-    torch.__version__ may have a local part (2.13.0+cu130) that the metadata of the same wheel lacks: pip compares
-    with the metadata, and no installed torch meets a constraint with the local part.
+    torch.__version__ may have a local part (2.13.0+cu130) that the metadata of the wheel lacks. pip compares with
+    the metadata, so a constraint with the local part would never match.
     """
-    found = next(iter(importlib.metadata.distributions(name="torch")), None)
-    # An editable install has its metadata elsewhere, but of the same public version.
-    if found and (_holds(found, file) or found.version.partition("+")[0] == version.partition("+")[0]):
-        return found.version
-    # Some sites' builds come without metadata: pip would not see them, and would install another on top.
+    installed = next(iter(importlib.metadata.distributions(name="torch")), None)
+    # An editable install has its metadata elsewhere, with the same public version.
+    if installed and (_contains(installed, file)
+                      or installed.version.partition("+")[0] == version.partition("+")[0]):
+        return installed.version
+    # Some sites' builds have no metadata: pip would not see them and would install another torch on top.
     folder = Path(sysconfig.get_path("purelib")) / f"torch-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
@@ -69,7 +71,7 @@ def _version_for_pip(file: Path, version: str) -> str:
     return version
 
 
-def _holds(distribution: importlib.metadata.Distribution, file: Path) -> bool:
+def _contains(distribution: importlib.metadata.Distribution, file: Path) -> bool:
     return Path(str(distribution.locate_file("torch/__init__.py"))).resolve() == file.resolve()
 
 

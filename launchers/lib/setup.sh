@@ -1,10 +1,10 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# Makes the virtual environment. Sourced by with-env, which has set: here, self, cache, python, venv, wheels.
+# Creates the virtual environment. Sourced by with-env, which sets: here, self, cache, python, venv, wheels.
 
 default_torch=torch==2.13.0
-# Of the whole set-up with that version on x86-64 Linux, measured.
-size_of_cuda="2.8 GB to download, 5.1 GB on disk and the download once more in pip's cache"
+# Measured sizes of a whole set-up with that version on x86-64 Linux.
+size_of_cuda="2.8 GB to download, 5.1 GB on disk plus a copy of the download in pip's cache"
 size_of_cpu='0.3 GB to download, 1.4 GB on disk'
 cpu_index=https://download.pytorch.org/whl/cpu
 log=$venv.log
@@ -27,7 +27,7 @@ end_children() {
 }
 
 interrupted() { # SIGNAL NUMBER
-    say "interrupted by $1; the same command again starts over"
+    say "interrupted by $1; run the same command to start over"
     exit $((128 + $2))
 }
 
@@ -38,9 +38,9 @@ watch_signals() {
     trap 'interrupted SIGHUP 1' HUP
 }
 
-# Runs a command with its output in the log, and a sign of life now and then. Each job has a process group of its own,
-# so that an interrupt ends pip together with what pip started. A killed with-env ends nothing: the command keeps the
-# lock open, so that the next with-env waits for it instead of working in the same folder.
+# Run a command with its output in the log, and print its progress. Each job has its own process group, so that an
+# interrupt stops pip and its child processes. If with-env is killed, the command keeps running and holds the lock,
+# so that the next with-env waits for it instead of working in the same folder.
 step() { # WHAT COMMAND…
     local what=$1 first status=0
     shift
@@ -61,14 +61,14 @@ step() { # WHAT COMMAND…
     if ((status)); then step_failed "$what" "$first"; fi
 }
 
-# A line whenever there is something new, and each minute where there is not.
+# Print a line on each change, and at least one per minute.
 show_progress() { # FIRST_LINE
     local now shown='' silent=0
     while sleep 10 && kill -0 $$ 2>/dev/null; do
         now=$("$python" -I "$here/launchers/lib/progress.py" "$log" "$1") || continue
         silent=$((silent + 10))
         if [[ -z $now || $now == "$shown" ]] && ((silent < 60)); then continue; fi
-        say "  … ${now:-still at it}"
+        say "  … ${now:-still running}"
         shown=$now silent=0
     done
 }
@@ -78,55 +78,53 @@ step_failed() { # WHAT FIRST_LINE
     text=$(tail -n "+$2" "$log")
     printf 'with-env: failed: %s. The last lines:\n%s\n' "$1" "$(tail -n 12 <<<"$text" | sed 's/^/    /')" >&2
     if [[ -n $wheels && -d $wheels && $text == *"No matching distribution"* ]]; then
-        printf 'with-env: %s lacks a wheel. Make it again, on a machine with a network and this Python: %s\n' \
+        printf 'with-env: %s lacks a wheel. Recreate it on a machine with a network and this Python: %s\n' \
             "$wheels" "launchers/with-env --wheels DIR" >&2
     elif grep -qE 'NewConnectionError|ConnectTimeout|NameResolution|ProxyError|unreachable|name resolution' <<<"$text"; then
         printf 'with-env: %s\n' \
-            "there seems to be no network here: the package index cannot be reached." \
+            "there seems to be no network here: the package index is not reachable." \
             "On a machine with a network and the same Python:   launchers/with-env --wheels DIR" \
             "then here:                                         launchers/with-env --wheels DIR CMD …" >&2
     fi
-    fail "the whole log: $log" "with the cause out of the way, the same command starts over; nothing has to be removed"
+    fail "full log: $log" "fix the cause, then run the same command to start over; no clean-up is necessary"
 }
 
 pip_run() { # SUBCOMMAND ARGS…
-    # DeepSpeed's ops are built by a command of their own. PEP 517: older pips build DeepSpeed with a setuptools that
-    # has no bdist_wheel. An index answers or does not: pip's own five retries take minutes where there is no network.
+    # `doctor --build-ops` builds DeepSpeed's ops. PEP 517: older pips build DeepSpeed with a setuptools that has no
+    # bdist_wheel. Few retries: pip's default of five takes minutes without a network.
     DS_BUILD_OPS=0 PIP_USE_PEP517=1 PIP_USER=0 PIP_CACHE_DIR=${PIP_CACHE_DIR:-$cache/pip} \
         PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off "$venv/bin/python" -m pip "$1" \
         --timeout 15 --retries 2 ${source_of_wheels[@]+"${source_of_wheels[@]}"} "${@:2}"
 }
 
-requirement() { # NAME: as pyproject.toml has it
+requirement() { # NAME: print its requirement from pyproject.toml
     sed -n "s/^[a-z ]*=* *\[*\"\($1>=[^\"]*\)\".*/\1/p" "$here/pyproject.toml" | head -n 1
 }
-
-# --- steps -----------------------------------------------------------------------------------------------------
 
 check_python() {
     local version
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run"
     case $version in
-        2.* | 3.[0-9]) fail "$python is Python $version; 3.10 or newer is needed" \
-            "load a newer Python module, or name one: EZPZ_PYTHON=/path/to/python3" ;;
+        2.* | 3.[0-9]) fail "$python is Python $version; 3.10 or newer is required" \
+            "load a newer Python module, or set EZPZ_PYTHON=/path/to/python3" ;;
     esac
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "$python cannot make virtual environments (no ensurepip)" \
+        fail "$python cannot create virtual environments (no ensurepip)" \
             "on Debian and Ubuntu: apt-get install python$version-venv"
     if [[ -z ${CXX:-} && -z $(type -P c++ || type -P g++) ]]; then
-        say "warning: no C++ compiler (c++, g++ or \$CXX); DeepSpeed's ops and torch.compile need one"
+        say "warning: no C++ compiler (c++, g++ or \$CXX); DeepSpeed's ops and torch.compile require one"
     fi
 }
 
-# With --system-site-packages the new environment sees what its base Python has, which for the Python of an active
-# virtual environment is not what that environment has: its packages are added by name. The setuptools that Pythons
-# before 3.12 put into a new environment would shadow the one that a reused torch asks for.
+# With --system-site-packages, the new environment sees the packages of its base Python, but not those of an active
+# virtual environment, whose folders are added by a .pth file. Remove the setuptools that Pythons before 3.12 put
+# into a new environment: it would shadow the version that a reused torch requires.
 make_venv() {
     "$python" -m venv --clear --system-site-packages "$venv"
     "$venv/bin/python" -m pip uninstall --yes --quiet setuptools
-    local own
-    own=$(site_packages)
-    "$python" >"$own/with_env_outer.pth" - <<'END'
+    local site
+    site=$(site_packages)
+    "$python" >"$site/with_env_outer.pth" - <<'END'
 import sys
 import sysconfig
 
@@ -134,9 +132,9 @@ if sys.prefix != sys.base_prefix:
     for folder in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
         print(f'import site; site.addsitedir(r"{folder}")')
 END
-    # Beside a torch on PYTHONPATH there may be older versions of what is installed here.
+    # The folder of a torch on PYTHONPATH may contain older versions of packages that are installed here.
     if [[ -n $(pythonpath_with_torch) ]]; then
-        printf 'import sys; sys.path.insert(0, r"%s")\n' "$own" >"$own/with_env_first.pth"
+        printf 'import sys; sys.path.insert(0, r"%s")\n' "$site" >"$site/with_env_first.pth"
     fi
 }
 
@@ -147,7 +145,7 @@ isolate_venv() {
     rm -f "$(site_packages)/with_env_outer.pth"
 }
 
-# Sets torch_file, torch_version and torch_words: what pip is to install, or nothing where a torch is reused.
+# Set torch_file and torch_version of a torch to reuse, or torch_words, the arguments for pip to install one.
 find_torch() {
     local found status=0
     torch_file='' torch_version='' torch_words=()
@@ -169,13 +167,13 @@ find_torch() {
             isolate_venv
             choose_torch
             ;;
-        *) fail "${found:-torch cannot be looked for}" \
-            "load a module or a Python with another torch, or have one installed: EZPZ_LLM_TORCH=$default_torch" ;;
+        *) fail "${found:-the search for torch failed}" \
+            "load a module or a Python with another torch, or install one: EZPZ_LLM_TORCH=$default_torch" ;;
     esac
 }
 
-# What is to be installed where there is no torch, said before it is downloaded. Of several builds of one version pip
-# takes the one whose label sorts last, whatever is in the machine: without an NVIDIA driver the CPU build is asked for.
+# Choose the torch to install, and print its size before the download. Of several builds of a version, pip takes the
+# one whose label sorts last, whatever the machine has: without an NVIDIA driver, request the CPU build.
 choose_torch() {
     local offered build
     torch_words=("$default_torch")
@@ -189,13 +187,13 @@ choose_torch() {
     if [[ $build == *+cpu ]]; then
         say "torch $build, for CPUs: $size_of_cpu"
         if has_nvidia_driver; then
-            say "warning: here is an NVIDIA GPU, and pip's settings offer a CPU build. For the one of PyPI:"
+            say "warning: this machine has an NVIDIA GPU, but pip's settings offer a CPU build. For PyPI's build:"
             say "    export EZPZ_LLM_TORCH=torch===${default_torch#torch==}"
         fi
     elif [[ $build == *+cu* || $build@$(uname -sm) == "${default_torch#torch==}@Linux x86_64" ]]; then
-        say "torch $build, with CUDA: $size_of_cuda ($(free_space) free there)"
+        say "torch $build, with CUDA: $size_of_cuda ($(free_space) free)"
         if ! has_nvidia_driver; then
-            say "no NVIDIA driver here. Where no GPU is to be used, the CPU build is enough: $size_of_cpu. To have it:"
+            say "no NVIDIA driver. Without a GPU, the CPU build is enough: $size_of_cpu. To install it:"
             say "    export EZPZ_LLM_TORCH='$default_torch --index-url $cpu_index'"
         fi
     fi
@@ -203,7 +201,7 @@ choose_torch() {
 
 free_space() { df -Ph "$venv" | awk 'NR == 2 { print $4 "B" }'; }
 
-# The builds of the default version that pip finds for this Python, one a line, last the one that it would take.
+# List the builds of the default version that pip finds for this Python, one per line; pip would take the last.
 list_builds() {
     local found
     found=$(pip_run index versions torch)
@@ -226,13 +224,13 @@ install_torch() {
         say "using torch $torch_version of $torch_file"
     fi
     local found
-    found=$(ask_torch) || fail "torch was installed but does not work: $found" "the whole log: $log"
+    found=$(ask_torch) || fail "torch was installed but does not work: $found" "full log: $log"
     { read -r torch_file && read -r torch_version; } <<<"$found"
     printf 'torch==%s\n' "$torch_version" >"$venv/constraints.txt"
     list_companions >>"$venv/constraints.txt"
 }
 
-# Packages that belong to one build of torch: pip must not put another version of them on top of a module's.
+# Print constraints for packages that depend on the build of torch: pip must not replace a module's versions.
 list_companions() {
     "$venv/bin/python" - <<'END'
 from importlib.metadata import PackageNotFoundError, version
@@ -256,13 +254,13 @@ import ezpz_llm.cli
 print(torch.__file__)')
     found=${found##*$'\n'}
     printf 'torch: %s\n' "$found"
-    [[ $found == "$torch_file" ]] # not shadowed by one that pip put beside it
+    [[ $found == "$torch_file" ]] # not shadowed by a torch that pip installed
 }
 
-# Always, whatever the machine has today: launch decides which mpiexec is run when it is run. MPICH lies beside the
-# environment, not in it: its mpiexec must not come before a site's on PATH, and its library must not be the one that
-# mpi4py finds first. Ours names its library to its ranks; without mpiexec, mpi4py looks where the linker does and then
-# here (the list with an empty first entry in MPI4PY_LIBMPI).
+# Always install MPICH, even if the machine has an MPI now: launch chooses an mpiexec when it runs. MPICH is outside
+# the environment's bin and lib folders, so that its mpiexec does not precede a site's on PATH and mpi4py does not
+# find its library first. Our mpiexec passes its library to its ranks. Without mpiexec, mpi4py searches the linker's
+# folders first, then ours (MPI4PY_LIBMPI is a list whose first entry is empty).
 install_mpich() {
     local name
     pip_run install --ignore-installed --no-deps --prefix "$venv/mpich" "$(requirement mpich)"
@@ -278,9 +276,7 @@ END
     done
 }
 
-# --- the whole ---------------------------------------------------------------------------------------------------
-
-# Of the files that is_ready compares the stamp's age with.
+# Print a checksum of the files whose age is_ready compares with the stamp.
 fingerprint() { cat "$here/pyproject.toml" "$self" "$here/launchers/lib/setup.sh" | sha256sum; }
 
 take_lock() {
@@ -288,17 +284,17 @@ take_lock() {
     exec 9>"$venv.lock"
     flock -n -E 75 9 2>/dev/null || status=$?
     if ((status == 75)); then
-        say "another set-up of this environment is still running; waiting for it to end"
+        say "waiting for another set-up of this environment to finish"
         flock 9
     elif ((status)); then
-        say "warning: this file system has no locks; do not start a second with-env during the set-up"
+        say "warning: this file system does not support locks; do not start a second with-env during the set-up"
     fi
 }
 
 set_up() {
     local recorded=
     source_of_wheels=()
-    mkdir -p "$cache/venvs" || fail "$cache cannot be written: choose another folder with EZPZ_LLM_CACHE"
+    mkdir -p "$cache/venvs" || fail "$cache is not writable: set EZPZ_LLM_CACHE to another folder"
     watch_signals
     take_lock
     if ! is_ready; then
@@ -314,21 +310,21 @@ set_up() {
     trap - EXIT INT TERM HUP
 }
 
-make_environment() { # RECORDED: fingerprint of a finished environment that only has to follow its sources, or nothing
+make_environment() { # RECORDED: fingerprint of a complete environment to update, or empty to create one
     : >"$log"
     check_python
     if [[ -n $1 ]]; then
-        say "bringing $venv up to date"
+        say "updating $venv"
     else
-        say "setting up $venv (once; the log: $log)"
+        say "setting up $venv (once; log: $log)"
         rm -f "$venv/stamp"
-        step "making the virtual environment with $python" make_venv
+        step "creating the virtual environment with $python" make_venv
     fi
     find_torch
-    step "installing MPICH, for where there is no other MPI" install_mpich
+    step "installing MPICH, used if there is no other MPI" install_mpich
     install_torch
-    step "installing DeepSpeed, ezpz_llm and what they need" install_package
-    step "trying it out" try_out
+    step "installing DeepSpeed, ezpz_llm and their dependencies" install_package
+    step "testing the environment" try_out
     printf '%s\n%s\n' "$(fingerprint)" "$torch_file" >"$venv/stamp.new"
     mv "$venv/stamp.new" "$venv/stamp"
     say "ready"

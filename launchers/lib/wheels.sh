@@ -1,28 +1,28 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034,SC2154
-# A folder of wheels: made where there is a network, used where there is none. Sourced by setup.sh.
+# Creates a folder of wheels on a machine with a network, for set-ups without a network. Sourced by setup.sh.
 
 wheel_kind() { "$python" -c 'import sys, platform; print("Python %d.%d, %s" % (*sys.version_info[:2], platform.machine()))'; }
 
-# Lets pip take wheels from the folder that was named, and from nowhere else.
+# Restrict pip to the wheels in the folder given with --wheels.
 use_wheels() {
     if [[ -z $wheels ]]; then return; fi
-    [[ -f $wheels/made-for.txt ]] || fail "$wheels is no folder of wheels" \
-        "make one on a machine with a network: launchers/with-env --wheels DIR"
-    local made
-    made=$(<"$wheels/made-for.txt")
-    [[ $made == "$(wheel_kind)" ]] || fail "the wheels in $wheels are for $made; here is $(wheel_kind)" \
-        "make them again with that Python, or choose it with EZPZ_PYTHON"
+    [[ -f $wheels/made-for.txt ]] || fail "$wheels is not a folder of wheels" \
+        "create one on a machine with a network: launchers/with-env --wheels DIR"
+    local made_for
+    made_for=$(<"$wheels/made-for.txt")
+    [[ $made_for == "$(wheel_kind)" ]] || fail "the wheels in $wheels are for $made_for, not $(wheel_kind)" \
+        "recreate them with this Python, or set EZPZ_PYTHON to one that matches"
     wheels=$(cd "$wheels" && pwd)
     source_of_wheels=(--no-index --find-links "$wheels")
 }
 
-# Fills a folder with all that a set-up installs. torch is left out where this Python's own is reused: the machine
-# without a network is taken to have the same.
+# Download everything that a set-up installs to a folder, except torch if this Python has one to reuse: the machine
+# without a network is assumed to have the same one.
 make_wheels() { # FOLDER
     source_of_wheels=()
     wheels=
-    mkdir -p "$1" "$cache/venvs" || fail "$1 or $cache cannot be written"
+    mkdir -p "$1" "$cache/venvs" || fail "$1 or $cache is not writable"
     local folder
     folder=$(cd "$1" && pwd)
     watch_signals
@@ -32,25 +32,25 @@ make_wheels() { # FOLDER
     : >"$log"
     check_python
     rm -f "$folder/made-for.txt"
-    step "making a virtual environment for pip" make_venv
+    step "creating a virtual environment for pip" make_venv
     find_torch
     if ((${#torch_words[@]})); then
-        step "wheels of ${torch_words[*]} and what it needs" pip_run wheel -w "$folder" "${torch_words[@]}"
+        step "wheels of ${torch_words[*]} and its dependencies" pip_run wheel -w "$folder" "${torch_words[@]}"
         torch_version=$(find "$folder" -name 'torch-*.whl' -printf '%f\n' | sort -V | tail -n 1 | cut -d- -f2)
     else
-        say "torch $torch_version of $torch_file is reused: no wheel of it"
+        say "no wheel of torch: reusing torch $torch_version of $torch_file"
     fi
     printf 'torch==%s\n' "$torch_version" >"$scratch/constraints.txt"
-    step "finding out what else is needed" list_needed "$folder"
-    step "wheels of that; DeepSpeed's is built" pip_run wheel --no-deps --find-links "$folder" -w "$folder" \
-        -r "$scratch/needed.txt" "$(requirement mpich)"
-    step "wheels of the build back end" pip_run wheel -w "$folder" "$(requirement hatchling)" "$(requirement editables)"
+    step "resolving the other dependencies" list_needed "$folder"
+    step "wheels of the other dependencies; DeepSpeed's is built" pip_run wheel --no-deps --find-links "$folder" \
+        -w "$folder" -r "$scratch/needed.txt" "$(requirement mpich)"
+    step "wheels of the build backend" pip_run wheel -w "$folder" "$(requirement hatchling)" "$(requirement editables)"
     wheel_kind >"$folder/made-for.txt"
     say "$(find "$folder" -name '*.whl' | wc -l) wheels, $(du -sh "$folder" | cut -f1), for $(wheel_kind)." \
-        "There: launchers/with-env --wheels $1 CMD …"
+        "On the machine without a network: launchers/with-env --wheels $1 CMD …"
 }
 
-# What pip would install beside this Python's own packages, as name==version lines.
+# Write the packages that pip would install in addition to this Python's, as name==version lines.
 list_needed() { # FOLDER
     pip_run install --dry-run --report "$scratch/report.json" --find-links "$1" -c "$scratch/constraints.txt" \
         "${here}[test]"

@@ -53,7 +53,7 @@ def test_every_line_says_how_it_is_and_what_mends_it(cache: Path, tmp_path: Path
     *lines, last = done.stdout.splitlines()
     levels = [line.split()[0] for line in lines]
     assert set(levels) <= {"ok", "warn", "do:"}
-    assert last == f"doctor: 0 bad, {levels.count('warn')} to look at, {levels.count('ok')} ok"
+    assert last == f"doctor: 0 bad, {levels.count('warn')} warnings, {levels.count('ok')} ok"
 
 
 def test_what_is_bad_makes_the_exit_code_1(tmp_path: Path) -> None:

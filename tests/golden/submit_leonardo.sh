@@ -38,12 +38,12 @@ case $(python3 -m ezpz_llm.submit.state "$run_dir") in
     resume) command+=("${go_on[@]}") ;;
     restart) mv "$run_dir/metrics.jsonl" "$run_dir/metrics-before-$(date +%s).jsonl" ;;
 esac
-# The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
+# launch also receives the scheduler's SIGTERM and stops the ranks; this shell must outlive launch.
 trap : TERM
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 "${command[@]}"
 code=$?
-# It ended in order before its last step, and further than it was: it asks to be queued again, where that is possible.
+# Requeue the job if it stopped cleanly before its last step, and made progress.
 if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_dir") == resume &&
       $(cat "$run_dir/checkpoints/latest") != "$before" ]]; then
     "${again[@]}"

@@ -282,7 +282,7 @@ def test_why_tells_another_user_what_he_may_know(strangers: Strangers) -> None:
     assert victim.launch("-n", "2", "--run-dir", "r", "sh", "-c", "exit 3").returncode == 3
     done = attacker.run(sys.executable, "-m", "ezpz_llm.why", victim.home / "r")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert f"{victim.home}/r/errors: Permission denied: its records are left out" in done.stderr
+    assert f"{victim.home}/r/errors: Permission denied: ignoring its records" in done.stderr
     assert "with code 3" in done.stdout
     done = victim.run(sys.executable, "-m", "ezpz_llm.why", "r")
     assert (done.returncode, done.stderr) == (0, "")

@@ -65,7 +65,7 @@ def test_a_live_run_is_followed_through_a_restart_to_its_end(tmp_path: Path) -> 
     assert "failed after" in told
     assert "with code 7" in told
     assert "waiting 120 s for a restart" in told
-    assert "ended well" in told
+    assert "succeeded" in told
     assert "\x1b" not in told
 
 
@@ -80,7 +80,7 @@ def test_why_of_a_live_run_names_watch(tmp_path: Path) -> None:
             time.sleep(0.1)
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", str(run_dir)], env=ENV, capture_output=True,
                               text=True, timeout=scaled(60), check=False)
-        assert f"to follow it: ezpz-llm watch {run_dir}" in done.stdout
+        assert f"to monitor it: ezpz-llm watch {run_dir}" in done.stdout
     finally:
         job.terminate()
         job.wait(60)

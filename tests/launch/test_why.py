@@ -97,7 +97,7 @@ def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     assert record(tmp_path / "r")["exit"] is None
     assert not (tmp_path / "r/postmortem.txt").exists()
     said = _why(tmp_path, "r")
-    assert "launch left no word about the end" in said
+    assert "launch was killed before it could record the exit" in said
     assert "launch itself was killed" in said
     told = json.loads(_why(tmp_path, "r", "--json"))
     assert (told["state"], told["kind"], told["code"]) == ("launch was killed", "launcher", 137)
@@ -130,10 +130,11 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert "the run directory does not exist: it was removed, or never created" in refused("runs/a")
     (tmp_path / "runs/a").mkdir(parents=True)
     assert "no run in runs/" in refused()
-    assert "there is no record of launch here" in refused("runs/a")
+    assert "run.json has no launch record" in refused("runs/a")
     (tmp_path / "runs/a/run.json").write_text("{")
     assert re.search(r"this is not JSON.*\n.*run\.json", refused())
-    for text, found in (("[]", "is not a run record"), ('{"launch": {"argv": []}}', "no record of launch here"),
+    for text, found in (("[]", "is not a run record"),
+                        ('{"launch": {"argv": []}}', "run.json has no launch record"),
                         ('{"launch": {"argv": 3}}', "launch.argv is 3, and must be a list"),
                         ('{"launch": "yes"}', "launch is 'yes', and must be an object")):
         (tmp_path / "runs/a/run.json").write_text(text)
@@ -152,7 +153,7 @@ def test_a_directory_that_was_removed_during_the_run(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     (tmp_path / "r").mkdir(exist_ok=True)
     (tmp_path / "r/run.json").write_text(json.dumps({"exit": {"code": 7, "cause": "rank 0 failed", "rank": 0}}))
-    assert "r: ended with code 7: rank 0 failed; what was started is not told" in _why(tmp_path, "r")
+    assert "r: ended with code 7: rank 0 failed. The command is unknown" in _why(tmp_path, "r")
     assert json.loads(_why(tmp_path, "r", "--json")) == {"state": "ended", "code": 7, "cause": "rank 0 failed",
                                                          "rank": 0}
     for room, found in (("report", "run directory does not exist"), ("explain", "run directory does not exist")):

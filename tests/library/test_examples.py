@@ -1,5 +1,4 @@
-"""The scripts of examples/: those of tests/foreign_scripts with at most six changed lines, each with a whole run
-directory."""
+"""Scripts of examples/, which differ from those of tests/foreign_scripts in at most six lines."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MOST_CHANGED = 6
 
 
 def changed(name: str) -> int:
-    """Lines of code of an example that its unchanged form has not, or has in their place."""
+    """Return the number of lines by which an example differs from the original script."""
     before, after = ([line for line in (folder / f"{name}.py").read_text().splitlines() if line]
                      for folder in (TESTS / "foreign_scripts", ROOT / "examples"))
     blocks = difflib.SequenceMatcher(a=before, b=after, autojunk=False).get_opcodes()
@@ -33,16 +32,16 @@ def said_by(folder: Path, *words: object, timeout: float = 120) -> str:
     return done.stdout
 
 
-def test_every_example_differs_in_six_lines_at_most():
+def test_examples_change_at_most_six_lines():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == NEEDS.keys()
     for name in NEEDS:
         assert 0 < changed(name) <= MOST_CHANGED, name
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)  # DeepSpeed compiles an op once, for minutes
+@pytest.mark.timeout(600)  # DeepSpeed compiles an op once, which takes minutes
 @pytest.mark.parametrize("name", NEEDS)
-def test_an_example_under_launch(tmp_path: Path, name: str):
+def test_example_under_launch(tmp_path: Path, name: str):
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed (the extra `test` has it)")
     need_mpiexec()
     said_by(tmp_path, "ezpz_llm.launch", "-n", 2, "--run-dir", "run", sys.executable, ROOT / f"examples/{name}.py",

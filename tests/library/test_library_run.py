@@ -1,4 +1,4 @@
-"""A training loop of one's own: the ten lines of docs/use/library.md, and what its run directory holds."""
+"""User training loops: the example of docs/use/library.md, and the files of its run directory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PAGE = (ROOT / "docs/use/library.md").read_text()
 
 
 def ten_lines(folder: Path) -> Path:
-    """The page's first script."""
+    """Write the page's first example to a script, and return its path."""
     script = folder / "mine.py"
     script.write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])  # type: ignore[index]
     return script
 
 
 def run_dir_of(folder: Path) -> Path:
-    (found,) = (folder / "runs").iterdir()
-    return found
+    (run_dir,) = (folder / "runs").iterdir()
+    return run_dir
 
 
 def command(folder: Path, *words: object) -> str:
@@ -41,12 +41,12 @@ def lines_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_importing_the_library_imports_no_torch():
+def test_import_does_not_import_torch():
     code = "import sys, ezpz_llm; ezpz_llm.UserError; print('torch' in sys.modules or 'numpy' in sys.modules)"
     assert command(ROOT, "-c", code) == "False\n"
 
 
-def test_the_page_lists_what_is_public():
+def test_page_lists_public_names():
     listed = re.findall(r"`(\w+)`", PAGE.split("These names are the public interface")[1].split("All else")[0])
     assert sorted(listed) == sorted(set(ezpz_llm.__all__) - {"__version__"})
     for name in ezpz_llm.__all__:
@@ -58,8 +58,8 @@ def test_the_page_lists_what_is_public():
 def test_ten_lines_in_one_process(tmp_path: Path):
     script = ten_lines(tmp_path)
     assert len([line for line in script.read_text().splitlines() if line]) <= 10
-    said = command(tmp_path, script)
-    assert "loss over step" in said
+    output = command(tmp_path, script)
+    assert "loss over step" in output
     run_dir = run_dir_of(tmp_path)
     lines = lines_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 51))
@@ -95,7 +95,7 @@ def test_ten_lines_under_torchrun(tmp_path: Path):
 
 @pytest.mark.parametrize(("program", "name"), [
     ("/venv/lib/python3.11/site-packages/ipykernel_launcher.py", "notebook"), ("mine.py", "mine")])
-def test_a_run_is_named_after_its_script(tmp_path: Path, program: str, name: str):
+def test_run_is_named_after_script(tmp_path: Path, program: str, name: str):
     code = f"import sys, ezpz_llm; sys.argv = [{program!r}]; ezpz_llm.setup(device='cpu'); ezpz_llm.finish()"
     command(tmp_path, "-c", code)
     assert run_dir_of(tmp_path).name.startswith(f"{name}-20")
@@ -114,11 +114,11 @@ for step in range(5, 50, 5):
     with ezpz_llm.phase("evaluation"):
         time.sleep(0.1)
 ezpz_llm.finish()
-assert torch.distributed.is_initialized()  # not the library's to leave
+assert torch.distributed.is_initialized()  # the library must not destroy the user's group
 """
 
 
-def test_times_leave_evaluations_out_and_are_means_over_steps(tmp_path: Path):
+def test_step_times_exclude_evaluation_and_are_means_over_steps(tmp_path: Path):
     command(tmp_path, "-c", _LOOP)
     lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(5, 50, 5))

@@ -1,4 +1,4 @@
-"""A model that is divided by a plan: what each rank has of it, and plans that cannot be."""
+"""Models sharded by a tensor-parallel plan, and invalid plans."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Layer(nn.Module):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(Layer(), Layer())
-    made.head = nn.Linear(4, 8)
-    return made
+    built = nn.Sequential(Layer(), Layer())
+    built.head = nn.Linear(4, 8)
+    return built
 
 
-def test_each_rank_has_its_share_and_parameters_stay_the_same_objects() -> None:
+def test_each_rank_has_its_shard_in_the_same_parameter_objects() -> None:
     plain = dict(model().named_parameters())
     for rank in range(2):
-        mine = model()
-        before = dict(mine.named_parameters())
-        divide(mine, PLAN, None, Share(rank, 2))
-        found = dict(mine.named_parameters())
-        assert {name: id(one) for name, one in found.items()} == {name: id(one) for name, one in before.items()}
-        for name, parameter in found.items():
+        sharded = model()
+        before = dict(sharded.named_parameters())
+        divide(sharded, PLAN, None, Share(rank, 2))
+        after = dict(sharded.named_parameters())
+        assert {name: id(one) for name, one in after.items()} == {name: id(one) for name, one in before.items()}
+        for name, parameter in after.items():
             at = placement_of(name, parameter)
             (box,) = at.boxes
             assert at.shape == plain[name].shape
@@ -46,22 +46,22 @@ def test_each_rank_has_its_share_and_parameters_stay_the_same_objects() -> None:
             assert at.primary == (divided or rank == 0)
 
 
-@pytest.mark.parametrize(("plan", "said"), [
+@pytest.mark.parametrize(("plan", "message"), [
     ({"layers.*": "colwise"}, "no layer of the model is in the plan"),
-    ({**PLAN, "head": "sequence_parallel"}, "head has the style 'sequence_parallel'"),
+    ({**PLAN, "head": "sequence_parallel"}, "head has the unsupported style 'sequence_parallel'"),
     ({**PLAN, "*.norm": "rowwise"}, "0.norm is a LayerNorm"),
     ({**PLAN, "tied": "colwise"}, "the weight of tied is tied to another"),
     ({**PLAN, "head": "colwise"}, "7 outputs of head cannot be divided over 2 ranks"),
     ({**PLAN, "dropped": "replicated"}, "dropped has dropout"),
 ])
-def test_a_plan_that_cannot_be_is_named(plan: dict[str, str], said: str) -> None:
-    made = model()
+def test_invalid_plans(plan: dict[str, str], message: str) -> None:
+    module = model()
     if "tied" in plan:
-        made.tied, made.table = nn.Linear(4, 4), nn.Embedding(4, 4)
-        made.table.weight = made.tied.weight
+        module.tied, module.table = nn.Linear(4, 4), nn.Embedding(4, 4)
+        module.table.weight = module.tied.weight
     if "dropped" in plan:
-        made.dropped = nn.Dropout(0.1)
-    made.head = nn.Linear(4, 7 if said.startswith("7") else 8)
+        module.dropped = nn.Dropout(0.1)
+    module.head = nn.Linear(4, 7 if message.startswith("7") else 8)
     with pytest.raises(UserError) as error:
-        divide(made, plan, None, Share(0, 2))
-    assert said in error.value.found
+        divide(module, plan, None, Share(0, 2))
+    assert message in error.value.found

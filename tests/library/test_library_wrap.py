@@ -1,4 +1,4 @@
-"""Models that know nothing of layouts, wrapped: each run equals one process's own loop, also across layouts."""
+"""Wrapped user models: each run matches a plain loop in one process, also when resumed under another layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ LAYOUTS = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3_offload_op
 RESUMED = ("mlp:ddp:zero3", "mlp:fsdp2:zero2", "conv:zero3:fsdp2", "conv:zero1:ddp", "norm:zero2:fsdp2")
 BF16 = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 BOUND = 5e-7
-"""Of weights, norms and running statistics relative to one process, and of losses. Measured are 3.7e-7 for weights,
-1e-7 for norms and statistics, and 3e-7 for losses."""
+"""Bound on losses, and on weights, norms and running statistics relative to one process.
+
+Measured: 3.7e-7 for weights, 1e-7 for norms and statistics, 3e-7 for losses.
+"""
 
 
 def results(tmp_path: Path, runs: list[str], ranks: int = 2) -> dict[str, dict]:
@@ -32,11 +34,11 @@ def check(tmp_path: Path, runs: list[str], ranks: int = 2) -> None:
         assert found["losses"] <= BOUND, name
         assert found["statistics"] <= BOUND, name
         assert found["moved"] > 1e3 * BOUND, name
-        # Buffers come back with a checkpoint; each part of a run adds 1.
+        # Each part of a run adds 1 to a buffer that the checkpoint restores.
         assert found["seen"] == ([float(name.count(":"))] * 3 if "mlp" in name else None)
 
 
-def test_a_run_that_goes_on_under_another_layout(tmp_path: Path):
+def test_resume_under_another_layout(tmp_path: Path):
     check(tmp_path, ["mlp:ddp:fsdp2"])
 
 
@@ -51,7 +53,7 @@ def test_hpz_equals_one_process(tmp_path: Path):
 
 
 def check_bf16(found: dict[str, dict]) -> None:
-    """In bf16, where running statistics are fp32, every layout computes the same, near to one process in fp32."""
+    """Check that all layouts agree in bf16, with fp32 running statistics, and are close to one process in fp32."""
     first = next(iter(found.values()))
     for name, one in found.items():
         assert one["losses"] < 0.03, name  # measured 0.013, of 1.7
@@ -72,13 +74,13 @@ def test_bf16_is_the_same_in_every_layout(tmp_path: Path):
 
 MISTAKES = {
     "wrap(model, adamw(list(model.parameters())[:1]))": "the optimizer does not have the parameter bias",
-    "wrap(model, adamw([*model.parameters(), torch.ones(1)]))": "has parameters that are not the model's",
+    "wrap(model, adamw([*model.parameters(), torch.ones(1)]))": "has parameters that do not belong to the model",
     "wrap(model, adamw(model.parameters()), 'zero7')": "zero7",
-    "wrap(model, adamw(model.parameters()), 'tiled')": "tiled",
+    "wrap(model, adamw(model.parameters()), 'tiled')": "supported only for the trainer's models",
     "model.bias.requires_grad_(False); wrap(model, adamw(model.parameters()))": "the parameter bias is frozen",
     "save_checkpoint(wrap(model, torch.optim.SGD(model.parameters(), momentum=0.9)), 1)": "the state of SGD",
     "e = wrap(model, adamw(model.parameters())); [e.backward(e(torch.ones(2)).sum()) for _ in 'ab']":
-        "a backward pass more than the 1 of a step",
+        "too many backward passes in a step: accumulation is 1",
     "load_checkpoint(wrap(model, adamw(model.parameters())), 'nowhere')": "no run directory or checkpoint",
     "setup(run_dir='run'); finish(); record(1, loss=0.0)": "there is no run in this process",
     "setup(log_every=0)": "log_every is 0",
@@ -93,7 +95,7 @@ ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), "mine.json")
 """
 
 
-def test_what_the_layout_notes_is_printed(tmp_path: Path):
+def test_notes_of_layout_are_printed(tmp_path: Path):
     (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1, "round_robin_gradients": true}, '
                                         '"bf16": {"enabled": true}}')
     done = subprocess.run([sys.executable, "-c", _NOTED], cwd=tmp_path, env=clean_env(), text=True,
@@ -117,11 +119,11 @@ for code in sys.argv[1:]:
 """
 
 
-def test_mistakes_are_named(tmp_path: Path):
+def test_mistakes(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", _TRY, *MISTAKES], cwd=tmp_path, env=clean_env(), text=True,
                           capture_output=True, timeout=scaled(120), check=False)
-    said = done.stdout.splitlines()
-    assert len(said) == len(MISTAKES), done.stderr
-    for line, (code, expected) in zip(said, MISTAKES.items(), strict=True):
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(MISTAKES), done.stderr
+    for line, (code, expected) in zip(lines, MISTAKES.items(), strict=True):
         assert expected in line, code
         assert not line.endswith("None"), code

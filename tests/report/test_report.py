@@ -1,4 +1,4 @@
-"""Reports of runs that finished, resumed, changed their batch, ended early or are still being written."""
+"""Reports of runs that finished, resumed, changed their batch, ended early or are still running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ezpz_llm.report.runs import differences, load_runs, verdict
 from ezpz_llm.rundir import RunDir, write_json
 
 
-def test_a_finished_run_in_numbers(tmp_path):
+def test_results_of_finished_run(tmp_path):
     run, = load_runs([make_run(tmp_path / "a")])
     assert run.state == "finished, step 100 of 100"
     assert run.notes == ()
@@ -39,7 +39,7 @@ def test_a_finished_run_in_numbers(tmp_path):
 
 @pytest.mark.parametrize(("record", "silent_s", "state"), [
     ({}, 5, "running, step 40 of 100 written 5 s ago"),
-    ({}, 7500, "no word of an end; step 40 of 100 was written 2 hours ago"),
+    ({}, 7500, "no exit recorded; step 40 of 100 was written 2 hours ago"),
     ({"exit": {"code": 137, "cause": "out of memory", "ended": 2000.0}}, 5,
      "failed after step 40 of 100: out of memory (code 137)"),
     ({"exit": {"code": 0, "cause": "all ranks ended well", "ended": 2000.0}, "steps": 40,
@@ -47,21 +47,21 @@ def test_a_finished_run_in_numbers(tmp_path):
     ({"exit": {"code": 130, "cause": "launch was sent SIGINT (Ctrl-C); the run is ended", "ended": 2000.0,
                "stopped": {"kind": "signal"}}, "steps": 40, "stopped": "interrupted by Ctrl-C (SIGINT)"}, 5,
      "stopped after step 40 of 100: interrupted by Ctrl-C (SIGINT)"),
-    # It had no time to save, and there is no earlier checkpoint.
+    # There is no checkpoint to resume from.
     ({"exit": {"code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}}}, 5,
      "failed after step 40 of 100: launch was sent SIGTERM (code 143)"),
-    # Of an earlier attempt: launch has started the run again since, and it has got further.
+    # The exit is from an earlier attempt; launch has restarted the run since.
     ({"exit": {"code": 137, "cause": "out of memory", "ended": 900.0}, "steps": 20, "stopped": "SIGTERM"}, 5,
      "running, step 40 of 100 written 5 s ago"),
 ])
-def test_how_a_run_stands(tmp_path, record, silent_s, state):
+def test_state_of_run(tmp_path, record, silent_s, state):
     folder = make_run(tmp_path / "a", range(1, 41), **record)
     os.utime(folder / "metrics.jsonl", (5000, 5000))
     run, = load_runs([folder], now=5000 + silent_s)
     assert run.state == state
 
 
-def test_no_line_is_wider_than_the_terminal(tmp_path):
+def test_text_report_fits_the_terminal(tmp_path):
     runs = load_runs([make_run(tmp_path / "a", range(1, 41), exit={
         "code": 1, "cause": "rank 3 on a-node-with-a-long-name raised an error of many words " * 3,
         "ended": 2000.0}),
@@ -69,7 +69,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path):
     assert max(map(len, report_text(runs, 80, colour=False).splitlines())) <= 80
 
 
-def test_an_interrupted_run_with_a_checkpoint_has_stopped(tmp_path):
+def test_state_of_interrupted_run_with_checkpoint(tmp_path):
     folder = make_run(tmp_path / "a", range(1, 41), exit={
         "code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}})
     (folder / "checkpoints/latest").write_text("step-00000030\n")
@@ -77,38 +77,38 @@ def test_an_interrupted_run_with_a_checkpoint_has_stopped(tmp_path):
     assert run.state == "stopped after step 40 of 100: launch was sent SIGTERM"
 
 
-def test_resumed_with_another_batch_cut_short_and_not_a_number(tmp_path):
+def test_notes_on_resumed_batch_missing_steps_and_nan(tmp_path):
     folder = make_run(tmp_path / "a", range(11, 21))
     make_run(folder, range(21, 31), tokens=4096, config={"steps": 100, "resume": "runs/first", "log_every": 10})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "loss": null, "step_time_s": 0.1, "tokens_per_second": 40960}\n')
         file.write('{"step": 33, "loss": 4.0, "step_time_s": 0.1, "tokens_per_second": 40960}\n{"step": 34, "lo')
     run, = load_runs([folder])
-    assert run.tokens[0] == 11 * 2048, "steps before the first line count"
+    assert run.tokens[0] == 11 * 2048, "includes steps before the first line"
     assert run.tokens[-1] == 20 * 2048 + 12 * 4096
-    said = " ".join(run.notes)
-    for part in ("begin at step 11: it continues runs/first",
-                 "from step 21 on a step has 4,096 tokens, before 2,048", "1 steps between",
-                 "not a number at 1 step, first at step 31"):
-        assert part in said
-    assert "Nothing to draw" not in report_page([run])
+    notes = " ".join(run.notes)
+    for part in ("begin at step 11 (resumed from runs/first)",
+                 "the tokens per step change from 2,048 to 4,096 at step 21", "1 step between",
+                 "non-finite at 1 step, first at step 31"):
+        assert part in notes
+    assert "No data yet" not in report_page([run])
     assert "loss (nats/token)" in report_text([run], 80, colour=False)
 
 
-def test_a_step_that_is_written_twice_counts_once(tmp_path):
+def test_repeated_steps_count_once(tmp_path):
     folder = make_run(tmp_path / "a", [1, 2, 3, 2, 3, 4])
     run, = load_runs([folder])
     assert run.column("step").tolist() == [1, 2, 3, 4]
     assert run.tokens[-1] == 4 * 2048
 
 
-def test_more_than_one_differing_setting_is_flagged_and_derived_ones_are_not_counted(tmp_path):
-    """Trap 65: runs that differ in more than one thing."""
+def test_several_differing_settings_are_flagged_without_derived_ones(tmp_path):
+    """Trap 65: comparing runs that differ in several settings."""
     first, = load_runs([make_run(tmp_path / "a")])
     same, other = load_runs([make_run(tmp_path / "b"), make_run(tmp_path / "c", lr=0.002)])
     assert verdict(differences([first, same])) == "The runs have the same settings."
     one = differences([first, other])
-    assert one == {"lr": ["0.004", "0.002"]}, "min_lr only follows from it"
+    assert one == {"lr": ["0.004", "0.002"]}, "min_lr is derived from lr"
     assert verdict(one) == "The runs differ in one setting: lr."
     third, = load_runs([make_run(tmp_path / "d", lr=0.002, precision="bf16")])
     two = differences([first, third])
@@ -118,14 +118,14 @@ def test_more_than_one_differing_setting_is_flagged_and_derived_ones_are_not_cou
     assert 'class="warning"' in report_page([first, third])
 
 
-def test_names_are_as_short_as_they_can_be_and_a_run_counts_once(tmp_path):
-    places = [make_run(tmp_path / parts, range(1, 3)) for parts in ("x/run", "y/run")]
-    assert [run.name for run in load_runs([*places, places[0]])] == ["x/run", "y/run"]
-    assert [run.name for run in load_runs(places[:1])] == ["run"]
+def test_names_are_short_and_unique_and_duplicates_are_ignored(tmp_path):
+    folders = [make_run(tmp_path / parts, range(1, 3)) for parts in ("x/run", "y/run")]
+    assert [run.name for run in load_runs([*folders, folders[0]])] == ["x/run", "y/run"]
+    assert [run.name for run in load_runs(folders[:1])] == ["run"]
 
 
-def test_many_steps_take_the_memory_of_their_numbers(tmp_path):
-    """A million lines have to be read within 300 MB: 200 bytes a line are a fifth of what a dict takes."""
+def test_memory_of_many_steps(tmp_path):
+    """Reading a million lines must fit into 300 MB: 200 bytes per line, a fifth of a dict."""
     folder = make_run(tmp_path / "a", range(1, 5))
     line = (folder / "metrics.jsonl").read_text().splitlines()[-1]
     count = 20_000
@@ -140,7 +140,7 @@ def test_many_steps_take_the_memory_of_their_numbers(tmp_path):
     assert most < 200 * count + 20e6
 
 
-def test_what_is_no_run_is_said(tmp_path):
+def test_invalid_run_directories(tmp_path):
     make_run(tmp_path / "runs" / "a", range(1, 3))
     with pytest.raises(UserError, match="not a run directory") as error:
         load_runs([tmp_path / "runs"])
@@ -159,10 +159,10 @@ def test_what_is_no_run_is_said(tmp_path):
         main([str(tmp_path / "empty")])
 
 
-def test_the_command_draws_in_the_terminal_and_writes_the_page(tmp_path):
-    places = [make_run(tmp_path / name, range(1, last), lr=lr) for name, last, lr in
-              (("first", 101, 0.004), ("second", 61, 0.5))]
-    command = [sys.executable, "-m", "ezpz_llm.report", *map(str, places), "--html", "page.html"]
+def test_command_prints_report_and_writes_page(tmp_path):
+    folders = [make_run(tmp_path / name, range(1, last), lr=lr) for name, last, lr in
+               (("first", 101, 0.004), ("second", 61, 0.5))]
+    command = [sys.executable, "-m", "ezpz_llm.report", *map(str, folders), "--html", "page.html"]
     begin = time.monotonic()
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=False,
                          env={**os.environ, "COLUMNS": "90"})
@@ -174,29 +174,29 @@ def test_the_command_draws_in_the_terminal_and_writes_the_page(tmp_path):
     assert "  A first\n  B second\n" in run.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "page.html", "second"]
     page = (tmp_path / "page.html").read_text()
-    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "no external resources"
     unwritable = subprocess.run([*command[:-1], "nowhere/page.html"], cwd=tmp_path, capture_output=True, text=True,
                                 timeout=scaled(60), check=False)
     assert unwritable.returncode == 2
     assert "--html nowhere/page.html" in unwritable.stderr
 
 
-def test_the_page_is_well_formed_whatever_a_run_is_called(tmp_path):
+def test_page_escapes_run_names(tmp_path):
     runs = load_runs([make_run(tmp_path / name, range(1, 5)) for name in ('<script>alert("1")&', "b")])
     page = report_page(runs)
     check_balance(page)
     assert "<script>alert" not in page
 
 
-def test_characters_that_nobody_sees_stand_as_their_escapes(tmp_path):
-    """Half a pair of surrogates could not even be written."""
+def test_page_escapes_invisible_characters(tmp_path):
+    """An unescaped lone surrogate could not be encoded."""
     run = make_run(tmp_path / "a", range(1, 5), config={"model": "left\u202etfel \ud800 \x1b[31mred"})
     page = report_page(load_runs([run]))
     assert r"left\u202etfel \ud800 red" in page
     assert page.encode()
 
 
-def test_a_page_runs_its_own_script_alone(tmp_path):
+def test_page_allows_only_its_own_script(tmp_path):
     page = report_page(load_runs([make_run(tmp_path / "a", range(1, 5))]))
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
     for element, directive in (("script", "script-src"), ("style", "style-src-elem")):
@@ -207,7 +207,7 @@ def test_a_page_runs_its_own_script_alone(tmp_path):
     assert "unsafe-inline" not in re.sub(r"style-src 'unsafe-inline';", "", policy)
 
 
-def test_a_chart_has_gaps_long_series_and_logarithms():
+def test_chart_with_gaps_long_series_and_log_axis():
     long = Series("long", range(5000), [None if 2000 <= i < 3000 else i / 5000 + 1 for i in range(5000)], 0)
     drawn = chart("t", Axis("x"), Axis("y"), [long])
     path = re.search(r'data-name="long" d="([^"]*)"', drawn)[1]
@@ -216,9 +216,9 @@ def test_a_chart_has_gaps_long_series_and_logarithms():
     log = chart("t", Axis("x"), Axis("y", log=True), [Series("log", [1, 2, 3, 4], [0, 1, 100, 10000], 1)])
     path = re.search(r'data-name="log" d="([^"]*)"', log)[1]
     heights = [float(pair.split()[1]) for pair in re.findall(r"[ML]([\d. ]+)", path)]
-    assert len(heights) == 3, "zero has no place on a logarithmic axis"
+    assert len(heights) == 3, "a logarithmic axis omits zero"
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.02)
-    assert "Nothing to draw" in chart("t", Axis("x"), Axis("y"), [Series("none", [1], [None], 0)])
+    assert "No data yet" in chart("t", Axis("x"), Axis("y"), [Series("none", [1], [None], 0)])
     assert "d3" in chart("t", Axis("x"), Axis("y"), [Series("many", [1], [1], 11), Series("b", [1], [2], 3)])
 
 
@@ -239,13 +239,13 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.timeout(180)
-def test_the_page_in_a_real_browser(browser, tmp_path):
+def test_page_in_browser(browser, tmp_path):
     runs = load_runs([make_run(tmp_path / f"run-{i}", lr=0.1 * i) for i in range(1, 10)])
     page = tmp_path / "page.html"
     page.write_text(report_page(runs))
     for width, dark in ((1200, False), (1200, True), (360, False), (360, True)):
         browser.open(page, width, dark=dark)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no overflow"
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == \
             ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
         words, lines = browser.evaluate(CONTRAST)
@@ -253,21 +253,21 @@ def test_the_page_in_a_real_browser(browser, tmp_path):
         assert lines >= 3, "WCAG 2.2 AA: graphics"
         smallest = browser.evaluate("Math.min(...[...document.querySelectorAll('.ticks span, td, label')]"
                                     ".map(one => parseFloat(getComputedStyle(one).fontSize)))")
-        assert smallest >= 12, "letters keep their size on a narrow screen"
+        assert smallest >= 12, "text keeps its size on a narrow screen"
         overlaps = browser.evaluate("""[...document.querySelectorAll(".ticks.x")].filter(axis => {
             const boxes = [...axis.children].map(one => one.getBoundingClientRect()).filter(box => box.width);
             return boxes.some((box, i) => i && box.left < boxes[i - 1].right); }).length""")
-        assert overlaps == 0, "numbers along an axis stand apart"
+        assert overlaps == 0, "tick labels do not overlap"
 
     visible = "[...document.querySelectorAll('#loss0 ~ .panel')].map(one => one.offsetHeight > 0)"
     assert browser.evaluate(visible) == [True, False, False, False]
     browser.evaluate("document.querySelector('#loss0').focus()")
     browser.press("ArrowRight")
-    assert browser.evaluate(visible) == [False, True, False, False], "another view by keyboard"
+    assert browser.evaluate(visible) == [False, True, False, False], "the keyboard switches views"
     browser.evaluate("[...document.querySelectorAll('.plot')].find(one => one.offsetHeight).focus()")
     browser.press("Home")
-    said = browser.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
-    assert said.startswith("step 1: run-1 5.08, run-2 5.18"), "the cursor reads what the file says"
+    text = browser.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
+    assert text.startswith("step 1: run-1 5.08, run-2 5.18"), "the cursor reads the recorded values"
 
     requests = {message["params"]["request"]["url"].split(":")[0] for message in browser.messages
                 if message["method"] == "Network.requestWillBeSent"}
@@ -283,11 +283,11 @@ def test_the_page_in_a_real_browser(browser, tmp_path):
     assert browser.evaluate("document.querySelector('.plot').tabIndex") == -1
     assert browser.evaluate("document.querySelector('.plot path.line').getBoundingClientRect().height") > 100
     browser.evaluate("document.querySelector('label[for=loss2]').click()")
-    assert browser.evaluate(visible) == [False, False, True, False], "charts and views do without scripts"
+    assert browser.evaluate(visible) == [False, False, True, False], "charts and views work without scripts"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
-def test_figures_of_runs_for_a_paper(tmp_path, capsys):
+def test_write_figures(tmp_path, capsys):
     runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", range(1, 41), lr=0.3))]
     assert main([*runs, "--figures", str(tmp_path / "figures")]) == 0
     written = [str(tmp_path / "figures" / f"curves.{form}") for form in ("pdf", "svg", "png")]

@@ -1,4 +1,4 @@
-"""Switches of charts in a real browser: moving average, logarithmic axis, points as CSV; the page printed."""
+"""Chart switches in a browser: moving average, logarithmic axis, CSV download; the printed page."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from ezpz_llm.report.runs import load_runs
 
 STEPS = range(1, 61)
 PAPER = 718
-"""Pixels between the margins of A4."""
+"""Width of A4 between its margins, in pixels."""
 LINE = "path[data-name]:not(.raw)"
 
 
 def write_page(path: Path, *series: Series, log: bool = False) -> Path:
-    """A page with one chart."""
+    """Write a page with one chart and return its path."""
     nats = Axis("nats", lambda value: f"{value:g}", log=log)
     path.write_text(page("t", "", [("Curves", chart("Loss, a=b", Axis("step"), nats, series))]))
     return path
 
 
 def flip(browser: Browser, text: str) -> None:
-    """Use the switch so labelled of the first chart."""
+    """Click the switch with that label in the first chart."""
     browser.evaluate(f"[...document.querySelectorAll('.switches label')]"
                      f".find(one => one.textContent.includes('{text}')).querySelector('input').click()")
 
 
 def heights(browser: Browser, selector: str) -> list[float]:
-    """The y coordinates of a line that is drawn, in its 1000 units upwards."""
+    """Return the y coordinates of a line, upwards from 0 to 1000."""
     drawn = browser.evaluate(f"document.querySelector('{selector}').getAttribute('d')")
     return [1000 - float(pair.split()[1]) for pair in drawn.replace("M", "L").split("L")[1:]]
 
 
 def ticks(browser: Browser) -> list[float]:
-    """The numbers that stand along the y axis."""
+    """Return the visible tick labels of the y axis."""
     shown = "[...document.querySelectorAll('.ticks.y span')].filter(one => one.offsetHeight)"
     return [float(text) for text in browser.evaluate(f"{shown}.map(one => one.textContent)")]
 
 
 @pytest.mark.timeout(180)
-def test_a_moving_average_has_the_raw_line_behind_it(browser, tmp_path):
+def test_moving_average_keeps_the_raw_line(browser, tmp_path):
     values = [10 + (-1) ** step for step in STEPS]
     browser.open(write_page(tmp_path / "a.html", Series("noisy", STEPS, values, 0)), 1440)
     raw = heights(browser, LINE)
@@ -70,14 +70,14 @@ def test_a_moving_average_has_the_raw_line_behind_it(browser, tmp_path):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("begins_log", [False, True])
-def test_the_axis_can_be_logarithmic_or_linear(browser, tmp_path, begins_log):
+def test_switch_between_log_and_linear_axis(browser, tmp_path, begins_log):
     values = [0.0 if step == 1 else None if step == 30 else 10.0 ** (step / 20) for step in STEPS]
     browser.open(write_page(tmp_path / "a.html", Series("steep", STEPS, values, 0), log=begins_log), 375)
     flips = 0 if begins_log else 1
     for _ in range(flips):
         flip(browser, "logarithmic")
     drawn = heights(browser, LINE)
-    assert len(drawn) == 58, "zero has no place on a logarithmic axis, nor has a gap"
+    assert len(drawn) == 58, "a logarithmic axis omits zero and the gap"
     assert drawn[-1] - drawn[-2] == pytest.approx(drawn[1] - drawn[0], abs=0.05), "10^x is straight"
     assert ticks(browser) == [1, 3, 10, 30, 100, 300, 1000]
     flip(browser, "logarithmic")
@@ -88,7 +88,7 @@ def test_the_axis_can_be_logarithmic_or_linear(browser, tmp_path, begins_log):
 
 
 @pytest.mark.timeout(180)
-def test_points_are_downloaded_as_csv(browser, tmp_path):
+def test_download_points_as_csv(browser, tmp_path):
     names = ('a "quoted", name', "validation")
     noisy = [5.123456 - math.log(step) for step in STEPS]
     browser.open(write_page(tmp_path / "a.html", Series(names[0], STEPS, [*noisy[:-1], None], 0),
@@ -110,7 +110,7 @@ def test_points_are_downloaded_as_csv(browser, tmp_path):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("width", [375, 1440])
 @pytest.mark.parametrize("dark", [False, True])
-def test_nothing_is_wider_than_the_page_(browser, tmp_path, width, dark):
+def test_page_does_not_overflow(browser, tmp_path, width, dark):
     file = tmp_path / "page.html"
     runs = load_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=0.3)])
     file.write_text(report_page(runs))
@@ -121,16 +121,16 @@ def test_nothing_is_wider_than_the_page_(browser, tmp_path, width, dark):
         flip(browser, text)
         assert browser.evaluate(fits)
     shown = "[...document.querySelectorAll('.switches')].filter(one => one.offsetHeight).length"
-    assert browser.evaluate(shown) == 3, "one beside each chart that is shown"
+    assert browser.evaluate(shown) == 3, "one for each visible chart"
     complaints = [message for message in browser.messages if message["method"] in (
         "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
     assert complaints == []
     browser.open(file, width, dark=dark, script=False)
-    assert browser.evaluate("document.querySelectorAll('.switches').length") == 0, "none that does nothing"
+    assert browser.evaluate("document.querySelectorAll('.switches').length") == 0, "no switches without a script"
 
 
 @pytest.mark.timeout(180)
-def test_paper_has_the_charts_as_they_are_shown_and_no_switches(browser, tmp_path):
+def test_printed_page_has_charts_without_switches(browser, tmp_path):
     file = tmp_path / "page.html"
     file.write_text(report_page(load_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=0.3)])))
     browser.open(file, PAPER, dark=True)
@@ -142,14 +142,14 @@ def test_paper_has_the_charts_as_they_are_shown_and_no_switches(browser, tmp_pat
     assert browser.evaluate(seen % ".switches, .views > label, output") == 0
     assert browser.evaluate(seen % ".plot") == 3
     assert browser.evaluate(seen % ".raw") == 2
-    assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut at the edge"
+    assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut off"
     bar = "getComputedStyle(document.querySelector('.bars i')).printColorAdjust"
-    assert browser.evaluate(bar) == "exact", "browsers leave backgrounds out otherwise"
+    assert browser.evaluate(bar) == "exact", "browsers omit backgrounds otherwise"
     browser.call("Emulation.setEmulatedMedia", media="")
 
 
 @pytest.mark.timeout(180)
-def test_switches_of_a_million_steps_work_on_the_points_that_are_drawn(browser, tmp_path):
+def test_switches_of_a_million_steps_use_the_drawn_points(browser, tmp_path):
     steps = range(1, 1_000_001)
     series = Series("long", steps, [2 + 3 / (1 + step / 1000) for step in steps], 0)
     file = write_page(tmp_path / "a.html", series)

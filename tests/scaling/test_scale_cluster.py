@@ -1,6 +1,6 @@
-"""Studies on simulated nodes with real Slurm: parts of one reservation, one job a point, links of known bandwidth.
+"""Studies on simulated nodes under real Slurm: parts of a reservation, one job per point, links of known bandwidth.
 
-What is committed, written anew: python3 benchmarks/record.py scaling-links
+To update the committed results: python3 benchmarks/record.py scaling-links
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from slowness import scaled
 from ezpz_llm.observe.traffic import measured, step_traffic
 from ezpz_llm.scaling.study import Repeat, read_repeats
 
-# One rank a node: two cores are all that the nodes have together.
+# One rank per node: the simulated nodes share two cores.
 STUDY = ("--", "launch", "--ppn", "1", "python3", *TRAIN[1:], "--steps", "30", "--trace-steps", "3")
 
-# A batch with which communication takes about as long as the rest of a step.
+# With this batch, communication takes about as long as the rest of a step.
 RESULT = ROOT / "benchmarks/results/scaling_links.json"
 SHAPED = ("--", "launch", "--ppn", "1", "python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "2",
           "--n-embd", "256", "--block-size", "128", "--micro-batch-size", "2", "--precision", "fp32")
@@ -41,27 +41,27 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.getbasetemp() / "cluster-cache")
 
 
-def _hosts(study: Path, one: Repeat) -> list[str]:
-    return record(study / one.run_dir)["launch"]["hosts"]
+def _hosts(study: Path, repeat: Repeat) -> list[str]:
+    return record(study / repeat.run_dir)["launch"]["hosts"]
 
 
 @pytest.mark.full
-def test_a_point_uses_its_part_of_the_reservation(cluster, tmp_path: Path, cache: str) -> None:
+def test_point_runs_on_part_of_reservation(cluster, tmp_path: Path, cache: str) -> None:
     words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "2", "--study", "s", "--ds-config", "ddp")
     done = cluster.run("salloc", "-N2", "-t5", *words, "--point", "weak-ddp-n1", *STUDY, cwd=tmp_path, timeout=200,
                        OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
-    # The other point's runs are still to be made, but were not asked for.
+    # The other point's runs are left to run, but --point excludes them.
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read_repeats(tmp_path / "s")
-    assert [(one.nodes, one.ranks, _hosts(tmp_path / "s", one), one.slowest_host) for one in found] == [
+    repeats = read_repeats(tmp_path / "s")
+    assert [(one.nodes, one.ranks, _hosts(tmp_path / "s", one), one.slowest_host) for one in repeats] == [
         (1, 1, ["n1"], "n1"), (1, 1, ["n2"], "n2")]
     assert "run 1  on n2 " in done.stdout
     done = cluster.run("salloc", "-N1", "-t5", "ezpz-llm", "scale", "--study", "s", cwd=tmp_path, timeout=60)
-    assert (done.returncode, "point weak-ddp-n2 needs 2 nodes, and there are 1" in done.stderr) == (2, True)
+    assert (done.returncode, "point weak-ddp-n2 requires 2 nodes, but there are 1" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow
-def test_one_job_a_point_and_then_the_report(cluster, tmp_path: Path, cache: str) -> None:
+def test_submit_one_job_per_point_then_report(cluster, tmp_path: Path, cache: str) -> None:
     words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1", "--study", "s", "--ds-config", "ddp")
     done = cluster.run(*words, "--submit", "--time 0:05:00", *STUDY, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="1",
                        EZPZ_LLM_CACHE=cache)
@@ -83,14 +83,14 @@ def test_one_job_a_point_and_then_the_report(cluster, tmp_path: Path, cache: str
 
 
 def moving_s(nodes: int, rate: str) -> float:
-    """What ZeRO-1 needs a step to move its gradients and weights."""
+    """Return the seconds per step in which ZeRO-1 moves its gradients and weights."""
     issued = {"all_reduce": {"count": 1, "bytes": WEIGHTS}, "all_gather": {"count": 2, "bytes": WEIGHTS}}
     bandwidth = measured("gloo")["goodput"][rate]
     return sum(one.seconds(bandwidth) for one in step_traffic("gloo", issued, nodes).values())
 
 
 @pytest.mark.full
-def test_a_slow_network_shows_in_a_study(cluster: Cluster, tmp_path: Path, cache: str) -> None:
+def test_slow_network_lowers_throughput(cluster: Cluster, tmp_path: Path, cache: str) -> None:
     cluster.shape("200mbit")
     try:
         done = cluster.run("salloc", "-N2", "-t5", "ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1",
@@ -103,25 +103,25 @@ def test_a_slow_network_shows_in_a_study(cluster: Cluster, tmp_path: Path, cache
     assert two.split["exposed_communication"] > 0.85 * moving_s(2, "200mbit")
     assert min(two.step_times_s) > 0.85 * moving_s(2, "200mbit")
     assert 2 * one.tokens_per_second > two.tokens_per_second
-    assert "Weak scaling, zero1: 2 sequences a step and device at every size" in done.stdout
+    assert "Weak scaling, zero1: 2 sequences of 128 tokens per step and device at every size" in done.stdout
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Four nodes with half a core each, as much as a machine of two cores has for all of them at once."""
+    """Four nodes with half a core each, so that a machine with two cores can run them concurrently."""
     if (why := missing()) is not None:
         pytest.skip(why)
-    with Cluster(tmp_path_factory.mktemp("nodes") / "sim") as found, ExitStack() as undo:
-        for node in found.nodes:
-            undo.callback(found.limit_cores(node, CORES))
-        yield found
+    with Cluster(tmp_path_factory.mktemp("nodes") / "sim") as started, ExitStack() as undo:
+        for node in started.nodes:
+            undo.callback(started.limit_cores(node, CORES))
+        yield started
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rate", STEPS)
-def test_a_study_finds_the_bandwidth(nodes: Cluster, tmp_path: Path, recording: bool, rate: str) -> None:
+def test_fit_recovers_link_bandwidth(nodes: Cluster, tmp_path: Path, recording: bool, rate: str) -> None:
     nodes.shape(rate)
     words = ("ezpz-llm", "scale", "--nodes", "1,2,4", "--mode", "both", "--ds-config", "zero1", "--study", rate)
     done = nodes.run("salloc", "-N4", "-t30", *words, *SHAPED, "--steps", STEPS[rate], "--log-every", "6",
@@ -141,8 +141,8 @@ def test_a_study_finds_the_bandwidth(nodes: Cluster, tmp_path: Path, recording: 
         assert points[row["point"]]["exposed_communication_s"] > 0.85 * expected
 
 
-def write(rate: str, report: dict, said: str) -> None:
-    """Put a study beside those of the other rates that were measured."""
+def write(rate: str, report: dict, output: str) -> None:
+    """Add a study to the recorded ones of other rates."""
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"studies": {}}
     kept |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -152,6 +152,6 @@ def write(rate: str, report: dict, said: str) -> None:
         "versions": {"torch": torch.__version__}}
     numbers = {**report, "points": [{name: value for name, value in point.items() if name != "origin"}
                                     for point in report["points"]]}
-    lines = [line for line in said.splitlines() if not line.startswith(("study ", "page: ", "numbers: "))]
+    lines = [line for line in output.splitlines() if not line.startswith(("study ", "page: ", "numbers: "))]
     kept["studies"][rate] = {"report": numbers, "said": lines}
     RESULT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Efficiency, intervals, fits and predictions of studies whose law is known."""
+"""Efficiency, intervals, fits and predictions of synthetic studies with a known step-time law."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUIET = {"runs": 1e-4, "within": 1e-4}
 
 
 def ddp(mode: str, n: int, q: float, a: float) -> float:
-    """25 ms a sequence, a ring of 60 ms, 4 ms a doubling."""
+    """Return seconds per step: 25 ms per sequence, a 60 ms ring, 4 ms per doubling."""
     return 0.025 * q + 0.06 * (n - 1) / n + 0.004 * math.log2(n)
 
 
@@ -43,11 +43,11 @@ def curves(repeats):
     return curves_of(points_of(repeats))
 
 
-def test_student_quantiles_are_those_of_the_tables():
+def test_student_quantiles_match_published_tables():
     for freedom, table in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (10, 2.22814), (30, 2.04227)):
         assert student_quantile(0.95, freedom) == pytest.approx(table, rel=1e-5)
     assert student_quantile(0.95, 1.3) == pytest.approx(7.50053, rel=1e-4), "the density has a cusp there"
-    assert 3.182 < student_quantile(0.95, 2.5) < 4.303, "Welch's degrees of freedom are no whole numbers"
+    assert 3.182 < student_quantile(0.95, 2.5) < 4.303, "Welch's degrees of freedom are not integers"
     assert student_quantile(0.95, 1e9) == pytest.approx(1.96, abs=0.01)
 
 
@@ -55,7 +55,7 @@ def test_student_quantiles_are_those_of_the_tables():
 @pytest.mark.parametrize(("runs", "uneven", "at_least", "at_most"),
                          [(1, 1, 0.88, 0.96), (2, 3, 0.94, 1.0), (3, 1, 0.92, 0.98), (3, 3, 0.91, 0.98),
                           (5, 3, 0.92, 0.98)])
-def test_intervals_hold_the_truth_as_often_as_they_say(runs, uneven, at_least, at_most):
+def test_intervals_have_nominal_coverage(runs, uneven, at_least, at_most):
     rng, held, studies = np.random.default_rng(runs), 0, 300
     for _ in range(studies):
         own = 0.0 if runs == 1 else 0.02
@@ -66,17 +66,17 @@ def test_intervals_hold_the_truth_as_often_as_they_say(runs, uneven, at_least, a
     assert at_least <= held / studies <= at_most
 
 
-def test_what_is_counted_is_said():
+def test_estimate_basis_tells_runs_from_steps():
     assert estimate([[0.1] * 20]).basis == "steps"
     assert estimate([[0.1] * 5]).basis == "none"
     assert estimate([[0.1] * 5]).interval is None
     one, several = estimate([[0.1, 0.11] * 20]), estimate([[0.1] * 5, [0.11] * 5])
     assert several.basis == "runs"
-    assert ratio(one, several).basis == "steps", "no better than the worse of both"
+    assert ratio(one, several).basis == "steps", "the weaker basis of both"
     assert ratio(several, Estimate(0.0, 0.0, 0, "none")).interval is None
 
 
-def test_efficiency_of_both_modes():
+def test_efficiency_of_weak_and_strong_scaling():
     weak, strong = curves(study(ddp, np.random.default_rng(0), modes=("weak", "strong"), **QUIET))
     assert [curve.name for curve in (weak, strong)] == ["weak ddp", "strong ddp"]
     for curve in (weak, strong):
@@ -88,19 +88,19 @@ def test_efficiency_of_both_modes():
             assert curve.speed_up(point) == pytest.approx(speed, rel=2e-3)
             assert curve.efficiency(point).value == pytest.approx(speed / n, rel=2e-3)
             low, high = curve.efficiency(point).interval
-            assert high - low < 0.002, "little noise, a narrow interval"
+            assert high - low < 0.002, "little noise gives a narrow interval"
     assert weak.unit == "nodes"
     on_one_host, = curves([replace(one, nodes=1) for one in study(ddp, np.random.default_rng(0))])
     assert on_one_host.unit == "ranks"
 
 
-def test_failed_runs_and_curves_that_are_not_what_they_are_called_are_said():
+def test_notes_on_failed_runs_and_incomparable_points():
     repeats = study(ddp, np.random.default_rng(0))
     repeats[4] = replace(repeats[4], error="out of memory", step_times_s=(), tokens_per_second=None)
     lost = [replace(one, error="node down", step_times_s=()) if one.ranks == 4 else one for one in repeats]
     repeats[0] = replace(repeats[0], last_loss=6.0)
     curve, = curves(repeats)
-    assert set(curve.notes) == {"weak-ddp-n1-r1: the loss did not fall, so its speed says nothing",
+    assert set(curve.notes) == {"weak-ddp-n1-r1: the loss did not decrease, so its throughput is not meaningful",
                                 "weak-ddp-n2-r2: 1 of 3 runs failed"}
     assert [point.ranks for point in curves(lost)[0].points] == [1, 2]
     assert points_of(lost)[-1].errors == ("node down",)
@@ -111,7 +111,7 @@ def test_failed_runs_and_curves_that_are_not_what_they_are_called_are_said():
     assert "weak-ddp-n1-r1: its slowest run took 18.0 times as long as its fastest" in disturbed.notes[0]
     cause, = explain_superlinear(disturbed, disturbed.points[1])
     assert "differ by a factor of 18.0" in cause
-    assert interval_text(disturbed.efficiency(disturbed.points[1])) == "too wide to tell"
+    assert interval_text(disturbed.efficiency(disturbed.points[1])) == "too wide"
     uneven, = curves([repeat("strong", 1), repeat("strong", 2)])
     assert "not strong scaling" in uneven.notes[0]
 
@@ -123,27 +123,27 @@ def above(base_changes, changes, seconds=(0.1, 0.09)):
     return explain_superlinear(curve, curve.points[1])
 
 
-def test_no_efficiency_above_one_stays_unexplained():
+def test_efficiency_above_one_has_a_cause():
     assert above({}, {}, (0.1, 0.12)) == (), "nothing to explain"
     assert "within the noise" in above({}, {}, (0.1, 0.099))[0]
     cause, = above({"accumulation": 4}, {"accumulation": 2}, (0.2, 0.09))
-    assert "fewer micro-steps a step (2, at the smallest point 4)" in cause
+    assert "fewer micro-steps per step (2, at the smallest point 4)" in cause
     cause, = above({"peak_device_bytes": 38 * 2**30}, {"peak_device_bytes": 20 * 2**30})
     assert "20.00 GiB of device memory, at the smallest point 38.00" in cause
     parts = {"compute": 0.06, "exposed_communication": 0.0, "data": 0.001, "optimizer": 0.038, "other": 0.001}
     cause, = above({"split": parts}, {"split": {**parts, "exposed_communication": 0.01, "optimizer": 0.018}})
-    assert cause.startswith("optimizer takes 20.0 ms a step less for the same tokens (its state is divided over")
+    assert cause.startswith("optimizer takes 20.0 ms per step less for the same tokens (its state is sharded over")
     cause, = above({"nodes": 1}, {"nodes": 1}, (0.1, 0.09))
     assert "not explained" in cause
     assert "do not use this number" in cause
     single, = curves([repeat("weak", 1, steps=(0.1,) * 5), repeat("weak", 2, steps=(0.09,) * 5)])
-    assert "its error is not known" in explain_superlinear(single, single.points[1])[0]
+    assert "its error is unknown" in explain_superlinear(single, single.points[1])[0]
     unsteady, = curves([repeat("weak", 1, number, steps=[0.1] * 15 + [0.2] * 5) for number in range(3)]
                        + [repeat("weak", 2, number, steps=[0.09] * 20) for number in range(3)])
     assert "was not steady" in explain_superlinear(unsteady, unsteady.points[1])[0]
 
 
-def test_a_law_without_noise_is_found_again():
+def test_fit_recovers_law_without_noise():
     fit = Fit(curves(study(ddp, np.random.default_rng(0), modes=("weak", "strong"), **QUIET)), Shape())
     assert fit.terms == ("work", "bandwidth", "latency, tree")
     assert fit.error < 1e-3
@@ -153,7 +153,7 @@ def test_a_law_without_noise_is_found_again():
     assert row.parts["latency, tree"] == pytest.approx(0.008, rel=0.15)
 
 
-def test_serial_parts_bubbles_rounds_and_divided_optimizers_are_told_apart():
+def test_fit_separates_serial_sharded_and_pipeline_terms():
     def serial(mode, n, q, a):
         return 0.025 * q + 0.05 + 0.003 * (n - 1)
 
@@ -166,7 +166,7 @@ def test_serial_parts_bubbles_rounds_and_divided_optimizers_are_told_apart():
         assert set(fit.terms) == terms
         assert fit.error < 2e-3
 
-    def pipeline(mode, n, q, a):  # two stages on two ranks, and as many pipelines as that allows
+    def pipeline(mode, n, q, a):  # two stages on two ranks, n / 2 pipelines
         return 0.025 * q * (1 + 1 / a) + 0.02 * (n / 2 - 1) / (n / 2)
 
     rng = np.random.default_rng(2)
@@ -184,13 +184,13 @@ def within(layout, dp, size, alone=False):
     return Setting(size, dp, 256.0, 1.0, alone, Shape(1, True, True, layout)).terms
 
 
-def test_shards_of_neighbours_cross_nodes_as_the_layouts_own_rule_says(tmp_path):
+def test_traffic_of_shard_groups_matches_layout(tmp_path):
     for name, expected in (("fsdp2", None), ("fsdp2_within2", 2)):
         run_dir = RunDir(tmp_path / name).create()
         resolve(Request(name, world_size=4)).write(run_dir)
         assert shape_of(run_dir.path) == Shape(1, True, True, expected)
 
-    # On one host all of it is on the links that ranks share: as much less as by the bytes that the layout moves.
+    # With ranks as sizes, all traffic is between ranks: the ratio of the terms is that of the bytes moved.
     model = MODELS["tiny-gpt2"]
     for dp in (2, 4, 8, 16):
         moved = {}
@@ -202,7 +202,7 @@ def test_shards_of_neighbours_cross_nodes_as_the_layouts_own_rule_says(tmp_path)
         assert within(2, dp, dp)[3] / within(None, dp, dp)[3] == pytest.approx(
             moved["fsdp2_within2"] / moved["fsdp2"])
 
-    # Groups of a node each: what goes round in them is the same at any size, a shard's all-reduce goes across.
+    # A shard group per node: traffic within a group does not depend on the size; all-reduces cross nodes.
     copies = 8 / 2
     assert within(2, 8, 4)[3] == pytest.approx((2 / 6) * (copies - 1) / copies)
     assert within(2, 8, 4)[2] == within(2, 2, 1, alone=True)[2] == 1 / 2
@@ -212,7 +212,7 @@ def test_shards_of_neighbours_cross_nodes_as_the_layouts_own_rule_says(tmp_path)
 
 
 @pytest.mark.parametrize("modes", [("weak",), ("strong",), ("weak", "strong")])
-def test_bands_hold_the_truth_at_four_times_the_largest_point(modes):
+def test_bands_have_nominal_coverage_at_four_times_the_largest_size(modes):
     def ring(mode, n, q, a):
         return 0.025 * q + 0.003 * (n - 1)
 
@@ -225,8 +225,8 @@ def test_bands_hold_the_truth_at_four_times_the_largest_point(modes):
     held, studies = {"time": 0, "efficiency": 0}, 0
     for law in (ddp, ring, flat, serial):
         for seed in range(40):
-            found = curves(study(law, np.random.default_rng(seed), modes=modes, strong_batch=256))
-            fit, curve = Fit(found, Shape()), found[-1]
+            measured = curves(study(law, np.random.default_rng(seed), modes=modes, strong_batch=256))
+            fit, curve = Fit(measured, Shape()), measured[-1]
             at = predict(fit, curve, 16)
             base, q = (4.0, 4.0) if curve.mode == "weak" else (256.0, 256 / 16)
             true, first = law("", 16, q, 1), law("", 1, base, 1)
@@ -236,41 +236,41 @@ def test_bands_hold_the_truth_at_four_times_the_largest_point(modes):
     assert all(count / studies >= 0.9 for count in held.values()), held
 
 
-def test_bands_hold_the_truth_where_most_runs_of_the_largest_point_failed():
-    """What its one run's steps differ by is less than what runs differ by."""
+def test_bands_have_nominal_coverage_with_a_single_run_of_the_largest_point():
+    """The error of that point must come from runs: the steps of its only run vary less than runs do."""
     held = 0
     for seed in range(60):
-        made = study(ddp, np.random.default_rng(seed), within=0.005)
-        made[-2:] = [replace(one, error="killed", step_times_s=()) for one in made[-2:]]
-        curve, = found = curves(made)
-        low, high = predict(Fit(found, Shape()), curve, 16).seconds_band
+        repeats = study(ddp, np.random.default_rng(seed), within=0.005)
+        repeats[-2:] = [replace(one, error="killed", step_times_s=()) for one in repeats[-2:]]
+        curve, = measured = curves(repeats)
+        low, high = predict(Fit(measured, Shape()), curve, 16).seconds_band
         held += low <= ddp("", 16, 4, 1) <= high
     assert held >= 0.9 * 60, held
 
 
-def test_a_prediction_above_one_is_explained():
+def test_predicted_efficiency_above_one_has_a_cause():
     def divided(mode, n, q, a):
         return 0.025 * q + 0.08 / n
 
-    curve, = found = curves(study(divided, np.random.default_rng(1), **QUIET))
-    fit = Fit(found, Shape(1, False, True))
+    curve, = measured = curves(study(divided, np.random.default_rng(1), **QUIET))
+    fit = Fit(measured, Shape(1, False, True))
     at = predict(fit, curve, 16)
     assert at.efficiency > 1.5
     why = explain_predicted(fit, at)
-    assert why.startswith("what the fit calls divided takes 75.")
-    assert "divided over more ranks" in why
-    made_up = replace(at, parts={**at.parts, "divided": fit.rows[0].parts["divided"]})
-    assert "not explained" in explain_predicted(fit, made_up)
+    assert why.startswith("the term divided of the fit takes 75.")
+    assert "sharded over more ranks" in why
+    without_gain = replace(at, parts={**at.parts, "divided": fit.rows[0].parts["divided"]})
+    assert "not explained" in explain_predicted(fit, without_gain)
     assert "within the noise" in explain_predicted(fit, replace(at, efficiency_band=(0.97, 1.6)))
     assert explain_predicted(fit, replace(at, efficiency=0.99)) is None
-    assert any("above 100 %: what the fit calls divided" in note
+    assert any("above 100 %: the term divided of the fit" in note
                for note in fit_notes(Extrapolation("zero1", fit, "", (at,))))
 
 
-def test_nothing_is_said_beyond_four_times_the_largest_point_nor_where_a_batch_cannot_be_divided():
-    weak, strong = found = curves(study(ddp, np.random.default_rng(2), modes=("weak", "strong")))
-    fit = Fit(found, Shape())
-    with pytest.raises(UserError, match="no prediction for 17 nodes: measured were 1 to 4") as error:
+def test_sizes_that_cannot_be_predicted():
+    weak, strong = measured = curves(study(ddp, np.random.default_rng(2), modes=("weak", "strong")))
+    fit = Fit(measured, Shape())
+    with pytest.raises(UserError, match="no prediction for 17 nodes: the study measured 1 to 4") as error:
         predict(fit, weak, 17)
     assert "1 to 16 nodes" in error.value.instead
     assert predict(fit, weak, 3).beyond is False
@@ -281,36 +281,36 @@ def test_nothing_is_said_beyond_four_times_the_largest_point_nor_where_a_batch_c
     assert max(size for size, _, _ in line(fit, weak)) == 16
 
 
-def test_a_strong_curve_whose_micro_batch_had_to_shrink_is_still_spoken_of():
+def test_prediction_of_strong_curve_with_smaller_micro_batches():
     rng = np.random.default_rng(5)
-    curve, = found = curves([repeat("strong", n, number, micro_batch=micro, accumulation=steps,
-                                    steps=noisy(ddp("", n, 8 / n, 1), rng, **QUIET))
-                             for n, micro, steps in ((1, 4, 2), (2, 4, 1), (4, 2, 1)) for number in range(3)])
+    curve, = measured = curves([repeat("strong", n, number, micro_batch=micro, accumulation=steps,
+                                       steps=noisy(ddp("", n, 8 / n, 1), rng, **QUIET))
+                                for n, micro, steps in ((1, 4, 2), (2, 4, 1), (4, 2, 1)) for number in range(3)])
     assert sizes_to_speak_of(curve) == [1, 2, 4, 8]
-    assert predict(Fit(found, Shape()), curve, 8).tokens_per_second > 0
+    assert predict(Fit(measured, Shape()), curve, 8).tokens_per_second > 0
 
 
-def test_a_fit_needs_three_sizes_and_some_idea_of_the_error():
-    with pytest.raises(UserError, match="needs 3 sizes, measured are 1, 2"):
+def test_fit_requires_three_sizes_and_a_known_error():
+    with pytest.raises(UserError, match="requires 3 sizes, and the study has 1, 2"):
         Fit(curves(study(ddp, np.random.default_rng(0), sizes=(1, 2))), Shape())
-    with pytest.raises(UserError, match="nothing is known of the error"):
+    with pytest.raises(UserError, match="the error of some points is unknown"):
         Fit(curves([repeat("weak", n, steps=(0.1,) * 4) for n in (1, 2, 4)]), Shape())
     Fit(curves(study(ddp, np.random.default_rng(0), repeats=1)), Shape())
 
 
-def test_the_target_is_met_where_the_law_says():
+def test_target_size_matches_law():
     rng = np.random.default_rng(4)
-    found = curves(study(ddp, rng, modes=("weak", "strong"), sizes=(1, 2, 4, 8), runs=0.003, within=0.01))
-    fit, weak = Fit(found, Shape()), found[0]
+    measured = curves(study(ddp, rng, modes=("weak", "strong"), sizes=(1, 2, 4, 8), runs=0.003, within=0.01))
+    fit, weak = Fit(measured, Shape()), measured[0]
 
     def true(n):
         return ddp("", 1, 4, 1) / ddp("", n, 4, 1)
 
     for target in (0.9, 0.7, 0.6):
-        said = find_target(fit, weak, target)
+        found = find_target(fit, weak, target)
         last = max((n for n in range(1, 33) if true(n) >= target), default=None)
-        assert said.sure <= last <= said.possible
-        assert said.sure <= said.size <= said.possible
+        assert found.sure <= last <= found.possible
+        assert found.sure <= found.size <= found.possible
     low = find_target(fit, weak, 0.3)
     assert low.size == low.limit == 32
     assert "32 or more nodes" in low.describe()
@@ -318,7 +318,7 @@ def test_the_target_is_met_where_the_law_says():
         find_target(fit, weak, 80)
 
 
-def test_what_no_law_explains_widens_the_band():
+def test_unexplained_deviations_widen_the_band():
     def bent(mode, n, q, a):
         return 0.1 * {1: 1.0, 2: 1.3, 4: 1.1, 8: 1.4, 16: 1.15}[n]
 
@@ -328,8 +328,8 @@ def test_what_no_law_explains_widens_the_band():
     widths = []
     for law in (bent, straight):
         rng = np.random.default_rng(0)
-        curve, = found = curves(study(law, rng, sizes=(1, 2, 4, 8, 16), runs=0.003, within=0.01))
-        fit = Fit(found, Shape())
+        curve, = measured = curves(study(law, rng, sizes=(1, 2, 4, 8, 16), runs=0.003, within=0.01))
+        fit = Fit(measured, Shape())
         low, high = predict(fit, curve, 32).seconds_band
         widths.append(high / low - 1)
     assert widths[0] > 5 * widths[1]

@@ -1,4 +1,4 @@
-"""Reports of studies: terminal, JSON, CSV, page, and two studies compared; the folder is as `scale` leaves it."""
+"""Reports of studies as text, JSON, CSV and HTML, and comparisons of two studies."""
 
 from __future__ import annotations
 
@@ -43,20 +43,21 @@ def zero3(mode, n, q, a):
 
 def make_study(folder: Path, *, slower: float = 1.0, layouts=("ddp", "zero3"), modes=("weak", "strong"),
                sizes=SIZES, torch: str = "2.13.0", seed: int = 0) -> Path:
-    """A folder as a study leaves it, with a run that failed and one that is still to be made."""
+    """Write the folder of a study with a failed run and a run left to run."""
     folder.mkdir()
     rng = np.random.default_rng(seed)
-    made = []
+    repeats = []
     for name in layouts:
         law = ddp if name == "ddp" else zero3
-        made += study(lambda *at, law=law: slower * law(*at), rng, modes=modes, sizes=sizes, ds_config=name)
-    made[-1] = replace(made[-1], error="rank 1 was killed (code 137)", step_times_s=(), tokens_per_second=None)
+        repeats += study(lambda *at, law=law: slower * law(*at), rng, modes=modes, sizes=sizes, ds_config=name)
+    repeats[-1] = replace(repeats[-1], error="rank 1 was killed (code 137)", step_times_s=(),
+                          tokens_per_second=None)
     points = {one.point: Point(one.point, one.mode, one.ds_config, one.nodes, one.ranks, one.global_batch,
                                one.micro_batch, one.accumulation, (), ("python3", "-m", "ezpz_llm.train"))
-              for one in made}
+              for one in repeats}
     Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
           tuple(points.values()), ("a note of the study",)).write(folder)
-    for one in made[1:]:
+    for one in repeats[1:]:
         seconds = float(np.median(one.step_times_s or (1.0,)))
         waits = 0.03 * (one.ranks - 1) / one.ranks
         split = {"compute": 0.8 * (seconds - waits), "exposed_communication": waits, "data": 0.001,
@@ -79,26 +80,26 @@ def folder(tmp_path_factory):
     return make_study(tmp_path_factory.mktemp("study") / "scale-a<b>")
 
 
-def test_the_terminal_says_everything(folder):
+def test_terminal_report_is_complete(folder):
     text = findings_text(find(folder), 100, colour=False)
     assert "\x1b" not in text
-    for part in ("Weak scaling, ddp: 4 sequences a step and device at every size",
-                 "Strong scaling, zero3: 64 sequences a step at every size",
-                 "Layouts on 4 ranks on 4 nodes (strong), 64 sequences a step", "baseline", "95% interval",
+    for part in ("Weak scaling, ddp: 4 sequences of 256 tokens per step and device at every size",
+                 "Strong scaling, zero3: 64 sequences of 256 tokens per step at every size",
+                 "Layouts on 4 ranks on 4 nodes (strong), 64 sequences per step", "baseline", "95% interval",
                  "strong-zero3-n4-r4: 1 of 3 runs failed", "rank 1 was killed (code 137)", "exposed", "3 n4 (3/3)",
-                 "weak scaling: efficiency (%) over nodes", "A weak ddp: measured; line: by its fit",
-                 "Fit of the step time of zero3", "divided", "By the fit of ddp",
-                 "efficiency stays at 80% or above", "a note of the study", "1 run left to do",
+                 "weak scaling: efficiency (%) over nodes", "A weak ddp: measured; line: fit",
+                 "Fit of the step time of zero3", "divided", "Predictions of ddp",
+                 "efficiency is at least 80%", "a note of the study", "1 run left to run",
                  "41.0%"):
         assert part in text, part
     assert max(map(len, text.splitlines())) < 130
 
 
-def test_the_command_writes_numbers_that_agree(folder):
+def test_json_and_csv_agree(folder):
     command = [sys.executable, "-m", "ezpz_llm.scale", "report", str(folder), "--target", "0.6", "--at", "8"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert run.returncode == 0, run.stderr
-    assert "efficiency stays at 60% or above" in run.stdout
+    assert "efficiency is at least 60%" in run.stdout
     assert str(folder / "report.html") in run.stdout
     record = json.loads((folder / "report.json").read_text())
     rows = {row["point"]: row for row in csv.DictReader((folder / "report.csv").open())}
@@ -116,12 +117,12 @@ def test_the_command_writes_numbers_that_agree(folder):
     sizes = {prediction["size"] for fit in record["fits"] for prediction in fit["predictions"]}
     assert sizes == {8}
     assert {tuple(fit["terms"])[:2] for fit in record["fits"]} >= {("work", "divided")}
-    told, = (one for one in json.loads((folder / "report.json").read_text())["fits"] if one["ds_config"] == "ddp")
-    assert not [note for note in told["notes"] if "cannot be divided" in note]
+    fit, = (one for one in json.loads((folder / "report.json").read_text())["fits"] if one["ds_config"] == "ddp")
+    assert not [note for note in fit["notes"] if "cannot be divided" in note]
     beyond = subprocess.run([*command[:-1], "17"], capture_output=True, text=True, timeout=scaled(60), check=False)
     assert beyond.returncode == 2
-    assert "no prediction for 17 nodes: measured were 1 to 4" in beyond.stderr
-    # Twelve nodes are a size for the weak curve, though not for a batch of 64.
+    assert "no prediction for 17 nodes: the study measured 1 to 4" in beyond.stderr
+    # Twelve nodes are valid for the weak curve, but cannot divide a global batch of 64.
     text = findings_text(find(folder, at=(12,)), 200, colour=False)
     assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
     assert "12 nodes" in text
@@ -129,7 +130,7 @@ def test_the_command_writes_numbers_that_agree(folder):
     assert (wrong.returncode, "'abc' is not a list of whole numbers such as 16,32" in wrong.stderr) == (2, True)
 
 
-def test_what_of_a_study_is_gone_or_damaged_is_said(tmp_path):
+def test_report_names_missing_and_damaged_files(tmp_path):
     folder = make_study(tmp_path / "a")
     for run_dir in folder.glob("points/*-zero3-*/run-*"):
         shutil.rmtree(run_dir)
@@ -139,45 +140,46 @@ def test_what_of_a_study_is_gone_or_damaged_is_said(tmp_path):
     failed = {**json.loads(failed), "nodes": 1, "ranks": 1, "error": "no such device", "step_times_s": []}
     (folder / "points.jsonl").write_text("\n".join([*kept, json.dumps(failed), ""]))
     text = findings_text(find(folder), 200, colour=False)
-    assert "the run directories of zero3 are gone: it is fitted as ddp would be" in text
-    assert "weak-ddp-n1-r1 has no good run: efficiencies are against weak-ddp-n2-r2" in text
+    assert "the run directories of zero3 are missing: fitting it like ddp" in text
+    assert "weak-ddp-n1-r1 has no good run: efficiencies are relative to weak-ddp-n2-r2" in text
     next(folder.glob("points/weak-ddp-n2/run-0/layout.json")).write_text("{")
     with pytest.raises(UserError, match="this is not JSON"):
         find(folder)
 
 
-def test_a_study_of_layouts_and_one_of_two_sizes(tmp_path):
+def test_reports_of_one_and_two_sizes(tmp_path):
     layouts = findings_text(find(make_study(tmp_path / "one", modes=("strong",), sizes=(2,))), 100, colour=False)
     assert "Layouts on 2 ranks on 2 nodes" in layouts
     assert "of fastest" in layouts
     assert "scaling:" not in layouts
     two = findings_text(find(make_study(tmp_path / "two", sizes=(1, 2))), 100, colour=False)
-    assert "no fit: it needs 3 sizes, measured are 1, 2" in two
-    with pytest.raises(UserError, match="needs 3 sizes"):
+    assert "no fit: it requires 3 sizes, and the study has 1, 2" in two
+    with pytest.raises(UserError, match="requires 3 sizes"):
         report_main([str(tmp_path / "two"), "--at", "8"])
     with pytest.raises(UserError, match="this is not a study"):
         find(tmp_path)
 
 
-def test_a_study_without_a_good_run_says_why(tmp_path):
+def test_report_without_good_runs_fails_with_their_error(tmp_path):
     folder = make_study(tmp_path / "a", layouts=("ddp",))
     lines = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
     (folder / "points.jsonl").write_text("".join(
         json.dumps({**line, "error": "no such device", "step_times_s": []}) + "\n" for line in lines))
-    with pytest.raises(UserError, match="no run of the study has finished well: no such device"):
+    with pytest.raises(UserError, match="no run of the study succeeded: no such device"):
         find(folder)
 
 
-def test_two_studies_compared(tmp_path, capsys):
+def test_compare_two_studies(tmp_path, capsys):
     first = make_study(tmp_path / "first", layouts=("ddp",))
     second = make_study(tmp_path / "second", slower=1.2, layouts=("ddp",), torch="2.14.0", seed=1)
-    found = compare(find(first), find(second))
-    assert {pair.verdict for pair in found.pairs} == {"slower"}
-    for pair in found.pairs:
+    comparison = compare(find(first), find(second))
+    assert {pair.verdict for pair in comparison.pairs} == {"slower"}
+    for pair in comparison.pairs:
         low, high = pair.faster.interval
         assert low - 0.02 < 1 / 1.2 < high + 0.02
-    assert found.differences == {"torch": ("2.13.0", "2.14.0")}
-    assert found.pairs[1].efficiencies[0].value == pytest.approx(found.pairs[1].efficiencies[1].value, rel=0.06)
+    assert comparison.differences == {"torch": ("2.13.0", "2.14.0")}
+    shares = comparison.pairs[1].efficiencies
+    assert shares[0].value == pytest.approx(shares[1].value, rel=0.06)
     same = compare(find(first), find(make_study(tmp_path / "third", layouts=("ddp", "zero3"), seed=2)))
     assert [pair.verdict for pair in same.pairs].count("no difference shown") >= 4
     assert any(one.startswith("only in third: weak-zero3") for one in comparison_notes(same))
@@ -190,16 +192,16 @@ def test_two_studies_compared(tmp_path, capsys):
     assert json.loads(numbers)["differences"] == {"torch": ["2.13.0", "2.14.0"]}
 
 
-def test_the_page_is_whole_and_loads_nothing(folder):
+def test_page_is_well_formed_and_self_contained(folder):
     page = findings_page(find(folder))
     check_balance(page)
-    assert "a<b>" not in page, "names are text"
-    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
+    assert "a<b>" not in page, "names are escaped"
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "no external resources"
     for part in ("launch --hosts", "mpiexec -n 4", "ezpz-llm scale --nodes 1,2,4", "OMP_NUM_THREADS", "2.13.0"):
         assert part in page, part
 
 
-def test_sizes_are_ticks_of_a_log_axis_beside_the_ideal_and_the_environment_is_folded(folder):
+def test_page_has_size_ticks_ideal_line_and_folded_environment(folder):
     page = findings_page(find(folder))
     chart = page[page.index("Efficiency, weak scaling"):]
     assert re.search(r'data-x="1 \S+ log"', chart)
@@ -211,7 +213,7 @@ def test_sizes_are_ticks_of_a_log_axis_beside_the_ideal_and_the_environment_is_f
 
 
 @pytest.mark.timeout(180)
-def test_the_page_in_a_real_browser(folder, tmp_path):
+def test_page_in_browser(folder, tmp_path):
     if (program := find_browser()) is None:
         pytest.skip("no browser is installed (chromium)")
     page = tmp_path / "page.html"
@@ -220,7 +222,7 @@ def test_the_page_in_a_real_browser(folder, tmp_path):
     try:
         for width, dark in ((1200, False), (360, True)):
             shown.open(page, width, dark=dark)
-            assert shown.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+            assert shown.evaluate("document.documentElement.scrollWidth") <= width, "no overflow"
         visible = "[...document.querySelectorAll('#weak-scaling0 ~ .panel')].map(one => one.offsetHeight > 0)"
         assert shown.evaluate(visible) == [True, False, False]
         shown.evaluate("document.querySelector('label[for=weak-scaling1]').click()")
@@ -228,8 +230,8 @@ def test_the_page_in_a_real_browser(folder, tmp_path):
         assert shown.evaluate("document.querySelectorAll('.bars dd').length") == 12
         shown.evaluate("[...document.querySelectorAll('.plot')].find(one => one.offsetHeight).focus()")
         shown.press("Home")
-        said = shown.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
-        assert said.startswith("nodes 1: ddp "), said
+        text = shown.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
+        assert text.startswith("nodes 1: ddp "), text
         assert {message["params"]["request"]["url"].split(":")[0] for message in shown.messages
                 if message["method"] == "Network.requestWillBeSent"} == {"file"}
         assert [message for message in shown.messages if message["method"] in (
@@ -240,10 +242,10 @@ def test_the_page_in_a_real_browser(folder, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
-def test_a_paper_gets_figure_table_and_paragraph(folder, tmp_path):
+def test_paper_writes_figure_table_and_paragraph(folder, tmp_path):
     assert scale_main(["paper", str(folder), "--out", str(tmp_path / "a"), "--width", "3.35"]) == 0
-    places = {f"scaling-{mode}.{form}" for mode in ("weak", "strong") for form in ("pdf", "svg", "png", "tex")}
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {*places, "paragraph.tex"}
+    names = {f"scaling-{mode}.{form}" for mode in ("weak", "strong") for form in ("pdf", "svg", "png", "tex")}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*names, "paragraph.tex"}
     drawing = xml.parse(tmp_path / "a" / "scaling-weak.svg").getroot()
     assert float(drawing.get("width").removesuffix("pt")) == pytest.approx(3.35 * 72)
     assert len(list(drawing.iter("{http://www.w3.org/2000/svg}use"))) > 6  # a marker for each point
@@ -265,24 +267,24 @@ def test_a_paper_gets_figure_table_and_paragraph(folder, tmp_path):
         assert efficiency == ("baseline" if row["nodes"] == 1 else f"{100 * row['efficiency']:.1f} "
                               f"[{100 * row['efficiency_low']:.1f}, {100 * row['efficiency_high']:.1f}]")
         assert mfu == "41.0"
-    said = (tmp_path / "a" / "paragraph.tex").read_text()
-    assert "We measured strong scaling of layout zero3 on 1, 2, 4 nodes" in said
-    assert f"{100 * rows['weak-ddp-n4-r4']['efficiency']:.1f} [" in said
-    assert r"\%" in said
-    assert not [one for one in said.splitlines() if re.search(r"(?<!\\)%", one) and not one.startswith("% ")]
+    text = (tmp_path / "a" / "paragraph.tex").read_text()
+    assert "We measured strong scaling of layout zero3 on 1, 2, 4 nodes" in text
+    assert f"{100 * rows['weak-ddp-n4-r4']['efficiency']:.1f} [" in text
+    assert r"\%" in text
+    assert not [one for one in text.splitlines() if re.search(r"(?<!\\)%", one) and not one.startswith("% ")]
 
     again = write_paper(findings, tmp_path / "b", 3.35)
     assert all(path.read_bytes() == (tmp_path / "a" / path.name).read_bytes() for path in again)
 
 
-def test_a_study_without_a_curve_has_no_figure(tmp_path):
+def test_paper_requires_two_sizes(tmp_path):
     folder = make_study(tmp_path / "one", sizes=(1,))
-    with pytest.raises(UserError, match="no two sizes of one layout"):
+    with pytest.raises(UserError, match="no layout measured at two sizes"):
         scale_main(["paper", str(folder)])
     assert not (folder / "paper").exists()
 
 
-def test_without_matplotlib_the_extra_is_named(folder, tmp_path, monkeypatch):
+def test_missing_matplotlib_names_the_extra(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="a figure takes matplotlib") as caught:
         write_paper(find(folder), tmp_path / "a")

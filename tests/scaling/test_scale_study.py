@@ -1,4 +1,4 @@
-"""Studies: what is typed, points and their batches, the order of runs, carving, one job a point."""
+"""Planning of studies: options, points and their batches, order of runs, placement, one job per point."""
 
 from __future__ import annotations
 
@@ -60,41 +60,41 @@ def repeat(**changes: object) -> Repeat:
                           (0.1, 0.2), 900.0, None, None, 5000, {"compute": 0.1}, 0, "vm", 5.5, 4.0), **changes)
 
 
-def test_options_on_a_command_line_are_read_and_left_out() -> None:
+def test_read_and_remove_options_of_a_command() -> None:
     words = ("train", "--lr", "1", "--steps=5", "--lr=2", "-x", "--steps-more", "7")
     assert (value_of(words, "--lr"), value_of(words, "--steps"), value_of(words, "--st")) == ("2", "5", None)
     assert without(words, "--lr", "--steps") == ("train", "-x", "--steps-more", "7")
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (f"-- {PLAIN}", "a study needs its sizes"),
+    (f"-- {PLAIN}", "a study requires sizes"),
     (f"--nodes 1,2 --ranks 1 -- {PLAIN}", "both in nodes and in ranks"),
     (f"--nodes 1,2,2 -- {PLAIN}", "each once"),
     (f"--nodes 0 -- {PLAIN}", "whole numbers"),
     (f"--nodes 1,2 --mode medium -- {PLAIN}", "weak, strong, both"),
     (f"--nodes 1,2 --target 80 -- {PLAIN}", "0.8"),
     (f"--node 1,2 -- {PLAIN}", "--nodes"),
-    ("--nodes 1,2", "no command to study"),
-    ("--nodes 1,2 --model gpt2-124m -- python3 train.py", "--model in a study of a script of your own"),
-    ("--nodes 1,2 --mode both -- launch python3 train.py", "a script of your own says itself what a rank takes"),
-    ("--nodes 2 --what layouts -- ./train", "a script of your own has one layout"),
+    ("--nodes 1,2", "no training command"),
+    ("--nodes 1,2 --model gpt2-124m -- python3 train.py", "--model does not apply to your own script"),
+    ("--nodes 1,2 --mode both -- launch python3 train.py", "your own script supports only weak scaling"),
+    ("--nodes 2 --what layouts -- ./train", "your own script has one layout"),
     ("--nodes 1,2 -- launch python3 -m ezpz_llm.test_dist", "a study runs ezpz_llm.train"),
     (f"--nodes 1,2 -- launch -n 4 {PLAIN}", "launch -n"),
     (f"--nodes 1,2 -- launch --nodes 4 {PLAIN}", "launch --nodes"),
-    (f"--nodes 1,2 -- {PLAIN} --run-dir x", "--run-dir in a study"),
-    (f"--nodes 1,2 -- {PLAIN} --resume x", "--resume in a study"),
-    (f"--nodes 1,2 --ds-config ddp -- {PLAIN} --ds-config zero1", "named twice"),
+    (f"--nodes 1,2 -- {PLAIN} --run-dir x", "--run-dir is not supported in a study"),
+    (f"--nodes 1,2 -- {PLAIN} --resume x", "--resume is not supported in a study"),
+    (f"--nodes 1,2 --ds-config ddp -- {PLAIN} --ds-config zero1", "given twice"),
     (f"--nodes 1,2 --what layouts -- {PLAIN}", "at one size"),
     (f"--nodes 2 --what layouts --mode weak -- {PLAIN}", "the same global batch"),
     ("--study x --repeats 5", "cannot change"),
 ])
-def test_a_wrong_word_is_named(words: str, message: str) -> None:
+def test_invalid_options(words: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         parse(words.split())
     assert message in str(raised.value)
 
 
-def test_words_for_launch_and_the_command_are_told_apart() -> None:
+def test_launch_options_are_separated_from_command() -> None:
     options = parse(["--nodes", "1,2", "--model", "tiny-llama", "--", "launch", "--launcher", "srun", "--hosts",
                      "n[1-4]", "--", "python3", "-m", "ezpz_llm.train", "--model=tiny-gpt2", "--lr", "1"])
     assert (options.launch_words, options.hosts) == (("--launcher", "srun"), "n[1-4]")
@@ -102,19 +102,19 @@ def test_words_for_launch_and_the_command_are_told_apart() -> None:
 
 
 @pytest.mark.full
-def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--ranks 2,1 --mode both --ds-config ddp", *TRAIN, "--micro-batch-size", "2",
-                 "--gradient-accumulation-steps", "3")
-    assert batches(found) == {"weak-ddp-r1": (6, 2, 3), "weak-ddp-r2": (12, 2, 3),
-                              "strong-ddp-r1": (12, 2, 6), "strong-ddp-r2": (12, 2, 3)}
-    assert "strong: every step has 12 sequences, the default of 2 ranks" in found.notes[0]
-    # A global batch is the strong study's own; the weak one takes from it what a rank has at the smallest size.
-    found = plan(tmp_path, "--ranks 2,4 --mode both --ds-config ddp,tp2", *TRAIN, "--global-batch-size", "16")
-    assert batches(found) == {
+def test_weak_keeps_rank_batch_and_strong_keeps_global_batch(tmp_path: Path) -> None:
+    planned = plan(tmp_path, "--ranks 2,1 --mode both --ds-config ddp", *TRAIN, "--micro-batch-size", "2",
+                   "--gradient-accumulation-steps", "3")
+    assert batches(planned) == {"weak-ddp-r1": (6, 2, 3), "weak-ddp-r2": (12, 2, 3),
+                                "strong-ddp-r1": (12, 2, 6), "strong-ddp-r2": (12, 2, 3)}
+    assert "strong: the global batch is 12 sequences, the default of 2 ranks" in planned.notes[0]
+    # Strong scaling keeps the global batch; weak scaling keeps a rank's part of it at the smallest size.
+    planned = plan(tmp_path, "--ranks 2,4 --mode both --ds-config ddp,tp2", *TRAIN, "--global-batch-size", "16")
+    assert batches(planned) == {
         "weak-ddp-r2": (16, 4, 2), "weak-ddp-r4": (32, 4, 2), "weak-tp2-r2": (16, 4, 4), "weak-tp2-r4": (32, 4, 4),
         "strong-ddp-r2": (16, 4, 2), "strong-ddp-r4": (16, 4, 1), "strong-tp2-r2": (16, 4, 4),
         "strong-tp2-r4": (16, 4, 2)}
-    for one in found.points:
+    for one in planned.points:
         assert value_of(one.command, "--ds-config") == one.ds_config
         assert value_of(one.launch, "-n") == str(one.ranks)
         typed = ("--eval-tokens",)
@@ -122,40 +122,42 @@ def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> No
         assert value_of(one.command, "--eval-tokens") == "512"
 
 
-def test_a_script_of_ones_own_has_one_point_a_size(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--ranks 2,1", "python3", "my_net.py", "--lr", "1")
-    assert batches(found) == {"weak-my_net-r1": (1, 1, 1), "weak-my_net-r2": (2, 1, 1)}
-    assert {one.command for one in found.points} == {("python3", "my_net.py", "--lr", "1")}
-    assert "one sequence" in found.notes[0]
+def test_user_script_has_one_point_per_size(tmp_path: Path) -> None:
+    planned = plan(tmp_path, "--ranks 2,1", "python3", "my_net.py", "--lr", "1")
+    assert batches(planned) == {"weak-my_net-r1": (1, 1, 1), "weak-my_net-r2": (2, 1, 1)}
+    assert {one.command for one in planned.points} == {("python3", "my_net.py", "--lr", "1")}
+    assert "one sequence" in planned.notes[0]
 
 
 @pytest.mark.parametrize(("lines", "error"), [
     ([{"tokens_per_second": 2560.0}] * 12, None),
-    ([{}] * 12, "its steps have no tokens, or samples: ezpz_llm.record("),
-    ([], "0 steady steps are too few to measure: ezpz_llm.record(")])
-def test_what_a_script_takes_is_in_its_own_lines(lines: list[dict], error: str | None, tmp_path: Path) -> None:
-    own = point("weak-mine-n1", ranks=4, command=("python3", "mine.py"))
-    run_dir = RunDir(run_dir_of(tmp_path, own, 0).path).create()
+    ([{}] * 12, "its steps have neither tokens nor samples: call ezpz_llm.record("),
+    ([], "0 steady steps, but a measurement needs 3: run more steps, and call ezpz_llm.record(")])
+def test_batch_of_user_script_is_read_from_its_records(lines: list[dict], error: str | None,
+                                                       tmp_path: Path) -> None:
+    script = point("weak-mine-n1", ranks=4, command=("python3", "mine.py"))
+    run_dir = RunDir(run_dir_of(tmp_path, script, 0).path).create()
     update_record(run_dir, exit={"code": 0, "cause": ""}, environment={"device": {"type": "cpu"}},
                   launch={"hosts": ["a"], "ranks_per_host": [4]})
     for step, line in enumerate(lines, 1):
         append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10, **line})
-    found = measure(tmp_path, own, 0)
+    measured = measure(tmp_path, script, 0)
     if error is None:
-        assert (found.error, found.global_batch, found.block_size, found.tokens_per_second) == (None, 4, 64, 2560)
+        assert (measured.error, measured.global_batch, measured.block_size, measured.tokens_per_second) == (
+            None, 4, 64, 2560)
     else:
-        assert error in found.error
+        assert error in measured.error
 
 
-def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    code, said = scale(tmp_path, "--ranks", "1,3", "--mode", "strong", "--", *TRAIN, "--global-batch-size", "8")
+def test_point_that_cannot_run_is_rejected_before_start(tmp_path: Path) -> None:
+    code, output = scale(tmp_path, "--ranks", "1,3", "--mode", "strong", "--", *TRAIN, "--global-batch-size", "8")
     assert code == 2
-    assert "error: point strong-zero1-r3, on 3 ranks cannot run: a global batch of 8 sequences is not" in said
-    assert "instead: a global batch of 6 or 9" in said
-    code, said = scale(tmp_path, "--ranks", "2", "--ds-config", "ddp,tp3", "--", *TRAIN)
-    assert (code, "tp3" in said, "Traceback" in said) == (2, True, False)
+    assert "error: point strong-zero1-r3 on 3 ranks cannot run: a global batch of 8 sequences is not" in output
+    assert "instead: a global batch of 6 or 9" in output
+    code, output = scale(tmp_path, "--ranks", "2", "--ds-config", "ddp,tp3", "--", *TRAIN)
+    assert (code, "tp3" in output, "Traceback" in output) == (2, True, False)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="accumulation is what a strong study solves"):
+    with pytest.raises(UserError, match="a strong-scaling study computes the accumulation steps itself"):
         plan(tmp_path, "--ranks 1 --mode strong", *TRAIN, "--global-batch-size", "8",
              "--gradient-accumulation-steps", "2")
     with pytest.raises(UserError, match="secret"):
@@ -163,38 +165,38 @@ def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_layouts_are_compared_at_one_global_batch_without_those_that_cannot_run(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--ranks 3 --what layouts")
-    assert (found.mode, [one.name for one in found.points]) == (
+def test_layouts_that_can_run_are_compared_at_one_global_batch(tmp_path: Path) -> None:
+    planned = plan(tmp_path, "--ranks 3 --what layouts")
+    assert (planned.mode, [one.name for one in planned.points]) == (
         "strong", ["strong-ddp-r3", "strong-zero1-r3", "strong-zero2-r3", "strong-zero3-r3"])
-    assert {one.global_batch for one in found.points} == {12}
-    assert [note.partition(":")[0] for note in found.notes] == ["left out", "left out", "strong"]
+    assert {one.global_batch for one in planned.points} == {12}
+    assert [note.partition(":")[0] for note in planned.notes] == ["omitted", "omitted", "strong"]
     with pytest.raises(UserError, match="tp2"):
         plan(tmp_path, "--ranks 3 --what layouts --ds-config ddp,tp2")
-    with pytest.raises(UserError, match="not a comparison"):
+    with pytest.raises(UserError, match="a comparison requires two layouts"):
         plan(tmp_path, "--ranks 2 --what layouts", *TRAIN, "--ds-config", "zero1")
 
 
-def test_sizes_are_those_of_the_reservation_with_their_ranks_said_outright(tmp_path: Path) -> None:
+def test_sizes_set_ranks_and_threads_explicitly(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
     words = ("launch", "--hostfile", str(hosts), "--launcher", "mpiexec", *PLAIN.split())
     sizes = find_sizes(parse(["--nodes", "2,1", "--", *words]), ENV)
     assert [(size.label, size.ranks) for size in sizes] == [("n1", 2), ("n2", 4)]
     assert [size.launch[-4:] for size in sizes] == [("-n", "2", "--ppn", "2"), ("-n", "4", "--ppn", "2")]
-    # Ranks of a smaller size get no more cores than those of the largest.
+    # A study uses the threads of the largest size at all sizes.
     assert {size.threads for size in find_sizes(parse(["--ranks", "1,2", "--", *PLAIN.split()]), ENV)} == {
         len(os.sched_getaffinity(0)), len(os.sched_getaffinity(0)) // 2}
     assert plan(tmp_path, "--ranks 1,2").threads == len(os.sched_getaffinity(0)) // 2
-    with pytest.raises(UserError, match="a point of 4 nodes, and there are 3: n1, n2, n3"):
+    with pytest.raises(UserError, match="a point requires 4 nodes, but there are 3: n1, n2, n3"):
         find_sizes(parse(["--nodes", "1,4", "--", *words]), ENV)
-    with pytest.raises(UserError, match="this is one of a launch's already"):
+    with pytest.raises(UserError, match="this process is already a rank"):
         find_sizes(parse(["--ranks", "1", "--", *PLAIN.split()]), ENV | {"RANK": "0", "WORLD_SIZE": "2",
                                                                         "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
                                                                         "TORCHELASTIC_RUN_ID": "x"})
 
 
-def test_every_round_has_all_points_in_an_order_of_its_own() -> None:
+def test_each_round_has_all_points_in_random_order() -> None:
     points = [point(f"weak-ddp-n{nodes}", nodes=nodes) for nodes in (1, 2, 4, 8)]
     runs = study(*points, repeats=6, seed=1).order()
     rounds = [[one.name for one, number in runs if number == round_] for round_ in range(6)]
@@ -204,7 +206,7 @@ def test_every_round_has_all_points_in_an_order_of_its_own() -> None:
     assert runs == study(*points, repeats=6, seed=1).order() != study(*points, repeats=6, seed=2).order()
 
 
-def test_a_point_moves_over_the_hosts_from_repeat_to_repeat() -> None:
+def test_repeats_of_a_point_use_different_nodes() -> None:
     hosts = ["n1", "n2", "n3", "n4"]
     assert [carve(hosts, 1, number) for number in range(5)] == [("n1",), ("n2",), ("n3",), ("n4",), ("n1",)]
     assert [carve(hosts, 2, number) for number in range(3)] == [("n1", "n2"), ("n3", "n4"), ("n1", "n2")]
@@ -212,17 +214,17 @@ def test_a_point_moves_over_the_hosts_from_repeat_to_repeat() -> None:
     assert {carve(hosts, 4, number) for number in range(3)} == {tuple(hosts)}
 
 
-def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    ours = study(point(), point("weak-ddp-n2", nodes=2), notes=("a note",))
-    ours.write(tmp_path)
-    assert read_study(tmp_path) == ours
+def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
+    written = study(point(), point("weak-ddp-n2", nodes=2), notes=("a note",))
+    written.write(tmp_path)
+    assert read_study(tmp_path) == written
     first, second = repeat(), repeat(repeat=1, error="it broke", tokens_per_second=None, step_times_s=())
     add_repeat(tmp_path, first)
     add_repeat(tmp_path, second)
     assert read_repeats(tmp_path) == [first, second]
-    to_make = left(ours, tmp_path, ["weak-ddp-n1"], False)
-    assert [(one.name, number) for one, number in to_make] == [("weak-ddp-n1", 2)]
-    assert len(left(ours, tmp_path, [], True)) == 5
+    remaining = left(written, tmp_path, ["weak-ddp-n1"], False)
+    assert [(one.name, number) for one, number in remaining] == [("weak-ddp-n1", 2)]
+    assert len(left(written, tmp_path, [], True)) == 5
     again = replace(second, error=None, tokens_per_second=5.0)
     add_repeat(tmp_path, again)
     assert read_repeats(tmp_path) == [first, again]
@@ -230,7 +232,7 @@ def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Pa
         file.write('{"point": "x"}\n')
     with pytest.raises(UserError, match="after 2 runs"):
         read_repeats(tmp_path)
-    for text, message in ((None, "no study.json"), ('{"version": 0}', "of this version"), ("[]", "of this version"),
+    for text, message in ((None, "no study.json"), ('{"version": 0}', "another version"), ("[]", "another version"),
                           ('{"version": 1}', "what is missing"),
                           ('{"version": 1, "points": [{}]}', "what is missing")):
         study_file(tmp_path).unlink(missing_ok=True)
@@ -242,7 +244,7 @@ def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Pa
 
 @pytest.mark.parametrize(("record", "error"), [
     ({"exit": {"code": 1, "cause": "rank 1 on vm: ValueError"}}, "rank 1 on vm: ValueError (code 1)"),
-    ({"exit": {"code": 0, "cause": "all ranks ended with 0"}}, "0 steady steps are too few to measure"),
+    ({"exit": {"code": 0, "cause": "all ranks ended with 0"}}, "0 steady steps, but a measurement needs 3"),
     ({"exit": {"code": 1, "cause": "a bad loss"}, "stopped": "ten bad steps"}, "a bad loss (code 1)"),
     ({"exit": {"code": 124, "cause": "idle", "stopped": {"kind": "idle"}}}, "idle (code 124)"),
     ({"exit": {"code": 0, "cause": ""}, "stopped": "the reservation ends"}, None),
@@ -250,24 +252,23 @@ def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Pa
     ({"exit": None}, None),
     ({}, None),
 ])
-def test_a_run_without_its_last_step_counts_for_nothing_and_a_failed_one_is_kept(record: dict, error: str | None,
-                                                                               tmp_path: Path) -> None:
+def test_failed_runs_are_measured_and_interrupted_runs_are_not(record: dict, error: str | None,
+                                                               tmp_path: Path) -> None:
     run_dir = RunDir(run_dir_of(tmp_path, point(), 0).path).create()
     update_record(run_dir, **record)
-    found = measure(tmp_path, point(), 0)
+    measured = measure(tmp_path, point(), 0)
     if error is None:
-        assert found is None
+        assert measured is None
     else:
-        assert error in found.error
-        assert (found.step_times_s, found.tokens_per_second) == ((), None)
-        assert found.run_dir == "points/weak-ddp-n1/run-0"
+        assert error in measured.error
+        assert (measured.step_times_s, measured.tokens_per_second) == ((), None)
+        assert measured.run_dir == "points/weak-ddp-n1/run-0"
 
 
 @pytest.mark.parametrize(("mfus", "mfu"), [((0.4,) * 12, 0.4), ((0.4,) * 8 + (None,) * 4, 0.4),
                                           ((None,) * 9 + (0.98,) * 3, math.inf), ((None,) * 12, None)])
-def test_steps_whose_mfu_cannot_be_count_as_that(mfus: tuple[float | None, ...], mfu: float | None,
-                                                 tmp_path: Path) -> None:
-    """The trainer leaves out an MFU above 1: the median of the others would be a number that looks right."""
+def test_impossible_mfu_is_an_error(mfus: tuple[float | None, ...], mfu: float | None, tmp_path: Path) -> None:
+    """The trainer omits an MFU above 1, so the median of the remaining steps would look plausible."""
     run_dir = RunDir(run_dir_of(tmp_path, point(), 0).path).create()
     update_record(run_dir, exit={"code": 0, "cause": ""}, model={"block_size": 8},
                   memory={"host_peak": 1, "peak": 1}, environment={"device": {"type": "cpu"}},
@@ -276,14 +277,14 @@ def test_steps_whose_mfu_cannot_be_count_as_that(mfus: tuple[float | None, ...],
     for step, one in enumerate((mfus[0], *mfus, mfus[0]), 1):
         append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10,
                                       **({} if one is None else {"mfu": one})})
-    found = measure(tmp_path, point(), 0)
+    measured = measure(tmp_path, point(), 0)
     if mfu == math.inf:
-        assert "an MFU above 100 %, which cannot be" in found.error
+        assert "an MFU above 100 %, which is impossible" in measured.error
     else:
-        assert (found.error, found.mfu) == (None, mfu)
+        assert (measured.error, measured.mfu) == (None, mfu)
 
 
-def test_times_leave_out_what_was_traced(tmp_path: Path) -> None:
+def test_step_times_exclude_traced_steps(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path).create()
     rows = [{"step": step} for step in range(1, 21)]
     assert [row["step"] for row in untraced(rows, run_dir)] == list(range(3, 20))
@@ -292,59 +293,59 @@ def test_times_leave_out_what_was_traced(tmp_path: Path) -> None:
     assert [row["step"] for row in untraced(rows, run_dir)] == list(range(12, 20))
 
 
-def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
-    code, said = scale(tmp_path, "--ranks", "1,2", "--repeats", "2", "--study", "s", "--dry-run", "--", *TRAIN)
-    assert code == 0, said
-    assert "2 points x 2, of which 4 are to be made" in said
-    assert "2 ranks" in said
-    assert "estimate   unknown: no run of this model in runs/" in said
+def test_dry_run_prints_points_and_writes_nothing(tmp_path: Path) -> None:
+    code, output = scale(tmp_path, "--ranks", "1,2", "--repeats", "2", "--study", "s", "--dry-run", "--", *TRAIN)
+    assert code == 0, output
+    assert "2 points x 2, 4 left to run" in output
+    assert "2 ranks" in output
+    assert "estimate   unknown: no run of this model in runs/" in output
     assert not (tmp_path / "s").exists()
-    code, said = scale(tmp_path, "reprot", "s")
-    assert (code, "ezpz-llm scale report D" in said) == (2, True)
+    code, output = scale(tmp_path, "reprot", "s")
+    assert (code, "ezpz-llm scale report D" in output) == (2, True)
 
 
-def test_the_estimate_rests_on_runs_of_the_same_model_and_then_on_the_studys_own(tmp_path: Path) -> None:
+def test_estimate_uses_runs_of_the_study_or_of_the_same_model(tmp_path: Path) -> None:
     command = ("python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--steps", "60")
     points = [point(f"weak-ddp-n{nodes}", nodes=nodes, ranks=2 * nodes, global_batch=8 * nodes, command=command)
               for nodes in (1, 4)]
-    asked, runs = study(*points, repeats=2), [(one, number) for number in (0, 1) for one in points]
+    planned, runs = study(*points, repeats=2), [(one, number) for number in (0, 1) for one in points]
 
-    def told(**changes: bool) -> str:
-        return estimate(asked, tmp_path / "s", runs, tmp_path / "runs", **{"in_jobs": False, **changes})
+    def estimated(**changes: bool) -> str:
+        return estimate(planned, tmp_path / "s", runs, tmp_path / "runs", **{"in_jobs": False, **changes})
 
-    assert told().endswith("/runs/. Start one point first: --point weak-ddp-n1")
+    assert estimated().endswith("/runs/. Start one point first: --point weak-ddp-n1")
     make_run(tmp_path / "runs/other", launch={"typed": ["launch", *command, "--n-layer", "3"]},
              model={"block_size": 64})
-    assert told().startswith("unknown"), "another model"
-    # 10,240 tokens/s of each rank; a step has 4 sequences of 64 tokens on each: 60 steps take 1.5 s, after 18.5 s.
+    assert estimated().startswith("unknown"), "another model"
+    # 10,240 tokens/s and 4 sequences of 64 tokens per rank: 60 steps take 1.5 s, after a startup of 18.5 s.
     make_run(tmp_path / "runs/same", launch={"typed": ["launch", "-n", "2", *command]}, model={"block_size": 64},
              startup={"total_s": 18.5})
-    assert told() == "0:01:20 in all, 0.0889 node-hours (at perfect scaling from runs/same)"
-    assert "0.0556 node-hours" in told(in_jobs=True), "each job has only the nodes of its point"
+    assert estimated() == "0:01:20 in total, 0.0889 node-hours (perfect scaling from runs/same)"
+    assert "0.0556 node-hours" in estimated(in_jobs=True), "each job has only the nodes of its point"
     run_dir = run_dir_of(tmp_path / "s", points[0], 0).create()
     write_json(run_dir.record, {"launch": {"started": 100.0}, "exit": {"code": 0, "ended": 190.0}})
-    assert told() == "0:06:00 in all, 0.4 node-hours (by 1 run of this study)"
+    assert estimated() == "0:06:00 in total, 0.4 node-hours (from 1 run of this study)"
 
 
 @pytest.mark.full
-def test_one_job_a_point_is_queued_and_its_script_runs_that_point(tmp_path: Path) -> None:
+def test_submit_queues_one_job_per_point(tmp_path: Path) -> None:
     bin_ = scheduler(tmp_path / "bin", "sbatch", "echo 7")
     path = f"{bin_}{os.pathsep}{ENV['PATH']}"
     words = ("--nodes", "1,2", "--repeats", "2", "--study", "s", "--submit", "--time 1:00:00", "--",
              "launch", "--ppn", "1", *TRAIN)
-    code, said = scale(tmp_path, *words, PATH=path)
-    assert code == 0, said
+    code, output = scale(tmp_path, *words, PATH=path)
+    assert code == 0, output
     jobs = [tmp_path / "s/points" / name / "job/job.sh" for name in ("weak-zero1-n1", "weak-zero1-n2")]
     assert (bin_ / "calls").read_text().split() == ["--parsable", str(jobs[0]), "--parsable", str(jobs[1])]
     assert "#SBATCH --nodes=2" in jobs[1].read_text()
     command = f"command=(ezpz-llm scale --study {tmp_path}/s --point weak-zero1-n2)"
     assert command in " ".join(jobs[1].read_text().split())
-    # The job's own command, as far as it goes without its two nodes.
+    # The job's command fails here because it requires two nodes.
     command = ["ezpz-llm", "scale", "--study", str(tmp_path / "s"), "--point", "weak-zero1-n2"]
     done = subprocess.run(command, env=ENV, cwd="/", capture_output=True, text=True,
                           timeout=scaled(60), check=False)
     assert done.returncode == 2
-    assert "point weak-zero1-n2 needs 2 nodes, and there are 1" in done.stderr
+    assert "point weak-zero1-n2 requires 2 nodes, but there are 1" in done.stderr
     assert read_study(tmp_path / "s").points[1].launch == ("-n", "2", "--ppn", "1")
     with pytest.raises(UserError, match="--ranks one reservation"):
         plan(tmp_path, "--ranks 1,2 --submit --time=1h")

@@ -1,4 +1,4 @@
-"""Test results as .ci/run reads them: what to retry, what to run again, and the totals."""
+"""Parsing of test results by .ci/run: failed and skipped tests, and totals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _results(folder: Path, *words: str) -> list[str]:
                           text=True, timeout=scaled(30), check=True).stdout.splitlines()
 
 
-def test_failed_tests_run_again_and_their_last_result_counts(tmp_path: Path) -> None:
+def test_failed_tests_are_retried_and_count_with_their_last_result(tmp_path: Path) -> None:
     (tmp_path / "tests/part").mkdir(parents=True)
     (tmp_path / "tests/part/test_planted.py").write_text(_TESTS)
     (tmp_path / "tests/test_missing.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")

@@ -1,4 +1,4 @@
-"""Shell completion in real shells, of what the commands' own parsers have."""
+"""Shell completion in bash, zsh and fish, compared with the commands' parsers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("completion")
-    found = {}
+    paths = {}
     for shell in ("bash", "zsh", "fish"):
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.completion", shell], capture_output=True, text=True,
                               timeout=scaled(120), check=True)
-        found[shell] = folder / shell
-        found[shell].write_text(done.stdout)
-    return found
+        paths[shell] = folder / shell
+        paths[shell].write_text(done.stdout)
+    return paths
 
 
 def offered(shell: str, script: Path, *words: str) -> set[str]:
-    """What the completion of the last of `words` offers."""
+    """Return the completions of the last word."""
     begin = {"bash": [], "zsh": ["-f"]}[shell]
     done = subprocess.run([shell, *begin, "-c", ASK, shell, str(script), *words], capture_output=True, text=True,
                           timeout=scaled(60), check=False)
@@ -46,7 +46,7 @@ def offered(shell: str, script: Path, *words: str) -> set[str]:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_what_is_offered(shell: str, scripts: dict[str, Path]) -> None:
+def test_completions(shell: str, scripts: dict[str, Path]) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
 
@@ -67,7 +67,7 @@ def test_what_is_offered(shell: str, scripts: dict[str, Path]) -> None:
     assert "--dtype" in ask("ezpz-llm", "checkpoint", "export", "x", "--")
     assert ask("ezpz-llm", "report", "runs/a", "--ht") == {"--html"}
     assert ask("ezpz-llm", "completion", "z") == {"zsh"}
-    assert ask("ezpz-llm", "report", "runs/") == set(), "then the shell offers files"
+    assert ask("ezpz-llm", "report", "runs/") == set(), "the shell completes file names"
 
 
 def test_bash_registers_both_commands(scripts: dict[str, Path]) -> None:

@@ -1,5 +1,4 @@
-"""Choice of torch in a set-up: one that is there, by the version that pip knows, or a build that pip offers; and
-the progress of its download."""
+"""Choice of torch in a set-up: an installed one, with pip's version, or a build from pip; download progress."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ ones = distributed = _Anything()
 
 
 def write_torch(folder: Path, version: str, metadata: str | None, more: str = "") -> None:
-    """What find_torch sees of an installed torch; the metadata's version is what pip sees."""
+    """Write a fake torch package for find_torch; `metadata` is its version for pip."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text(_TORCH.format(version=version, more=more))
     if metadata:
@@ -41,7 +40,7 @@ def write_metadata(folder: Path, version: str) -> None:
 
 
 def find_torch(*folders: Path) -> subprocess.CompletedProcess[str]:
-    """find_torch.py as a new environment runs it, where these folders are what it sees."""
+    """Run find_torch.py as a new environment does, with these folders on PYTHONPATH."""
     home = folders[0].parent
     environment = home / "venv"
     if not environment.exists():
@@ -58,14 +57,14 @@ def find_torch(*folders: Path) -> subprocess.CompletedProcess[str]:
     ("2.8.0a0+5228986c39.nv25.6", "2.8.0a0+5228986c39.nv25.6"),  # a vendor's container
     ("2.10.0.post301", "2.10.0"),
 ])
-def test_version_is_the_one_that_pip_compares_with(tmp_path: Path, version: str, metadata: str) -> None:
+def test_version_is_that_of_the_metadata(tmp_path: Path, version: str, metadata: str) -> None:
     write_torch(tmp_path / "site", version, metadata)
     done = find_torch(tmp_path / "site")
     assert (done.returncode, done.stdout.splitlines()) == (0, [str(tmp_path / "site/torch/__init__.py"), metadata])
 
 
-def test_torch_without_metadata_is_introduced_to_pip(tmp_path: Path) -> None:
-    """Also where pip would see the metadata of another torch, which is not the one that Python imports."""
+def test_torch_without_metadata_gets_metadata_for_pip(tmp_path: Path) -> None:
+    """Also if the only metadata belongs to a torch that Python does not import."""
     write_torch(tmp_path / "site", "2.9.1+site", None)
     write_metadata(tmp_path / "shadowed", "2.4.0")
     for folders in ([tmp_path / "site"], [tmp_path / "site", tmp_path / "shadowed"]):
@@ -74,24 +73,23 @@ def test_torch_without_metadata_is_introduced_to_pip(tmp_path: Path) -> None:
     assert len(list((tmp_path / "venv").glob("lib/python*/site-packages/torch-2.9.1+site.dist-info/METADATA"))) == 1
 
 
-@pytest.mark.parametrize(("version", "more", "said"), [
+@pytest.mark.parametrize(("version", "more", "reason"), [
     ("2.5.1", "", "is older than 2.6"),
     ("2.13.0", "raise OSError('libcudart.so.13: cannot open shared object file')", "cannot be imported: libcudart"),
     ("2.13.0", "def ones(*args, **named): raise RuntimeError('no kernel image')", "cannot train: RuntimeError: no"),
     ("2.13.0", "distributed = type('D', (), {'is_available': lambda: False})", "built without torch.distributed"),
 ])
-def test_torch_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, version: str, more: str,
-                                                              said: str) -> None:
+def test_unusable_torch_is_rejected_with_the_reason(tmp_path: Path, version: str, more: str, reason: str) -> None:
     write_torch(tmp_path / "site", version, version, more)
     done = find_torch(tmp_path / "site")
     assert done.returncode == 4
-    assert said in done.stdout
+    assert reason in done.stdout
     assert str(tmp_path / "site") in done.stdout
 
 
-def test_none_is_not_an_error(tmp_path: Path) -> None:
+def test_missing_torch_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    assert find_torch(tmp_path / "site").returncode in (0, 3)  # 0: of the Python below
+    assert find_torch(tmp_path / "site").returncode in (0, 3)  # 0: the base Python has torch
 
 
 _CHOOSE = """
@@ -106,7 +104,7 @@ printf '%s\\n' "${torch_words[@]}"
 """
 
 
-@pytest.mark.parametrize(("offered", "driver", "taken", "said"), [
+@pytest.mark.parametrize(("offered", "driver", "chosen", "messages"), [
     (("2.13.0", "2.15.0"), False, "torch==2.13.0", (
      "2.8 GB to download, 5.1 GB on disk", "0.3 GB to download, 1.4 GB",
      "export EZPZ_LLM_TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'")),
@@ -116,9 +114,9 @@ printf '%s\\n' "${torch_words[@]}"
     (("2.13.0+cu130", "2.13.0+cpu"), True, "torch==2.13.0", ("torch 2.13.0+cu130, with CUDA",)),
     (("2.13.0", "2.13.0+cpu"), True, "torch==2.13.0", ("for CPUs", "export EZPZ_LLM_TORCH=torch===2.13.0")),
 ])
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="sizes are said for x86-64")
-def test_build_that_suits_the_machine_is_taken_and_its_size_said_first(
-        tmp_path: Path, offered: tuple[str, ...], driver: bool, taken: str, said: tuple[str, ...]) -> None:
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="sizes are known for x86-64")
+def test_choice_of_build_and_its_size(
+        tmp_path: Path, offered: tuple[str, ...], driver: bool, chosen: str, messages: tuple[str, ...]) -> None:
     for version in offered:
         write_wheel(tmp_path, "torch", version, {})
     program = tmp_path / "venv" / "bin" / "python"
@@ -129,13 +127,13 @@ def test_build_that_suits_the_machine_is_taken_and_its_size_said_first(
     done = subprocess.run(["bash", "-c", _CHOOSE, "choose", ROOT, tmp_path / "venv", sys.executable, tmp_path,
                            str(driver).lower()], env=env, capture_output=True, text=True,
                           timeout=scaled(60), check=False)
-    assert (done.returncode, done.stdout) == (0, f"{taken}\n"), done.stderr
-    for words in said:
-        assert words in done.stderr
-    assert ("CPU build is enough" in done.stderr) == (not driver and "+cpu" not in taken)
+    assert (done.returncode, done.stdout) == (0, f"{chosen}\n"), done.stderr
+    for message in messages:
+        assert message in done.stderr
+    assert ("CPU build is enough" in done.stderr) == (not driver and "+cpu" not in chosen)
 
 
-@pytest.mark.parametrize(("lines", "said"), [
+@pytest.mark.parametrize(("lines", "expected"), [
     (["Collecting torch==2.13.0"], "resolving torch"),
     (["  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl.metadata (29 kB)"], ""),
     (["Collecting torch", "  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (526.1 MB)",
@@ -147,9 +145,9 @@ def test_build_that_suits_the_machine_is_taken_and_its_size_said_first(
     (["  Building wheel for deepspeed (pyproject.toml): started"], "building deepspeed"),
     ([], ""),
 ])
-def test_progress_is_one_line_of_what_pip_wrote_since(tmp_path: Path, lines: list[str], said: str) -> None:
+def test_progress_from_new_lines_of_the_log(tmp_path: Path, lines: list[str], expected: str) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(["Installing collected packages: of, an, earlier, step", *lines]))
     done = subprocess.run([sys.executable, ROOT / "launchers/lib/progress.py", log, "1"], capture_output=True,
                           text=True, timeout=scaled(60), check=True)
-    assert done.stdout == f"{said}\n"
+    assert done.stdout == f"{expected}\n"

@@ -1,4 +1,4 @@
-"""The wheel: built through the sdist, installed into a clean environment, used from another directory."""
+"""Wheel built from the sdist, installed in a clean environment, and used from another directory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with nothing of ours but the wheel, which borrows the dependencies of this one."""
+    """Environment with only the wheel, which uses the dependencies of the current environment."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -59,12 +59,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     borrowed = [path for path in sys.path if path.endswith("site-packages") and Path(path).is_dir()]
     assert sysconfig.get_path("purelib") in borrowed
-    # A plain path: the .pth files in those folders, such as that of an editable install, are not followed.
+    # Folders added by a .pth file: their own .pth files, such as that of an editable install, are ignored.
     (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
     return folder
 
 
-def test_wheel_ships_the_data_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_only_package_and_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         modes = {info.filename: info.external_attr >> 16 for info in archive.infolist()}
     for name in ("ds_configs", "launchers", "launchers/lib"):

@@ -1,7 +1,6 @@
-"""with-env and activate on a copy of the checkout, built on a virtual environment whose torch it reuses.
+"""Set-ups by with-env in a copy of the checkout, reusing the torch of a virtual environment; activate.
 
-Nothing is downloaded: what the set-up needs is there already, and pip has an index that cannot be reached or that
-never answers.
+Nothing is downloaded: all packages are available, and pip's index is unreachable or never answers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import pytest
 from checkouts import Checkout, copy_checkout, no_network
 from slowness import scaled
 
-# A set-up starts pip and torch several times: seconds alone, minutes beside eight busy processes.
+# A set-up starts pip and torch several times, which takes seconds, or minutes next to eight busy processes.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -37,14 +36,17 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    folder = tmp_path_factory.mktemp("with env")  # the blank is meant
-    wheels = tmp_path_factory.mktemp("wheels")  # no blank: PIP_FIND_LINKS is split at blanks
+    folder = tmp_path_factory.mktemp("with env")  # with a space, on purpose
+    wheels = tmp_path_factory.mktemp("wheels")  # without a space: PIP_FIND_LINKS is split at spaces
     return copy_checkout(folder, wheels, environment_with_torch(folder / "active"))
 
 
 def environment_with_torch(folder: Path) -> Path:
-    """The Python of a virtual environment with a torch as pip installs PyPI's: its metadata says 2.13.0 where
-    torch.__version__ says 2.13.0+cu130. It is that of the tests, under metadata without the local part."""
+    """Create a virtual environment with torch as installed from PyPI, and return its Python.
+
+    The metadata of PyPI's torch have version 2.13.0, while torch.__version__ is 2.13.0+cu130. The environment uses
+    the torch of the tests with metadata that lack the local part.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=scaled(60))
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "torch").symlink_to(Path(importlib.util.find_spec("torch").origin).parent)
@@ -64,7 +66,7 @@ def write_program(path: Path, line: str) -> None:
 
 @pytest.fixture(scope="module")
 def interrupted(checkout: Checkout) -> Interrupted:
-    """A first set-up that pip hangs in, ended by SIGINT."""
+    """First set-up, interrupted by SIGINT while pip hangs."""
     with socket.create_server(("127.0.0.1", 0)) as silent_index:
         variables = no_network(silent_index.getsockname()[1])
         env = checkout.environment(**variables)
@@ -80,8 +82,8 @@ def interrupted(checkout: Checkout) -> Interrupted:
 
 @pytest.fixture(scope="module")
 def ready(checkout: Checkout, interrupted: Interrupted) -> Checkout:
-    """The same checkout, set up: what the interrupt left is repaired."""
-    shutil.rmtree(checkout.outside)  # of a pip that was killed
+    """The same checkout, set up after the interrupted attempt."""
+    shutil.rmtree(checkout.outside)  # left by the killed pip
     done = checkout.run("true", timeout=600)
     assert done.returncode == 0, done.stderr
     assert "setting up" in done.stderr
@@ -91,25 +93,25 @@ def ready(checkout: Checkout, interrupted: Interrupted) -> Checkout:
 
 
 def processes_that_name(text: str) -> list[str]:
-    for _ in range(20):  # a process that was told to end needs a moment
-        found = []
+    for _ in range(20):  # a terminated process needs a moment to exit
+        matching = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             if text in words:
-                found.append(words)
-        if not found:
+                matching.append(words)
+        if not matching:
             break
         time.sleep(0.1)
-    return found
+    return matching
 
 
 @pytest.mark.parametrize(("words", "shown"), [
     ((), "no command given"),
     (("--wheel", "x", "true"), "unknown option --wheel"),
-    (("--wheels",), "--wheels needs a folder"),
+    (("--wheels",), "--wheels requires a folder"),
 ])
 def test_usage_errors(checkout: Checkout, words: tuple[str, ...], shown: str) -> None:
     done = checkout.run(*words)
@@ -124,34 +126,34 @@ def test_help(checkout: Checkout) -> None:
     assert "--wheels DIR" in done.stdout
 
 
-def test_no_python_and_an_old_python_are_named(checkout: Checkout, tmp_path: Path) -> None:
+def test_missing_and_old_python(checkout: Checkout, tmp_path: Path) -> None:
     done = checkout.run("true", EZPZ_PYTHON=str(tmp_path / "python3"))
     assert (done.returncode, "EZPZ_PYTHON" in done.stderr) == (1, True)
     old = tmp_path / "python3.8"
     write_program(old, "echo 3.8")
     done = checkout.run("true", EZPZ_PYTHON=str(old), EZPZ_LLM_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
-    assert "is Python 3.8; 3.10 or newer is needed" in done.stderr
+    assert "is Python 3.8; 3.10 or newer is required" in done.stderr
 
 
 @pytest.mark.full
-def test_interrupt_ends_pip_and_says_how_to_go_on(interrupted: Interrupted) -> None:
+def test_interrupt_stops_pip(interrupted: Interrupted) -> None:
     assert interrupted.exit_code == 128 + signal.SIGINT
-    assert "interrupted by SIGINT; the same command again" in interrupted.shown
+    assert "interrupted by SIGINT; run the same command to start over" in interrupted.shown
     assert interrupted.left_running == []
 
 
 @pytest.mark.full
-def test_command_gets_streams_and_gives_exit_code(ready: Checkout) -> None:
+def test_command_inherits_streams_and_exit_code(ready: Checkout) -> None:
     done = ready.run("sh", "-c", "cat; echo error >&2; exit 7", stdin="input")
     assert (done.returncode, done.stdout, done.stderr) == (7, "input", "error\n")
     assert ready.run("--", "sh", "-c", "kill -9 $$").returncode == -signal.SIGKILL
     missing = ready.run("no-such-command")
-    assert (missing.returncode, missing.stderr) == (127, "with-env: no command no-such-command\n")
+    assert (missing.returncode, missing.stderr) == (127, "with-env: command not found: no-such-command\n")
 
 
 @pytest.mark.full
-def test_environment_is_the_checkouts_with_the_torch_that_was_there(ready: Checkout) -> None:
+def test_environment_has_checkout_and_existing_torch(ready: Checkout) -> None:
     script = "import ezpz_llm, torch; print(ezpz_llm.__file__); print(torch.__file__)"
     ours, torch_file = ready.run("python3", "-c", script).stdout.splitlines()
     assert Path(ours).is_relative_to(ready.root)
@@ -160,8 +162,8 @@ def test_environment_is_the_checkouts_with_the_torch_that_was_there(ready: Check
 
 
 @pytest.mark.full
-def test_set_up_leaves_nothing_outside_the_cache(ready: Checkout) -> None:
-    # pip asks rustc for its version, and a rustup there makes its own folder.
+def test_set_up_writes_only_to_the_cache(ready: Checkout) -> None:
+    # pip calls rustc for its version, and rustup creates its own folders.
     left = {path.name for folder in ready.outside.iterdir() for path in folder.iterdir()} - {".rustup", ".cargo"}
     assert left == set()
 
@@ -169,7 +171,7 @@ def test_set_up_leaves_nothing_outside_the_cache(ready: Checkout) -> None:
 @pytest.mark.full
 def test_warm_start_adds_little(ready: Checkout) -> None:
     def median_ms(words: list[str]) -> float:
-        """Of processor time, which does not depend on what else runs here."""
+        """Return the median CPU time, which does not depend on other processes."""
         times = []
         for _ in range(11):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -182,14 +184,14 @@ def test_warm_start_adds_little(ready: Checkout) -> None:
 
 
 @pytest.mark.full
-def test_unchanged_pyproject_with_a_newer_date_costs_nothing(ready: Checkout) -> None:
+def test_newer_pyproject_without_changes_needs_no_update(ready: Checkout) -> None:
     (ready.root / "pyproject.toml").touch()
     done = ready.run("true")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.full
-def test_suggested_commands_begin_as_with_env_was_typed(ready: Checkout) -> None:
+def test_suggested_commands_start_with_with_env_as_typed(ready: Checkout) -> None:
     typed = ready.command()[0].replace(" ", "\\ ")
     bare, own = "/usr/bin:/bin", f"{ready.venv / 'bin'}:/usr/bin:/bin"
     assert ready.run("printenv", "EZPZ_LLM_WITH_ENV", PATH=bare).stdout == f"{typed}\n"
@@ -198,7 +200,7 @@ def test_suggested_commands_begin_as_with_env_was_typed(ready: Checkout) -> None
 
 
 @pytest.mark.full
-def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> None:
+def test_site_mpiexec_precedes_ours(ready: Checkout, tmp_path: Path) -> None:
     ours, site = ready.venv / "mpi" / "mpiexec", tmp_path / "site" / "mpiexec"
     write_program(site, "echo site")
     bare = "/usr/bin:/bin"
@@ -212,21 +214,21 @@ def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> Non
     assert found(f"{bare}:{site.parent}") != str(ours)
     assert found(bare, f"PATH={site.parent}:$PATH;") == str(site), "loaded later"
     library = ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="").stdout
-    assert library == f":{ready.venv}/mpich/lib\n", "first what the linker finds, then ours"
+    assert library == f":{ready.venv}/mpich/lib\n", "the linker's folders first, then ours"
     assert ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="mine").stdout == "mine\n"
     assert ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="", CRAYPE_VERSION="2.7").stdout == "\n"
 
 
 @pytest.mark.full
-def test_launch_takes_mpich_also_where_a_site_had_an_mpiexec_at_set_up(ready: Checkout, tmp_path: Path) -> None:
-    """Which mpiexec is taken is decided when launch is run: the environment always has one to offer."""
+def test_launch_falls_back_to_mpich(ready: Checkout, tmp_path: Path) -> None:
+    """Launch chooses an mpiexec when it runs, so the environment has one even if a site had one at set-up."""
     site, of_pbs = tmp_path / "site", tmp_path / "pbs"
     write_program(site / "mpiexec", "echo 'mpiexec (OpenRTE) 4.1.8'")
     write_program(of_pbs / "mpiexec", "echo pbs_version = 23.06.06")
     ours = str(ready.venv / "mpi" / "mpiexec")
     for folders, expected in (((of_pbs,), ours), ((of_pbs, site), str(site / "mpiexec")), ((), ours)):
         path = ":".join([*map(str, folders), str(tmp_path)])
-        # The programs that with-env itself needs are given by link: this machine may have an mpiexec beside them.
+        # Link the programs that with-env needs: their folder on this machine may contain an mpiexec.
         for name in ("bash", "sh", "readlink", "sha256sum", "grep", "sed"):
             if not (tmp_path / name).exists():
                 (tmp_path / name).symlink_to(shutil.which(name))
@@ -261,23 +263,23 @@ def test_activate_and_deactivate(ready: Checkout, shell: str) -> None:
 
 
 @pytest.mark.full
-def test_two_at_once_make_one_environment_and_failure_is_explained(checkout: Checkout, tmp_path: Path) -> None:
-    """Two set-ups start together; the index cannot be reached, so both fail, one after the other."""
+def test_concurrent_set_ups_run_in_turn_and_explain_failure(checkout: Checkout, tmp_path: Path) -> None:
+    """Two set-ups start together; the index is unreachable, so both fail, one after the other."""
     env = checkout.environment(EZPZ_LLM_CACHE=str(tmp_path), EZPZ_LLM_TORCH="torch==2.13.0")
     command = checkout.command("true")
     both = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     shown = [process.communicate(timeout=scaled(280))[1] for process in both]
     assert [process.returncode for process in both] == [1, 1]
-    assert sum("waiting for it to end" in text for text in shown) == 1
+    assert sum("waiting for another set-up of this environment to finish" in text for text in shown) == 1
     for text in shown:
         assert "there seems to be no network here" in text
         assert "with-env --wheels DIR" in text
-        assert "with the cause out of the way, the same command starts over" in text
+        assert "fix the cause, then run the same command to start over" in text
     assert len([path for path in tmp_path.glob("venvs/*") if path.is_dir()]) == 1
 
 
 @pytest.mark.full
-def test_broken_stamp_means_starting_over(ready: Checkout) -> None:
+def test_broken_stamp_restarts_the_set_up(ready: Checkout) -> None:
     (ready.venv / "stamp").write_text("")
     done = ready.run("true", timeout=600)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""with-env on top of facility modules keeps torch, triton, and torchvision, and adds a missing DeepSpeed."""
+"""Environments on top of facility modules: with-env keeps their torch, triton and torchvision."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print(json.dumps({name: [metadata.version(name), util.find_spec(name).origin] fo
 
 
 def make_python(folder: Path, module: Module) -> Path:
-    """Make an environment with the packages of the tests, and stand-ins of the module's. Return its Python."""
+    """Create an environment with the packages of the tests and stand-ins of a module's. Return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=scaled(60))
     site = next(folder.glob("lib/python*/site-packages"))
     for path in Path(importlib.util.find_spec("torch").origin).parents[1].iterdir():
@@ -64,7 +64,7 @@ def make_python(folder: Path, module: Module) -> Path:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_modules_packages_are_kept(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_packages_of_module_are_kept(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     module, wheels = MODULES[name], tmp_path_factory.mktemp("wheels")
     for package in ("torch", "triton", "torchvision"):
         write_wheel(wheels, package, "99.0", {f"{package}/__init__.py": ""})
@@ -72,9 +72,9 @@ def test_a_modules_packages_are_kept(name: str, tmp_path: Path, tmp_path_factory
     checkout = copy_checkout(tmp_path, wheels, make_python(tmp_path / "module", module))
     done = checkout.run("python3", "-c", ASK, timeout=scaled(600))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    packages = json.loads(done.stdout)
     for package in ("torch", "triton", "torchvision"):
-        version, origin = found[package]
+        version, origin = packages[package]
         assert version == getattr(module, package)
         assert Path(origin).is_relative_to(tmp_path / "module")
-    assert found["deepspeed"][0] == (module.deepspeed or "0.19.8")
+    assert packages["deepspeed"][0] == (module.deepspeed or "0.19.8")

@@ -1,0 +1,50 @@
+"""Docstrings begin with a verb or a noun, not with a clause."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import ezpz_llm
+
+PACKAGE = Path(ezpz_llm.__file__).parent
+CLAUSES = {"What", "Whether", "Where", "When", "Which", "Who", "Whose", "How", "That", "Those", "Of", "By", "Its",
+           "If", "As", "One", "With", "Without"}
+
+
+def docstrings_in(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each docstring, those of attributes included."""
+    for node in ast.walk(ast.parse(text)):
+        statements = getattr(node, "body", None)
+        if not isinstance(statements, list):
+            continue
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) \
+                and (docstring := ast.get_docstring(node)):
+            yield statements[0].lineno, docstring
+        for before, statement in pairwise(statements):
+            if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(statement, ast.Expr) \
+                    and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+                yield statement.lineno, statement.value.value
+
+
+def clauses_in(text: str) -> list[tuple[int, str]]:
+    return sorted((line, docstring.partition("\n")[0]) for line, docstring in docstrings_in(text)
+                  if CLAUSES.intersection(re.findall(r"\w+", docstring)[:1]))
+
+
+@pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.rglob("__init__.py")
+                                           if path.parent.parent == PACKAGE))
+def test_docstrings_begin_with_a_verb_or_a_noun(package):
+    found = {f"{path.relative_to(PACKAGE)}:{line}": docstring for path in (PACKAGE / package).rglob("*.py")
+             for line, docstring in clauses_in(path.read_text())}
+    assert not found, 'write "Return …", or a noun phrase'
+
+
+def test_a_clause_is_found():
+    text = 'def f():\n    """What a rank answered."""\nA = 1\n"""Of a rank."""\nB = 2\n"""Answer of a rank."""\n'
+    assert clauses_in(text) == [(2, "What a rank answered."), (4, "Of a rank.")]
