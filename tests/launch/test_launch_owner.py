@@ -191,9 +191,9 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize(("job", "env", "said"), [
-    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"}, "its job has been started again"),
-    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "42"}, "job 41 is over"),
-    ("PBS_JOBID 41.pbs", {}, "job 41.pbs is over"),
+    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"}, "its job has been requeued"),
+    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "42"}, "job 41 has ended"),
+    ("PBS_JOBID 41.pbs", {}, "job 41.pbs has ended"),
 ])
 def test_a_job_that_is_over_owns_nothing(tmp_path: Path, job: str, env: dict, said: str, capfd) -> None:
     for name, text in (("squeue", "slurm_load_jobs error: Invalid job id specified"),
@@ -224,7 +224,8 @@ with owner.own(RunDir(Path("r")), "x", {}):
     _owned_by(tmp_path / "r", _ELSEWHERE, 2)
     _, said = running.communicate(timeout=scaled(120))
     assert running.returncode == -signal.SIGKILL
-    assert "was taken over by launch, pid 1 on n9" in said
+    assert "launch, pid 1 on n9" in said
+    assert "took over the run directory: this run ends" in said
 
 
 @pytest.mark.full
@@ -261,7 +262,7 @@ launch -n 1 --run-dir r hostname
         time.sleep(0.2)
     said = (tmp_path / "job.log").read_text()
     assert f"job {job}, since" in said, said
-    assert "its job has been started again" in said, said
+    assert "its job has been requeued" in said, said
     assert end["exit"]["code"] == 0, said
     assert end["launch"]["hosts"] != ["n1"]
 

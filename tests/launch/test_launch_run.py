@@ -131,7 +131,7 @@ def test_any_program_from_a_hostfile(tmp_path: Path) -> None:
     assert _log(run_dir, 0) == _log(run_dir, 1) == done.stdout
     assert done.stdout.strip()
     too_many = launch(tmp_path, "--hostfile", "hosts", "-n", "3", "hostname")
-    assert (too_many.returncode, "slots for 2" in too_many.stderr) == (2, True)
+    assert (too_many.returncode, "the nodes have 2 slots" in too_many.stderr) == (2, True)
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
