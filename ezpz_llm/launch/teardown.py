@@ -107,8 +107,8 @@ class Teardown:
                 ask_at = time.monotonic() + limit_s / 4
             time.sleep(_POLL_S)
         for report in [] if self._step_is_over() else unclear:
-            warn(f"{report.host} has not reported the end of {_awaited(report)}: it is down, or processes may "
-                 f"remain there")
+            warn(f"{report.host} has not reported the end of {_awaited(report)}: it is down, or processes may be "
+                 f"left there")
 
     def _unclear(self) -> list[NodeReport]:
         self._life.look(time.monotonic())

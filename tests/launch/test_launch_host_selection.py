@@ -132,6 +132,6 @@ def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
                           **{**env, "PBS_NODEFILE": str(node_file)})
             seconds.append(cpu_seconds() - begun)
             assert done.returncode == 0, done.stderr
-            assert f"{12 * count} on {count} host{'s' * (count > 1)}: {names[0]}" in done.stdout
+            assert f"{12 * count} on {count} node{'s' * (count > 1)}: {names[0]}" in done.stdout
     # 0.13 s on a quiet machine; where others use its caches and cores, the same work takes several times as long.
     assert min(took[10624]) < max(0.5, 5 * min(took[2]))

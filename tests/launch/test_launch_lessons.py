@@ -140,7 +140,7 @@ def test_the_users_own_values_win_and_the_plan_says_so(tmp_path: Path) -> None:
 
 def test_more_ranks_than_a_host_can_run_are_refused() -> None:
     job = find_allocation(captured_env("slurm/env_sbatch_script.txt"))
-    with pytest.raises(UserError, match="50000000 ranks on one host"):
+    with pytest.raises(UserError, match="50000000 ranks on one node"):
         place(job, Devices((), "none"), 100_000_000, None)
 
 

@@ -81,7 +81,7 @@ def test_a_second_launch_does_not_end_the_first(tmp_path: Path) -> None:
     assert first.returncode == 0, said
     assert not (tmp_path / "second").exists()
     again = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
-    assert (again.returncode, "taken over" in again.stderr) == (0, False), "it was let go of"
+    assert (again.returncode, "taking over" in again.stderr) == (0, False), "it was let go of"
 
 
 def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
     first.communicate(timeout=scaled(120))
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     assert second.returncode == 0, second.stderr
-    assert f"taken over from launch, pid {first.pid} on " in second.stderr
+    assert f"taking over the run directory {tmp_path}/r from launch, pid {first.pid} on " in second.stderr
     assert "that process has ended" in second.stderr
     assert left_over(tmp_path / "r") == {}
 
@@ -103,7 +103,7 @@ def test_a_launch_that_is_ended_lets_go(tmp_path: Path, number: signal.Signals) 
     first.send_signal(number)
     first.communicate(timeout=scaled(60))
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
-    assert (second.returncode, "taken over" in second.stderr) == (0, False), second.stderr
+    assert (second.returncode, "taking over" in second.stderr) == (0, False), second.stderr
 
 
 @pytest.mark.full
@@ -187,7 +187,7 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
     os.utime(file, (time.time() + 3600,) * 2)
     with own(RunDir(tmp_path / "r"), "x", {}) as owned:
         assert owned.killed == ""
-    assert "taken over from launch, pid 1 on n9" in capfd.readouterr().err
+    assert f"taking over the run directory {tmp_path}/r from launch, pid 1 on n9" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("job", "env", "said"), [

@@ -144,7 +144,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "found", "instead"), [
     ("train.py", "'train.py' is a Python script, not a program", "launch [options] python3 train.py …"),
     ("./train.py", "'./train.py' is a Python script, not a program", "launch [options] python3 ./train.py …"),
-    ("trian.py", "'trian.py' is not a program, and not a file here", "launch [options] python3 trian.py …"),
+    ("trian.py", "'trian.py' is neither a program nor a file", "launch [options] python3 trian.py …"),
     ("ezpz_llm.train", "'ezpz_llm.train' is a Python module", "launch [options] python3 -m ezpz_llm.train …")])
 def test_a_script_without_python_is_answered_before_the_start(word, found, instead, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")

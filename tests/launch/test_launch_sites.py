@@ -362,5 +362,5 @@ def test_a_plan_of_ten_thousand_hosts_takes_less_than_half_a_second(tmp_path: Pa
     assert spent < max(0.5, 5 * of_two)
     spent, text = _dry_run_cpu_s(tmp_path, clean_env(**_slurm(tmp_path, "frontier[00001-10000]", 10000, 64,
                                                               SLURM_CLUSTER_NAME="frontier")))
-    assert "80000 on 10000 hosts" in text
+    assert "80000 on 10000 nodes" in text
     assert spent < max(0.5, 5 * of_two)
