@@ -1,1 +1,1 @@
-"""From a reservation to running ranks: hosts, MPI dialects, the rank shim, supervision, exit codes (no torch)."""
+"""Launcher: reservations, MPI dialects, the rank shim, supervision, and exit codes (without torch)."""

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _PRINTS_ALONE = ("ezpz_llm.evaluate", "ezpz_llm.generate")
 _SHOWN_LINES, _SHOWN_BYTES = 64, 16384
-"""What the other ranks may have printed in all to be shown at the end."""
+"""Maximum output of all ranks but rank 0 that launch prints at the end; longer output stays in the logs."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, show, check, run; the exit code is the run's.
+    """Plan, print, check, and run the command; return the exit code of the run.
 
     Raises:
-        UserError: any mistake in what was typed or what the machine offers.
+        UserError: the command line is invalid, or does not fit this machine.
     """
     options = parse(argv)
     if options.help:
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         show(json_text(plan) if options.as_json else details(plan))
         return _dry_check(plan, options)
-    return _become(plan) if plan.is_started else _start(plan, options, argv)
+    return _exec_command(plan) if plan.is_started else _start(plan, options, argv)
 
 
-def _become(plan: LaunchPlan) -> int:
+def _exec_command(plan: LaunchPlan) -> int:
     if plan.ranks[0].rank == 0 or is_by_hand(os.environ):
         print(f"launch: {plan.notes[0]}", file=sys.stderr, flush=True)
     env = {**os.environ, **{name: setting.value for name, setting in plan.env.items()}}
@@ -62,23 +62,23 @@ def _become(plan: LaunchPlan) -> int:
 
 
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
-    # Imported where ranks really start: --dry-run and --help do without.
+    # Imported only if ranks start: --dry-run and --help do not need these modules.
     from ezpz_llm.launch.failures.texts import site_texts
     from ezpz_llm.launch.owner import own
 
-    # A mistake in a site's file is to be known before a run has ended badly.
+    # Report an error in a site's file of failure texts now, not when the run fails.
     site_texts(os.environ, {name: setting.value for name, setting in plan.env.items()})
-    with contextlib.ExitStack() as until_the_end:
-        # A directory that is in use has nothing to check; and what its check found would not be the reason.
-        stands = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()
-        owned = until_the_end.enter_context(own(plan.run_dir, plan.run_id, os.environ)) if stands else None
+    with contextlib.ExitStack() as stack:
+        # Own an existing directory before the check: if it is in use, that is the error to report.
+        exists = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()
+        owned = stack.enter_context(own(plan.run_dir, plan.run_id, os.environ)) if exists else None
         checked = _check(plan)
         if checked.code:
             say("launch: nothing was started: the command's own check failed")
             return checked.code
         plan = _make_run_dir(plan, options)
         if owned is None:
-            owned = until_the_end.enter_context(own(plan.run_dir, plan.run_id, os.environ))
+            owned = stack.enter_context(own(plan.run_dir, plan.run_id, os.environ))
         _clear_run_dir(plan, owned.killed)
         return _run(plan, options, typed, checked)
 
@@ -90,9 +90,9 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     if options.explain:
         say(f"{details(plan)}\n\n{checked.explanation}".rstrip())
     else:
-        # --verbose of our own command is meant for the whole of what starts.
+        # --verbose of our own command applies to launch too.
         is_verbose = options.verbose or (plan.target.module is not None and "--verbose" in plan.target.arguments)
-        # Lines of a log stay whole, for those who search it.
+        # Do not wrap lines in a log file, so that grep finds them.
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
         say(summary(plan) if is_verbose else first_lines(plan, width))
     started = time.time()
@@ -103,31 +103,34 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         if code := fit_for(plan, options, lambda step: _record(step, typed)):
             return code
     try:
-        with _where_it_runs(plan, options) as plan:
+        with _maybe_staged(plan, options) as plan:
             outcome = run(plan, options.idle_limit_s, start_limit_s=options.start_limit_s or None,
                           keep=lambda ended: _record_end(plan, exit_record(ended)))
     except UserError as error:
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
-    shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
-    if outcome.code == 0 and _leaves_no_run(plan, options):
+    shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave their files behind
+    if outcome.code == 0 and _discards_run_dir(plan, options):
         shutil.rmtree(plan.run_dir.path, ignore_errors=True)
     if outcome.code == 0 and plan.target.module is None:
         if options.tee == "0":
-            with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
+            with contextlib.suppress(OSError):  # a log that was removed does not change the outcome
                 _show_other_logs(plan)
-        # Our own commands end with lines of their own.
+        # Our own commands print their own last lines.
         say(f"launch: exit code 0 after {clock(round(time.time() - started))}, run directory {plan.run_dir.path}")
     return outcome.code
 
 
-def _leaves_no_run(plan: LaunchPlan, options: Options) -> bool:
-    """True of a command that only prints, unless a run directory was named. It would be the newest run in runs/."""
+def _discards_run_dir(plan: LaunchPlan, options: Options) -> bool:
+    """Return True for a command that only prints, if the user named no run directory.
+
+    Its directory would otherwise be the newest run in runs/.
+    """
     return plan.target.module in _PRINTS_ALONE and run_dir_of(plan.target, options.run_dir) is None
 
 
 def _dry_check(plan: LaunchPlan, options: Options) -> int:
-    """What the command itself makes of the plan: the check that a start would begin with, and its code."""
+    """Run the command's own check, as a start would, and return its exit code."""
     if options.no_check or plan.is_started:
         return 0
     checked = _check(plan)
@@ -146,17 +149,17 @@ def _check(plan: LaunchPlan) -> Checked:
                        {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}, places)
 
 
-def _record_end(plan: LaunchPlan, how: dict[str, object]) -> None:
-    """Write it where that is still possible: the exit code is what it is all the same."""
+def _record_end(plan: LaunchPlan, end: dict[str, object]) -> None:
+    """Record the end of the run if possible; a failure to write does not change the exit code."""
     try:
-        update_record(plan.run_dir, exit=how)
+        update_record(plan.run_dir, exit=end)
     except (OSError, UserError) as error:
-        why = error.found if isinstance(error, UserError) else error.strerror
-        say(f"launch: the end of the run is not in {plan.run_dir.record}: {why}")
+        reason = error.found if isinstance(error, UserError) else error.strerror
+        say(f"launch: cannot record the end of the run in {plan.run_dir.record}: {reason}")
 
 
 def _show_other_logs(plan: LaunchPlan) -> None:
-    """`launch hostname` shows the line of every rank; of longer output, say where that of the others is."""
+    """Print the output of the other ranks if it is short (`launch hostname`), else the path of their logs."""
     logs = {place.rank: plan.run_dir.rank_log(place.rank) for place in plan.ranks if place.rank}
     sizes = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
     written = [rank for rank, size in sizes.items() if size]
@@ -171,8 +174,8 @@ def _show_other_logs(plan: LaunchPlan) -> None:
         f" {plan.run_dir.rank_log(0).parent} (--tee all shows it here)")
 
 
-def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
-    """The plan as it is, or from copies of the environment that are there meanwhile."""
+def _maybe_staged(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
+    """Return a context with the plan, which under --stage-env runs from copies of the environment."""
     if not options.stage_env:
         return contextlib.nullcontext(plan)
     from ezpz_llm.launch.staging.stage import staged
@@ -181,7 +184,10 @@ def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractCon
 
 
 def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
-    """Make the run directory; a default one is this launch's alone, even if another began in the same second."""
+    """Create the run directory.
+
+    A default directory belongs to this launch alone, even if another launch started in the same second.
+    """
     while run_dir_of(plan.target, options.run_dir) is None and not plan.run_dir.claim():
         plan = build_plan(options, os.environ)
     plan.run_dir.create()
@@ -189,21 +195,25 @@ def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
 
 
 def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
-    """Remove what an earlier launch, which may have been `killed`, left in the directory that is ours now."""
+    """Remove the files of an earlier launch from the run directory.
+
+    Args:
+        killed: run id of a launch that was killed on this node; its processes are ended first.
+    """
     if killed:
         from ezpz_llm.launch.teardown import end_killed
 
         end_killed(plan.run_dir, killed)
     from ezpz_llm.launch.node.messages import clear_orders
 
-    # Records and heartbeats of an earlier run in the same directory would be taken for this one's.
+    # Records and heartbeats of an earlier run would be read as those of this run.
     clear_orders(plan.run_dir)
     for path, begin in ((plan.run_dir.errors, "rank"), (plan.run_dir.heartbeat, "")):
         with make_private(path) as folder:
             for name in folder.names(begin):
                 folder.remove(name)
     plan.run_dir.post_mortem.unlink(missing_ok=True)
-    # They may fill the disk before the first new checkpoint is written.
+    # Incomplete checkpoints may fill the disk before the first new checkpoint is written.
     sweep_checkpoints(plan.run_dir.checkpoints)
     for path, content in plan.files.items():
         write_atomic(path, content)

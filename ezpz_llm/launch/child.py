@@ -1,4 +1,4 @@
-"""Launch as a child process: a run started from another command, waited for and ended in order; without torch."""
+"""launch as a child process of another command (without torch)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE
 
 
 def launch_words(options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The command line that launches `command` with these options of launch, by this very Python."""
+    """Return the command line that runs launch with `options` and `command` under this Python interpreter."""
     return [sys.executable, "-m", "ezpz_llm.launch", *options, "--", *command]
 
 
 def run_launch(words: Sequence[str], *, variables: Mapping[str, str] | None = None, cwd: Path | str | None = None,
                output: IO[bytes] | IO[str] | None = None, limit_s: float | None = None,
                end_within_s: float = 60.0) -> int:
-    """Start `words`, of `launch_words`, and wait for the end of the run; launch's exit code.
+    """Run a command line from `launch_words` and return launch's exit code.
 
-    However the waiting ends (by an exception, say, or SystemExit in a signal's handler), the run is ended too:
-    launch ends its ranks when it is told to end.
+    An exception while waiting, including SystemExit in a signal handler, ends the run: launch receives SIGTERM and
+    ends its ranks.
 
     Args:
-        variables: set beside this process's own, of which only the run directory of a run around is left out.
-        output: takes standard output and standard error; without it launch has this process's.
-        limit_s: the run is ended after so long, with exit code 124.
-        end_within_s: how long launch may take to end the ranks.
+        variables: added to the environment of this process, without the run directory of an outer run.
+        output: receives standard output and standard error; by default launch inherits both.
+        limit_s: time limit of the run; the exit code is then 124.
+        end_within_s: time from SIGTERM to SIGKILL.
     """
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE} | dict(variables or {})
     launch = subprocess.Popen(words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,

@@ -1,4 +1,4 @@
-"""Kill every process of a run, found by the marker in its environment and by descent, never by name."""
+"""Kill all processes of a run, found by a marker in their environment and by descent, never by name."""
 
 from __future__ import annotations
 
@@ -33,28 +33,35 @@ def _libc() -> ctypes.CDLL:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send `number` to the calling process when its parent ends, however it ends."""
+    """Make the kernel send `number` to this process when its parent ends for any reason."""
     _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Have the kernel make the calling process the parent of every descendant whose own parent ends."""
+    """Make this process the parent of each descendant whose own parent ends (a child subreaper)."""
     _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], bool] = lambda process: True,
                roots: Callable[[], Collection[Kin]] = lambda: ()) -> list[int]:
-    """Kill what is left of the run on this host and is `chosen`, with all that descends from it or from the `roots`
-    and carries no marker; the processes that resist for `within_s`, or are not ours to end, are returned."""
+    """Kill the remaining processes of a run on this node, and all their descendants.
+
+    Args:
+        chosen: selects among the processes that carry the run's marker.
+        roots: further processes whose descendants are killed even if they carry no marker.
+
+    Returns:
+        Processes that are still alive after `within_s`, or that this user may not kill.
+    """
     def find() -> Iterator[Kin]:
-        """The run's processes, by its mark in their environment, and all that they started."""
+        """Yield the chosen processes with the run's marker and all their descendants."""
         known, spared = set(roots()), {os.getpid()}
-        for one in marked(run_id):
-            if chosen(one):
-                known.add(Kin(one.pid, one.start))
-                yield Kin(one.pid, one.start)
-            elif one.is_shim:
-                spared.add(one.pid)
+        for process in marked(run_id):
+            if chosen(process):
+                known.add(Kin(process.pid, process.start))
+                yield Kin(process.pid, process.start)
+            elif process.is_shim:
+                spared.add(process.pid)
         if known:
             yield from below(everyone(), known, spared)
 
@@ -62,7 +69,7 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
 
 
 def descendants(spared: Collection[int]) -> Iterable[Kin]:
-    """The living processes below this one, without those `spared` and what is below them."""
+    """Return the live descendants of this process, except `spared` and their descendants."""
     own = Kin(os.getpid(), started_at(os.getpid()))
     if can_list_children():
         return read_descendants(own, spared)
@@ -70,14 +77,19 @@ def descendants(spared: Collection[int]) -> Iterable[Kin]:
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended already."""
+    """Send a signal to a process, which may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def detach(keep: Collection[int]) -> None:
-    """Cut a forked process loose from its parent's session, signals and descriptors, except `keep`: holding a copy
-    of them (the console, PMI's socket) would keep their readers waiting."""
+    """Detach a forked process from its parent's session, signals and file descriptors.
+
+    Open copies of the descriptors (the console, PMI's socket) would keep their readers waiting.
+
+    Args:
+        keep: descriptors to leave open.
+    """
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -93,14 +105,14 @@ def detach(keep: Collection[int]) -> None:
 
 @dataclass
 class Janitor:
-    """A forked process that ends the run on this host if its owner vanishes without a word."""
+    """A forked process that ends the run on this node if its owner is killed."""
 
     pid: int
     pipe: int
 
     def dismiss(self) -> None:
-        """The owner has ended in order: the janitor has nothing to do."""
-        # It may have been killed, and reaped.
+        """End the janitor, since its owner exits normally."""
+        # The janitor may have been killed and reaped already.
         with contextlib.suppress(OSError):
             os.write(self.pipe, b"!")
         os.close(self.pipe)
@@ -110,9 +122,14 @@ class Janitor:
 
 def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambda: None,
                   keep: Collection[int] = (), last: Callable[[], None] = lambda: None) -> Janitor:
-    """Fork the janitor of the calling process. Once the owner is gone it does what comes `first`, for which it
-    keeps some descriptors, and waits `delay_s`, so that what ends in order may do so; what comes `last` it does in
-    the end."""
+    """Fork the janitor of this process, its owner.
+
+    Once the owner is gone, the janitor calls `first`, waits `delay_s` so that processes can exit normally, kills
+    the rest, and calls `last`.
+
+    Args:
+        keep: file descriptors that `first` needs.
+    """
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
@@ -130,8 +147,9 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
     if not os.read(read_end, 1):
         with contextlib.suppress(OSError):
             first()
-        # The agent sees by itself that the node's shims have gone, reports it, and goes; its folder goes first.
-        kept, noted = agents(run_id), set(strays(run_id))
+        # Spare the agent: it notices that the node's shims are gone, reports it, and exits. Its folder, from which
+        # both lists come, is removed before.
+        agent_pids, stray_roots = agents(run_id), set(strays(run_id))
         time.sleep(delay_s)
-        end_marked(run_id, chosen=lambda process: process.pid not in kept, roots=lambda: noted)
+        end_marked(run_id, chosen=lambda process: process.pid not in agent_pids, roots=lambda: stray_roots)
         last()

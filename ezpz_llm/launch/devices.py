@@ -1,4 +1,4 @@
-"""Accelerators and cores that this process may use, counted without torch."""
+"""Accelerators and cores that this process may use, found without torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from pathlib import Path
 from ezpz_llm.base import system_text
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""What hides devices from a process, in the order in which they are believed."""
+"""Variables that restrict the visible devices, in order of precedence."""
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 _DEV = Path("/dev")
 _FILES = ("nvidia", "kfd", "accel", "davinci", "hl", "mlu", "neuron")
-"""How the files in /dev of accelerators begin, also of those that we do not count."""
+"""Prefixes of device files of accelerators in /dev, including those that launch does not support."""
 _FILES_OF_MANY = {"dri": "libze_intel_gpu.so.1", "dxg": "libcuda.so.1"}
-"""The same of what most laptops have, with the library without which nothing is computed there."""
+"""Device files that most laptops have too, with the library that computing on the device requires."""
 _LIBRARY_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/lib/wsl/lib")
 _PCI_PLACE = ("domain", "location_id")
-"""What an AMD topology node says of its PCI address."""
+"""Properties of an AMD topology node that give its PCI address."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The accelerators that are visible here, by the names that their mask or driver gives them."""
+    """Visible accelerators, by their names in the mask or their numbers in the driver."""
 
     ids: tuple[str, ...]
     source: str
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices:
-    """A visibility mask in `env` decides (an empty one hides all); else what the drivers list."""
+    """Return the devices of the first visibility mask in `env` (empty: no device), else those of the drivers."""
     for name in MASKS:
         if (mask := env.get(name)) is not None:
             return Devices(_mask_ids(mask), name)
@@ -40,11 +40,11 @@ def visible_devices(env: Mapping[str, str]) -> Devices:
         return Devices(tuple(str(index) for index in range(len(nvidia))), str(_NVIDIA))
     if amd := _amd_nodes():
         return Devices(tuple(str(index) for index in range(len(amd))), str(_AMD))
-    return Devices((), "no accelerator's driver found")
+    return Devices((), "no accelerator driver found")
 
 
 def has_none(env: Mapping[str, str]) -> bool:
-    """Is it certain that a process here can use no accelerator, of whatever maker?"""
+    """Return True if no accelerator of any vendor can be usable here; False if unsure."""
     visible = visible_devices(env)
     if visible.ids:
         return False
@@ -58,14 +58,14 @@ def has_none(env: Mapping[str, str]) -> bool:
 
 
 def device_addresses() -> tuple[str, ...]:
-    """The PCI addresses of this host's accelerators ("0000:c1:00.0"), by the number that a mask gives them."""
+    """Return the PCI addresses ("0000:c1:00.0") of this node's accelerators, in the order of their numbers."""
     if nvidia := _entries(_NVIDIA):
         return tuple(entry.name.lower() for entry in nvidia)
     return tuple(_amd_address(node) for node in _amd_nodes())
 
 
 def _amd_nodes() -> list[Path]:
-    # A topology node with gpu_id 0 is a CPU. Node 10 comes after node 9.
+    # A topology node with gpu_id 0 is a CPU. Sort by number: node 10 comes after node 9.
     return sorted((node for node in _entries(_AMD) if system_text(node / "gpu_id").strip() not in ("", "0")),
                   key=lambda node: int(node.name))
 
@@ -73,7 +73,7 @@ def _amd_nodes() -> list[Path]:
 def _amd_address(node: Path) -> str:
     values = dict(line.split(maxsplit=1) for line in system_text(node / "properties").splitlines() if " " in line)
     domain, place = (int(values.get(name, "0")) for name in _PCI_PLACE)
-    # Bus, device and function as in the kernel's amdkfd: 8, 5 and 3 bits.
+    # Bus, device and function are 8, 5 and 3 bits, as in the kernel's amdkfd.
     return f"{domain:04x}:{place >> 8 & 0xff:02x}:{place >> 3 & 0x1f:02x}.{place & 0x7}"
 
 
@@ -81,7 +81,7 @@ def _mask_ids(mask: str) -> tuple[str, ...]:
     ids = []
     for word in mask.split(","):
         word = word.strip()
-        # CUDA stops reading at the first index that names no device; -1 is the usual way to hide all.
+        # CUDA stops at the first invalid index; -1 is the usual way to hide all devices.
         if not word or word.startswith("-"):
             break
         ids.append(word)
@@ -96,5 +96,5 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on, from its own mask."""
+    """Return the cores in the CPU affinity mask of this process."""
     return tuple(sorted(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""The variables that launch sets for ranks, each with the reason; what the user has set stays."""
+"""Environment variables that launch sets for ranks, with the reason; variables of the user are kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable that launch sets, and why."""
+    """Value of an environment variable that launch sets, and its source or reason."""
 
     value: str
     source: str
@@ -50,19 +50,19 @@ class Setting:
 
 def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation: Allocation,
                  options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
-    """What tells a rank of its run.
+    """Return the variables that describe the run to its ranks.
 
     Raises:
-        UserError: the size that the user wants logs to have is none.
+        UserError: EZPZ_LLM_LOG_BYTES is not a whole number.
     """
     if whole_number(env.get(LOG_BYTES_VARIABLE) or "1") is None:
-        raise UserError(f"{LOG_BYTES_VARIABLE} is {shown(env[LOG_BYTES_VARIABLE])}",
-                        instead="the bytes that a rank's log may have, such as 10000000000")
+        raise UserError(f"{LOG_BYTES_VARIABLE} is {shown(env[LOG_BYTES_VARIABLE])}, not a whole number",
+                        instead="the maximum size of a rank's log in bytes, such as 10000000000")
     settings = {
         **rank_settings(),
         RUN_DIR_VARIABLE: Setting(str(run_dir.path), "launch"),
         RUN_ID_VARIABLE: Setting(run_id, "launch"),
-        SECRET_VARIABLE: Setting(new_secret(), "launch: what only this run's processes know"),
+        SECRET_VARIABLE: Setting(new_secret(), "launch: secret shared by the processes of this run"),
         WORLD_SIZE_VARIABLE: Setting(str(placement.world_size), placement.source),
         RANKS_PER_NODE_VARIABLE: Setting(fold_counts([count for _, count in placement.ranks]), placement.source),
         TEE_VARIABLE: Setting(options.tee, "--tee"),
@@ -73,54 +73,58 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
 
 
 def rank_settings() -> dict[str, Setting]:
-    """By which variables the launcher of another package numbers ranks."""
+    """Return the names of the rank variables of launchers from other packages."""
     return {name: Setting(value, "the step launchers of other packages") for name, value in rank_names().items()}
 
 
 def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
-    """The width of the terminal that shows rank 0's output as it comes, where there is one that redraws lines, and
-    whether it wants colours (https://no-color.org)."""
+    """Return the width of the terminal that shows rank 0's output, and whether to use color.
+
+    Empty for a terminal that cannot redraw lines, and for a file. See https://no-color.org.
+    """
     shows = options.tee == "0" and sys.stdout.isatty() and env.get("TERM", "dumb") != "dumb"
     if not shows and TERMINAL_VARIABLE not in env:
         return {}
-    told = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOUR}" if shows else ""
-    return {TERMINAL_VARIABLE: Setting(told, "the terminal that launch was started in")}
+    value = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOUR}" if shows else ""
+    return {TERMINAL_VARIABLE: Setting(value, "the terminal of launch")}
 
 
 def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
-    """What makes a Python program's output and its end tell more."""
-    wanted = {"PYTHONUNBUFFERED": "launch: lines appear as they are printed",
-              "PYTHONFAULTHANDLER": "launch: a crash below Python tells where Python was"}
+    """Return variables that make Python flush output at once and print a traceback on a crash."""
+    wanted = {"PYTHONUNBUFFERED": "launch: show lines as they are printed",
+              "PYTHONFAULTHANDLER": "launch: print a Python traceback on a crash in native code"}
     return {name: Setting("1", why) for name, why in wanted.items() if name not in env}
 
 
 def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
-    """Where a script's own libraries, such as DeepSpeed's ops, are compiled on first use: in the cache, each Python
-    environment by itself, and where launch can find the lock of a build that was killed."""
+    """Return the directory where torch compiles extensions, such as DeepSpeed's ops, on first use.
+
+    Each Python environment has its own directory in the cache. launch finds the lock of a killed build there.
+    """
     if env.get(EXTENSIONS_VARIABLE):
         return {}
     python = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
     try:
         folder = extensions_dir(env) / f"py{sys.version_info.major}{sys.version_info.minor}-{python}"
     except UserError:
-        # Without a home directory torch looks for a place itself.
+        # No home directory: leave the choice to torch.
         return {}
-    return {EXTENSIONS_VARIABLE: Setting(str(folder), "launch: extensions are compiled in the cache")}
+    return {EXTENSIONS_VARIABLE: Setting(str(folder), "launch: compile extensions in the cache")}
 
 
 def rendezvous_settings(rendezvous: Rendezvous, env: Mapping[str, str]) -> dict[str, Setting]:
-    """Where ranks meet."""
+    """Return MASTER_ADDR and MASTER_PORT, unless the user set them."""
     settings = {"MASTER_ADDR": Setting(rendezvous.address, rendezvous.address_source),
                 "MASTER_PORT": Setting(str(rendezvous.port), rendezvous.port_source)}
     return {name: setting for name, setting in settings.items() if not is_users_choice(name, env)}
 
 
 def site_settings(site: Site, options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
-    """The site's own variables, and which site it is."""
+    """Return the variables of the site file, and EZPZ_LLM_SITE."""
     settings = {name: Setting(value, f"site {site.name}") for name, value in site.env.items() if name not in env}
     named = options.site or env.get(SITE_VARIABLE)
     if named and ("/" in named or named.endswith(".toml")):
-        # For a command with another working directory.
+        # Absolute, since the command may change its working directory.
         settings[SITE_VARIABLE] = Setting(str(user_path(named).absolute()), site.source)
     elif site.name != Site.name:
         settings[SITE_VARIABLE] = Setting(site.name, site.source)
@@ -128,7 +132,7 @@ def site_settings(site: Site, options: Options, env: Mapping[str, str]) -> dict[
 
 
 def interface_settings(interface: str | None, source: str, env: Mapping[str, str]) -> dict[str, Setting]:
-    """The network that gloo and NCCL (or RCCL) open their own connections on."""
+    """Return the variables that select the network interface of gloo and NCCL (or RCCL)."""
     if interface is None:
         return {}
     return {name: Setting(interface, source) for name in _INTERFACE_VARIABLES if not is_users_choice(name, env)}
@@ -136,30 +140,34 @@ def interface_settings(interface: str | None, source: str, env: Mapping[str, str
 
 def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
                      env: Mapping[str, str]) -> dict[str, Setting]:
-    """Threads for the rank's own cores, cores for the shim to keep to, and `mask`: devices in the site's order."""
+    """Return the number of OpenMP threads, the cores that the shim binds, and the visible devices.
+
+    Args:
+        mask: devices in the site's order; empty for the default order.
+    """
     settings = {}
     if binding.cores_per_rank is not None and not is_users_choice("OMP_NUM_THREADS", env):
         settings["OMP_NUM_THREADS"] = Setting(str(binding.cores_per_rank), "cores of each rank")
     if binding.by_shim:
-        settings[BIND_VARIABLE] = Setting(":".join(binding.cores), "the launcher has no option for cores")
+        settings[BIND_VARIABLE] = Setting(":".join(binding.cores), "the launcher has no option for core binding")
     if mask:
-        why = f"site {site.name}: local rank 0 takes device {mask[0]}"
+        why = f"site {site.name}: local rank 0 uses device {mask[0]}"
         settings["CUDA_VISIBLE_DEVICES"] = Setting(",".join(mask), why)
     return settings
 
 
 def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
-    """Did the user set this variable, and neither PBS nor a launch or a torchrun around this one?"""
+    """Return True if the user set this variable, rather than PBS, an outer launch, or an outer torchrun."""
     if not env.get(name):
         return False
-    # PBS exports the job's own number of cores as OMP_NUM_THREADS.
+    # PBS exports the number of cores of the job as OMP_NUM_THREADS.
     by_pbs = name == "OMP_NUM_THREADS" and bool(env.get("PBS_JOBID")) and env[name] == env.get("NCPUS")
     by_torchrun = name in RENDEZVOUS_VARIABLES and TORCHELASTIC_VARIABLE in env
     return not by_pbs and not by_torchrun and RUN_ID_VARIABLE not in env
 
 
 def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
-    """The names of the variables that ranks on other hosts need."""
+    """Return the names of the variables to pass to ranks on other nodes."""
     wanted = [name for name in env if name not in RANKS_OWN
               and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]
     return tuple(sorted({*wanted, *settings, *(set(RENDEZVOUS_VARIABLES) & env.keys())}))

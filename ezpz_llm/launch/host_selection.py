@@ -1,4 +1,4 @@
-"""Nodes of a reservation that --hostfile, --hosts and --nodes select."""
+"""Selection of nodes by --hostfile, --hosts, and --nodes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ _SHOWN = 8
 
 
 def select_hosts(allocation: Allocation, nodes: int | None, hosts: str | None, hostfile: Path | None) -> Allocation:
-    """`allocation` with the hosts of `hostfile` only, of those the ones that `hosts` names, of those the first
-    `nodes`. Hostnames are compared as `launch.hostnames` does, and keep the reservation's spelling.
+    """Reduce `allocation` to the nodes in `hostfile`, then to those in `hosts`, then to the first `nodes`.
 
-    Without a reservation, the hosts of the file or the list are taken as they are written. In a rank that is
-    running already there is nothing to choose: the options are named in a note.
+    Hostnames are compared by `launch.hostnames`, and keep the reservation's spelling. Without a reservation, the
+    file or the list defines the nodes. In a process that is a rank already, the options have no effect, and a note
+    says so.
 
     Raises:
-        UserError: a host outside the reservation, more nodes than there are, an unreadable file or list.
+        UserError: a node is not in the reservation, there are fewer than `nodes`, or the file or list is invalid.
     """
     given = [f"{option} {value}" for option, value in
              (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
     if allocation.scheduler == local.STARTED:
-        return allocation.with_notes(f"{', '.join(given)} says nothing here") if given else allocation
+        note = f"ignoring {', '.join(given)}: this process is a rank already"
+        return allocation.with_notes(note) if given else allocation
     if hostfile is not None:
         allocation = _by_file(allocation, hostfile)
     if hosts is not None:
         allocation = _by_list(allocation, hosts, is_open=hostfile is None and allocation.scheduler == local.NAME)
     if nodes is not None:
         if nodes > len(allocation.hosts):
-            raise UserError(f"--nodes {nodes}, but there are {len(allocation.hosts)} hosts: "
+            raise UserError(f"--nodes {nodes}, but there are {len(allocation.hosts)} nodes: "
                             f"{_names(allocation.hosts)}", where=allocation.source,
                             instead=f"--nodes {len(allocation.hosts)} or less")
         allocation = replace(allocation, hosts=allocation.hosts[:nodes])
@@ -48,11 +49,11 @@ def _by_file(allocation: Allocation, path: Path) -> Allocation:
     source = f"--hostfile {path}"
     has_slots = any(host.slots is not None for host in wanted)
     if allocation.scheduler != local.NAME:
-        found, allocation = _members(allocation, [host.name for host in wanted], source)
+        selected, allocation = _members(allocation, [host.name for host in wanted], source)
         if has_slots:
-            found = [replace(host, slots=asked.slots) for host, asked in zip(found, wanted, strict=True)]
-        found, allocation = _in_order(allocation, found)
-        wanted = tuple(found)
+            selected = [replace(host, slots=asked.slots) for host, asked in zip(selected, wanted, strict=True)]
+        selected, allocation = _in_order(allocation, selected)
+        wanted = tuple(selected)
     slots_source = "" if has_slots else allocation.slots_source
     return replace(allocation, hosts=wanted, source=source, slots_are_a_limit=has_slots, slots_source=slots_source)
 
@@ -63,24 +64,24 @@ def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
     except UserError as error:
         raise UserError(error.found, where=f"--hosts {text}", instead=ACCEPTED) from error
     if not names:
-        raise UserError("--hosts names no host", where=f"--hosts {text!r}", instead=f"--hosts with {ACCEPTED}")
+        raise UserError("--hosts lists no node", where=f"--hosts {text!r}", instead=f"--hosts with {ACCEPTED}")
     source = f"--hosts {text}"
     seen: set[str] = set()
     for key, name in zip(node_keys(names, source), names, strict=True):
         if key in seen:
-            raise UserError(f"host {name} is named twice", where=source,
-                            instead="name it once; --ppn gives ranks a host")
+            raise UserError(f"{name} is listed twice", where=source,
+                            instead="list it once; --ppn sets the number of ranks per node")
         seen.add(key)
     if is_open:
         parse("\n".join(names), source)
         return replace(allocation, hosts=tuple(Host(name) for name in names), source=source)
-    found, allocation = _members(allocation, names, source)
-    found, allocation = _in_order(allocation, found)
-    return replace(allocation, hosts=tuple(found), source=f"{source} of {allocation.source}")
+    selected, allocation = _members(allocation, names, source)
+    selected, allocation = _in_order(allocation, selected)
+    return replace(allocation, hosts=tuple(selected), source=f"{source} of {allocation.source}")
 
 
 def _members(allocation: Allocation, names: Sequence[str], source: str) -> tuple[list[Host], Allocation]:
-    """The reservation's own entries for `names`, and the reservation with a note where domains differ."""
+    """Return the reservation's entries for `names`, and the reservation with a note if domains differ."""
     hostnames = [host.name for host in allocation.hosts]
     matches = match_names(names, hostnames)
     unknown_hosts = [name for name, place in zip(names, matches.places, strict=True) if place is None]
@@ -92,21 +93,21 @@ def _members(allocation: Allocation, names: Sequence[str], source: str) -> tuple
         shown = f"{', '.join(unknown_hosts[:_SHOWN])} {'is' if len(unknown_hosts) == 1 else 'are'}"
         raise UserError(f"{shown} not in {job}, which has {_names(allocation.hosts)}",
                         where=f"{source}; {allocation.source}",
-                        instead="hosts of the reservation, or --scheduler none to leave it aside")
-    found = [allocation.hosts[place] for place in matches.places if place is not None]
-    return found, allocation.with_notes(*matches.notes(source, allocation.source))
+                        instead="nodes of the reservation, or --scheduler none to ignore it")
+    selected = [allocation.hosts[place] for place in matches.places if place is not None]
+    return selected, allocation.with_notes(*matches.notes(source, allocation.source))
 
 
-def _in_order(allocation: Allocation, found: list[Host]) -> tuple[list[Host], Allocation]:
-    """The hosts in the order in which the scheduler numbers them, which is noted where it is another."""
+def _in_order(allocation: Allocation, selected: list[Host]) -> tuple[list[Host], Allocation]:
+    """Return the nodes in the scheduler's order, with a note if the user's order differs."""
     scheduler = scheduler_of(allocation)
     if scheduler is None or not scheduler.KEEPS_HOST_ORDER:
-        return found, allocation
+        return selected, allocation
     place = {host.name: number for number, host in enumerate(allocation.hosts)}
-    ordered = sorted(found, key=lambda host: place[host.name])
-    if ordered != found:
-        allocation = allocation.with_notes(f"{scheduler.TITLE} numbers hosts in the job's order: ranks begin on "
-                                           f"{ordered[0].name}, not on {found[0].name}")
+    ordered = sorted(selected, key=lambda host: place[host.name])
+    if ordered != selected:
+        allocation = allocation.with_notes(f"{scheduler.TITLE} numbers nodes in the job's order: rank 0 is on "
+                                           f"{ordered[0].name}, not on {selected[0].name}")
     return ordered, allocation
 
 

@@ -1,4 +1,4 @@
-"""The format of hostfiles: one host a line."""
+"""Reader for hostfiles, which have one hostname per line."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from ezpz_llm.base import MOST_HOSTS, UserError, read_text
 from ezpz_llm.launch.hostnames import node_keys
 from ezpz_llm.launch.schedulers.scheduler import Host
 
-HOSTFILE_ACCEPTED = "one host a line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more); # starts a comment"
+HOSTFILE_ACCEPTED = ("one hostname per line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more);"
+                     " # starts a comment")
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)(?P<slots>[1-9][0-9]{0,8}))?")
 
 _PROBLEMS = (
     (r"rank\s+\d+\s*=", "that is a line of an Open MPI rankfile", "`host slots=N`, with the number of ranks there"),
     (r"(?i:host)\s+(\S+)$", "that is a line of an ssh configuration", "the hostname alone: `{0}`"),
-    (r"([^\s@]+)@([^\s@:]+)", "a hostfile names no user",
+    (r"([^\s@]+)@([^\s@:]+)", "a hostfile cannot set the user",
      "`{1}` without the user; in ~/.ssh/config, `User {0}` under `Host {1}`"),
     (r"\[?[0-9a-fA-F]*:[0-9a-fA-F]*:", "IPv6 addresses are not supported",
      "a hostname, or an IPv4 address; a line in /etc/hosts gives an address a name"),
     (r"\w+://", "that is a URL", HOSTFILE_ACCEPTED),
-    (r"(\S+?)\[|(\S+?),", "a list of hosts", "one host a line, or --hosts with the list"),
-    (r"(\S+)\s+([1-9]\d*)$", "slots need their name", "`{0} slots={1}`"),
+    (r"(\S+?)\[|(\S+?),", "a list of hosts", "one hostname per line, or --hosts with the list"),
+    (r"(\S+)\s+([1-9]\d*)$", "the number of ranks needs the key slots", "`{0} slots={1}`"),
     (r"(\S+)\s+(?:slots\s*=\s*(\d+)\s+)?max[_-]slots\b", "Open MPI's max_slots has no counterpart",
      "`{0} slots=N`, with the number of ranks to start there"),
     (r"\S+?(?::|\s+slots\s*=\s*)(\S*)$", "{0!r} is not a number of ranks from 1 to 999999999", HOSTFILE_ACCEPTED),
     (r"(\S+)\s.*?(?!slots\b)\b(\w+)\s*=", "the only key is slots, not {1}", "`{0} slots=N`"),
 )
-"""Lines from elsewhere: a pattern, what is wrong, and what to write instead."""
+"""Common invalid lines: a pattern, the problem, and what to write instead."""
 
 
 def read(path: Path) -> tuple[Host, ...]:
-    """The hosts of the file, in its order.
+    """Read a hostfile.
 
     Raises:
-        UserError: the file is missing, unreadable or empty, or a line is none of the accepted forms.
+        UserError: the file is missing, unreadable or empty, or a line is invalid.
     """
     try:
         text = read_text(path)
@@ -47,10 +48,10 @@ def read(path: Path) -> tuple[Host, ...]:
 
 
 def parse(text: str, where: str) -> tuple[Host, ...]:
-    """The hosts named in `text`. A plain name repeated counts as slots, as in a PBS node file.
+    """Return the nodes listed in `text`. Repeating a plain name adds a slot, as in a PBS node file.
 
     Raises:
-        UserError: with `where`, the line's number and its text.
+        UserError: a line is invalid; the message has `where`, the line number and the line.
     """
     lines: list[tuple[int, str, str, int | None]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -69,24 +70,24 @@ def parse(text: str, where: str) -> tuple[Host, ...]:
     keys = node_keys(names, where)
     for key, (number, line, name, count) in zip(keys, lines, strict=True):
         if key in first and (count or key in slots):
-            raise UserError(f"host {name} is named twice, once with its slots: {line!r}",
-                            where=f"{where}, line {number} (before: line {first[key]})",
-                            instead="name it once, with all its slots")
+            raise UserError(f"{name} is listed twice, once with slots: {line!r}",
+                            where=f"{where}, line {number} (first in line {first[key]})",
+                            instead="list it once, with all its slots")
         first.setdefault(key, number)
         if count:
             slots[key] = count
     if len(first) > MOST_HOSTS:
-        raise UserError(f"the hostfile names {len(first):,} hosts", where=where, instead=f"{MOST_HOSTS:,} at most")
+        raise UserError(f"the hostfile lists {len(first):,} nodes", where=where, instead=f"at most {MOST_HOSTS:,}")
     if not names:
-        raise UserError("the hostfile names no host", where=where, instead=HOSTFILE_ACCEPTED)
+        raise UserError("the hostfile lists no node", where=where, instead=HOSTFILE_ACCEPTED)
     repeats, spelling = Counter(keys), dict(zip(reversed(keys), reversed(names), strict=True))
     return tuple(Host(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
                  for key in repeats)
 
 
 def _explain(line: str) -> tuple[str, str]:
-    """Return what is wrong with a line that is not accepted, and what to write instead."""
+    """Return the problem with an invalid line, and what to write instead."""
     for pattern, problem, instead in _PROBLEMS:
-        if match := re.match(pattern, line[:200]):  # long enough for any line that somebody typed
+        if match := re.match(pattern, line[:200]):  # bounds the cost of the patterns
             return f": {problem.format(*match.groups())}", instead.format(*match.groups())
     return "", HOSTFILE_ACCEPTED

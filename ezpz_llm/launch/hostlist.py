@@ -1,4 +1,4 @@
-"""Short forms of long lists: hosts (`nid[001-004],gpu01`), numbers a node (`2(x2),1`), ranks or cores (`0-3,8`)."""
+"""Compact lists: hostnames (`nid[001-004],gpu01`), counts per node (`2(x2),1`), ranks or cores (`0-3,8`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list as `scontrol show hostnames` orders them, repeats kept: of several brackets in a name the
-    last counts fastest, and of the others the first (22.05).
+    """Expand a Slurm host list into hostnames, in the order of `scontrol show hostnames`; keep duplicates.
 
-    Text after the last bracket is accepted, which Slurm 22.05 refuses. Slurm's own `(null)` names no host.
+    With several brackets in a name, the last varies fastest, then the first, the second, and so on (Slurm 22.05).
+    Text after the last bracket is accepted, although Slurm 22.05 rejects it. `(null)` is the empty list.
 
     Raises:
-        UserError: quoting `text`, where it is not a host list.
+        UserError: `text` is not a host list.
     """
     text = text.strip()
     hosts: list[str] = []
@@ -44,26 +44,26 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_word(word: str, text: str, most: int) -> list[str]:
-    found = _PART.findall(word)
-    ranges = [_read_bracket(inside, text) for inside, literal in found if not literal]
-    # Counted before anything is expanded: a few characters can stand for more than any memory holds.
+    tokens = _PART.findall(word)
+    ranges = [_read_bracket(inside, text) for inside, literal in tokens if not literal]
+    # Count before expanding: a short list can name more hosts than fit into memory.
     if math.prod(sum(len(numbers) for numbers, _ in bracket) for bracket in ranges) > most:
-        raise UserError(f"this host list stands for more than {MOST_HOSTS:,} hosts: {_shown(text)}",
+        raise UserError(f"the host list has more than {MOST_HOSTS:,} hosts: {_shown(text)}",
                         instead=ACCEPTED)
-    if sum(len(literal) or 1 for _, literal in found) > LONGEST_HOST:
+    if sum(len(literal) or 1 for _, literal in tokens) > LONGEST_HOST:
         raise _not_a_list(text)
     brackets = ([f"{number:0{width}d}" for numbers, width in bracket for number in numbers] for bracket in ranges)
-    parts = [[literal] if literal else next(brackets) for _, literal in found]
-    *others, last = [place for place, (_, literal) in enumerate(found) if not literal] or [0]
-    # product() counts its last factor fastest.
+    parts = [[literal] if literal else next(brackets) for _, literal in tokens]
+    *others, last = [place for place, (_, literal) in enumerate(tokens) if not literal] or [0]
+    # The last factor of product() varies fastest.
     order = [*(place for place in range(len(parts)) if place != last and place not in others), *others[::-1], last]
     back = sorted(range(len(order)), key=order.__getitem__)
     return ["".join([values[place] for place in back]) for values in product(*(parts[place] for place in order))]
 
 
 def _read_bracket(inside: str, text: str) -> list[tuple[range, int]]:
-    """The ranges of a bracket, each with the width of its numbers, which the lower bound's zeros give."""
-    found = []
+    """Return the ranges of a bracket, each with the zero-padded width of its lower bound."""
+    ranges = []
     for item in inside.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
@@ -71,8 +71,8 @@ def _read_bracket(inside: str, text: str) -> list[tuple[range, int]]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise _not_a_list(text)
-        found.append((range(first, last + 1), len(match[1])))
-    return found
+        ranges.append((range(first, last + 1), len(match[1])))
+    return ranges
 
 
 def _not_a_list(text: str) -> UserError:
@@ -84,47 +84,46 @@ def _shown(text: str) -> str:
 
 
 def fold_hosts(hosts: Sequence[str]) -> str:
-    """The short form of `hosts` in their order, which `expand_hosts` reads back: n[1-3],n7."""
-    found: list[tuple[str, str, str, int]] = []  # what is before the number, it, what follows, how many
+    """Return the compact form of `hosts`, the inverse of `expand_hosts`: n[1-3],n7."""
+    runs: list[tuple[str, str, str, int]] = []  # text before the number, first number, text after it, count
     for host in hosts:
         match = _NUMBERED.fullmatch(host)
         before, number, after = match.groups() if match else (host, "", "")
-        if found and number:
-            first, count = found[-1][1], found[-1][3]
+        if runs and number:
+            first, count = runs[-1][1], runs[-1][3]
             following = f"{int(first or 0) + count:0{len(first)}d}"
-            if (found[-1][0], following, found[-1][2]) == (before, number, after) and first:
-                found[-1] = (before, first, after, count + 1)
+            if (runs[-1][0], following, runs[-1][2]) == (before, number, after) and first:
+                runs[-1] = (before, first, after, count + 1)
                 continue
-        found.append((before, number, after, 1))
+        runs.append((before, number, after, 1))
     return ",".join(f"{before}{number}{after}" if count == 1 else
                     f"{before}[{number}-{int(number) + count - 1:0{len(number)}d}]{after}"
-                    for before, number, after, count in found)
+                    for before, number, after, count in runs)
 
 
 def fold_counts(counts: Sequence[int]) -> str:
-    """The short form that `expand_counts` reads back: [2, 2, 1] as `2(x2),1`."""
+    """Return the compact form of counts, the inverse of `expand_counts`: [2, 2, 1] as `2(x2),1`."""
     runs = [(count, len(list(same))) for count, same in groupby(counts)]
     return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
 
 
 def expand_counts(text: str) -> list[int]:
-    """`2(x2),1` as [2, 2, 1].
+    """Expand Slurm's counts per node: `2(x2),1` to [2, 2, 1].
 
     Raises:
-        UserError: quoting `text`, where it is not of that form.
+        UserError: `text` does not have that form.
     """
-    found = [_REPEAT.fullmatch(item.strip()) for item in text.split(",")]
-    if not all(found):
-        raise UserError(f"not Slurm's numbers per node: {_shown(text)}", instead="numbers such as 2(x2),1")
-    counts = [(int(match[1]), int(match[2] or 1)) for match in found if match]
+    matches = [_REPEAT.fullmatch(item.strip()) for item in text.split(",")]
+    if not all(matches):
+        raise UserError(f"not a list of counts per node: {_shown(text)}", instead="numbers such as 2(x2),1")
+    counts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
     if sum(times for _, times in counts) > MOST_HOSTS or max(count for count, _ in counts) > MOST_CORES_ON_A_HOST:
-        raise UserError(f"these are numbers for more than {MOST_HOSTS:,} nodes, or more than a node can have: "
+        raise UserError(f"more than {MOST_HOSTS:,} nodes, or more than {MOST_CORES_ON_A_HOST:,} per node: "
                         f"{_shown(text)}", instead="numbers such as 2(x2),1")
     return [count for count, times in counts for _ in range(times)]
 
-# Ranks, cores or steps: `0-3,8`.
 def fold_numbers(numbers: Iterable[int]) -> str:
-    """The short form of whole numbers, sorted, each once: [0, 1, 2, 5] as `0-2,5`."""
+    """Return the compact form of a set of numbers, sorted: [0, 1, 2, 5] as `0-2,5`."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -135,31 +134,31 @@ def fold_numbers(numbers: Iterable[int]) -> str:
 
 
 def expand_numbers(text: str) -> tuple[int, ...]:
-    """`0-2,5` as (0, 1, 2, 5), in the order of the text.
+    """Expand a list of numbers, keeping its order: `0-2,5` to (0, 1, 2, 5).
 
     Raises:
-        ValueError: it is no such list, or has numbers that no rank has.
+        ValueError: `text` is not such a list, or has numbers too large for a rank.
     """
-    found: list[int] = []
+    expanded: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         if numbers.stop > MOST_RANKS:
-            raise ValueError(f"more ranks than {MOST_RANKS:,}")
-        found += numbers
-    return tuple(found)
+            raise ValueError(f"more than {MOST_RANKS:,} ranks")
+        expanded += numbers
+    return tuple(expanded)
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2,5`."""
+    """Return ranks as text: `rank 3` or `ranks 0-2,5`."""
     ranks = set(ranks)
     return f"rank{'' if len(ranks) == 1 else 's'} {fold_numbers(ranks)}"
 
 
 def fold_places(hosts: Mapping[int, str]) -> str:
-    """{2: "n2", 3: "n2", 6: "n4"} as "ranks 2-3 on n2, rank 6 on n4"; of many hosts the first ones."""
+    """Return ranks by node as text: {2: "n2", 3: "n2", 6: "n4"} as "ranks 2-3 on n2, rank 6 on n4"."""
     by_host = list(grouped((host, rank) for rank, host in hosts.items()).items())
     shown = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_host[:_HOSTS_SHOWN]]
     if rest := by_host[_HOSTS_SHOWN:]:
-        shown.append(f"{rank_ranges(rank for _, ranks in rest for rank in ranks)} on {len(rest)} more hosts")
+        shown.append(f"{rank_ranges(rank for _, ranks in rest for rank in ranks)} on {len(rest)} more nodes")
     return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""Comparison of hostnames: the one place that decides which names mean the same node.
+"""Comparison of hostnames: decides which names refer to the same node.
 
 A short name matches a full name with the same first label. Two different full names in one list are two nodes. DNS
 ignores case and a final dot. Addresses match only themselves.
@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"\d+(\.\d+)+")
 
 
 def normalize(name: str) -> str:
-    """Return the form in which two spellings of a name are equal."""
+    """Return the canonical spelling of a hostname or address."""
     if is_address(name):
         try:
             return ipaddress.ip_address(name).compressed
@@ -33,17 +33,17 @@ def is_address(name: str) -> bool:
 
 
 def first_label(name: str) -> str:
-    """Return the part before the first dot; an address whole."""
+    """Return the part before the first dot; for an address, the whole address."""
     return name if is_address(name) else name.split(".", 1)[0]
 
 
-def is_same_node(one: str, other: str) -> bool:
-    """Return True if two names mean the same node."""
-    return bool(NodeNames([one]).find(other))
+def is_same_node(name: str, other: str) -> bool:
+    """Return True if two names refer to the same node."""
+    return bool(NodeNames([name]).find(other))
 
 
 class NodeNames:
-    """Names in one source, such as a reservation or a log, found by any spelling."""
+    """Index of the names in one source, such as a reservation or a log, for lookup by any spelling."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._places: dict[str, int] = {}
@@ -56,13 +56,13 @@ class NodeNames:
         return bool(self.find(name))
 
     def find(self, name: str) -> list[int]:
-        """Return the positions of the names that mean the same node as `name`.
+        """Return the positions of the names of the same node as `name`.
 
-        Several positions: `name` is short, and matches several full names.
+        There are several if `name` is short and matches several full names.
         """
         name = normalize(name)
         label = first_label(name)
-        # Only a short name can be the first label of another.
+        # A short name and a full name match by the first label.
         place = self._places.get(name, self._places.get(label))
         if place is not None:
             return [place]
@@ -125,7 +125,7 @@ def count_repeats(names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Matches:
-    """Names of one source in another: the position of each, or None, and the pairs whose domains differ."""
+    """Positions in one source of names from another (None: missing), and pairs whose domains differ."""
 
     places: tuple[int | None, ...]
     other_domains: tuple[tuple[str, str], ...]
@@ -141,8 +141,8 @@ class Matches:
             return ()
         name, known = self.other_domains[0]
         more = f" (and {len(self.other_domains) - 1} more)" if len(self.other_domains) > 1 else ""
-        return (f"the domains differ: {source} has {name}, {known_source} has {known}{more}; launch takes them for"
-                " the same node",)
+        return (f"the domains differ: {source} has {name}, {known_source} has {known}{more}; launch treats them"
+                " as the same node",)
 
 
 def match_names(names: Sequence[str], known: Sequence[str]) -> Matches:
@@ -152,13 +152,13 @@ def match_names(names: Sequence[str], known: Sequence[str]) -> Matches:
     label: networks of one cluster have domains of their own.
     """
     index = NodeNames(known)
-    found = [index.find(name) for name in names]
-    places = [matches[0] if len(matches) == 1 else None for matches in found]
+    matches = [index.find(name) for name in names]
+    places = [positions[0] if len(positions) == 1 else None for positions in matches]
     labels = Counter(first_label(name) for name in set(map(normalize, names)))
     other_domains = []
     for number, name in enumerate(names):
         label = first_label(normalize(name))
-        if not found[number] and labels[label] == 1 and len(alike := index.with_label(label)) == 1:
+        if not matches[number] and labels[label] == 1 and len(alike := index.with_label(label)) == 1:
             places[number] = alike[0]
             other_domains.append((name, known[alike[0]]))
     return Matches(tuple(places), tuple(other_domains))

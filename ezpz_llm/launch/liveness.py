@@ -1,4 +1,4 @@
-"""Signs of life of a running launch, as the agents of its nodes report them: who is silent, and who only waits."""
+"""Liveness of a run: heartbeats that node agents report, silent ranks, and ranks that have not started."""
 
 from __future__ import annotations
 
@@ -23,21 +23,27 @@ from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir
 
 START_S = 60.0
-"""What the start of a rank may take beyond the idle limit."""
+"""Time added to the idle limit until the first report of a rank."""
 
 _TRACE = re.compile(r"(?P<kind>rank|node)(?P<rank>\d+)(?:\.json)?")
 UNUSUAL_STATES = {"T": "stopped by a signal (state T; kill -CONT continues it)",
                   "D": "waits for a device or a file system (state D)"}
-"""States of a process, by the kernel's letters, that a rank is not in as a rule."""
-_LOOK_WITHIN_S = 10.0
-"""Looks are this close together as long as nothing holds us up."""
+"""Kernel states of a process that are unusual for a rank."""
+_POLL_WITHIN_S = 10.0
+"""Longest normal time between two polls, beyond the interval of the reports; the rest is time we were blocked."""
 
 
 @dataclass(frozen=True)
 class RankLife:
-    """How long one rank has been quiet, in seconds up to now: `silent_s` without a heartbeat (None: it never gave
-    one), `idle_s` without processor time or output, `node_s` without a report of its node. `state` is the kernel's
-    letter for its main process."""
+    """Time since the last signs of life of a rank.
+
+    Attributes:
+        silent_s: seconds without a heartbeat; None if the rank has never sent one.
+        idle_s: seconds without CPU time or output.
+        node_s: seconds without a report from its node.
+        node_limit_s: `node_s` above which the node counts as silent.
+        state: the kernel's letter for the state of its main process.
+    """
 
     rank: int
     host: str
@@ -51,57 +57,59 @@ class RankLife:
 
     @property
     def quiet_s(self) -> float:
-        """Since its last sign of life, of the kind that counts for it."""
+        """Seconds since the last heartbeat; without heartbeats, since the last CPU time or output."""
         return self.idle_s if self.silent_s is None else self.silent_s
 
     @property
     def node_is_silent(self) -> bool:
-        """Has the node itself gone, as far as one can tell from here?"""
+        """True if the node itself has stopped reporting."""
         return self.node_s > self.node_limit_s
 
     def __str__(self) -> str:
         doing = self.phase or "before its first heartbeat"
         step = "" if self.step is None else f", step {self.step}"
-        node = f"; nothing comes from its node, since {self.node_s:.0f} s" if self.node_is_silent else ""
+        node = f"; its node has not reported for {self.node_s:.0f} s" if self.node_is_silent else ""
         state = f"; {UNUSUAL_STATES[self.state]}" if self.state in UNUSUAL_STATES else ""
         return f"rank {self.rank} on {self.host}: {doing}{step}, silent for {self.quiet_s:.0f} s{state}{node}"
 
 
 def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
-    """The ranks whose silence ends a run, the most suspect first; none while the run lives.
+    """Return the silent ranks because of which the run must end, most likely cause first; else an empty list.
 
-    Ranks of a program without heartbeats are judged together: one that works is enough. Ranks with heartbeats are
-    judged one by one, except that a rank may wait for one that is at work in a phase without heartbeats and has
-    come no further than itself.
+    Without heartbeats, one active rank keeps the run alive. With heartbeats, each rank is judged by itself, but may
+    wait for a rank at the same or an earlier step that is active in a phase without heartbeats.
     """
-    beating = [one for one in ranks if one.silent_s is not None]
+    beating = [rank for rank in ranks if rank.silent_s is not None]
     if not beating:
-        silent = list(ranks) if all(one.idle_s > limit_s for one in ranks) else []
-        return sorted(silent, key=lambda one: _suspect(one.state))
-    at_work = [-1 if one.step is None else one.step for one in beating
-               if one.phase in PATIENT and min(one.silent_s or 0.0, one.idle_s) <= limit_s]
-    earliest = min(at_work, default=None)
-    is_awaited = any(one.silent_s is None and one.idle_s <= limit_s for one in ranks)
-    silent = [one for one in ranks if one.quiet_s > limit_s and not (
-        (earliest is not None and (one.step is None or earliest <= one.step))
-        or (is_awaited and one.phase == RENDEZVOUS))]
-    return sorted(silent, key=lambda one: (not one.node_is_silent, _suspect(one.state),
-                                           -1 if one.step is None else one.step, -one.quiet_s))
+        silent = list(ranks) if all(rank.idle_s > limit_s for rank in ranks) else []
+        return sorted(silent, key=lambda rank: _cause_order(rank.state))
+    busy_steps = [-1 if rank.step is None else rank.step for rank in beating
+                  if rank.phase in PATIENT and min(rank.silent_s or 0.0, rank.idle_s) <= limit_s]
+    earliest = min(busy_steps, default=None)
+    is_awaited = any(rank.silent_s is None and rank.idle_s <= limit_s for rank in ranks)
+    silent = [rank for rank in ranks if rank.quiet_s > limit_s and not (
+        (earliest is not None and (rank.step is None or earliest <= rank.step))
+        or (is_awaited and rank.phase == RENDEZVOUS))]
+    return sorted(silent, key=lambda rank: (not rank.node_is_silent, _cause_order(rank.state),
+                                            -1 if rank.step is None else rank.step, -rank.quiet_s))
 
 
-def _suspect(state: str | None) -> int:
-    """The lower, the sooner it is the cause: nobody stops by himself, but all may read from one disk."""
+def _cause_order(state: str | None) -> int:
+    """Return a sort key: a stopped process is the most likely cause, then one that waits for a device or disk."""
     return {"T": 0, "D": 1}.get(state or "", 2)
 
 
 class HeartbeatMonitor:
-    """Follows the nodes' reports. What they say of ages is by their own clocks; the time since a report came is by
-    ours, so that clocks that differ do no harm."""
+    """Monitor of the nodes' reports.
+
+    Ages in a report are differences on the node's clock, and the age of a report is a difference on ours, so clock
+    skew between nodes does not matter.
+    """
 
     def __init__(self, run_dir: RunDir, run_id: str, hosts: Mapping[int, str], started: float) -> None:
         """Args:
-            hosts: the host of each rank that is to come.
-            started: monotonic time.
+            hosts: node of each expected rank.
+            started: monotonic time at which the launcher was started.
         """
         self._run_dir = run_dir
         self._run_id = run_id
@@ -109,12 +117,14 @@ class HeartbeatMonitor:
         self._started = self._looked = started
         self._came: dict[int, tuple[NodeReport, float]] = {}
         self.missing = dict(hosts)
-        """The ranks that have not come yet, with their hosts."""
+        """Ranks that have not started yet, with their nodes."""
 
     def look(self, now: float) -> None:
-        """Read what has come since the last look. Time in which we could not look (a file system that hung, a
-        laptop that slept) is nobody's silence."""
-        blind_s = now - self._looked - _LOOK_WITHIN_S - self.interval_s
+        """Read the new reports.
+
+        Time during which we could not poll (a file system that hung, a suspended laptop) does not count as silence.
+        """
+        blind_s = now - self._looked - _POLL_WITHIN_S - self.interval_s
         self._looked = now
         if blind_s > 0:
             self._started += blind_s
@@ -131,8 +141,10 @@ class HeartbeatMonitor:
             self._note_traces()
 
     def _note_traces(self) -> None:
-        """Of nodes that cannot report: without a place for an agent their shims make files of their own, and on a
-        full disk a report is empty."""
+        """Find ranks that have started on nodes that cannot report.
+
+        Without a directory for an agent, the shims create files themselves; on a full disk, a report is empty.
+        """
         with contextlib.suppress(OSError), os.scandir(self._run_dir.rank_heartbeat(0).parent) as entries:
             for entry in entries:
                 if match := _TRACE.fullmatch(entry.name):
@@ -144,10 +156,10 @@ class HeartbeatMonitor:
 
     def _expect_no_reports(self, first_rank: int) -> None:
         host = self._hosts.get(first_rank)
-        self.missing = {rank: its for rank, its in self.missing.items() if its != host}
+        self.missing = {rank: node for rank, node in self.missing.items() if node != host}
 
     def waited_s(self, now: float) -> float:
-        """Seconds since the launcher was started, but for those in which we could not look."""
+        """Return the seconds since the launcher was started, without time during which we could not poll."""
         return now - self._started
 
     @property
@@ -157,31 +169,35 @@ class HeartbeatMonitor:
 
     @property
     def interval_s(self) -> float:
-        """How often nodes report."""
+        """Longest report interval of any node in seconds."""
         return max((report.interval_s for report in self.nodes), default=1.0)
 
     def limit_s(self, wanted_s: float) -> float:
-        """The idle limit, raised to what reports that come this seldom allow."""
+        """Return the idle limit, at least three report intervals if nodes report less often than every second."""
         return wanted_s if self.interval_s <= 1.0 else max(wanted_s, 3 * self.interval_s)
 
     def ranks(self, now: float) -> list[RankLife]:
-        """Every rank that has not ended; one that has never been reported counts as idle once its start has taken
-        too long."""
+        """Return the liveness of each rank that has not ended.
+
+        A rank that was never reported counts as idle once START_S have passed.
+        """
         node_limit_s = 3 * KEEPALIVE_S * self.interval_s
-        found = {}
+        lives = {}
         for report, came in self._came.values():
-            for rank, one in report.ranks.items():
-                is_over = one.ended is not None or report.state in (RANKS_ENDED, ENDED)
-                found[rank] = None if is_over else _life(rank, one, report, now - came, node_limit_s)
+            for rank, entry in report.ranks.items():
+                is_over = entry.ended is not None or report.state in (RANKS_ENDED, ENDED)
+                lives[rank] = None if is_over else _life(rank, entry, report, now - came, node_limit_s)
         for rank, host in self._hosts.items():
-            if rank not in found:
+            if rank not in lives:
                 waited = now - self._started - START_S
-                found[rank] = RankLife(rank, host, None, None, None, waited, waited, node_limit_s)
-        return [one for one in found.values() if one is not None]
+                lives[rank] = RankLife(rank, host, None, None, None, waited, waited, node_limit_s)
+        return [life for life in lives.values() if life is not None]
 
     def silent_nodes(self, now: float, for_s: float) -> list[tuple[NodeReport, float]]:
-        """Nodes without a report for longer than `for_s` (and than reports may take), with that time, while others
-        report."""
+        """Return the nodes that have not reported for `for_s`, with the age of their reports.
+
+        The list is empty if no node reports: then the cause is not a single node.
+        """
         limit_s = max(for_s, 3 * KEEPALIVE_S * self.interval_s)
         ages = [(report, now - came) for report, came in self._came.values()
                 if report.state not in (ENDED, RANKS_ENDED)]
@@ -191,13 +207,18 @@ class HeartbeatMonitor:
 
 
 _GONE_AFTER = 3
-"""So many keep-alive intervals without a word, and a node's agent has gone."""
+"""Keep-alive intervals without a report after which an agent is considered dead."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """A run that goes on. `silent` are the ranks that hold it up, the most suspect first; `ended` the exit codes of
-    those that have ended."""
+    """State of a running job.
+
+    Attributes:
+        silent: silent ranks, most likely cause first.
+        ended: exit codes of the ranks that have ended.
+        missing: ranks that have not reported yet.
+    """
 
     run_id: str
     ranks: tuple[RankLife, ...]
@@ -207,8 +228,10 @@ class Live:
 
 
 def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
-    """The state of the run, None for one that is over: it says so, or nothing of it has been heard for long. One
-    whose ranks have ended goes on until launch has written how."""
+    """Return the state of a run, or None if it is over: its record says so, or nothing has reported for long.
+
+    A run whose ranks have all ended is running until launch has recorded the end.
+    """
     launch = record["launch"]
     run_id = launch["env"][RUN_ID_VARIABLE]
     reports = read_reports(run_dir, run_id)
@@ -218,10 +241,11 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
     is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
     if record.get("exit") is not None or not (is_fresh or any(marked(run_id)) or launch_lives(run_dir, run_id)):
         return None
-    ranks = tuple(_life(rank, one, report, age, limit_s) for report, age, limit_s in aged
-                  for rank, one in report.ranks.items() if one.ended is None)
-    ended = {rank: one.ended for report in reports for rank, one in report.ranks.items() if one.ended is not None}
-    seen = {one.rank for one in ranks} | ended.keys()
+    ranks = tuple(_life(rank, entry, report, age, limit_s) for report, age, limit_s in aged
+                  for rank, entry in report.ranks.items() if entry.ended is None)
+    ended = {rank: entry.ended for report in reports for rank, entry in report.ranks.items()
+             if entry.ended is not None}
+    seen = {life.rank for life in ranks} | ended.keys()
     missing = tuple(rank for rank in range(launch["world_size"]) if rank not in seen)
     return Live(run_id, ranks, tuple(judge(ranks, silent_after_s)), ended, missing)
 
@@ -233,65 +257,66 @@ def _age(run_dir: RunDir, report: NodeReport, now: float) -> float:
         return 0.0
 
 
-def _life(rank: int, one: RankReport, report: NodeReport, age: float, limit_s: float) -> RankLife:
-    """A rank by a report that is so old."""
-    return RankLife(rank, report.host, one.phase, one.step, None if one.silent_s is None else one.silent_s + age,
-                    one.idle_s + age, age, limit_s, one.state)
+def _life(rank: int, entry: RankReport, report: NodeReport, age: float, limit_s: float) -> RankLife:
+    """Return the liveness of a rank from its entry in a report of this age."""
+    return RankLife(rank, report.host, entry.phase, entry.step,
+                    None if entry.silent_s is None else entry.silent_s + age,
+                    entry.idle_s + age, age, limit_s, entry.state)
 
 
 def as_lines(live: Live) -> list[str]:
-    """All ranks, folded by what they are doing."""
-    groups = grouped((_doing(one), one) for one in sorted(live.ranks, key=lambda one: one.rank))
-    lines = [f"{rank_ranges(one.rank for one in ranks)}: {doing}, last sign of life within "
-             f"{max(one.quiet_s for one in ranks):.0f} s" for doing, ranks in groups.items()]
-    lines += [f"{rank_ranges(rank for rank, one in live.ended.items() if one == code)}: ended with code {code}"
+    """Return lines about all ranks, grouped by phase and step."""
+    groups = grouped((_doing(life), life) for life in sorted(live.ranks, key=lambda life: life.rank))
+    lines = [f"{rank_ranges(life.rank for life in ranks)}: {doing}, last sign of life within "
+             f"{max(life.quiet_s for life in ranks):.0f} s" for doing, ranks in groups.items()]
+    lines += [f"{rank_ranges(rank for rank, ended in live.ended.items() if ended == code)}: ended with code {code}"
               for code in sorted(set(live.ended.values()))]
     if live.missing:
-        lines.append(f"not heard of yet: {rank_ranges(live.missing)}")
+        lines.append(f"not started yet: {rank_ranges(live.missing)}")
     return lines
 
 
 def as_details(live: Live, stacks: Mapping[int, str]) -> dict[str, object]:
-    """The same for programs."""
+    """Return the state as JSON values."""
     return {
         "state": "running",
-        "ranks": {one.rank: {"host": one.host, "phase": one.phase, "step": one.step,
-                             "quiet_s": round(one.quiet_s, 1)} for one in live.ranks},
+        "ranks": {life.rank: {"host": life.host, "phase": life.phase, "step": life.step,
+                              "quiet_s": round(life.quiet_s, 1)} for life in live.ranks},
         "ended": dict(live.ended), "missing": list(live.missing),
-        "silent": [one.rank for one in live.silent], "stacks": dict(stacks),
+        "silent": [life.rank for life in live.silent], "stacks": dict(stacks),
     }
 
 
 def who_is_silent(silent: Sequence[RankLife]) -> str:
-    """The rank that holds the run up, in one line."""
-    others = fold_numbers(one.rank for one in silent[1:])
+    """Return one line about the silent ranks; the first is the most likely cause."""
+    others = fold_numbers(life.rank for life in silent[1:])
     return f"silent: {silent[0]}" + (f" (and {len(silent) - 1} more: {others})" if others else "")
 
 
-def _doing(one: RankLife) -> str:
-    if one.silent_s is None:
+def _doing(life: RankLife) -> str:
+    if life.silent_s is None:
         return "no heartbeats"
-    step = "" if one.step is None else f", step {one.step}"
-    return f"{one.phase or 'an unnamed phase'}{step}"
+    step = "" if life.step is None else f", step {life.step}"
+    return f"{life.phase or 'an unnamed phase'}{step}"
 
 
 NAMED_AFTER_S = 60.0
-"""Ranks that have not come by then are named."""
-_AGAIN_AFTER_S = 30.0
-"""Ranks of a large run come one by one: those that are left are named no more often than this."""
-_WORDS_AFTER_S = 2.0
-"""From the launcher's words to the end of the run: a rank may be on its way, or more hosts may be named."""
+"""Time after which launch names the ranks that have not started."""
+_NAMED_EVERY_S = 30.0
+"""Minimum time between two such messages: the ranks of a large run start one by one."""
+_REFUSAL_DELAY_S = 2.0
+"""Delay from a launcher's error message to the end of the run: a rank may still start, or more nodes may fail."""
 _MOST_BYTES = 1 << 18
-"""Rank 0's standard error is in the launcher's log too: what a chatty program says is no longer read."""
+"""Limit on reading the launcher's log, which also has rank 0's standard error."""
 
 
 class Arrivals:
-    """Follows the start of one run, whose agents report the ranks that have come (HeartbeatMonitor.missing).
+    """Monitor of the start of a run: which ranks are missing, and for how long (see `HeartbeatMonitor.missing`).
 
     Args:
-        hosts: of each rank that is to come.
-        limit_s: how long ranks may take to come; None for ever.
-        named_after_s: when those that have not come are named for the first time.
+        hosts: node of each expected rank.
+        limit_s: time limit for the start of all ranks; None for no limit.
+        named_after_s: time of the first message that names missing ranks.
     """
 
     def __init__(self, hosts: Mapping[int, str], run_dir: RunDir, limit_s: float | None,
@@ -308,24 +333,24 @@ class Arrivals:
         self._refused_at_s = 0.0
 
     def news(self, missing: Mapping[int, str], waited_s: float) -> str | None:
-        """What is to be told of the ranks in `missing` after `waited_s` seconds; None if nothing is new."""
+        """Return a message about the `missing` ranks after `waited_s` seconds, or None if nothing has changed."""
         if not missing and self._named:
             self._named = frozenset()
             return f"all {self._world_size} ranks have started, the last after {waited_s:.0f} s"
         if not missing or waited_s < self._name_at or self._named == missing.keys():
             return None
-        self._named, self._name_at = frozenset(missing), waited_s + _AGAIN_AFTER_S
+        self._named, self._name_at = frozenset(missing), waited_s + _NAMED_EVERY_S
         ended = f"; the run is ended after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
         return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
                 f"{fold_places(missing)}{ended}")
 
     def verdict(self, missing: Mapping[int, str], waited_s: float) -> Stop | None:
-        """Why the run is to be ended: a rank in `missing` cannot start, as the launcher says, or took too long."""
+        """Return a reason to end the run: the launcher cannot start a rank, or the time limit has passed."""
         if not missing:
             return None
         if self._refused is None and (refused := self._refusal(missing)):
             self._refused, self._refused_at_s = refused, waited_s
-        if self._refused is not None and waited_s - self._refused_at_s > _WORDS_AFTER_S:
+        if self._refused is not None and waited_s - self._refused_at_s > _REFUSAL_DELAY_S:
             return Stop("refused", f"{self._refused.text}; {fold_places(missing)} cannot start; the run is ended")
         if self._limit_s is not None and waited_s > self._limit_s:
             return Stop("late", f"{fold_places(missing)} did not start within {self._limit_s:g} s"
@@ -333,8 +358,10 @@ class Arrivals:
         return None
 
     def _refusal(self, missing: Mapping[int, str]) -> LogMatch | None:
-        """The launcher's words about a rank that has not come; of ranks that have come their records tell. Rank 0's
-        standard error is in the same log, and in its own."""
+        """Return the launcher's error message about a rank that has not started.
+
+        Lines that are also in rank 0's log are from its program: its standard error is in both logs.
+        """
         try:
             size = self._log.stat().st_size
         except OSError:
@@ -342,8 +369,9 @@ class Arrivals:
         if size == self._read_bytes or self._read_bytes >= _MOST_BYTES:
             return None
         self._read_bytes = size
-        own = " ".join(system_text(self._log_of_rank_0, most=_MOST_BYTES).split())
-        said = [one for one in read_matches(system_text(self._log, most=_MOST_BYTES)) if one.text not in own]
-        plain = [one for one in said if one.kind in (NOT_STARTED, WRONG_WORLD)]
-        ended = [one for one in said if one.kind == log_kinds.ENDED and missing.keys() & set(one.ranks)]
-        return next(iter((*plain, *ended)), None)
+        rank_0 = " ".join(system_text(self._log_of_rank_0, most=_MOST_BYTES).split())
+        matches = [match for match in read_matches(system_text(self._log, most=_MOST_BYTES))
+                   if match.text not in rank_0]
+        not_started = [match for match in matches if match.kind in (NOT_STARTED, WRONG_WORLD)]
+        ended = [match for match in matches if match.kind == log_kinds.ENDED and missing.keys() & set(match.ranks)]
+        return next(iter((*not_started, *ended)), None)

@@ -1,4 +1,4 @@
-"""Form of MASTER_ADDR and MASTER_PORT, which launch, the ranks and the preflight check before they wait."""
+"""Validation of MASTER_ADDR and MASTER_PORT, before launch, a rank, or the preflight uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def require_master_address(address: str) -> None:
     """Check that MASTER_ADDR has the form of a hostname or an address.
 
     Raises:
-        UserError: it does not, such as where a port is appended.
+        UserError: it does not, for example because a port is appended.
     """
     if _is_valid(address):
         return
@@ -44,10 +44,10 @@ def require_master_port(port: str) -> int:
     """Return MASTER_PORT as a number.
 
     Raises:
-        UserError: it is not a port number.
+        UserError: it is not a number from 1 to 65535.
     """
     number = whole_number(port)
     if not number or number > _LAST_PORT:
         raise UserError(f"MASTER_PORT={port!r} is not a port number", where="environment",
-                        instead=f"1 to {_LAST_PORT}, or unset it: launch finds a free one")
+                        instead=f"1 to {_LAST_PORT}, or unset MASTER_PORT: launch finds a free port")
     return number

@@ -1,6 +1,8 @@
-"""Does an MPI in the program learn of its world from what starts the ranks? Under srun's plug-in `none`, under
-torchrun, and under another MPI's launcher each rank's MPI is a world of one, and says nothing. Some of it is seen
-before the start, in the program's file; the rest in the running ranks' libraries and variables."""
+"""Detection of ranks whose MPI library silently forms a world of size 1.
+
+This happens under srun's plug-in `none`, under torchrun, and under the launcher of another MPI. Part of it is
+detected before the start, in the program's file; the rest in the libraries and variables of running ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,22 @@ from ezpz_llm.base import UserError, ask_command, system_text
 from ezpz_llm.launch.variables import TORCHELASTIC_VARIABLE
 
 PLUGIN_VARIABLE = "SLURM_MPI_TYPE"
-"""What srun takes for `--mpi`."""
+"""Sets srun's default for `--mpi`."""
 NO_PLUGIN = "none"
 
 _IMPORT = re.compile(rb"^(?:from|import)[ \t]+mpi4py\b", re.MULTILINE)
 _NEEDED = re.compile(rb"lib(?:mpi|mpich|mpi_cray|mpi_gnu_\d+)\.so[.\d]*")
 _NEEDED_OF_OPEN_MPI = re.compile(rb"libmpi\.so\.[24]0|libopen-rte\.so")
 _MOST_SCRIPT_BYTES = 1 << 20
-_SPOKEN, _SPOKEN_BY_OPEN_MPI = ("pmi2", "pmix"), ("pmix",)
-"""Plug-ins in the order in which an MPI speaks them. A site whose MPI wants cray_shasta has it as its default."""
+_SUPPORTED, _SUPPORTED_BY_OPEN_MPI = ("pmi2", "pmix"), ("pmix",)
+"""Plug-ins in order of preference. A site whose MPI requires cray_shasta has it as the default."""
 
 
 def use_of_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
-    """How the file of a program shows that it uses MPI, and whether that is Open MPI; None where nothing shows it.
+    """Detect MPI in a program file: a script that imports mpi4py, or an executable linked to an MPI library.
 
-    A Python script that imports mpi4py at its top, or an executable that needs an MPI library.
+    Returns:
+        The evidence, and True for Open MPI; None without evidence.
     """
     path = shutil.which(program, path=env.get("PATH")) or program
     try:
@@ -38,37 +41,38 @@ def use_of_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
                 file.seek(0)
                 return ("imports mpi4py", False) if _IMPORT.search(file.read(_MOST_SCRIPT_BYTES)) else None
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                found = _NEEDED.search(content)
-                return (f"needs {found[0].decode()}", bool(_NEEDED_OF_OPEN_MPI.search(content))) if found else None
+                name = _NEEDED.search(content)
+                return (f"needs {name[0].decode()}", bool(_NEEDED_OF_OPEN_MPI.search(content))) if name else None
     except (OSError, ValueError):
         return None
 
 
 def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
                  env: Mapping[str, str], effort: tuple[float, int]) -> dict[str, tuple[str, str]]:
-    """Variables, with value and reason, that make one world of the MPIs of several ranks, where the launcher leaves
-    them alone.
+    """Return variables, with value and reason, that make the MPI of all ranks form one world.
 
-    Nothing is asked of Slurm unless the program uses MPI.
+    Empty if the program does not use MPI, in which case Slurm is not queried, or if the launcher's defaults work.
 
     Args:
-        launcher: its kind; `words` are its command line, `program` is the file of what each rank runs.
-        effort: seconds for a question to Slurm, and tries.
+        launcher: kind of the launcher.
+        words: command line of the launcher.
+        program: file that each rank runs.
+        effort: timeout in seconds of a Slurm query, and number of attempts.
 
     Raises:
-        UserError: each rank would be a world of its own.
+        UserError: the MPI of each rank would form a world of size 1.
     """
     if ranks == 1 or launcher not in ("srun", "torchrun") or (use := use_of_mpi(program, env)) is None:
         return {}
     how, is_open_mpi = f"{Path(program).name} {use[0]}", use[1]
     if launcher == "torchrun":
-        raise _alone(how, ranks, "torchrun, which tells an MPI nothing",
-                     "--launcher mpiexec, or srun in a Slurm job")
+        raise _disconnected_error(how, ranks, "torchrun, which does not support MPI",
+                                  "--launcher mpiexec, or srun in a Slurm job")
     if any(word.startswith("--mpi") for word in words) or env.get(PLUGIN_VARIABLE, NO_PLUGIN) != NO_PLUGIN:
         return {}
     source = f"{PLUGIN_VARIABLE}={NO_PLUGIN}"
     offered = offered_plugins(ask_command(["srun", "--mpi=list"], env, *effort).text or "")
-    wanted = [name for name in (_SPOKEN_BY_OPEN_MPI if is_open_mpi else _SPOKEN) if name in offered]
+    wanted = [name for name in (_SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED) if name in offered]
     if not env.get(PLUGIN_VARIABLE):
         config = ask_command(["scontrol", "show", "config"], env, *effort).text or ""
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
@@ -76,52 +80,59 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
             return {}
         source = f"MpiDefault={NO_PLUGIN}"
         if wanted:
-            return {PLUGIN_VARIABLE: (wanted[0], f"{how}, and {source} would leave each rank alone")}
-    raise _alone(how, ranks, source, f"{PLUGIN_VARIABLE}={wanted[0] if wanted else 'pmi2'} launch …; this srun "
-                 f"offers {', '.join(offered) or 'what srun --mpi=list names'}")
+            return {PLUGIN_VARIABLE: (wanted[0],
+                                      f"{how}; with {source}, the MPI of each rank would be rank 0 of 1")}
+    supported = ", ".join(offered) or "the plug-ins of srun --mpi=list"
+    raise _disconnected_error(how, ranks, source, f"{PLUGIN_VARIABLE}={wanted[0] if wanted else 'pmi2'} launch …;"
+                                                  f" this srun supports {supported}")
 
 
 def offered_plugins(text: str) -> list[str]:
-    """The plug-ins that `srun --mpi=list` names, one a line after a heading, but `none`; newer versions indent
-    them, and add versions of pmix in a line of their own."""
+    """Return the plug-ins in the output of `srun --mpi=list`, without `none`.
+
+    There is one per line after a heading. Newer versions indent them, and list the versions of pmix on a further
+    line.
+    """
     lines = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     return [line for line in lines if re.fullmatch(r"[a-z][\w.]*", line) and line != NO_PLUGIN]
 
 
-def _alone(how: str, ranks: int, where: str, instead: str) -> UserError:
-    return UserError(f"{how}, and the MPI of each of {ranks} ranks would be alone: rank 0 of 1", where=where,
+def _disconnected_error(how: str, ranks: int, where: str, instead: str) -> UserError:
+    return UserError(f"{how}, and the MPI of each of the {ranks} ranks would be rank 0 of 1", where=where,
                      instead=instead)
 
 
-# What a running rank shows.
+
 _FIRST_LOOKS_S, _LATER = 10.0, 2.0
-"""Once a second at first, when libraries are loaded; then at times that grow by this factor."""
+"""Check at every poll at first, while libraries are loaded; then at ages that grow by this factor."""
 _MOST_PROCESSES = 4
 _LOADED = re.compile(r"/(lib(?:mpi|mpich|mpi_\w+|open-pal|open-rte|pmi2?|pmix|pals)\.so[.\d]*)$", re.MULTILINE)
 _LOADED_OF_OPEN_MPI = ("libopen-", "libmpi.so.20", "libmpi.so.40")
 _OLD_PMI = ("libpmi.so", "libpmi2.so", "libpals.so")
-"""By these a process reaches a launcher without the variables that we know."""
+"""Libraries that can connect to a launcher without the variables that are checked here."""
 
 
 def lonely_mpi(libraries: Collection[str], env: Mapping[str, str]) -> str | None:
-    """The MPI among a process's libraries that no variable of `env` tells of its world, with its maker; None where
-    there is no MPI, or where it may have been told.
+    """Return the name of an MPI that no variable in `env` connects to a launcher; None if unsure or without MPI.
 
-    MPICH, Intel MPI and Cray MPICH ask PMI, or PMIx where they have its library. Open MPI asks PMIx.
+    MPICH, Intel MPI and Cray MPICH use PMI, or PMIx if its library is loaded. Open MPI uses PMIx.
+
+    Args:
+        libraries: file names of the loaded libraries.
     """
     mpi = next((name for name in sorted(libraries) if name.startswith(("libmpi", "libopen-"))), None)
     if mpi is None or any(name.startswith(_OLD_PMI) for name in libraries):
         return None
     if any(name.startswith(_LOADED_OF_OPEN_MPI) for name in libraries):
-        is_told = _any(env, ("PMIX_", "OMPI_COMM_WORLD_"))
-        return None if is_told else f"Open MPI ({mpi})"
+        is_connected = _has_prefix(env, ("PMIX_", "OMPI_COMM_WORLD_"))
+        return None if is_connected else f"Open MPI ({mpi})"
     has_pmix = any(name.startswith("libpmix") for name in libraries)
-    is_told = _any(env, ("PMI_", "PALS_")) or (has_pmix and _any(env, ("PMIX_",)))
-    return None if is_told else f"MPICH or one of its kind ({mpi})"
+    is_connected = _has_prefix(env, ("PMI_", "PALS_")) or (has_pmix and _has_prefix(env, ("PMIX_",)))
+    return None if is_connected else f"MPICH or a derivative ({mpi})"
 
 
 class MpiWatch:
-    """Looks into the processes of one rank of the node from time to time: what is so there is so in all."""
+    """Periodic check of the processes of one rank per node: all ranks are alike."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -129,7 +140,7 @@ class MpiWatch:
         self.found: str | None = None
 
     def look(self, pids: Iterable[int], now: float) -> bool:
-        """See whether an MPI in one of these processes is alone; True where the first one is found to be."""
+        """Check the processes; return True if an MPI with a world of size 1 was found, the first time only."""
         if self.found is not None or now < self._look_at or self._ranks == 1:
             return False
         age = now - self._began
@@ -139,21 +150,21 @@ class MpiWatch:
                 words = system_text(f"/proc/{pid}/environ", errors="surrogateescape").split("\0")
                 env = dict(word.split("=", 1) for word in words if "=" in word)
                 if env and (mpi := lonely_mpi(libraries, env)):
-                    self.found = _line(mpi, self._ranks, env)
+                    self.found = _message(mpi, self._ranks, env)
         return self.found is not None
 
 
-def _line(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
+def _message(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
     if env.get(TORCHELASTIC_VARIABLE):
-        why, instead = "torchrun tells an MPI nothing", "--launcher mpiexec, or srun in a Slurm job"
-    elif env.get("SLURM_STEP_ID") and not _any(env, ("PMI_", "PMIX_")):
-        why = f"srun had no MPI plug-in: SLURM_MPI_TYPE={env.get('SLURM_MPI_TYPE', 'none')}"
-        instead = "SLURM_MPI_TYPE=pmi2 launch …, or pmix, as srun --mpi=list offers and this MPI speaks"
+        why, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
+    elif env.get("SLURM_STEP_ID") and not _has_prefix(env, ("PMI_", "PMIX_")):
+        why = f"srun used no MPI plug-in: SLURM_MPI_TYPE={env.get('SLURM_MPI_TYPE', 'none')}"
+        instead = "SLURM_MPI_TYPE=pmi2 launch …, or pmix, if srun --mpi=list and this MPI support it"
     else:
-        why, instead = "the launcher is of another MPI", "the mpiexec that belongs to it first on PATH"
-    return (f"the ranks load {mpi}, which nothing tells of its {ranks} ranks: in each of them MPI is rank 0 of 1"
-            f" ({why}); if they are to talk by MPI: {instead}")
+        why, instead = "the launcher belongs to another MPI", "put the mpiexec of this MPI first on PATH"
+    return (f"the ranks load {mpi}, but are not connected: MPI is rank 0 of 1 in each of the {ranks} ranks"
+            f" ({why}); if they communicate by MPI: {instead}")
 
 
-def _any(env: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:
+def _has_prefix(env: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:
     return any(name.startswith(prefixes) for name in env)

@@ -1,4 +1,4 @@
-"""Launchers, such as torchrun, as the command to launch: each rank would start a world of its own."""
+"""Detection of a launcher, such as torchrun, as the command to launch: each rank would start a separate run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ezpz_llm.rundir import redact_words
 
 _TORCH = re.compile(r"torchrun|deepspeed|accelerate|torch\.distributed\.(?:run|launch)|deepspeed\.launcher\.\w+"
                     r"|accelerate\.commands\.\w+")
-"""Programs and modules that take a Python script, or `-m` and a module."""
+"""Programs and modules that run a Python script, or a module after `-m`."""
 _OTHER = re.compile(r"(?:mpi(?:exec|run)(?:[._-]\w+)*|orterun|prterun|srun|aprun|jsrun|ibrun|horovodrun|flux)")
 _BY_COMMAND = {"accelerate": "launch", "accelerate.commands.accelerate_cli": "launch", "flux": "run"}
-"""Programs and modules that start ranks by one of their commands only."""
+"""Programs and modules that start ranks with only one of their subcommands."""
 _WRAPPERS = frozenset({"env", "exec", "ionice", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time",
                        "timeout"})
 _SHELLS = frozenset({"bash", "dash", "sh", "zsh"})
@@ -38,7 +38,7 @@ def nested_launcher_notes(command: Sequence[str], ranks: int) -> tuple[str, ...]
 
 
 def _find_launcher(words: Sequence[str]) -> Sequence[str]:
-    """Return `words` from the launcher on; empty without one."""
+    """Return `words` from the launcher on, or an empty tuple."""
     if not words:
         return ()
     program = os.path.basename(words[0])
@@ -82,7 +82,7 @@ def _find_in_python(words: Sequence[str]) -> Sequence[str]:
 
 
 def _simple_commands(script: str) -> Iterator[list[str]]:
-    """Split the text of `bash -c` into its commands, without the variables that each sets."""
+    """Split the text of `bash -c` into commands, without leading variable assignments."""
     lexer = shlex.shlex(script.replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     command: list[str] = []
@@ -94,12 +94,12 @@ def _simple_commands(script: str) -> Iterator[list[str]]:
             elif command or not _ASSIGNMENT.fullmatch(word):
                 command.append(word)
     except ValueError:
-        return  # quotes that do not close: the shell will say so
+        return  # unbalanced quotes: the shell reports them
     yield command
 
 
 def _instead(words: Sequence[str]) -> str:
-    """Return the line of launch that starts the same program."""
+    """Return the launch command line that starts the same program."""
     program: tuple[str, ...] = ("PROGRAM",)
     options = words[1:]
     for number, word in enumerate(words[1:], start=1):

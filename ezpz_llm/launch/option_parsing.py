@@ -1,4 +1,4 @@
-"""Command line of launch: its own options, up to the first word that is none, and then the user's command."""
+"""Command line of launch: its options up to the first other word, then the command to run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ from ezpz_llm.base.synonyms import unknown_option
 from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
 
-# Reading options off the front of a command line whose rest belongs to another command.
 @dataclass(frozen=True)
 class Option:
-    """One option: `words` spell it, `field` names its value, `value` is how the help calls that (None: it takes
-    none). `convert` raises ValueError with what is accepted. `old_name` still works, and says the new one. One that
-    `repeats` has all its values in a tuple."""
+    """Definition of an option.
+
+    Attributes:
+        words: spellings, such as ("-h", "--help").
+        field: name of its value in the result.
+        value: placeholder for the value in the help text; None for a flag.
+        convert: parses the value; raises ValueError with a description of valid values.
+        old_name: deprecated spelling, which prints a note.
+        repeats: collect the values of all occurrences in a tuple.
+    """
 
     words: tuple[str, ...]
     field: str
@@ -45,15 +51,18 @@ class Option:
 
 def split_options(words: Sequence[str], options: Sequence[Option],
                   example: str) -> tuple[dict[str, Any], list[str]]:
-    """The values of the options that `words` begin with, by field, and the words after them.
+    """Parse the leading options; return their values by field, and the remaining words.
 
-    Options end at the first word that does not begin with a dash, or after `--`. `--option=value` is read as
-    `--option value`; nothing can be abbreviated. `example` shows, after an unknown `{option}`, where it belongs.
+    Options end at the first word without a leading dash, or at `--`. `--option=value` and `--option value` are
+    equal. Options cannot be abbreviated.
+
+    Args:
+        example: command line with `{option}` where options of the command belong, for the error message.
 
     Raises:
-        UserError: an unknown option (the nearest is offered), a missing or unusable value.
+        UserError: an option is unknown, or a value is missing or invalid.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
@@ -62,11 +71,11 @@ def split_options(words: Sequence[str], options: Sequence[Option],
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
         option = _find(name, options, example)
         if name == option.old_name:
-            _say_renamed(name, option.words[0])
+            _note_renamed(name, option.words[0])
         if option.value is None:
             if equals:
                 raise UserError(f"{name} takes no value, but was given {value!r}", instead=name)
-            found[option.field] = True
+            values[option.field] = True
             continue
         if not equals:
             if not rest:
@@ -74,13 +83,13 @@ def split_options(words: Sequence[str], options: Sequence[Option],
             value = rest.pop(0)
         try:
             converted = option.convert(value)
-            found[option.field] = (*found.get(option.field, ()), converted) if option.repeats else converted
+            values[option.field] = (*values.get(option.field, ()), converted) if option.repeats else converted
         except ValueError as error:
             raise UserError(f"{name} {value!r} is not {error}", instead=f"{name} {option.value}") from error
         if not value:
-            # Mostly a shell's variable that is not set.
+            # Most likely an unset shell variable.
             raise UserError(f"the value of {name} is empty", instead=f"{name} {option.value}")
-    return found, rest
+    return values, rest
 
 
 def _find(name: str, options: Sequence[Option], example: str) -> Option:
@@ -92,20 +101,20 @@ def _find(name: str, options: Sequence[Option], example: str) -> Option:
                          remark=f"(options of the command come after it: {example.format(option=name)})")
 
 
-# Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.
+
 def value_of(words: Sequence[str], *options: str) -> str | None:
-    """Return the value of an option under any of its names, the last where it is given several times, or None."""
-    found = None
+    """Return the value of an option, given by any of its names; the last one if repeated, None if absent."""
+    value = None
     for position, word in enumerate(words):
         if word in options and position + 1 < len(words):
-            found = words[position + 1]
+            value = words[position + 1]
         elif word.startswith(tuple(f"{option}=" for option in options)):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
-    """`words` less these options and their values."""
+    """Return `words` without these options and their values."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -117,32 +126,33 @@ def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _say_renamed(old_name: str, name: str) -> None:
-    """Once, although a command line may be read twice."""
-    print(f"note: {old_name} is now {name}; the old name goes in the next release", file=sys.stderr, flush=True)
+def _note_renamed(old_name: str, name: str) -> None:
+    """Print a note about a renamed option, once even if the command line is parsed twice."""
+    print(f"note: {old_name} is now {name}; the old name will be removed in the next release", file=sys.stderr,
+          flush=True)
 
 
 def option_lines(options: Sequence[Option]) -> list[str]:
-    """The options as a help page lists them."""
+    """Return the lines of the help text about `options`."""
     return [textwrap.fill(f"  {', '.join(option.words) + ' ' + (option.value or ''):<20}  {option.help}",
                           help_width(), subsequent_indent=" " * 24, break_on_hyphens=False) for option in options]
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A whole number from `least` to `most`."""
+    """Return a converter for whole numbers from `least` to `most`."""
     def convert(text: str) -> int:
         value = whole_number(text)
         if value is None or value < least:
             raise ValueError(f"a whole number, {least} or more")
         if value > most:
-            raise ValueError(f"a whole number, {most:,} at most")
+            raise ValueError(f"a whole number, at most {most:,}")
         return value
 
     return convert
 
 
 def number(most: float, what: str) -> Callable[[str], float]:
-    """A number above 0, `most` at most; `what` says so."""
+    """Return a converter for numbers above 0 and up to `most`; `what` describes them in the error message."""
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
             if 0 < float(text) <= most:
@@ -152,11 +162,11 @@ def number(most: float, what: str) -> Callable[[str], float]:
     return convert
 
 
-seconds = number(MOST_SECONDS, "a number of seconds above 0, and less than ten years")
+seconds = number(MOST_SECONDS, "a number of seconds, above 0 and below ten years")
 
 
 def seconds_or_never(text: str) -> float:
-    """A number of seconds, 0 for no limit."""
+    """Convert a number of seconds; 0 means no limit."""
     try:
         return 0.0 if float(text) == 0 else seconds(text)
     except ValueError:
@@ -164,7 +174,7 @@ def seconds_or_never(text: str) -> float:
 
 
 def one_of(names: tuple[str, ...]) -> Callable[[str], str]:
-    """One of the names."""
+    """Return a converter that accepts only these names."""
     def convert(text: str) -> str:
         if text not in names:
             raise ValueError(f"one of {', '.join(names)}")
@@ -174,7 +184,7 @@ def one_of(names: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def command_line(text: str) -> tuple[str, ...]:
-    """Words as a shell would split them."""
+    """Split `text` into words as a shell does."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -186,24 +196,24 @@ def command_line(text: str) -> tuple[str, ...]:
 
 LAUNCHERS = ("auto", "mpiexec", "srun", "flux", "jsrun", "torchrun")
 SCHEDULERS = ("auto", *(scheduler.NAME for scheduler in OURS), "none")
-"""Without those of other packages, which are not looked for unless one is named."""
+"""Built-in values of --scheduler; packages with further schedulers are loaded only if the user names one."""
 BINDINGS = ("auto", "none")
 TEES = ("0", "all", "none")
 
 
 def scheduler_choices() -> tuple[str, ...]:
-    """What --scheduler takes."""
+    """Return the values of --scheduler."""
     return ("auto", *schedulers(), "none")
 
 
 def launcher_choices() -> tuple[str, ...]:
-    """What --launcher takes: also the own launchers of schedulers that other packages bring."""
+    """Return the values of --launcher, including the launchers of schedulers from other packages."""
     return tuple(dict.fromkeys((*LAUNCHERS, *step_launchers())))
 
 
 @dataclass(frozen=True)
 class Options:
-    """One call of launch. `command` holds the user's words unchanged."""
+    """Parsed command line of launch; `command` has the user's words unchanged."""
 
     command: tuple[str, ...] = ()
     ranks: int | None = None
@@ -234,74 +244,75 @@ class Options:
 
 
 _OPTIONS = (
-    Option(("-n",), "ranks", "ranks in all", "N", whole(1, MOST_RANKS)),
-    Option(("--ppn",), "per_host", "ranks a host", "P", whole(1, MOST_RANKS_ON_A_HOST)),
-    Option(("--nodes",), "nodes", "use the first K hosts only", "K", whole(1, MOST_HOSTS)),
-    Option(("--hosts",), "hosts", "use these hosts of the reservation only: n1,n3 or n[1-4]", "LIST"),
-    Option(("--hostfile",), "hostfile", "hosts to use, one a line: host, host slots=N or host:N", "F", Path),
-    Option(("--scheduler",), "scheduler", f"whose reservation this is: {', '.join(SCHEDULERS)}", "NAME",
+    Option(("-n",), "ranks", "total number of ranks", "N", whole(1, MOST_RANKS)),
+    Option(("--ppn",), "per_host", "ranks per node", "P", whole(1, MOST_RANKS_ON_A_HOST)),
+    Option(("--nodes",), "nodes", "use only the first K nodes", "K", whole(1, MOST_HOSTS)),
+    Option(("--hosts",), "hosts", "use only these nodes of the reservation: n1,n3 or n[1-4]", "LIST"),
+    Option(("--hostfile",), "hostfile", "nodes to use, one per line: host, host slots=N or host:N", "F", Path),
+    Option(("--scheduler",), "scheduler", f"scheduler of the reservation: {', '.join(SCHEDULERS)}", "NAME",
             lambda text: one_of(scheduler_choices())(text)),
-    Option(("--launcher",), "launcher", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
+    Option(("--launcher",), "launcher", f"program that starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
             lambda text: one_of(launcher_choices())(text)),
-    Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "NAME"),
-    Option(("--interface",), "interface", "the network interface that ranks meet and talk on, e.g. hsn0", "NAME"),
-    Option(("--bind",), "binding", "ranks to cores: auto (from the topology) or none", "HOW", one_of(BINDINGS)),
-    Option(("--tee",), "tee", "whose output the console shows: 0, all, none (files have all of it)", "WHO",
+    Option(("--site",), "site", "description of the site: a name (polaris, frontier, …) or a TOML file", "NAME"),
+    Option(("--interface",), "interface", "network interface for rendezvous and communication, e.g. hsn0", "NAME"),
+    Option(("--bind",), "binding", "binding of ranks to cores: auto (from the topology) or none", "HOW",
+           one_of(BINDINGS)),
+    Option(("--tee",), "tee", "ranks whose output is printed: 0, all or none (logs have all of it)", "WHO",
             one_of(TEES)),
     Option(("--idle-timeout",), "idle_limit_s",
-           "end the run, with code 124, after S seconds without a sign of life", "S", seconds, "--timeout-idle"),
+           "end the run with exit code 124 after S seconds without a sign of life", "S", seconds, "--timeout-idle"),
     Option(("--start-timeout",), "start_limit_s",
-           "end the run, with code 124, if a rank has not started after S seconds (default: 600; 0: never)", "S",
-           seconds_or_never, "--timeout-start"),
-    Option(("--preflight",), "preflight", "first check every host, device and link; code 3 if one is unfit"),
-    Option(("--stage-env",), "stage_env", "first copy the environment to each host's own disk, and run from there"),
+           "end the run with exit code 124 if a rank has not started after S seconds (default: 600; 0: no limit)",
+           "S", seconds_or_never, "--timeout-start"),
+    Option(("--preflight",), "preflight", "first check every node, device and link; exit code 3 if a check fails"),
+    Option(("--stage-env",), "stage_env",
+           "first copy the Python environment to the local disk of each node, and run from there"),
     Option(("--container",), "container",
-           "run ranks in this image, as the site's file says how (else apptainer or singularity); none: in none",
-           "IMAGE"),
-    Option(("--wrap",), "wrap", 'put these words before the command on each rank: "apptainer exec x.sif"',
+           "run the ranks in this image, with the runtime of the site file, else apptainer or singularity; none: no"
+           " container", "IMAGE"),
+    Option(("--wrap",), "wrap", 'prefix of the command on each rank: "apptainer exec x.sif"',
             "WORDS", command_line),
-    Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
-    Option(("--dry-run",), "dry_run", "print what would run, and check the command; start nothing, write nothing"),
-    Option(("--no-check",), "no_check", "with --dry-run: leave out the command's own check"),
-    Option(("--json",), "as_json", "with --dry-run: print it as JSON"),
-    Option(("--explain",), "explain", "print what --dry-run prints and what the command's check says, then run"),
+    Option(("--run-dir",), "run_dir", "run directory (default: runs/<name>-<stamp>)", "D", Path),
+    Option(("--dry-run",), "dry_run", "print the plan and check the command, without starting or writing anything"),
+    Option(("--no-check",), "no_check", "with --dry-run: skip the command's own check"),
+    Option(("--json",), "as_json", "with --dry-run: print the plan as JSON"),
+    Option(("--explain",), "explain", "print the plan and the explanation of the command's check, then run"),
     Option(("--verbose",), "verbose", "print the launcher, the binding and the command, with the source of each"),
-    Option(("--version",), "version", "print the version and end"),
-    Option(("-h", "--help"), "help", "print this and end"),
+    Option(("--version",), "version", "print the version and exit"),
+    Option(("-h", "--help"), "help", "print this help and exit"),
 )
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Split `words` into launch's options and the command (see words.split_options); all that follows the options
-    belongs to the command.
+    """Parse a command line of launch; everything after the options is the command (see `split_options`).
 
     Raises:
-        UserError: an unknown option (the nearest is offered), a missing or unusable value, no command.
+        UserError: an option is unknown, a value is missing or invalid, or there is no command.
     """
-    found, rest = split_options(words, _OPTIONS, "launch -n 2 python3 x.py {option}")
-    options = Options(command=tuple(rest), **found)
+    values, rest = split_options(words, _OPTIONS, "launch -n 2 python3 x.py {option}")
+    options = Options(command=tuple(rest), **values)
     if not options.command and not options.help and not options.version:
         raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
     if options.command and not options.command[0]:
-        raise UserError("the command to launch is an empty word", where="a shell variable that is not set?",
+        raise UserError("the command to launch is an empty string", where="an unset shell variable?",
                         instead="launch [options] python3 train.py …")
     if options.as_json and not options.dry_run:
-        raise UserError("--json says how --dry-run prints", instead="launch --dry-run --json …")
+        raise UserError("--json requires --dry-run", instead="launch --dry-run --json …")
     if options.no_check and not options.dry_run:
-        raise UserError("--no-check belongs to --dry-run: a start is always checked",
+        raise UserError("--no-check requires --dry-run: a start is always checked",
                         instead="launch --dry-run --no-check …")
     return options
 
 
 def help_text() -> str:
-    """The page that `launch --help` prints."""
+    """Return the text of `launch --help`."""
     return "\n".join([
         f"usage: {typed_name('launch')} [options] [--] COMMAND ARGUMENTS…", "",
-        wrapped("Start COMMAND on every rank of the reservation that this shell stands in: Slurm, PBS, a hostfile, "
-                "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's."), "",
+        wrapped("Start COMMAND on every rank of this reservation (Slurm, PBS, …), of a hostfile, or of this "
+                "machine. Options of launch come first; all words from COMMAND on belong to COMMAND."), "",
         *option_lines(_OPTIONS), "",
-        wrapped("Exit code: the first failing rank's; 128 + the signal's number where a signal ended it; 124 after "
-                "a timeout; 3 where a rank cannot be started; 2 for a usage error."), "",
+        wrapped("Exit code: that of the first failing rank; 128 + signal number if a signal killed it; 124 after "
+                "a timeout; 3 if a rank cannot be started; 2 for a usage error."), "",
         examples(("launch -n 2 python3 -m ezpz_llm.train  two ranks, on this machine or in a job",
                   "launch --dry-run python3 train.py  what would run, and why",
                   "launch --nodes 2 --ppn 4 python3 train.py")),
@@ -314,7 +325,13 @@ _SCRIPT = "ezpz-llm"
 
 @dataclass(frozen=True)
 class Target:
-    """`module` is set for one of our own commands, such as "ezpz_llm.train"; `name` names the run."""
+    """Command to launch.
+
+    Attributes:
+        name: name of the run.
+        module: module of a command of ezpz_llm, such as "ezpz_llm.train"; None for other programs.
+        arguments: words after the script or module.
+    """
 
     name: str
     module: str | None
@@ -322,10 +339,10 @@ class Target:
 
 
 def read_command(words: tuple[str, ...]) -> Target:
-    """Recognise `python3 [flags] -m ezpz_llm.COMMAND …` and `ezpz-llm COMMAND …`.
+    """Parse the command to launch; detect `python3 [flags] -m ezpz_llm.COMMAND …` and `ezpz-llm COMMAND …`.
 
     Raises:
-        UserError: no word.
+        UserError: `words` is empty.
     """
     if not words:
         raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
@@ -355,15 +372,15 @@ def _python_target(words: tuple[str, ...]) -> Target:
 
 
 def program_file(words: tuple[str, ...], target: Target) -> str:
-    """What of `words`, the command of `target`, is run: a script, an executable, or a module's name."""
+    """Return the script, executable or module name that the command `words` of `target` runs."""
     return words[len(words) - len(target.arguments) - 1]
 
 
 def run_dir_of(target: Target, given: Path | None) -> Path | None:
-    """The run directory that launch (`given`) or our own command names; None where neither does.
+    """Return the run directory of launch's option (`given`) or the command's own option, or None.
 
     Raises:
-        UserError: both do, and differ.
+        UserError: both are set, and differ.
     """
     named = value_of(target.arguments, "--run-dir") if target.module else None
     own = Path(named) if named else None
@@ -372,5 +389,5 @@ def run_dir_of(target: Target, given: Path | None) -> Path | None:
     if user_path(own).absolute() != user_path(given).absolute():
         raise UserError(f"two run directories: {given} and {own}",
                         where=f"launch --run-dir {given}, {target.module} --run-dir {own}",
-                        instead="name it once")
+                        instead="set it once")
     return given

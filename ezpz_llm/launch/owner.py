@@ -1,9 +1,9 @@
-"""The one owner of a run directory: who writes there, whether that one still lives, and how it is succeeded.
+"""Ownership of a run directory: only one live process writes there.
 
-`launch` owns the directory of its run; where ranks were started without it, rank 0 does. The owner is a file
-`control/owner-NNNNNN`, made exclusively, in which a counter goes up every few seconds: locks are not to be had on
-every shared file system, and clocks of hosts differ. A successor makes the file of the next number, so that of two
-that try at once one fails, and a file is never replaced under somebody who reads it.
+`launch` owns the directory of its run; if ranks were started without launch, rank 0 owns it. The owner creates the
+file `control/owner-NNNNNN` exclusively, and increments a counter in it every 5 s: some shared file systems have no
+locks, and the clocks of nodes differ. A successor creates the file with the next number. Of two processes that try
+at the same time, one fails, and no file is replaced while another process reads it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.rundir import RunDir
 
 BEAT_S = 5.0
-"""How often the owner gives a sign of life: one small write."""
+"""Interval of the owner's heartbeat, one small write."""
 SILENT_S = 60.0
-"""An owner on another host that gives none for this long, while we look, is gone."""
+"""Time without a heartbeat after which an owner on another node is considered dead."""
 
 _BEATS_LOST = 3
 _LOOK_S = 0.2
@@ -51,11 +51,15 @@ _NAME = re.compile(r"owner-(\d{6,})")
 
 @dataclass(frozen=True)
 class Owner:
-    """Who owns a run directory.
+    """Owner of a run directory.
 
-    `begun` is when its process began, in clock ticks since boot; `place` its boot and process namespace, in which
-    its number means something; `job` is "VARIABLE ID"; `restarts` counts how often Slurm had started that job
-    again; `launch` is its run id, "" without launch.
+    Attributes:
+        begun: start time of its process, in clock ticks since boot.
+        place: boot id and PID namespace in which `pid` is valid.
+        job: "VARIABLE ID" of its job.
+        restarts: number of times that Slurm had requeued the job.
+        launch: run id, "" without launch.
+        beat: heartbeat counter.
     """
 
     host: str
@@ -70,25 +74,25 @@ class Owner:
     released: bool = False
 
     def __str__(self) -> str:
-        what = "launch" if self.launch else "rank 0"
+        process = "launch" if self.launch else "rank 0"
         job = f", job {self.job.partition(' ')[2]}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"{what}, pid {self.pid} on {self.host}{job}, since {since}"
+        return f"{process}, pid {self.pid} on {self.host}{job}, since {since}"
 
 
 class Ownership(contextlib.AbstractContextManager["Ownership"]):
-    """A run directory that is ours until `release`, or the end of a `with` block."""
+    """Ownership of a run directory until `release` or the end of a `with` block."""
 
     def __init__(self, path: Path, number: int, handle: int, owner: Owner, before: Owner | None) -> None:
         self.killed = before.launch if before is not None and before.place == owner.place else ""
-        """The run id of a launch that was killed on this host, and left its run behind; "" where none was."""
+        """Run id of a launch that was killed on this node and may have left processes behind, or ""."""
         self._path, self._number, self._handle, self._owner = path, number, handle, owner
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="owner", daemon=True)
         self._beating.start()
 
     def release(self) -> None:
-        """Let go of the directory. A second time does nothing."""
+        """Release the directory; a second call does nothing."""
         if self._over.is_set():
             return
         self._over.set()
@@ -100,16 +104,18 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
-            # A file system that is full or away for a moment: the next beat may come through.
+            # The file system may be full or unavailable for a moment: try again at the next beat.
             with contextlib.suppress(OSError):
-                if (successor := self._taken_by()) is not None:
-                    _end(successor)
+                if (successor := self._successor()) is not None:
+                    _end_for(successor)
                 self._owner = replace(self._owner, beat=self._owner.beat + 1)
                 _write(self._handle, self._owner)
 
-    def _taken_by(self) -> str | None:
-        """Who took the directory over. One that was removed, with our file in it, is nobody's; so is one in which
-        somebody else put another folder in the place of ours."""
+    def _successor(self) -> str | None:
+        """Return the new owner, or None if there is none.
+
+        There is none if the directory was removed, or replaced by one of another user.
+        """
         try:
             folder = open_private(self._path)
         except OSError:
@@ -126,15 +132,16 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
 
 
 def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
-    """Become the owner of a run directory that stands. One whose owner has gone is taken over, in words.
+    """Become the owner of an existing run directory; print a line if it is taken over from a dead owner.
 
-    Should somebody take it over from us (since the file system was away from us, say), this process ends.
+    If another process later takes the directory over, for example because the file system was unavailable here,
+    this process kills itself.
 
     Args:
-        launch: the run id; "" without launch.
+        launch: run id; "" without launch.
 
     Raises:
-        UserError: it has an owner that lives. Found at once on this host; else after a sign of life from there.
+        UserError: the directory has a live owner. On this node this is known at once, else after a heartbeat.
     """
     try:
         folder = make_private(run_dir.control)
@@ -142,7 +149,7 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
         raise _unusable(error, run_dir) from error
     with folder:
         while True:
-            number, before = _settle(run_dir, folder, env)
+            number, before = _resolve_owner(run_dir, folder, env)
             mine = _this_process(launch, env)
             try:
                 handle = folder.open(_file(number + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -152,7 +159,7 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
                 raise _unusable(error, run_dir) from error
             _write(handle, mine)
             if _newest(folder) != number + 1:
-                # Somebody came and went while we looked; what we took was out of date.
+                # Another process took and released the directory meanwhile, so `number` was outdated.
                 os.close(handle)
                 folder.remove(_file(number + 1))
                 continue
@@ -163,8 +170,11 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
 
 
 def launch_lives(run_dir: RunDir, launch: str) -> bool:
-    """Is the launch of this run id at work, its own end not written yet? As a look tells at once: one on another
-    host is, if it gave a sign of life lately; what cannot be read is taken for no."""
+    """Return True if the launch with this run id is running, judging by one look.
+
+    A launch on another node is running if its last heartbeat is recent. The result is False if the directory cannot
+    be read.
+    """
     try:
         with open_private(run_dir.control) as folder:
             number = _newest(folder)
@@ -179,15 +189,15 @@ def launch_lives(run_dir: RunDir, launch: str) -> bool:
 
 
 def _unusable(error: OSError, run_dir: RunDir) -> UserError:
-    return UserError(f"cannot make the run directory: {error.strerror}", where=str(run_dir.control),
-                     instead="name a writable place with --run-dir DIR")
+    return UserError(f"cannot create the run directory: {error.strerror}", where=str(run_dir.control),
+                     instead="--run-dir DIR, with a writable directory")
 
 
-def _settle(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str]) -> tuple[int, Owner | None]:
-    """The number of the newest owner's file (0: there is none), and that owner if it vanished without a word.
+def _resolve_owner(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str]) -> tuple[int, Owner | None]:
+    """Return the number of the newest owner file (0: none), and the owner if it died without releasing it.
 
     Raises:
-        UserError: it lives.
+        UserError: the owner is alive.
     """
     while True:
         number = _newest(folder)
@@ -196,53 +206,53 @@ def _settle(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str]) -> t
         owner = _read(folder, number)
         if owner is not None and owner.released:
             return number, None
-        why = owner and _gone(owner, env)
-        if why is None and not (why := _silent(folder, number, owner)):
+        why = owner and _death_reason(owner, env)
+        if why is None and not (why := _silence_reason(folder, number, owner)):
             if owner is None or _newest(folder) != number:
-                continue  # it was just being written, or succeeded
+                continue  # the file is being written, or there is a successor
             if (now := _read(folder, number)) is not None and now.released:
                 return number, None
             raise UserError(f"the run directory is in use: {owner}", where=str(run_dir.path),
-                            instead="wait for its end, end it there, or name another --run-dir")
-        name = owner or "somebody whose name was cut short"
-        print(f"the run directory {run_dir.path} is taken over from {name}: {why}", file=sys.stderr, flush=True)
+                            instead="wait for its end, end it there, or use another --run-dir")
+        name = owner or "an owner whose file is damaged"
+        print(f"taking over the run directory {run_dir.path} from {name}: {why}", file=sys.stderr, flush=True)
         return number, owner
 
 
-def _gone(owner: Owner, env: Mapping[str, str]) -> str | None:
-    """Why the owner cannot live any more, as far as that is known at once."""
+def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
+    """Return the reason why the owner must be dead, or None if that is not known at once."""
     if owner.place == place():
         return None if is_alive(owner.pid, owner.begun) else "that process has ended"
     variable, _, job = (owner.job or "").partition(" ")
     if not job:
         return None
     if env.get(variable) == job:
-        # Slurm ends every process of a job before it starts it again.
-        return "its job has been started again" if owner.restarts < _restarts(env) else None
+        # Slurm ends every process of a job before it requeues the job.
+        return "its job has been requeued" if owner.restarts < _restarts(env) else None
     queries = {scheduler.JOB_VARIABLE: scheduler.JOB_QUERY for scheduler in schedulers().values()}
     if variable not in queries:
         return None
     words, over = queries[variable]
     answer = ask_command([*words, job], env, _ASK_S, 1)
-    is_over = answer.text is None and any(said in answer.complaint for said in over)
-    return f"job {job} is over" if is_over else None
+    is_over = answer.text is None and any(text in answer.complaint for text in over)
+    return f"job {job} has ended" if is_over else None
 
 
-def _silent(folder: PrivateFolder, number: int, owner: Owner | None) -> str | None:
-    """Why an owner that may live is taken to be gone: no change of its file while we watch."""
+def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> str | None:
+    """Return the reason why an owner on another node is considered dead: no heartbeat while we wait."""
     if owner is not None and owner.place == place():
         return None
     first, deadline = _bytes(folder, number), time.monotonic() + SILENT_S
-    told = time.monotonic() + 2 * BEAT_S
+    note_at = time.monotonic() + 2 * BEAT_S
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
         if _bytes(folder, number) != first:
             return None
-        if told and time.monotonic() > told:
-            told = 0.0
-            print(f"the run directory has an owner: {owner}; no sign of life so far, waiting for one for "
-                  f"{SILENT_S:g} s in all", file=sys.stderr, flush=True)
-    return f"no sign of life from it for {SILENT_S:g} s"
+        if note_at and time.monotonic() > note_at:
+            note_at = 0.0
+            print(f"the run directory has an owner: {owner}; waiting up to {SILENT_S:g} s for its heartbeat",
+                  file=sys.stderr, flush=True)
+    return f"no heartbeat for {SILENT_S:g} s"
 
 
 def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
@@ -261,13 +271,13 @@ def _file(number: int) -> str:
 
 
 def _numbers(folder: PrivateFolder) -> list[int]:
-    """Of all owners whose files are there, and ours."""
-    return [int(found[1]) for name in folder.names("owner-")
-            if (found := _NAME.fullmatch(name)) and folder.has(name)]
+    """Return the numbers of all owner files that belong to this user."""
+    return [int(match[1]) for name in folder.names("owner-")
+            if (match := _NAME.fullmatch(name)) and folder.has(name)]
 
 
 def _newest(folder: PrivateFolder) -> int:
-    """The highest number of an owner; 0 where there is none."""
+    """Return the highest number of an owner file, 0 without any."""
     return max(_numbers(folder), default=0)
 
 
@@ -279,7 +289,7 @@ def _bytes(folder: PrivateFolder, number: int) -> bytes:
 
 
 def _read(folder: PrivateFolder, number: int) -> Owner | None:
-    """None for one that is just being written, or damaged."""
+    """Read an owner file; return None if it is damaged, or being written."""
     where = str(folder.path / _file(number))
     try:
         return as_dataclass(Owner, parse_json(_bytes(folder, number), where), where)
@@ -288,12 +298,12 @@ def _read(folder: PrivateFolder, number: int) -> Owner | None:
 
 
 def _write(handle: int, owner: Owner) -> None:
-    # Of one length, so that a full disk does not keep a beat away; read whole, or not understood.
+    # Constant length: a beat needs no new disk space. A partial read is not valid JSON.
     os.pwrite(handle, json.dumps(asdict(owner)).ljust(_WIDTH).encode() + b"\n", 0)
     os.fsync(handle)
 
 
-def _end(name: str) -> None:
-    """End this run at once: whoever took the directory over writes there."""
-    print(f"the run directory was taken over by {name}: this run ends", file=sys.stderr, flush=True)
+def _end_for(name: str) -> None:
+    """Kill this process, since the new owner writes to the directory."""
+    print(f"{name} took over the run directory: this run ends", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Placement of ranks: how many each node gets, by whose word, and the table of where each runs."""
+"""Placement of ranks: ranks per node, and the table of nodes, cores and devices by rank."""
 
 from __future__ import annotations
 
@@ -17,42 +17,48 @@ from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks a host, for the hosts that get any, in the order in which ranks are numbered."""
+    """Number of ranks on each node that has any, in rank order."""
 
     ranks: tuple[tuple[str, int], ...]
     source: str
 
-    # Asked for once a host by some: computed once.
+    # Cached, since some callers read these once per node.
     @cached_property
     def world_size(self) -> int:
-        """Ranks on all hosts."""
+        """Total number of ranks."""
         return sum(count for _, count in self.ranks)
 
     @cached_property
     def most(self) -> int:
-        """The largest number of ranks on any host."""
+        """Largest number of ranks on any node."""
         return max(count for _, count in self.ranks)
 
     @cached_property
     def uniform(self) -> bool:
-        """True if all hosts have equally many ranks."""
+        """True if all nodes have the same number of ranks."""
         return len({count for _, count in self.ranks}) == 1
 
 
 def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
-    """Ranks a host by, in this order: `ranks` and `per_host` as the user typed them (-n, --ppn); slots that the
-    reservation or the hostfile asks for; `devices`, the visible ones or the site's, where there are several; one.
+    """Decide how many ranks each node gets.
 
-    With `ranks` alone, hosts are filled in order by the same rule if that suffices, else evenly.
+    The number per node is `per_host`, else the slots of the reservation or the hostfile, else the number of devices
+    if there are several, else 1. With `ranks`, nodes are filled in order up to that number if there is enough room,
+    else evenly.
+
+    Args:
+        devices: visible devices, or those of the site.
+        ranks: value of -n.
+        per_host: value of --ppn.
 
     Raises:
-        UserError: more ranks than --ppn or a hostfile's slots leave room for.
+        UserError: there are more ranks than --ppn or a hostfile's slots allow.
     """
     hosts = allocation.hosts
     if per_host is not None:
         wanted = per_host * len(hosts) if ranks is None else ranks
         if wanted > per_host * len(hosts):
-            raise UserError(f"{ranks} ranks do not fit on {counted(len(hosts), 'host')} with {per_host} a host",
+            raise UserError(f"{ranks} ranks do not fit on {counted(len(hosts), 'node')} with {per_host} per node",
                             where=f"-n {ranks} --ppn {per_host}",
                             instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
         room, source = [per_host] * len(hosts), "--ppn"
@@ -66,8 +72,8 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
             room = _widened(allocation, room, wanted)
     counts = _fill(room, wanted)
     if max(counts) > MOST_RANKS_ON_A_HOST:
-        raise UserError(f"{max(counts)} ranks on one host are more than it can run", where=source,
-                        instead=f"{MOST_RANKS_ON_A_HOST} or fewer a host")
+        raise UserError(f"{max(counts)} ranks on one node are too many", where=source,
+                        instead=f"at most {MOST_RANKS_ON_A_HOST} per node")
     _check_slots(allocation, counts)
     return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
 
@@ -82,18 +88,18 @@ def _natural_source(allocation: Allocation, devices: Devices) -> str:
         return allocation.slots_source or f"slots of {allocation.source}"
     counts = {host.devices for host in allocation.hosts}
     if len(counts) > 1:
-        return f"each host's devices ({devices.source})"
+        return f"devices of each node ({devices.source})"
     if len(devices.ids) > 1:
         return f"{len(devices.ids)} devices ({devices.source})"
-    return "one a host: no slots and no more than one device"
+    return "one per node: no slots and at most one device"
 
 
 def _widened(allocation: Allocation, room: list[int], wanted: int) -> list[int]:
-    # Hosts whose slots the user's hostfile states keep to them; the others share what is left evenly.
+    # Nodes with slots in the user's hostfile keep to them; the others share the remaining ranks evenly.
     fixed = [allocation.slots_are_a_limit and host.slots is not None for host in allocation.hosts]
     free = fixed.count(False)
     if not free:
-        raise UserError(f"{wanted} ranks, but the hosts have slots for {sum(room)}", where=allocation.source,
+        raise UserError(f"{wanted} ranks, but the nodes have {sum(room)} slots", where=allocation.source,
                         instead=f"-n {sum(room)}, or more slots in the hostfile")
     left = wanted - sum(count for count, is_fixed in zip(room, fixed, strict=True) if is_fixed)
     even = -(-left // free)
@@ -113,15 +119,18 @@ def _check_slots(allocation: Allocation, counts: list[int]) -> None:
         return
     for host, count in zip(allocation.hosts, counts, strict=True):
         if host.slots is not None and count > host.slots:
-            raise UserError(f"{count} ranks for host {host.name}, which has {counted(host.slots, 'slot')}",
+            raise UserError(f"{count} ranks for {host.name}, which has {counted(host.slots, 'slot')}",
                             where=allocation.source, instead=f"--ppn {host.slots}, or more slots in the hostfile")
 
 
-# Where each rank runs. A table of 100,000 ranks is looked up, not written out.
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank runs: the cores that it may run on, their NUMA domains, the accelerator that it takes, and how
-    far that is from the cores; None where they cannot be told from here."""
+    """Node, cores and device of a rank; None for values that are not known before the start.
+
+    Attributes:
+        domains: NUMA domains of `cores`.
+        distance: distance from `cores` to `device`.
+    """
 
     rank: int
     host: str
@@ -133,7 +142,7 @@ class RankPlace:
 
 
 class RankTable(Sequence[RankPlace]):
-    """All ranks in order, made from the placement and the binding of one host."""
+    """Sequence of all ranks, computed on access: there may be 100,000 of them."""
 
     def __init__(self, placement: Placement, binding: Binding) -> None:
         self._hosts = [name for name, _ in placement.ranks]

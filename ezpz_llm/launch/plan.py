@@ -1,4 +1,4 @@
-"""The plan of a launch: everything that will run, decided before anything does."""
+"""Plan of a launch: the command line, environment, ranks and files, decided before anything is started."""
 
 from __future__ import annotations
 
@@ -58,8 +58,14 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_wo
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will run. `argv` ends in `command`: the user's own words, after those of the container and
-    of --wrap. `env` are the changes to this environment."""
+    """Everything that a launch runs.
+
+    Attributes:
+        argv: command line of the launcher; ends with `command`.
+        env: changes to the environment of this process.
+        command: the user's command, prefixed by the words of the container and of --wrap.
+        ranks_source: option, variable or file that determines the number of ranks.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, Setting]
@@ -80,28 +86,28 @@ class LaunchPlan:
 
     @property
     def is_started(self) -> bool:
-        """Is this process a rank already, so that the command only has to be executed?"""
+        """True if this process is a rank already, and only has to execute the command."""
         return self.allocation.scheduler == local.STARTED
 
     @property
     def command_line(self) -> str:
-        """`argv` as one could type it, but for secrets."""
+        """`argv` as a shell command line, with secrets removed."""
         return shlex.join(redact_words(self.argv))
 
 
 def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
-    """Decide everything; start and write nothing.
+    """Build the plan, without starting or writing anything.
 
     Raises:
-        UserError: any contradiction between what was typed, the environment and what is installed.
+        UserError: the options, the environment and the installed software contradict each other.
     """
-    _refuse_script(options)
+    _reject_script(options)
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(user_path(chosen).absolute()) if chosen else default_run_dir(target.name)
     allocation = _select_allocation(options, env)
     if allocation.scheduler == local.STARTED:
-        return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
+        return _plan_for_existing_rank(options, env, allocation, target, run_dir if chosen else None)
     ranks = _assign_ranks(options, env, allocation)
     run_id = os.urandom(8).hex()
     network = _find_network(options, env, ranks, run_id)
@@ -117,8 +123,8 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     }
     inside = enter(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
     if inside.image and options.stage_env:
-        raise UserError(f"ranks run in {inside.image}, and --stage-env copies the environment that is outside",
-                        where="--stage-env", instead="leave --stage-env out: an image is one file already")
+        raise UserError(f"--stage-env cannot be used with the container {inside.image}",
+                        where="--stage-env", instead="omit --stage-env: an image is a single file already")
     command = (*inside.words, *options.wrap, *options.command)
     work = _work_of(ranks, network, inside, command, run_dir, settings, env)
     built = ranks.launcher.build(ranks.launcher.program, work)
@@ -148,9 +154,14 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
 
 
 def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
-    """The plan of another command, by `options` with these `changes`; its run directory and files are made.
+    """Build the plan of another command and create its run directory and files.
 
-    For what launch itself runs on the hosts before or after the user's command."""
+    launch uses this for its own commands before the user's command, such as the preflight.
+
+    Args:
+        options: options of the user, without --wrap and --container.
+        changes: options that differ.
+    """
     step = build_plan(replace(options, wrap=(), container="none", **changes), os.environ)
     step.run_dir.create()
     for path, content in step.files.items():
@@ -158,14 +169,14 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
     return step
 
 
-def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
+def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
               run_dir: RunDir | None) -> LaunchPlan:
-    """The plan where this process is a rank already: its command, executed in its place."""
+    """Build the plan for a process that is a rank already: it executes the command in its place."""
     info = local.rank_here({**env, **rank_names()})
     if options.ranks not in (None, info.world_size) and is_by_hand(env):
         raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
                         " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",
-                        instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers; else no -n")
+                        instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers, else omit -n")
     if is_by_hand(env):
         require_master_address(env["MASTER_ADDR"])
         require_master_port(env["MASTER_PORT"])
@@ -173,9 +184,9 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
     if run_dir:
         settings[RUN_DIR_VARIABLE] = Setting(str(run_dir.path), "--run-dir")
     host = allocation.hosts[0].name
-    note = f"already rank {info.rank} of {info.world_size} ({info.source}): the command runs as it is"
+    note = f"already rank {info.rank} of {info.world_size} ({info.source}): running the command without a launcher"
     if options.ranks not in (None, info.world_size):
-        note += f", and -n {options.ranks} says nothing here"
+        note += f"; -n {options.ranks} is ignored"
     return LaunchPlan(
         argv=(*options.wrap, *options.command),
         env=settings,
@@ -193,40 +204,43 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
     )
 
 
-# The steps of a plan, in their order.
-def _refuse_script(options: Options) -> None:
-    """Refuse a Python script, or a module of ours, in place of a program.
+
+def _reject_script(options: Options) -> None:
+    """Reject a command that starts with a Python script or module instead of a program.
 
     Raises:
-        UserError: the first word is one and cannot be executed.
+        UserError: the first word ends in .py or is a module of ezpz_llm, and cannot be executed.
     """
     word, more = options.command[0], " …" if options.command[1:] else ""
-    # Words before it may well run it, and an image may have a program of its name.
+    # --wrap may name an interpreter, and an image may have a program of this name.
     if options.wrap or options.container or shutil.which(word) is not None:
         return
     if word.startswith("ezpz_llm."):
         raise UserError(f"{word!r} is a Python module, not a program", where="the command to launch",
                         instead=f"launch [options] python3 -m {word}{more}")
     if word.endswith(".py"):
-        what = "a Python script, not a program" if Path(word).is_file() else "not a program, and not a file here"
-        raise UserError(f"{word!r} is {what}", where="the command to launch",
+        is_file = Path(word).is_file()
+        problem = "a Python script, not a program" if is_file else "neither a program nor a file"
+        raise UserError(f"{word!r} is {problem}", where="the command to launch",
                         instead=f"launch [options] python3 {shlex.quote(word)}{more}")
 
 
 def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
-    """The reservation, or the part of it that the user named."""
+    """Return the reservation, or the part of it that the user selected."""
     hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
-    found = supplement(find_allocation(env, options.scheduler, hosts_from), env,
-                       QUICK if options.dry_run else PATIENT)
-    return select_hosts(found, options.nodes, options.hosts, options.hostfile)
+    allocation = supplement(find_allocation(env, options.scheduler, hosts_from), env,
+                            QUICK if options.dry_run else PATIENT)
+    return select_hosts(allocation, options.nodes, options.hosts, options.hostfile)
 
 
 @dataclass(frozen=True)
 class _Assignment:
-    """Ranks on hosts with their cores and devices, and the launcher that starts them there.
+    """Ranks on nodes with their cores and devices, and the launcher that starts them.
 
-    `mask` are the devices in the order in which ranks are to see them, empty for the system's; `distance_notes`
-    tell of ranks away from their device."""
+    Attributes:
+        mask: devices in the order in which ranks see them; empty for the order of the system.
+        distance_notes: notes about ranks that are far from their device.
+    """
 
     site: Site
     allocation: Allocation
@@ -239,7 +253,7 @@ class _Assignment:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts that have ranks, in the order of these."""
+        """Names of the nodes that have ranks, in rank order."""
         return tuple(name for name, _ in self.placement.ranks)
 
 
@@ -256,12 +270,12 @@ def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocati
 def _choose(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
             site: Site) -> Launcher:
     of_site = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
-    found = choose(of_site or options.launcher, allocation.scheduler, placement.world_size, env, site.dialect)
-    return replace(found, source=f"site {site.name}") if of_site else found
+    launcher = choose(of_site or options.launcher, allocation.scheduler, placement.world_size, env, site.dialect)
+    return replace(launcher, source=f"site {site.name}") if of_site else launcher
 
 
 def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
-    """The names of the interfaces to use, by whose word, and a note where the site's are not here."""
+    """Return the interfaces to use, their source, and a note if the site's interfaces do not exist here."""
     if options.interface or not site.interface:
         return options.interface, "--interface", ()
     if find_here(hosts) == 0 and own_interfaces().keys().isdisjoint(site.interface.split(",")):
@@ -271,7 +285,7 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[st
 
 @dataclass(frozen=True)
 class _Network:
-    """The rendezvous of the ranks, and the names of the interfaces to use, by the word of `source`."""
+    """Rendezvous of the ranks, and the network interfaces to use, with the source of the latter."""
 
     rendezvous: Rendezvous
     interface: str | None
@@ -283,9 +297,9 @@ def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, 
     site = ranks.site
     interface, source, notes = _interface(options, site, ranks.hosts)
     own = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
-    # A site's name for the host says more than the address of its interface.
+    # Prefer the site's name for the node to the address of its interface.
     is_named = bool(site.master_suffix) and not options.interface
-    # By the id of this launch: whoever could tell the port before could take it.
+    # Derive the port from the random run id, so that other users cannot predict and occupy it.
     rendezvous = find_rendezvous(ranks.hosts, run_id, interface=None if is_named else interface,
                                  interface_source=source, suffix=site.master_suffix,
                                  address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
@@ -294,10 +308,10 @@ def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, 
 
 def _work_of(ranks: _Assignment, network: _Network, inside: Inside, command: tuple[str, ...], run_dir: RunDir,
              settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
-    """The ranks to start, in words of no launcher."""
+    """Describe the ranks to start, independent of the launcher."""
     hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
     return Work(
-        # A step that is inside as a whole has the image's Python, and needs this package there.
+        # If the whole step runs in the container, the image's Python must have this package.
         command=("python3" if inside.srun else sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
         placement=ranks.placement,
         here=len(hosts) == 1 and is_here(hosts[0]),
@@ -335,13 +349,13 @@ def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tup
 def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
                      binding: Binding) -> tuple[str, ...]:
     notes = [*allocation.notes, *domain_notes([host.name for host in allocation.hosts], allocation.source)]
-    notes += [f"{name}={env[name]} is yours and stays" for name in RENDEZVOUS_VARIABLES
+    notes += [f"keeping {name}={env[name]} from your environment" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
-        notes.append(f"{placement.most} ranks share {counted(binding.cpus_per_host, 'CPU')} of a host")
+        notes.append(f"{placement.most} ranks share {counted(binding.cpus_per_host, 'CPU')} per node")
     unused = len(allocation.hosts) - len(placement.ranks)
     if unused:
-        notes.append(f"{unused} of {len(allocation.hosts)} hosts get no rank")
+        notes.append(f"{unused} of {len(allocation.hosts)} nodes get no rank")
     if allocation.scheduler == local.NAME and len(placement.ranks) > 1:
-        notes.append("the run directory must be on a file system that all hosts share")
+        notes.append("the run directory must be on a file system that all nodes share")
     return tuple(notes)

@@ -1,6 +1,6 @@
-"""The check before the start: our own commands find their configuration errors before any rank runs.
+"""Checks before the start: our own commands report configuration errors before any rank runs.
 
-What a check writes to its standard error is shown, what it writes to its standard output under --explain only.
+launch prints the standard error of a check always, and its standard output only under --explain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Checked:
-    """How a check ended: its exit code, and what it has to say under --explain."""
+    """Exit code of a check, and its explanation for --explain."""
 
     code: int = 0
     explanation: str = ""
@@ -37,11 +37,12 @@ class CheckReport:
     """Result of a training command's check: the one JSON object that `--check --json` prints.
 
     Attributes:
-        layout, precision: names; they and the batch are None if the run cannot start, or is complete already.
-        global_batch, micro_batch, accumulation: of a step; the first two in sequences.
-        explanation: every decision with its source, as `--check` alone prints it.
-        warnings: what `--check` alone prints on standard error.
-        error, where, instead: why the run cannot start, as in `UserError`.
+        layout, precision: names. They and the batch are None if the run cannot start or is already complete.
+        global_batch, micro_batch: batch sizes of a step in sequences.
+        accumulation: number of micro batches per step.
+        explanation: every decision with its source, as `--check` without --json prints it.
+        warnings: lines that `--check` without --json prints to standard error.
+        error, where, instead: reason why the run cannot start, as in `UserError`.
     """
 
     layout: str | None = None
@@ -58,34 +59,34 @@ class CheckReport:
 
 def check_first(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
                 places: Sequence[tuple[str, int]] = ()) -> Checked:
-    """Run `command --check --world-size N` once, where it is one of our own commands.
+    """Run `command --check --world-size N` once if it is one of our own commands.
 
     Args:
-        places: hosts and their numbers of ranks, in the order in which ranks are numbered, where they are known.
+        places: nodes and their numbers of ranks in rank order, if known.
 
     Raises:
-        UserError: the check does not end.
+        UserError: the check cannot be run, or exceeds its time limit.
     """
-    # A launch inside the ranks has nothing to check: it only executes its own command.
+    # launch as the command of a rank only executes its own command.
     if target.module in (None, "ezpz_llm.launch"):
         return Checked()
     env = {**env, **({PLACES_VARIABLE: write_places(places)} if places else {})}
     done = run_check(command, world_size, env)
-    said, warned = done.stdout.rstrip(), done.stderr.rstrip()
+    explanation, warned = done.stdout.rstrip(), done.stderr.rstrip()
     if done.returncode:
-        print("\n".join(filter(None, (said, warned))), file=sys.stderr, flush=True)
+        print("\n".join(filter(None, (explanation, warned))), file=sys.stderr, flush=True)
     elif warned:
         print(warned, file=sys.stderr, flush=True)
-    return Checked(done.returncode if done.returncode >= 0 else 128 - done.returncode, said)
+    return Checked(done.returncode if done.returncode >= 0 else 128 - done.returncode, explanation)
 
 
 def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *form: str, cwd: Path | None = None,
               what: str = "the check before the start") -> subprocess.CompletedProcess[str]:
-    """Run `command --check --world-size N`, which starts no rank and imports no torch, and wait for its end.
+    """Run `command --check --world-size N`, which starts no rank and does not import torch.
 
     Args:
-        form: options for what it prints, such as --json.
-        what: names this check in messages.
+        form: options for the output format, such as --json.
+        what: name of this check in error messages.
 
     Raises:
         UserError: the command cannot be run, or takes longer than two minutes.
@@ -102,42 +103,42 @@ def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *
 
 
 def write_places(places: Sequence[tuple[str, int]]) -> str:
-    """Hosts and ranks a host as text that `read_places` reads back."""
+    """Return nodes and ranks per node as text for `read_places`."""
     return f"{fold_hosts([host for host, _ in places])} {fold_counts([count for _, count in places])}"
 
 
 def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
-    """What launch told the check of hosts and ranks a host; empty where it told nothing.
+    """Return the nodes and ranks per node that launch passed to the check; empty without launch.
 
     Raises:
-        UserError: a value that is none.
+        UserError: the value of the variable is invalid.
     """
     if not (text := env.get(PLACES_VARIABLE)):
         return []
     hosts, _, counts = text.rpartition(" ")
     names, ranks = expand_hosts(hosts), expand_counts(counts)
     if len(names) != len(ranks):
-        raise UserError(f"{len(names)} hosts with numbers of ranks for {len(ranks)}", where=PLACES_VARIABLE)
+        raise UserError(f"{len(names)} nodes, but numbers of ranks for {len(ranks)}", where=PLACES_VARIABLE)
     return list(zip(names, ranks, strict=True))
 
 
-# The preflight before a run (--preflight): the same launcher, hosts and ranks, another program first.
+
 PROGRAM = "ezpz_llm.preflight"
 
 _LIMIT_S = 180.0
-"""It reports within a minute of its last rank's start; so long it may take to start them all, and to end."""
+"""Time limit of the preflight, which reports within 60 s of the start of its last rank."""
 
 
 def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], dict[str, Any]]) -> int:
-    """Whether the hosts of `plan` may begin its run: 0, or the code that launch ends with, after saying why.
+    """Run the preflight on the nodes of `plan`; return 0, or launch's exit code after printing the reason.
 
-    What the preflight writes goes into the folder preflight/ of the run directory. Words of --wrap are left out: it
-    looks at the hosts.
+    The preflight uses the same launcher, nodes and ranks, without --wrap, and writes to preflight/ in the run
+    directory.
 
     Args:
-        record: what run.json says of a launch; the preflight reads its ranks' hosts there.
+        record: returns the launch record for run.json, in which the preflight finds the nodes of its ranks.
     """
-    # A command's check imports this module for its report, and would wait for all that starts a run.
+    # Imported here, since the check of a command imports this module for `CheckReport` and must start fast.
     from ezpz_llm.launch.failures.facts import not_started
     from ezpz_llm.launch.plan import prepare_step
     from ezpz_llm.launch.relay import say
@@ -149,13 +150,13 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
     update_record(step.run_dir, launch=record(step), exit=None)
     report = step.run_dir.path / "preflight.json"
     report.unlink(missing_ok=True)
-    # Its report is the account of its end, if it came to one.
+    # If the preflight wrote its report, a post-mortem would add nothing.
     code = run(step, None, _LIMIT_S, tell=lambda: not report.exists()).code
     if code == 0:
         return 0
     code = code if code in INTERRUPTED else EXIT_PREFLIGHT
-    what = "was interrupted" if code in INTERRUPTED else "found the reservation unfit"
-    cause = f"the preflight {what}: {report if report.exists() else step.run_dir.path}"
+    outcome = "was interrupted" if code in INTERRUPTED else "failed"
+    cause = f"the preflight {outcome}: {report if report.exists() else step.run_dir.path}"
     update_record(plan.run_dir, exit=not_started(code, cause, time.time()))
     say(f"launch: nothing was started: {cause}")
     return code

@@ -1,9 +1,10 @@
-"""Rank of this process: one table of environment names with one order of precedence.
+"""Rank of this process, read from environment variables of launchers with one order of precedence.
 
-An MPI launcher's variables beat Slurm's, since under Hydra inside Slurm every rank inherits the variables of the
-proxy that started it; torchrun's beat both, since its children inherit those of the one task that started it.
-launch's shim repeats in torch's names what the launcher said. These come last: whatever disagrees with them was
-started inside the rank. The launcher of another package brings names of its own, which launch hands to ranks.
+Variables of an MPI launcher precede those of Slurm: under Hydra inside Slurm, every rank inherits the Slurm
+variables of its proxy. Variables of torchrun precede both: its children inherit those of the task that started
+torchrun. launch's shim sets torch's variables from those of the launcher; these come last, since a process that
+disagrees with them was started inside the rank. launch passes the variable names of launchers from other packages
+to the ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ezpz_llm.launch.variables import (
 )
 
 ALONE = "single process"
-"""The source of a process that nothing launched."""
+"""Source of the rank of a process without a launcher."""
 
-_TO_MEET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RENDEZVOUS_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a process stands in its job. `source` says which variables told, `notes` what disagreed with them."""
+    """Rank of a process in its job; `source` names the variables used, `notes` report variables that disagree."""
 
     rank: int
     world_size: int
@@ -46,9 +47,11 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Family:
-    """The variables of one launcher. Of several names, the first that is set counts.
+    """Rank variables of one launcher. In a tuple of names, the first that is set is used.
 
-    `requires` are variables without which the others mean something else. `nodes` is the number of hosts.
+    Attributes:
+        nodes: variable with the number of nodes.
+        requires: variables that must be set too; without them, the others belong to another launcher.
     """
 
     name: str
@@ -62,19 +65,19 @@ class Family:
     requires: tuple[str, ...] = ()
 
 
-# A batch script has SLURM_PROCID=0 too; only a step's tasks have a step's number.
+# A batch script has SLURM_PROCID=0 too; only tasks of a step have SLURM_STEP_ID.
 _SRUN = Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), "SLURM_LOCALID", (), ("SLURM_NODEID",),
                tasks_per_node="SLURM_STEP_TASKS_PER_NODE", requires=("SLURM_STEP_ID",))
-# LOCAL_SIZE is what dist.setup tells DeepSpeed.
+# dist.setup sets LOCAL_SIZE for DeepSpeed.
 _TORCH = Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
                 ("GROUP_RANK", "NODE_RANK"))
 
 _OF_MPIS = (
     _TORCH,
-    # PALS has no size of its own: PMI's where its PMI is Cray's, nothing under PMIx, where launch's has to do.
+    # PALS has no variable for the size: use PMI's under Cray PMI, and launch's under PMIx.
     Family("Cray PALS", "PALS_RANKID", ("PMI_SIZE", WORLD_SIZE_VARIABLE), "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",),
            ("PALS_NODEID",)),
-    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node.
+    # OMPI_COMM_WORLD_NODE_RANK is the local rank, not the node rank.
     Family("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
            ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
     Family("MVAPICH", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_RANK",
@@ -93,12 +96,12 @@ _OF_STEPS = (
     _SRUN,
 )
 FAMILIES = (*_OF_MPIS, *_OF_STEPS)
-"""In order of precedence. Those of other packages come between these two: an mpiexec inside their ranks counts."""
+"""In order of precedence. Launchers of other packages come in between, since their ranks may run an mpiexec."""
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What one family says; None where it says nothing."""
+    """Values of one family's variables; None if not set."""
 
     source: str
     rank: int
@@ -109,7 +112,7 @@ class _Reading:
 
 
 def names_for_ranks(families: Sequence[Family]) -> dict[str, str]:
-    """What tells `find_rank` of the families that other packages bring; nothing where they bring none."""
+    """Return the variable that passes families of other packages to `find_rank`; empty without any."""
     return {RANK_NAMES_VARIABLE: json.dumps([asdict(family) for family in families])} if families else {}
 
 
@@ -117,29 +120,29 @@ def _families(env: Mapping[str, str]) -> tuple[Family, ...]:
     text = env.get(RANK_NAMES_VARIABLE)
     if not text:
         return FAMILIES
-    brought = as_type(tuple[Family, ...], parse_json(text, RANK_NAMES_VARIABLE), RANK_NAMES_VARIABLE)
-    return (*_OF_MPIS, *brought, *_OF_STEPS)
+    others = as_type(tuple[Family, ...], parse_json(text, RANK_NAMES_VARIABLE), RANK_NAMES_VARIABLE)
+    return (*_OF_MPIS, *others, *_OF_STEPS)
 
 
 def find_rank(env: Mapping[str, str]) -> RankInfo:
-    """Read this process's place from `env`; a process that nothing launched is rank 0 of 1.
+    """Read the rank of this process from `env`; without a launcher it is rank 0 of 1.
 
-    What the family that counts leaves open (as torchrun's variables set by hand often do) is taken from others
-    that agree with it on rank and size. A node's number that no variable gives is derived, which is right where
-    all hosts run equally many ranks in blocks.
+    Values that the preferred family lacks, such as the local rank when RANK was set by hand, come from other
+    families that have the same rank and size. A node rank that no variable gives is computed; this assumes that all
+    nodes have the same number of consecutive ranks.
 
     Raises:
-        UserError: a rank without a size or the other way round, or a value that cannot be.
+        UserError: there is a rank without a size or the reverse, or a value is invalid.
     """
-    _refuse_half(env)
-    # By rank variable, since PMI_RANK means something else under each of three launchers: the first that fits.
+    _require_rank_and_size(env)
+    # PMI_RANK belongs to three families: use the first of them whose other variables are set.
     table = _families(env)
-    told = {family.rank: family for family in reversed(table) if _is_told(family, env)}
-    families = sorted(told.values(), key=table.index)
-    if _is_the_shims(env):
+    by_rank_variable = {family.rank: family for family in reversed(table) if _is_set(family, env)}
+    families = sorted(by_rank_variable.values(), key=table.index)
+    if _is_set_by_shim(env):
         families.sort(key=lambda family: family is _TORCH)
     if not families:
-        _refuse_rank_alone(env)
+        _reject_rank_without_size(env)
         return RankInfo(0, 1, 0, 1, 0, ALONE)
     chosen = _read(families[0], env)
     agreeing, notes = [chosen], []
@@ -147,62 +150,66 @@ def find_rank(env: Mapping[str, str]) -> RankInfo:
         try:
             other = _read(family, env)
         except UserError as error:
-            notes.append(f"{error.found}; {chosen.source} counts")
+            notes.append(f"{error.found}; using {chosen.source}")
             continue
         if (other.rank, other.world_size) == (chosen.rank, chosen.world_size):
             agreeing.append(other)
         else:
             notes.append(f"{other.source} says rank {other.rank} of {other.world_size}, {chosen.source} says rank "
-                         f"{chosen.rank} of {chosen.world_size}: the latter counts")
-    return _completed(agreeing, notes, _tasks_per_node(env.get(RANKS_PER_NODE_VARIABLE, "")))
+                         f"{chosen.rank} of {chosen.world_size}: using the latter")
+    return _complete(agreeing, notes, _tasks_per_node(env.get(RANKS_PER_NODE_VARIABLE, "")))
 
 
 def rank_variables(info: RankInfo) -> dict[str, str]:
-    """A rank's place in the names that torch, DeepSpeed, accelerate and most scripts read."""
+    """Return the rank variables that torch, DeepSpeed, accelerate and most scripts read."""
     return {"RANK": str(info.rank), "WORLD_SIZE": str(info.world_size), "LOCAL_RANK": str(info.local_rank),
             "LOCAL_WORLD_SIZE": str(info.local_size), "NODE_RANK": str(info.node_rank),
             RANK_VARIABLE: str(info.rank), RANK_SOURCE_VARIABLE: info.source}
 
 
 def leftovers(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Torch's names for a rank's place that no launcher of this process has set, such as a RANK that was exported
-    in this shell for another program. Whoever sets up a rank by hand sets all that ranks need to meet."""
+    """Return torch's rank variables that no launcher of this process has set.
+
+    An example is a RANK that was exported in the shell for another program. A rank that is set up by hand has
+    MASTER_ADDR and MASTER_PORT too (see `is_by_hand`).
+    """
     if TORCHELASTIC_VARIABLE in env or RANK_VARIABLE in env or is_by_hand(env):
         return ()
     return tuple(name for name in TORCHS_OWN if env.get(name))
 
 
 def is_by_hand(env: Mapping[str, str]) -> bool:
-    """Has something other than a launcher that we know made this process a rank, such as a training operator?"""
-    return TORCHELASTIC_VARIABLE not in env and RANK_VARIABLE not in env and all(env.get(one) for one in _TO_MEET)
+    """Return True if RANK and the rendezvous were set without a known launcher (a training operator, say)."""
+    return (TORCHELASTIC_VARIABLE not in env and RANK_VARIABLE not in env
+            and all(env.get(name) for name in _RENDEZVOUS_NAMES))
 
 
-def _is_the_shims(env: Mapping[str, str]) -> bool:
-    """Are torch's variables those of `rank_variables`, and not of a torchrun or a script inside the rank?"""
+def _is_set_by_shim(env: Mapping[str, str]) -> bool:
+    """Return True if the shim set torch's variables, rather than a torchrun or a script inside the rank."""
     return (bool(env.get(RANK_SOURCE_VARIABLE)) and env.get("RANK") == env.get(RANK_VARIABLE)
             and env.get("WORLD_SIZE") == env.get(WORLD_SIZE_VARIABLE)
             and (TORCHELASTIC_VARIABLE in env) == env[RANK_SOURCE_VARIABLE].startswith(_TORCH.name))
 
 
-def _completed(agreeing: list[_Reading], notes: list[str], planned: list[int]) -> RankInfo:
-    """The first reading, with what it leaves open taken from the others, from launch's plan, or derived."""
+def _complete(agreeing: list[_Reading], notes: list[str], planned: list[int]) -> RankInfo:
+    """Complete the first reading from the other readings, from launch's plan, or by computation."""
     rank, world_size, source = agreeing[0].rank, agreeing[0].world_size, agreeing[0].source
-    local_rank = next((one.local_rank for one in agreeing if one.local_rank is not None), None)
-    local_size = next((one.local_size for one in agreeing if one.local_size is not None), None)
+    local_rank = next((reading.local_rank for reading in agreeing if reading.local_rank is not None), None)
+    local_size = next((reading.local_size for reading in agreeing if reading.local_size is not None), None)
     place = _planned_place(rank, world_size, planned)
     if local_rank is None and place is not None:
         local_rank, local_size = place[1:]
     if local_rank is None:
         if world_size > 1:
-            notes.append(f"{source} gives no local rank: taken to be alone on its host")
+            notes.append(f"{source} gives no local rank: assuming one rank per node")
         local_rank, local_size = 0, 1
     elif local_size is None:
         local_size = place[2] if place is not None and place[1] == local_rank else world_size
     if local_rank >= local_size:
-        raise UserError(f"local rank {local_rank} is not one of {local_size} ranks on its host",
+        raise UserError(f"local rank {local_rank} is invalid for {local_size} ranks on the node",
                         where=f"environment ({source})")
-    node_rank = next((one.node_rank for one in agreeing if one.node_rank is not None
-                      and one.local_rank in (None, local_rank)), None)
+    node_rank = next((reading.node_rank for reading in agreeing if reading.node_rank is not None
+                      and reading.local_rank in (None, local_rank)), None)
     if node_rank is None and place is not None and place[1:] == (local_rank, local_size):
         node_rank = place[0]
     if node_rank is None:
@@ -211,7 +218,7 @@ def _completed(agreeing: list[_Reading], notes: list[str], planned: list[int]) -
 
 
 def _planned_place(rank: int, world_size: int, planned: list[int]) -> tuple[int, int, int] | None:
-    """Node rank, local rank and local size by launch's plan; None where the plan is of another world."""
+    """Return node rank, local rank and local size from launch's plan; None if its world size differs."""
     if sum(planned) != world_size:
         return None
     first = 0
@@ -222,20 +229,20 @@ def _planned_place(rank: int, world_size: int, planned: list[int]) -> tuple[int,
     return None
 
 
-def _is_told(family: Family, env: Mapping[str, str]) -> bool:
+def _is_set(family: Family, env: Mapping[str, str]) -> bool:
     names = (family.rank, *family.requires)
     return all(env.get(name) for name in names) and _first(family.size, env) is not None
 
 
-def _refuse_half(env: Mapping[str, str]) -> None:
-    for found, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if env.get(found) and not env.get(missing):
-            raise UserError(f"{found}={env[found]} is set, {missing} is not", where="environment",
-                            instead=f"unset {found} (a leftover), or set both")
+def _require_rank_and_size(env: Mapping[str, str]) -> None:
+    for present, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if env.get(present) and not env.get(missing):
+            raise UserError(f"{present}={env[present]} is set, {missing} is not", where="environment",
+                            instead=f"unset {present} if it is a leftover, or set both")
 
 
-def _refuse_rank_alone(env: Mapping[str, str]) -> None:
-    # Taking such a process for rank 0 of 1 would make as many rank 0s as there are ranks.
+def _reject_rank_without_size(env: Mapping[str, str]) -> None:
+    # Without this error, every rank would become rank 0 of 1.
     for family in _families(env):
         if env.get(family.rank) and all(env.get(name) for name in family.requires):
             raise UserError(f"{family.rank}={env[family.rank]} is set, {' or '.join(family.size)} is not",
@@ -249,7 +256,7 @@ def _read(family: Family, env: Mapping[str, str]) -> _Reading:
     if not rank < world_size:
         raise UserError(f"{family.rank}={rank} is not a rank of {size}={world_size}", where="environment")
     node_rank = _optional(_first(family.node_rank, env), env)
-    source = env[RANK_SOURCE_VARIABLE] if family is _TORCH and _is_the_shims(env) else (
+    source = env[RANK_SOURCE_VARIABLE] if family is _TORCH and _is_set_by_shim(env) else (
         f"{family.name} ({family.rank})")
     return _Reading(source, rank, world_size, _optional(family.local_rank, env),
                     _local_size(family, env, world_size, node_rank), node_rank)
@@ -266,7 +273,7 @@ def _local_size(family: Family, env: Mapping[str, str], world_size: int, node_ra
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's "2(x2),1" as [2, 2, 1]; nothing where it is no such list: other variables tell as much."""
+    """Expand Slurm's "2(x2),1" to [2, 2, 1]; empty if invalid, since other variables give the same."""
     try:
         return expand_counts(text) if text else []
     except UserError:

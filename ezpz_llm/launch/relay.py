@@ -1,8 +1,9 @@
-"""Console of launch: its own lines, and what the launcher writes.
+"""Console output of launch: its own lines, and the relayed output of the launcher.
 
-The launcher writes into pipes that are read to their ends whatever becomes of the console: a reader that goes away
-(`| head -1`, a tee that Ctrl-C ended, a closed terminal) must not reach the launcher, whose SIGPIPE would end all
-ranks before they have saved their work. The ranks' logs have what nobody reads.
+launch reads the launcher's pipes to their ends even if the console is closed (`| head -1`, a tee that Ctrl-C ended,
+a closed terminal). Otherwise SIGPIPE would end the launcher, and all ranks with it, before they have saved their
+work.
+The ranks' logs keep output that the console does not show.
 """
 
 from __future__ import annotations
@@ -22,33 +23,32 @@ from ezpz_llm.base import cleaned
 from ezpz_llm.rundir import RunDir, ours
 
 
-# What launch itself says on standard error. That nobody reads it (any more) ends nothing.
 def say(text: str) -> None:
-    """Print lines, as far as somebody reads them, cleaned: hosts, paths and rank output are in them."""
+    """Print lines to standard error, without control characters; a closed standard error is not an error."""
     try:
-        # One write, line end included, so that a rank's output cannot come in between.
+        # A single write with the newline, so that output of a rank cannot come in between.
         sys.stderr.write(f"{cleaned(text)}\n")
         sys.stderr.flush()
     except OSError:
-        # EPIPE: the reader of `launch … 2>&1 | tee` has gone. EIO: the terminal was closed.
+        # EPIPE: the reader of `launch … 2>&1 | tee` has exited. EIO: the terminal was closed.
         leave(2)
 
 
 def say_unless_it_waits(text: str) -> None:
-    """The same, unless the console takes nothing just now: a stop must not wait for a stuck reader."""
+    """Print lines unless that would block: stopping a run must not wait for a stuck reader."""
     with contextlib.suppress(OSError):
-        # A pipe is ready for a line that it takes whole.
+        # select() reports a pipe as writable only if it has room for a whole line (PIPE_BUF).
         if select.select([], [2], [], 0)[1]:
             say(text)
 
 
 def warn(text: str) -> None:
-    """A line for the user that changes nothing about the run's outcome."""
+    """Print a warning, which does not affect the outcome of the run."""
     say(f"launch: warning: {text}")
 
 
 def leave(descriptor: int) -> None:
-    """Send to nothing what is still to be written there: Python's own last flush would change the exit code."""
+    """Redirect a closed descriptor to /dev/null: Python's flush at exit would otherwise change the exit code."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)
@@ -56,7 +56,7 @@ def leave(descriptor: int) -> None:
 
 
 def are_one_place(descriptor: int, other: int) -> bool:
-    """Do both lead to the same terminal, file or pipe?"""
+    """Return True if both descriptors refer to the same terminal, file or pipe."""
     try:
         return os.path.sameopenfile(descriptor, other)
     except OSError:
@@ -65,13 +65,13 @@ def are_one_place(descriptor: int, other: int) -> bool:
 
 _PIECE_BYTES = 1 << 16
 _WAITING_BYTES = 1 << 20
-"""More than this that the console has not taken makes the ranks wait, as a pipe without us would."""
+"""Output that the console has not accepted yet beyond which the ranks block, as they would on a pipe."""
 _DRAIN_S = 1.0
 _POLL_S = 0.05
 
 
 class Relay:
-    """The launcher's standard output and standard error, passed on as they come; the latter is also kept."""
+    """Relay of the launcher's standard output and standard error to the console; the latter is also logged."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], run_dir: RunDir) -> None:
         self._log = log = os.fdopen(
@@ -89,38 +89,40 @@ class Relay:
         self._streams = _Stream(out.fileno(), 1, None, gone), _Stream(err.fileno(), 2, log, lambda why: None)
 
     def keep(self, words: str) -> None:
-        """Add to the launcher's words what was said elsewhere about the run's end."""
+        """Append text about the end of the run to the launcher's log."""
         with contextlib.suppress(OSError):
             self._log.write(words.encode(errors="replace"))
 
     def hold_nobody_up(self) -> None:
-        """The run is ended: ranks that wait for the console cannot save, so what it does not take is dropped."""
+        """Drop output that the console does not accept: ranks that block on it cannot save before they end."""
         self._is_ending = True
         for stream in self._streams:
             stream.drop_what_waits()
 
     def settle(self) -> None:
-        """After the launcher's end: read and keep what is still there; a process that has kept a pipe open is not
-        waited for."""
+        """Read the remaining output after the launcher's end, for at most 1 s.
+
+        A process that keeps a pipe open would otherwise block launch.
+        """
         self._is_ending = True
         deadline = time.monotonic() + _DRAIN_S
         for stream in self._streams:
             stream.read_to_the_end(max(0.0, deadline - time.monotonic()))
 
     def finish(self, is_urgent: Callable[[], bool]) -> bool:
-        """After `settle`: wait until the console has taken all of it, unless that is urgent. Did it?"""
+        """After `settle`, wait until the console has all output; return False if `is_urgent` ended the wait."""
         while not (is_done := all(stream.is_shown for stream in self._streams)) and not is_urgent():
             time.sleep(_POLL_S)
         return is_done
 
     @property
     def is_within_a_line(self) -> bool:
-        """Does what was shown last, on either stream, lack its line's end?"""
+        """True if the last output on either stream did not end with a newline."""
         return any(stream.is_within_a_line for stream in self._streams)
 
 
 class _Stream:
-    """One pipe. One thread reads it, another writes to the console, which may block without blocking the first."""
+    """Relay of a pipe, with a thread that reads it and a thread that writes to the console and may block."""
 
     def __init__(self, source: int, console: int, log: BinaryIO | None, gone: Callable[[str], None]) -> None:
         self.is_within_a_line = False
@@ -143,7 +145,7 @@ class _Stream:
 
     def read_to_the_end(self, within_s: float) -> None:
         with self._changed:
-            # What a pipe holds is little: it need not wait for the console.
+            # A pipe holds little: read it without waiting for the console.
             self._most_bytes, self._drops = float("inf"), False
             self._changed.notify_all()
         self._reader.join(within_s)
@@ -162,7 +164,7 @@ class _Stream:
         while data := os.read(self._source, _PIECE_BYTES):
             if self._log is not None:
                 with contextlib.suppress(OSError):
-                    # A full disk must not stop the run's words.
+                    # A full disk must not stop the console output.
                     self._log.write(data)
             with self._changed:
                 while self._bytes > self._most_bytes and not self._drops:
@@ -194,5 +196,5 @@ class _Stream:
         except OSError as error:
             self.is_within_a_line = False
             leave(self._console)
-            self._gone("nobody reads standard output any more" if isinstance(error, BrokenPipeError) else
+            self._gone("the reader of standard output has exited" if isinstance(error, BrokenPipeError) else
                        f"standard output cannot be written to: {error.strerror}")

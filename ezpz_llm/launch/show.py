@@ -1,4 +1,4 @@
-"""A launch plan as text, as JSON, and as the few lines before a run."""
+"""Launch plans as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _Row = TypeVar("_Row")
 _Gap = TypeVar("_Gap")
 
 _ROWS = 24
-"""Longer rank tables and files are printed without their middle."""
+"""Longer rank tables and files are printed without the middle rows."""
 _INDENTED_RANKS = 1000
 
 
 def summary(plan: LaunchPlan) -> str:
-    """What runs where, in a handful of lines."""
+    """Return a summary of the plan, one line per item."""
     lines = [
         f"scheduler  {_scheduler(plan)}",
         f"launcher   {_launcher(plan)}",
@@ -37,7 +37,7 @@ def summary(plan: LaunchPlan) -> str:
 
 
 def first_lines(plan: LaunchPlan, width: int) -> str:
-    """How many ranks run where, and which directory gets all files, wrapped to `width` columns."""
+    """Return the lines printed before a run: ranks, nodes, run directory and notes, wrapped to `width` columns."""
     hosts = ", ".join(plan.hosts[:4]) + (", …" if len(plan.hosts) > 4 else "")
     ranks, nodes = _count(len(plan.ranks), "rank"), _count(len(plan.hosts), "node")
     job = f" in {plan.allocation.scheduler} job {plan.allocation.job_id}" if plan.allocation.job_id else ""
@@ -51,7 +51,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def details(plan: LaunchPlan) -> str:
-    """The summary, the changes to the environment with their sources, and the rank table."""
+    """Return the summary, the changes to the environment with their sources, the rank table, and the files."""
     lines = [summary(plan), "", "environment changes"]
     settings = {name: (redact(setting.value, name), setting.source) for name, setting in plan.env.items()}
     lines += _columns([(f"{name}={value}", source) for name, (value, source) in settings.items()]) or ["  none"]
@@ -63,12 +63,12 @@ def details(plan: LaunchPlan) -> str:
 
 
 def json_text(plan: LaunchPlan) -> str:
-    """The plan as JSON text, indented where people may read it: not for thousands of ranks."""
+    """Return the plan as JSON text, indented for up to 1000 ranks."""
     return json.dumps(as_json(plan), indent=2 if len(plan.ranks) <= _INDENTED_RANKS else None)
 
 
 def as_json(plan: LaunchPlan) -> dict[str, Any]:
-    """The plan as JSON values."""
+    """Return the plan as JSON values."""
     return {
         "argv": redact_words(plan.argv),
         "env": {name: redact(setting.value, name) for name, setting in plan.env.items()},
@@ -109,7 +109,7 @@ def _launcher(plan: LaunchPlan) -> str:
 
 def _ranks(plan: LaunchPlan) -> str:
     hosts = ", ".join(plan.hosts[:4]) + (", …" if len(plan.hosts) > 4 else "")
-    return f"{len(plan.ranks)} on {counted(len(plan.hosts), 'host')}: {hosts} ({plan.ranks_source})"
+    return f"{len(plan.ranks)} on {counted(len(plan.hosts), 'node')}: {hosts} ({plan.ranks_source})"
 
 
 def _container(plan: LaunchPlan) -> list[str]:
@@ -120,13 +120,13 @@ def _container(plan: LaunchPlan) -> list[str]:
 def _binding(plan: LaunchPlan) -> str:
     binding = plan.binding
     if binding.kind == "list":
-        how = "each rank to its own cores" + (", set by each rank's own wrapper" if binding.by_shim else "")
+        how = "each rank to its own cores" + (", set by the rank shim" if binding.by_shim else "")
     elif binding.kind == "depth":
         how = f"{binding.cpus_per_rank} CPUs each, placed by {plan.launcher.kind}"
     else:
         how = "none"
     far = sum(distance == "far" for distance in binding.distances)
-    more = f"; {counted(far, 'rank')} of a host on another socket than their device" if far else ""
+    more = f"; {counted(far, 'rank')} per node on another socket than their device" if far else ""
     return f"{how} ({binding.source}){more}"
 
 
@@ -134,7 +134,7 @@ _HEADINGS = ("rank", "host", "local rank", "cores", "NUMA domain", "device", "di
 
 
 def _table(plan: LaunchPlan) -> list[tuple[str, ...]]:
-    unknown = f"{plan.binding.cpus_per_rank} of them" if plan.binding.kind == "depth" else "its host's"
+    unknown = f"{plan.binding.cpus_per_rank} of them" if plan.binding.kind == "depth" else "all of the node"
     return [(f"… {len(plan.ranks) - _ROWS} more", *[""] * (len(_HEADINGS) - 1)) if place is None else
             (str(place.rank), place.host, str(place.local_rank), place.cores or unknown, place.domains or "-",
              place.device or "-", place.distance or "-") for place in _without_middle(plan.ranks, None)]

@@ -1,5 +1,4 @@
-"""Sites: what is particular to a machine, as data, one TOML file each in `launchers/sites/`; their keys and values,
-and which site this machine is."""
+"""Site files: facts about an HPC machine, one TOML file each in `launchers/sites/`, and detection of the site."""
 
 from __future__ import annotations
 
@@ -17,8 +16,15 @@ from ezpz_llm.launch.variables import SITE_VARIABLE
 
 @dataclass(frozen=True)
 class Limit:
-    """What a queue takes: from `nodes[0]` to `nodes[1]` nodes for at most `hours`, and of one user `jobs` at a
-    time; None where the site does not say. A queue with several rows takes what any of them does."""
+    """Limits of a queue; None for a limit that the site does not document.
+
+    A queue with several rows accepts a job that fits any of them.
+
+    Attributes:
+        nodes: smallest and largest number of nodes.
+        hours: maximum wall time.
+        jobs: maximum number of jobs of one user at a time.
+    """
 
     queue: str
     nodes: tuple[int, int] | None = None
@@ -27,16 +33,20 @@ class Limit:
 
 
 ANY_RUNTIME = ("apptainer", "singularity")
-"""Of these the first that is on PATH, where nobody names one."""
+"""Default runtimes: the first that is on PATH."""
 OF_SRUN = {"pyxis": "--container-image", "environment": "--environment"}
-"""Runtimes that are options of srun: NVIDIA's Pyxis, and the Container Engine of Alps."""
+"""Runtimes that are options of srun: NVIDIA's Pyxis and the Container Engine of Alps."""
 RUNTIMES = (*ANY_RUNTIME, "shifter", "podman-hpc", *OF_SRUN)
 
 
 @dataclass(frozen=True)
 class Container:
-    """What ranks run in: an image, by a runtime of `RUNTIMES` (None: of `ANY_RUNTIME`), with more `options` for it.
-    A site without an image says how those of --container are entered."""
+    """Container of the ranks; without an image, the runtime and options for the image of --container.
+
+    Attributes:
+        runtime: one of `RUNTIMES`; None for the first of `ANY_RUNTIME` on PATH.
+        options: additional options of the runtime.
+    """
 
     image: str | None = None
     runtime: str | None = None
@@ -45,10 +55,15 @@ class Container:
 
 @dataclass(frozen=True)
 class Job:
-    """What job scripts need. `directives` are whole lines ("#PBS -l select={nodes}:system=polaris") in which submit
-    replaces {nodes}, {time}, {account}, {queue}, {reservation} and {devices}; a directive of submit's own about the
-    same subject gives way to them. `queue` is taken where the user names none, if its `limits` take the job.
-    `setup` are shell lines before the run, such as module loads; `container` what ranks run in."""
+    """Contents of job scripts.
+
+    Attributes:
+        directives: whole lines such as "#PBS -l select={nodes}:system=polaris", in which submit replaces {nodes},
+            {time}, {account}, {queue}, {reservation} and {devices}. They replace submit's directives about the same
+            option.
+        queue: default queue, used if its `limits` allow the job.
+        setup: shell lines before the run, such as module loads.
+    """
 
     directives: tuple[str, ...] = ()
     queue: str | None = None
@@ -59,32 +74,32 @@ class Job:
 
 @dataclass(frozen=True)
 class Site:
-    """Facts of a machine; every default means "nothing special".
+    """Facts about a machine; the defaults are those of a machine without special needs.
 
     Args:
-        name: the file's name without `.toml`.
-        source: who said that this is the site: an option, a variable, a guess and what it rests on.
+        name: file name without `.toml`.
+        source: option or variable that selects the site, or the reason for a guess.
         scheduler: "pbs" or "slurm".
-        launcher: "mpiexec" or "srun", what `--launcher auto` becomes in a job.
-        dialect: of an mpiexec whose version text is not recognised: "pals", or another package's.
-        devices_per_host: accelerators that ranks see on a host.
-        cores: the cores of each NUMA domain ("0-51", "52-103"), those that ranks may be bound to.
-        sockets: how many the domains of `cores` are evenly on.
-        threads_per_core: how many CPUs the site's launcher counts for one core.
-        reserved_cores: cores that belong to the system ("0,52").
-        binding: "list" (each rank's cores spelled out), "depth" (a number of cores a rank), "none", "auto".
-        device_domains: for each device the domain it is attached to, by position in `cores`; ranks get cores, or
-            under "depth" devices, so that both are in one domain.
-        interface: of the network that ranks meet and talk on ("hsn0"; several joined by commas).
-        master_suffix: what turns a host's short name into one on that network.
-        network: what the communication library should report to have chosen.
-        env: variables set for ranks unless the user set them.
-        options: more words for a launcher, by its name.
-        notes: about the file: keys in it that are no longer read, and those that it leaves out.
-        sources: where each key is from, a link.
-        unsourced: keys that are left out, since no public source says them.
-        stage: how an environment is copied to each host: "sbcast" or "mpi"; "squashfs": mounted there as an image.
-        recognise: for some variables, the patterns of the values that they have at this site.
+        launcher: "mpiexec" or "srun"; the value of `--launcher auto` in a job.
+        dialect: dialect of an mpiexec with an unknown version text: "pals", or one of another package.
+        devices_per_host: number of accelerators that ranks see on a node.
+        cores: cores of each NUMA domain ("0-51", "52-103") to which ranks may be bound.
+        sockets: number of sockets, over which the domains of `cores` are spread evenly.
+        threads_per_core: number of CPUs per core as the site's launcher counts them.
+        reserved_cores: cores that are reserved for the system ("0,52").
+        binding: "list" (explicit cores for each rank), "depth" (number of cores per rank), "none", "auto".
+        device_domains: domain of each device, as a position in `cores`. The cores of a rank (under "depth", its
+            device) are chosen so that both are in the same domain.
+        interface: network interface for rendezvous and communication ("hsn0"; several separated by commas).
+        master_suffix: suffix that turns the short name of a node into its name on that network.
+        network: network that the communication library should report.
+        env: variables for ranks, unless the user set them.
+        options: additional options of launchers, by launcher.
+        notes: notes about obsolete and missing keys of the file.
+        sources: link to the source of each key.
+        unsourced: keys that are missing because no public source has them.
+        stage: way to copy an environment to each node: "sbcast", "mpi", or "squashfs" (mounted as an image).
+        recognise: variables and the patterns of their values at this site.
     """
 
     name: str = "generic"
@@ -114,30 +129,30 @@ class Site:
 
 
 def read_site(path: Path, source: str) -> Site:
-    """The site that a file describes.
+    """Read a site file.
 
     Raises:
-        UserError: it cannot be read, is no TOML, or holds a key or a value that no site has: with the file, the
-            line, the key and what is accepted.
+        UserError: the file cannot be read, is not TOML, or has an unknown key or an invalid value; the message
+            has the file, the line, the key and the accepted values.
     """
     try:
         text = read_text(path)
         content = parse_toml(text, str(path))
     except UserError as error:
         raise UserError(f"cannot read the site file: {error.found}", where=str(path),
-                        instead="--site NAME or a file; launchers/sites/generic.toml has all keys") from error
+                        instead="--site NAME or --site FILE; launchers/sites/generic.toml has all keys") from error
     notes = tuple(f"{_place(path, text, key)}: {key} is no longer read: {why}"
-                  for key, why in _NO_LONGER_READ.items() if content.pop(key, None) is not None)
+                  for key, why in _OBSOLETE_KEYS.items() if content.pop(key, None) is not None)
     _check(content, KEYS, path, text, "")
     job = content.pop("job", {})
     _check(job, JOB_KEYS, path, text, "job.")
-    limits = tuple(Limit(**_frozen(limit)) for limit in job.pop("limits", ()))
-    container = Container(**_frozen(job.pop("container", {})))
+    limits = tuple(Limit(**_freeze(limit)) for limit in job.pop("limits", ()))
+    container = Container(**_freeze(job.pop("container", {})))
     if missing := content.get("unsourced"):
-        notes += (f"site {path.stem} leaves out {', '.join(missing)}: no public source was found for"
+        notes += (f"site {path.stem} does not set {', '.join(missing)}: there is no public source for"
                   f" {'it' if len(missing) == 1 else 'them'}",)
-    job = Job(limits=limits, container=container, **_frozen(job))
-    site = Site(name=path.stem, source=source, job=job, notes=notes, **_frozen(content))
+    job = Job(limits=limits, container=container, **_freeze(job))
+    site = Site(name=path.stem, source=source, job=job, notes=notes, **_freeze(content))
     _check_domains(site, path, text)
     return site
 
@@ -154,9 +169,9 @@ def _check(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, text
                             instead=keys[name].accepted)
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _frozen(one) for name, one in value.items()}
+        return {name: _freeze(member) for name, member in value.items()}
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -176,15 +191,17 @@ def _check_domains(site: Site, path: Path, text: str) -> None:
 
 def _place(path: Path, text: str, key: str) -> str:
     pattern = re.compile(rf"""\s*(?:\[\s*)?["']?{re.escape(key)}["']?\s*(?:=|\]|\.)""")
-    found = (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
-    line = next(found, None)
-    return f"{path}, line {line}" if line else str(path)
+    numbers = (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
+    first = next(numbers, None)
+    return f"{path}, line {first}" if first else str(path)
 
 
-# What a site file may hold: each key, a field of `Site`, and its accepted values.
+
 HINTS = ("PBS_O_HOST", "PBS_JOBID", "SLURM_CLUSTER_NAME", "NERSC_HOST", "LMOD_SYSTEM_NAME")
-"""Variables of a scheduler or a module system that tell machines apart. Names of compute nodes do not: many
-machines call theirs nid000001 or x1000c0s0b0n0."""
+"""Variables of a scheduler or a module system that identify a machine.
+
+Names of compute nodes do not: nid000001 and x1000c0s0b0n0 exist on many machines.
+"""
 
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -192,7 +209,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a site file: `accepted` says in words which values `is_accepted` is true of."""
+    """Validator of a key in a site file; `accepted` describes the valid values."""
 
     accepted: str
     is_accepted: Callable[[Any], bool]
@@ -228,7 +245,7 @@ def _has_launcher(name: Any) -> bool:
 
 
 def _has_dialect(name: Any) -> bool:
-    from ezpz_llm.launch.dialects import dialect_of_site  # its room reads sites
+    from ezpz_llm.launch.dialects import dialect_of_site  # avoids an import cycle
 
     return _is_text(name) and dialect_of_site(name) is not None
 
@@ -248,7 +265,7 @@ def _is_container(value: Any) -> bool:
             and _list_of(_is_text)(value.get("options", [])))
 
 
-_TEXT = Key("a text on one line", _is_text)
+_TEXT = Key("a string on one line", _is_text)
 _COUNT = Key("a whole number, 1 or more", _is_count)
 _LINES = Key("a list of lines", _list_of(_is_text))
 
@@ -265,23 +282,23 @@ KEYS: Mapping[str, Key] = {
     "reserved_cores": Key('cores: "0,52" or "0-3,64"', lambda value: value == "" or _is_ranges(value)),
     "binding": _one_of("auto", "list", "depth", "none"),
     "device_domains": Key("a list with each device's domain, by position in `cores`: [1, 1, 0, 0]",
-                          _list_of(lambda one: type(one) is int and one >= 0)),
+                          _list_of(lambda domain: type(domain) is int and domain >= 0)),
     "interface": _TEXT,
     "master_suffix": _TEXT,
     "network": _TEXT,
     "stage": _one_of("sbcast", "mpi", "squashfs"),
-    "env": Key('a table of variables with texts: NAME = "value"', _table_of(_VARIABLE.fullmatch, _is_text)),
+    "env": Key('a table of variables with strings: NAME = "value"', _table_of(_VARIABLE.fullmatch, _is_text)),
     "options": Key('a table with a list of words for mpiexec, srun or both: srun = ["--gpu-bind=closest"]',
                    _table_of(_has_launcher, _list_of(_is_text))),
     "sources": Key('a table of links: cores = "https://…"', _table_of(str.isidentifier, _is_text)),
-    "unsourced": Key("a list of keys that are left out", _list_of(lambda name: name in KEYS)),
+    "unsourced": Key("a list of keys that the file does not set", _list_of(lambda name: name in KEYS)),
     "job": Key("a table with `queue`, `directives`, `setup`, `limits` and `container`",
                lambda value: isinstance(value, dict)),
     "recognise": Key(f"a table with lists of patterns for {', '.join(HINTS)}",
                      _table_of(HINTS.__contains__, _list_of(_is_text))),
 }
 
-_NO_LONGER_READ = {"device_order": "the order of devices follows from device_domains, which this file should have"}
+_OBSOLETE_KEYS = {"device_order": "set device_domains, which determines the order of devices"}
 
 JOB_KEYS: Mapping[str, Key] = {
     "queue": _TEXT,
@@ -290,20 +307,24 @@ JOB_KEYS: Mapping[str, Key] = {
     "container": Key('a table such as { image = "x.sif", runtime = "apptainer", options = ["--nv"] }; runtimes:'
                      f" {', '.join(RUNTIMES)}", _is_container),
     "limits": Key('tables such as { queue = "debug", nodes = [1, 2], hours = 1, jobs = 1 }, of which only the queue'
-                  " has to be there", lambda value: isinstance(value, list) and all(map(_is_limit, value))),
+                  " is required", lambda value: isinstance(value, list) and all(map(_is_limit, value))),
 }
 
 
-# Which site is this?
+
 _GENERIC = "generic"
 
 
 def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
-    """The site that `wanted` names (--site: a name, or a TOML file), else EZPZ_LLM_SITE in `env`; else the one
-    whose file recognises a variable of `env`, which `source` calls a guess; else the generic one.
+    """Return the site of --site, else of EZPZ_LLM_SITE, else a guess, else the generic site.
+
+    A guess is the only site whose `recognise` patterns match a variable in `env`.
+
+    Args:
+        wanted: value of --site: a name or a TOML file.
 
     Raises:
-        UserError: an unknown name (the nearest are offered) or a broken file.
+        UserError: the name is unknown, or the file is invalid.
     """
     if wanted:
         return _named(wanted, "--site")
@@ -315,7 +336,7 @@ def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
 
 
 def site_files() -> dict[str, Path]:
-    """The files of the sites known by name."""
+    """Return the files of all named sites."""
     return {path.stem: path for path in sorted((data_dir("launchers") / "sites").glob("*.toml"))}
 
 
@@ -331,17 +352,17 @@ def _named(name: str, source: str) -> Site:
 
 def _guessed(env: Mapping[str, str]) -> Site:
     sites = [read_site(path, "") for path in site_files().values()]
-    guesses = {site.name: (site, why) for site in sites if (why := _why(site, env))}
+    guesses = {site.name: (site, why) for site in sites if (why := _matching_variable(site, env))}
     if len(guesses) == 1:
         site, why = next(iter(guesses.values()))
         return replace(site, source=f"guessed from {why}")
     source = "no site named or recognised"
     if guesses:
-        source = "no guess: " + ", ".join(f"{why} is {name}'s" for name, (_, why) in guesses.items())
+        source = "several sites match: " + ", ".join(f"{name} ({why})" for name, (_, why) in guesses.items())
     return _named(_GENERIC, source)
 
 
-def _why(site: Site, env: Mapping[str, str]) -> str | None:
+def _matching_variable(site: Site, env: Mapping[str, str]) -> str | None:
     for name, patterns in site.recognise.items():
         if any(fnmatchcase(env.get(name, ""), pattern) for pattern in patterns):
             return f"{name}={env[name]}"

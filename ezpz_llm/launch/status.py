@@ -1,4 +1,4 @@
-"""Status of a run at one moment, read from its directory alone: the run is asked nothing."""
+"""Status of a run, read from its directory without contacting the run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ _READ_BY_LOOK = {"env", "world_size", "started"}
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `state` is "starting", "running", "ended" or, where launch was killed, "lost". Times are in seconds;
-    None stands for what is not known (yet).
+    """Status of a run; values that are not known (yet) are None. Times are in seconds.
 
-    `step` is that of the rank that has come furthest, `loss` and `tokens_per_second` those of the last line of
-    metrics.jsonl, which may be some steps behind (`loss_step`). `slowest` is a rank that is behind the others.
+    Attributes:
+        state: "starting", "running", "ended", or "lost" if launch was killed.
+        step: step of the rank that is furthest ahead.
+        loss, tokens_per_second: from the last line of metrics.jsonl, which may be some steps behind.
+        loss_step: step of that line.
+        slowest: rank that is behind the others.
     """
 
     state: str
@@ -46,17 +49,17 @@ class Status:
     code: int | None = None
     cause: str | None = None
     stopped: str | None = None
-    """Why the run ended before its last step, in order and with its state written."""
+    """Reason why the run stopped early, if it stopped in an orderly way with its state saved."""
     run_id: str | None = None
-    """Which start of the run this is of: a restart in the same directory has another."""
+    """Id of this start of the run; a restart in the same directory has another id."""
 
     def as_json(self) -> dict[str, Any]:
-        """All members by name."""
+        """Return the fields as a dictionary."""
         return asdict(self)
 
 
 def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
-    """The status of a run.
+    """Read the status of a run.
 
     Raises:
         UserError: run.json cannot be read.
@@ -74,7 +77,7 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
         "tokens_per_second": _number(last, "tokens_per_second"), "run_id": run_id,
         "ranks": launch.get("world_size"),
         "val_loss": next((_number(line, "val_loss") for line in reversed(lines) if "val_loss" in line), None),
-        "last_words": _last_words(run_dir)}
+        "last_words": _last_log_line(run_dir)}
     step, started = last.get("step"), launch.get("started")
     if (ended := record.get("exit")) is not None:
         elapsed = None if started is None or "ended" not in ended else ended["ended"] - started
@@ -88,42 +91,41 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
 
 
 def _running(live: Live, written: int | None, started: float | None, common: Mapping[str, Any]) -> Status:
-    known = [one for one in live.ranks if one.step is not None]
-    first = max(known, key=lambda one: one.step or 0, default=None)
+    known = [life for life in live.ranks if life.step is not None]
+    first = max(known, key=lambda life: life.step or 0, default=None)
     reached = [step for step in (written, first.step if first else None) if step is not None]
     step, steps, step_s = max(reached, default=None), common["steps"], common["step_s"]
     left_s = None if None in (step, steps, step_s) else max(0, steps - step) * step_s
     doing = first or next(iter(live.ranks), None)
     return Status("running" if known else "starting", None if started is None else time.time() - started,
                   doing.phase if doing else None, step, left_s=left_s, slowest=_slowest(known),
-                  silent=tuple(one.rank for one in live.silent), **common)
+                  silent=tuple(life.rank for life in live.silent), **common)
 
 
 def _slowest(ranks: list[RankLife]) -> dict[str, Any] | None:
-    """The rank that is behind the others, None where all are at the same step or next to it.
+    """Return the rank that is more than one step behind the median, or None.
 
-    Ranks report within a second of each other, so that fast steps differ by more than one: what counts is a rank
-    behind the median.
+    The median is used since reports of ranks are up to a second apart, during which fast steps advance by several.
     """
     if len(ranks) < 2:
         return None
-    middle = statistics.median_low(one.step or 0 for one in ranks)
-    last = min(ranks, key=lambda one: one.step or 0)
+    middle = statistics.median_low(life.step or 0 for life in ranks)
+    last = min(ranks, key=lambda life: life.step or 0)
     behind = middle - (last.step or 0)
     return {"rank": last.rank, "host": last.host, "steps_behind": behind} if behind > 1 else None
 
 
 def last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The last lines of metrics.jsonl, those of at most 64 KB; a line that is being written is left out."""
-    found = []
+    """Return the last lines of metrics.jsonl, from up to 64 KB, without a line that is being written."""
+    lines = []
     for text in system_text(run_dir.metrics, _TAIL_BYTES).split("\n")[:-1][-_MOST_LINES:]:
         try:
             line = parse_json(text, str(run_dir.metrics))
-        except UserError:  # the first one may be cut
+        except UserError:  # the first line may be incomplete
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def _number(line: Mapping[str, Any], name: str) -> float | None:
@@ -131,7 +133,7 @@ def _number(line: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _last_words(run_dir: RunDir) -> str | None:
-    """The last line that rank 0 has written."""
+def _last_log_line(run_dir: RunDir) -> str | None:
+    """Return the last line in rank 0's log."""
     lines = [line for line in system_text(run_dir.rank_log(0), 4096).splitlines() if line.strip()]
     return lines[-1].strip() if lines else None

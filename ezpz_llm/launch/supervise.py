@@ -1,4 +1,4 @@
-"""Run a plan: start it, watch it, pass signals on, end all of it, and say how it ended."""
+"""Supervision of a run: start, monitoring, signal forwarding, end, and post-mortem."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir import hide, secret_values, write_atomic
 
 PEER_GRACE_S = 3.0
-"""How long the peers of a failed rank may go on, so that they can say what they saw."""
+"""Time that the peers of a failed rank keep running, so that they can report errors of their own."""
 KILL_AFTER_S = 5.0
-"""From SIGTERM to SIGKILL where we end a run ourselves."""
+"""Time from SIGTERM to SIGKILL if launch decides to end the run."""
 ASKED_KILL_AFTER_S = 10.0
-"""The same where launch itself was told to end: ranks may be saving their work."""
+"""The same if launch received a signal: ranks may be saving their work."""
 
 _SAVES_AT_SIGTERM = ("ezpz_llm.train",)
-_OF_AN_OUTER_RANK = {*RANKS_OWN, *TORCHS_OWN}
-"""Of a run of one rank that launch stands in, or left in the shell. The next mpiexec or srun replaces an MPI's own
-variables; those that torch reads would pass for the ranks' own."""
+_OUTER_RANK_VARIABLES = {*RANKS_OWN, *TORCHS_OWN}
+"""Rank variables to remove from the environment: of an outer rank, or left over in the shell.
+
+mpiexec and srun replace variables of MPI, but torch's would be read as those of the new ranks.
+"""
 
 _CONSOLE_S = 3.0
-"""How long the console may take to show the rest of a run that was ended."""
+"""Time limit for the console to accept the remaining output of a run that launch ended."""
 _POLL_S = 0.1
 _LOOK_S = 5.0
 _ORPHAN_GRACE_S = 1.0
@@ -49,23 +51,23 @@ _NODE_SILENT_S = 60.0
 _ONE_HAS_ENDED_S = 30.0
 _STACKS_WITHIN_S = 15.0
 _MOST_STACKS = 8
-_LOST: set[str] = set()
+_WARNED_ACTIONS: set[str] = set()
 
 
 def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
         keep: Callable[[Postmortem], None] = lambda postmortem: None, tell: Callable[[], bool] = lambda: True,
         start_limit_s: float | None = None) -> Postmortem:
-    """Run the plan to its end. Afterwards none of its processes is left on any node that can be reached.
+    """Run the plan to its end, and leave none of its processes on any reachable node.
 
     Args:
-        idle_limit_s: how long a rank may be without a sign of life; None for ever.
-        start_limit_s: the same for a rank's start.
-        limit_s: the end of a check that comes before the user's program; it gets no standard input either.
-        keep: writes down how it ended, before anything of that is printed: a console can hold us up for ever.
-        tell: asked at a bad end whether its post-mortem is to be printed.
+        idle_limit_s: time limit without a sign of life from a rank; None for no limit.
+        limit_s: time limit of a command of launch itself before the user's program, which gets no standard input.
+        keep: records the end of the run. It is called before launch prints anything, since the console may block.
+        tell: returns False if launch should not print the post-mortem.
+        start_limit_s: time limit for the start of a rank; None for no limit.
 
     Raises:
-        UserError: the launcher itself cannot be started.
+        UserError: the launcher cannot be started.
     """
     signals = Signals()
     with signals.listening():
@@ -84,11 +86,11 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
 
 
 def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
-    env = {name: value for name, value in os.environ.items() if name not in _OF_AN_OUTER_RANK}
+    env = {name: value for name, value in os.environ.items() if name not in _OUTER_RANK_VARIABLES}
     env |= {name: setting.value for name, setting in plan.env.items()}
     sys.stdout.flush()
     try:
-        # A session of its own keeps the terminal's Ctrl-C to launch, which then ends the run in order.
+        # In a new session, Ctrl-C in the terminal reaches only launch, which then ends the run in order.
         return subprocess.Popen(plan.argv, env=env, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, preexec_fn=lambda: die_with_parent(signal.SIGTERM))
     except OSError as error:
@@ -97,7 +99,7 @@ def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
 
 
 class _Watch:
-    """One running launcher."""
+    """Supervisor of one running launcher."""
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], signals: Signals,
                  idle_limit_s: float | None, limit_s: float | None, start_limit_s: float | None) -> None:
@@ -117,15 +119,15 @@ class _Watch:
         self.has_noted = False
 
     def to_the_end(self, keep: Callable[[Postmortem], None], tell: Callable[[], bool]) -> Postmortem:
-        """Wait for the end or bring it about, and report it: first in files, then on the console."""
+        """Wait for the end of the run, or end it, and report the outcome in files, then on the console."""
         stopped = self._wait()
         failed = ended_well = None
         if stopped is not None:
             self.relay.hold_nobody_up()
-            with _survived("which ranks had ended before"):
+            with _survive("reading which ranks had ended"):
                 self.life.look(time.monotonic())
                 codes = self._codes()
-                failed = frozenset(one.rank for one in read_failures(self.plan.run_dir, self.plan.run_id))
+                failed = frozenset(failure.rank for failure in read_failures(self.plan.run_dir, self.plan.run_id))
                 failed |= {rank for rank, code in codes.items() if code}
                 ended_well = frozenset(rank for rank, code in codes.items() if code == 0)
             asked = len(self.signals.to_stop)
@@ -150,11 +152,11 @@ class _Watch:
             given = {name: setting.value for name, setting in self.plan.env.items()}
             ended = postmortem_of(self.plan.run_dir, facts, given)
         except Exception as error:
-            _lost("the post-mortem", error)
+            _warn_of_error("writing the post-mortem", error)
             ended = bare_postmortem(self.plan.run_dir, self.plan.run_id, facts)
         if ended.text:
             with contextlib.suppress(OSError):
-                # In any locale, and with names that are no text.
+                # UTF-8 in any locale; names may have bytes that are not UTF-8.
                 text = hide(ended.text, secret_values(os.environ))
                 write_atomic(self.plan.run_dir.post_mortem, f"{text}\n".encode(errors="backslashreplace"))
         keep(ended)
@@ -166,23 +168,23 @@ class _Watch:
         return ended
 
     def _saves_when_asked(self) -> bool:
-        """True of a training that has come to its steps."""
+        """Return True for a training that has started its first step."""
         return self.plan.target.module in _SAVES_AT_SIGTERM and any(
-            one.step is not None for report in self.life.nodes for one in report.ranks.values())
+            entry.step is not None for report in self.life.nodes for entry in report.ranks.values())
 
     def _has_shown(self, rank: int | None) -> bool:
-        """Has the reader of our words just read the rank's output, too?"""
+        """Return True if the console that shows launch's messages has also shown the output of `rank`."""
         tee = self.plan.env[TEE_VARIABLE].value
         return are_one_place(1, 2) and (tee == "all" or (tee == "0" and rank == 0))
 
     def _console_has_taken_all(self, stopped: Stop | None) -> bool:
-        """Wait for a slow reader (`| less`), but not where launch is told to end."""
-        told, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_S
-        return self.relay.finish(lambda: len(self.signals.to_stop) > told
+        """Wait for a slow reader (`| less`), but not if launch receives a signal."""
+        signals, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_S
+        return self.relay.finish(lambda: len(self.signals.to_stop) > signals
                                  or (stopped is not None and time.monotonic() > deadline))
 
     def _wait(self) -> Stop | None:
-        """None once the launcher has ended by itself; else why it has to be stopped."""
+        """Wait until the launcher ends (return None) or must be stopped (return the reason)."""
         failed_at: float | None = None
         look_at = self.started
         while self.launcher.poll() is None:
@@ -192,7 +194,7 @@ class _Watch:
             while self.signals.to_forward:
                 with contextlib.suppress(OSError):
                     order_signal(self.plan.run_dir, self.plan.run_id, self.signals.to_forward.pop(0))
-            with _survived("a look at the ranks' records"):
+            with _survive("reading the records of ranks"):
                 if failed_at is None and self._has_failed():
                     failed_at = now
             if failed_at is not None and now - failed_at > PEER_GRACE_S:
@@ -200,33 +202,33 @@ class _Watch:
             if failed_at is None and (stop := self._await_ranks(now)) is not None:
                 return stop
             if self.limit_s is not None and now - self.started > self.limit_s:
-                return Stop("idle", f"not ready after {self.limit_s:g} s; it is ended")
+                return Stop("idle", f"not ready after {self.limit_s:g} s; ending it")
             if now >= look_at:
                 look_at = now + self._look_every_s()
-                with _survived("a look at the nodes' reports"):
+                with _survive("reading the reports of nodes"):
                     if (silence := self._look(now)) is not None:
                         return silence
             time.sleep(_POLL_S)
         return _by_signal(self.signals.to_stop[0]) if self.signals.to_stop else None
 
     def _has_failed(self) -> bool:
-        """A record says so, or a node, whose report may reach us before the record does."""
+        """Return True if a record or a node reports a failed rank; the report may arrive before the record."""
         return bool(read_failures(self.plan.run_dir, self.plan.run_id)) or any(
-            one.ended for report in self.life.nodes for one in report.ranks.values())
+            entry.ended for report in self.life.nodes for entry in report.ranks.values())
 
     def _await_ranks(self, now: float) -> Stop | None:
         waited_s = self.life.waited_s(now)
         stop = self.arrivals.verdict(self.life.missing, waited_s)
         if stop is not None:
-            # The last look may be some seconds old.
+            # Look again first: the last look may be some seconds old.
             self.life.look(now)
             stop = self.arrivals.verdict(self.life.missing, waited_s)
         return stop
 
     def _codes(self) -> dict[int, int]:
-        """Of the ranks that have ended."""
-        return {rank: one.ended for report in self.life.nodes for rank, one in report.ranks.items()
-                if one.ended is not None}
+        """Return the exit codes of the ranks that have ended."""
+        return {rank: entry.ended for report in self.life.nodes for rank, entry in report.ranks.items()
+                if entry.ended is not None}
 
     def _look_every_s(self) -> float:
         wanted_s = _LOOK_S if self.idle_limit_s is None else min(1.0, self.idle_limit_s / 4)
@@ -239,45 +241,45 @@ class _Watch:
         self._warn_of_nodes(now)
         self._note_who_ended(now)
         ranks = self.life.ranks(now)
-        for one in ranks:
-            if one.state == "T" and one.idle_s > _ONE_HAS_ENDED_S:
-                self._warn_once(f"stopped {one.rank}", str(one))
+        for life in ranks:
+            if life.state == "T" and life.idle_s > _ONE_HAS_ENDED_S:
+                self._warn_once(f"stopped {life.rank}", str(life))
         if self.idle_limit_s is None:
             return None
         limit_s = self.life.limit_s(self.idle_limit_s)
         silent = judge(ranks, limit_s)
         if not silent:
             return None
-        told = as_compared(silent, ranks, self._tell(silent, ranks, limit_s))
-        return Stop("idle", f"no sign of life for {limit_s:g} s: {told}; the run is ended",
-                    ranks=tuple(sorted(one.rank for one in silent)))
+        cause = as_compared(silent, ranks, self._report_silence(silent, ranks, limit_s))
+        return Stop("idle", f"no sign of life for {limit_s:g} s: {cause}; the run is ended",
+                    ranks=tuple(sorted(life.rank for life in silent)))
 
     def _warn_of_nodes(self, now: float) -> None:
         for report, age in self.life.silent_nodes(now, _NODE_SILENT_S):
             self._warn_once(report.host,
-                            f"{report.host} has not reported for {age:.0f} s, other nodes have: it may be down")
+                            f"{report.host} has not reported for {age:.0f} s, unlike other nodes: it may be down")
         for report in self.life.nodes:
             if report.error is not None:
                 self._warn_once(f"{report.host} {report.error}",
-                                f"the agent on {report.host} met an error: {report.error.strip().splitlines()[-1]}")
+                                f"error of the agent on {report.host}: {report.error.strip().splitlines()[-1]}")
             for name in report.builds:
                 self._warn_once(name, f"ranks on {report.host} compile {name} on its first use, which can take"
-                                      " minutes")
+                                      " several minutes")
         self._warn_of_mpi()
 
-    def _warn_once(self, of: str, text: str) -> None:
-        if of not in self.warned:
-            self.warned.add(of)
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self.warned:
+            self.warned.add(key)
             warn(text)
 
     def _warn_of_mpi(self) -> None:
-        """Our own commands do not talk by MPI, and what other programs are wrong about is the same on all nodes."""
+        """Warn once about MPI ranks that are not connected, unless the command is ours: ours do not use MPI."""
         lonely = next((report.mpi for report in self.life.nodes if report.mpi is not None), None)
         if lonely is not None and self.plan.target.module is None:
             self._warn_once("mpi", lonely)
 
     def _note_who_ended(self, now: float) -> None:
-        """Ranks may end one after the other; where others wait for one that has, nobody else would say so."""
+        """Print a note if some ranks ended 30 s ago and others still run: these may be waiting for them."""
         ended = sorted(self._codes())
         if not ended or len(ended) == len(self.plan.ranks):
             return
@@ -287,44 +289,47 @@ class _Watch:
             left = len(self.plan.ranks) - len(ended)
             say(f"launch: {rank_ranges(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0 more than"
                 f" {_ONE_HAS_ENDED_S:.0f} s ago; {left} still run{'s' if left == 1 else ''}"
-                f" ({typable(f'ezpz-llm why {self.plan.run_dir.path}')} tells what they do)")
+                f" ({typable(f'ezpz-llm why {self.plan.run_dir.path}')} shows what they do)")
 
-    def _tell(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> dict[int, Path]:
-        """Have the stacks taken, of one rank that goes on too, and say where they are. Returns the files."""
-        quiet = {one.rank for one in silent}
-        speaking = [one for one in ranks if one.rank not in quiet and one.quiet_s < limit_s][:1]
-        wanted = [one.rank for one in (*silent[:_MOST_STACKS], *speaking) if not one.node_is_silent]
-        found: dict[int, Path] = {}
+    def _report_silence(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> dict[int, Path]:
+        """Dump the stacks of silent ranks and of one active rank, and print and return the paths of the files."""
+        silent_ranks = {life.rank for life in silent}
+        active = [life for life in ranks if life.rank not in silent_ranks and life.quiet_s < limit_s][:1]
+        wanted = [life.rank for life in (*silent[:_MOST_STACKS], *active) if not life.node_is_silent]
+        stacks: dict[int, Path] = {}
         with contextlib.suppress(OSError):
-            found = take_stacks(self.plan.run_dir, self.plan.run_id, wanted,
-                                _STACKS_WITHIN_S + self.life.interval_s)
+            stacks = take_stacks(self.plan.run_dir, self.plan.run_id, wanted,
+                                 _STACKS_WITHIN_S + self.life.interval_s)
         lines = [f"launch: no sign of life for {limit_s:g} s:",
-                 *(f"  {one}; {_its_stack(one, found)}" for one in silent[:_MOST_STACKS])]
+                 *(f"  {life}; {_stack_text(life, stacks)}" for life in silent[:_MOST_STACKS])]
         if len(silent) > _MOST_STACKS:
             lines.append(f"  and {len(silent) - _MOST_STACKS} more ranks")
-        lines += [f"  for comparison, {one}; {_its_stack(one, found)}" for one in speaking]
+        lines += [f"  for comparison, {life}; {_stack_text(life, stacks)}" for life in active]
         say("\n".join(lines))
-        return found
+        return stacks
 
 
 @contextlib.contextmanager
-def _survived(what: str) -> Iterator[None]:
-    """Whatever programs have written into the run directory, launch watches on, ends all of the run and returns its
-    exit code: what was lost on the way is said once."""
+def _survive(action: str) -> Iterator[None]:
+    """Continue after any error in the block, and print it once.
+
+    User programs may write anything into the run directory. launch must still watch the run, end it, and return its
+    exit code.
+    """
     try:
         yield
     except Exception as error:
-        _lost(what, error)
+        _warn_of_error(action, error)
 
 
-def _lost(what: str, error: Exception) -> None:
-    if what not in _LOST:
-        _LOST.add(what)
-        warn(f"{what} is lost: {type(error).__name__}: {shown(str(error))}")
+def _warn_of_error(action: str, error: Exception) -> None:
+    if action not in _WARNED_ACTIONS:
+        _WARNED_ACTIONS.add(action)
+        warn(f"error while {action}: {type(error).__name__}: {shown(str(error))}")
 
 
-def _its_stack(one: RankLife, found: dict[int, Path]) -> str:
-    return f"its stack: {found[one.rank]}" if one.rank in found else "its stack could not be had"
+def _stack_text(life: RankLife, stacks: dict[int, Path]) -> str:
+    return f"its stack: {stacks[life.rank]}" if life.rank in stacks else "its stack is not available"
 
 
 _SENT_BY = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal was closed, or the ssh to it was lost",
@@ -336,23 +341,23 @@ def _by_signal(number: signal.Signals) -> Stop:
 
 
 def _stopping(number: signal.Signals, *, is_saving: bool) -> str:
-    """The answer to a signal, before its consequences."""
+    """Return the message printed when a signal arrives."""
     what = "stopping after this step, saving" if is_saving else "stopping all ranks by SIGTERM"
     again = "; press ^C again to stop now" if number == signal.SIGINT else ""
     return f"launch: {number.name}: {what} (within {ASKED_KILL_AFTER_S:.0f} s){again}"
 
 
-# The signals that launch was sent.
+
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = tuple(128 + number for number in _STOP)
-"""The exit codes of a run that launch was told to end."""
-_ONE_ORDER_S = 0.3
-"""timeout(1) and schedulers signal a process and then its group: that is one order, not an impatient second one."""
+"""Exit codes of a run that was stopped by a signal to launch."""
+_REPEAT_WITHIN_S = 0.3
+"""Time within which equal signals count as one: timeout(1) and schedulers signal a process, then its group."""
 
 
 class Signals:
-    """Notes what comes: signals to stop, in order, and those that are the ranks' to understand."""
+    """Received signals: those that stop the run, in order, and those to forward to the ranks."""
 
     def __init__(self) -> None:
         self.to_stop: list[signal.Signals] = []
@@ -361,11 +366,12 @@ class Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note the signals that launch is sent, instead of ending by them."""
-        # nohup's wish is kept. A shell's `launch … &` ignores Ctrl-C, but not a SIGINT meant for launch alone.
-        heard = [number for number in (*_STOP, *_FORWARD)
-                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._note) for number in heard}
+        """Record signals instead of being ended by them."""
+        # Keep an ignored SIGHUP (nohup). Do handle an ignored SIGINT: a shell sets that for `launch … &`, but the
+        # user may send one to launch alone.
+        handled = [number for number in (*_STOP, *_FORWARD)
+                   if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in handled}
         try:
             yield
         finally:
@@ -376,6 +382,6 @@ class Signals:
         now = time.monotonic()
         if number in _FORWARD:
             self.to_forward.append(signal.Signals(number))
-        elif number not in self.to_stop[-1:] or now - self._noted_at > _ONE_ORDER_S:
+        elif number not in self.to_stop[-1:] or now - self._noted_at > _REPEAT_WITHIN_S:
             self._noted_at = now
             self.to_stop.append(signal.Signals(number))

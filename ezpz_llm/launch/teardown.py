@@ -1,4 +1,4 @@
-"""Stop a run on every node, even if its launcher has died."""
+"""Teardown of a run on every node, even if its launcher has died."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from ezpz_llm.rundir import RunDir
 
 _POLL_S = 0.1
 _AT_ONCE_S = 1.0
-"""The grace where nobody is left who could use more: a second Ctrl-C, a launcher that has gone."""
+"""Grace period after a second Ctrl-C, or if the launcher has exited."""
 _LAUNCHER_S = 2.0
-"""What the launcher gets to end by itself after its ranks, and again after SIGTERM."""
+"""Time for the launcher to exit after its ranks, and again after SIGTERM."""
 _NODES_WITHIN_S = 12.0
-"""How long nodes may take to report that they are clear, besides the time they take to look for orders."""
+"""Time for nodes to report that they are clear, in addition to their polling interval."""
 _ASK_SLURM_AFTER_S = 2.0
 _AGENTS_COME_S = 3.0
-"""How long ranks that have just been started may take to get their agent."""
+"""Time for ranks that have just started to get their agent."""
 
 
 class Teardown:
-    """Stops one run, whose launcher is `launcher`, and sees that nothing of it is left on any node."""
+    """Teardown of one run: ends its ranks and its launcher, and checks every node for remaining processes."""
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], life: HeartbeatMonitor) -> None:
         self._plan = plan
@@ -54,16 +54,21 @@ class Teardown:
 
     def stop(self, grace_s: float, is_urgent: Callable[[], bool], is_hang: bool = False,
              received: str = "") -> None:
-        """End the ranks through their nodes' agents, which is the same under every launcher and leaves them
-        `grace_s` to say their last words; then the launcher. `is_urgent`: nobody wants to wait any longer.
-        `is_hang`: the ranks are to say where they stand. `received`: see `StopOrder`."""
+        """End the ranks through the agents of their nodes, which works with every launcher; then end the launcher.
+
+        Args:
+            grace_s: time from SIGTERM to SIGKILL.
+            is_urgent: returns True once the user does not want to wait any longer.
+            is_hang: the ranks print their stacks.
+            received: see `StopOrder`.
+        """
         self._is_hang, self._received = is_hang, received
         self._order(grace_s)
         deadline = time.monotonic() + _AGENTS_COME_S
         while not (is_everywhere := self._is_everywhere()) and time.monotonic() < deadline and not is_urgent():
             time.sleep(_POLL_S)
         if not is_everywhere:
-            # Ranks that have no agent only the launcher knows.
+            # Only the launcher can end ranks without an agent.
             self._signal(signal.SIGTERM)
         self._wait(grace_s + self._order_s + _LAUNCHER_S, is_urgent)
         if self._launcher.poll() is None:
@@ -75,12 +80,14 @@ class Teardown:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             self._launcher.wait()
-            # srun that could not end its step has left it to Slurm, which would wait for the ranks.
+            # srun could not end its step, and Slurm would wait for the ranks.
             self._cancel_step()
 
     def clear(self) -> None:
-        """Wait until every node has reported that nothing of the run is left there, or Slurm says so; the launcher
-        has ended. What cannot be confirmed is said."""
+        """Wait until every node or Slurm reports that no process of the run is left; warn if that is not confirmed.
+
+        The launcher must have ended.
+        """
         if self._unclear():
             self._await_nodes()
         for report in self._life.nodes:
@@ -128,7 +135,7 @@ class Teardown:
             time.sleep(_POLL_S)
 
     def _steps(self) -> list[str]:
-        """The scheduler's steps in which the agents ran: ours, but for one that launch itself stands in."""
+        """Return the scheduler's steps in which the agents ran, except one in which launch itself runs."""
         own = self._scheduler.own_step(os.environ) if self._scheduler else None
         return sorted({step for node in self._life.nodes if (step := node.slurm_step) and step != own})
 
@@ -137,8 +144,10 @@ class Teardown:
             self._scheduler.kill_steps(steps)
 
     def _step_is_over(self) -> bool:
-        """Slurm ends all processes of a step, agents too, when it is cancelled or out of time: no report comes
-        then, and only the scheduler knows when the last of them has gone."""
+        """Return True if the scheduler says that all steps of the run are over.
+
+        When a step is canceled or exceeds its time limit, Slurm ends the agents too, so that no report comes.
+        """
         steps = self._steps()
         if not self._scheduler or not steps or any(report.slurm_step is None for report in self._unclear()):
             return False
@@ -146,8 +155,10 @@ class Teardown:
 
 
 def end_killed(run_dir: RunDir, run_id: str) -> None:
-    """End what a launch that was killed on this host left running: its nodes are told, as its own janitor tells
-    them, and waited for as long as they may take."""
+    """End the processes of a launch that was killed on this node, on all its nodes, and wait for the end.
+
+    The nodes receive the same order as from the janitor of that launch.
+    """
     with contextlib.suppress(OSError):
         order_stop(run_dir, StopOrder(run_id, _AT_ONCE_S, ""))
     deadline = time.monotonic() + _NODES_WITHIN_S
@@ -155,11 +166,11 @@ def end_killed(run_dir: RunDir, run_id: str) -> None:
             any(marked(run_id)) or any(report.state != ENDED for report in read_reports(run_dir, run_id))):
         time.sleep(_POLL_S)
     if left := end_marked(run_id):
-        warn(f"processes {left} of the launch before cannot be ended")
+        warn(f"processes {left} of the previous launch cannot be ended")
 
 
 def _awaited(report: NodeReport) -> str:
-    """What a node has not cleared yet, by its last report."""
+    """Return the ranks or processes that a node has not cleared, according to its last report."""
     if report.state == RANKS_ENDED:
         return "the launcher's own processes"
     return rank_ranges(report.ranks) if report.ranks else "its ranks"

@@ -51,5 +51,5 @@ fi
 exit $code
 
 # queue      gh (--queue)
-# ranks      4 (one a host: no slots and no more than one device)
+# ranks      4 (one per node: no slots and at most one device)
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

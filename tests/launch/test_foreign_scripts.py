@@ -63,7 +63,8 @@ def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, recording
                        OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(cache_dir()), **env)
     if (script, way) in REFUSED:
         assert done.returncode == 2, done.stdout + done.stderr
-        assert "mpi4py_sum.py imports mpi4py, and the MPI of each of 2 ranks would be alone" in done.stderr
+        assert ("mpi4py_sum.py imports mpi4py, and the MPI of each of the 2 ranks would be rank 0 of 1"
+                in done.stderr)
         result = "refused before the start: " + done.stderr.partition("error: ")[2].partition("\n")[0]
     else:
         assert done.returncode == 0, done.stdout + done.stderr
@@ -144,14 +145,15 @@ done
     for name in ("mpi4py_sum.py", *(["mpi_sum"] if in_c else [])):
         chosen = re.sub(r"^\[\d\] ", "", shown[name], flags=re.MULTILINE)
         assert sorted(_SAID.findall(chosen)) == [("0", "2", "3"), ("1", "2", "3")]
-        assert "alone" not in chosen
+        assert "rank 0 of 1" not in chosen
     if in_c:
-        assert "mpi_sum needs libmpi.so.12, and the MPI of each of 2 ranks would be alone" in shown["refused"]
-        assert "instead: SLURM_MPI_TYPE=pmi2 launch …; this srun offers pmix, cray_shasta, pmi2" in shown["refused"]
+        refused = shown["refused"]
+        assert "mpi_sum needs libmpi.so.12, and the MPI of each of the 2 ranks would be rank 0 of 1" in refused
+        assert "instead: SLURM_MPI_TYPE=pmi2 launch …; this srun supports pmix, cray_shasta, pmi2" in refused
     hidden = shown["hidden.py"]
     assert "[0] 0 1\n" in hidden
-    warning = ("launch: warning: the ranks load MPICH or one of its kind (libmpi.so.12), which nothing tells of its"
-               " 2 ranks: in each of them MPI is rank 0 of 1 (srun had no MPI plug-in")
+    warning = ("launch: warning: the ranks load MPICH or a derivative (libmpi.so.12), but are not connected: MPI is"
+               " rank 0 of 1 in each of the 2 ranks (srun used no MPI plug-in")
     assert hidden.count(warning) == 1, hidden
     assert "SLURM_MPI_TYPE=pmi2 launch" in hidden
     assert "MPI" not in shown["2"].replace("MPICH/Hydra", "")

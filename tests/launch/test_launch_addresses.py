@@ -45,8 +45,8 @@ def _listening(port: int = 0, address: str = "127.0.0.1") -> Iterator[int]:
 def test_one_host_meets_on_its_loopback() -> None:
     for hosts in ([HERE], ["localhost"], ["n1"]):
         found = find_rendezvous(hosts, "key")
-        assert (found.address, found.address_source) == ("127.0.0.1", "all ranks on one host")
-    assert "not tried, since n1 is not this host" in found.port_source
+        assert (found.address, found.address_source) == ("127.0.0.1", "all ranks on one node")
+    assert "not tested, since n1 is not this node" in found.port_source
     assert is_here("127.0.0.1")
     assert not is_here(ELSEWHERE)
     assert all(is_here(address) for address in own_interfaces().values() if address)
@@ -72,7 +72,7 @@ def test_the_loopback_is_never_passed_to_several_hosts(monkeypatch: pytest.Monke
         find_rendezvous(["127.0.1.1", "n2"], "key")
     # Debian's /etc/hosts; and no host called n2 that tells another address.
     monkeypatch.setattr(addresses, "resolve", lambda name: "127.0.1.1" if name == HERE else None)
-    with pytest.raises(UserError, match=rf"{HERE} is 127\.0\.1\.1 here, and no route to n2") as raised:
+    with pytest.raises(UserError, match=rf"{HERE} is 127\.0\.1\.1 here, and there is no route to n2") as raised:
         find_rendezvous([HERE, "n2"], "key")
     assert "--interface" in str(raised.value)
 
@@ -80,14 +80,14 @@ def test_the_loopback_is_never_passed_to_several_hosts(monkeypatch: pytest.Monke
 def test_a_sites_suffix_names_another_host() -> None:
     found = find_rendezvous(["x4407c6s2b0n0.hostmgmt2.example", "x2"], "key", suffix=".hsn.invalid")
     assert found.address == "x4407c6s2b0n0.hsn.invalid"
-    assert found.notes == (f"x4407c6s2b0n0.hsn.invalid does not resolve on {HERE}: the ranks' hosts must know it",)
+    assert found.notes == (f"x4407c6s2b0n0.hsn.invalid does not resolve on {HERE}: the ranks' nodes must know it",)
     assert "the site's .hsn.invalid" in found.address_source
 
 
 def test_the_users_own_address_and_port_stay() -> None:
     found = find_rendezvous([HERE, "n2"], "key", address=ELSEWHERE, port="29500")
     assert (found.address, found.port) == (ELSEWHERE, 29500)
-    assert found.address_source == found.port_source == "yours"
+    assert found.address_source == found.port_source == "your environment"
     for port in ("x", "0", "70000", "-1", "²"):
         with pytest.raises(UserError, match="is not a port number"):
             find_rendezvous([HERE], "key", port=port)
@@ -112,7 +112,7 @@ def test_a_derived_port_is_free_and_its_own() -> None:
     with _listening(ports[0]), _listening(ports[1], "0.0.0.0"):
         assert free_port("127.0.0.1", "5.login None /runs/one") not in ports[:2]
         assert bind_error("", ports[0])
-    with pytest.raises(UserError, match=f"{ELSEWHERE} is no address of {HERE}"):
+    with pytest.raises(UserError, match=f"{ELSEWHERE} is not an address of {HERE}"):
         free_port(ELSEWHERE, "key")
 
 
@@ -126,7 +126,7 @@ def test_ports_that_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_holder_that_cannot_be_seen() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        assert holder(bound.getsockname()[1]).startswith("nobody listens there")
+        assert holder(bound.getsockname()[1]).startswith("no process listens on it now")
     if os.geteuid():
         pytest.skip("only root can look with another user's eyes")
     with _listening() as port:
@@ -134,7 +134,7 @@ def test_a_holder_that_cannot_be_seen() -> None:
         script = f"import os; os.setuid(65534); print(ezpz_llm.launch.addresses.holder({port}))"
         done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.addresses; {script}"],
                               capture_output=True, text=True, timeout=scaled(120), check=True)
-    assert done.stdout == "a process of user root, which cannot be seen from here\n"
+    assert done.stdout == "a process of user root that is not visible from here\n"
 
 
 @pytest.mark.parametrize(("backend", "value", "is_there"), [

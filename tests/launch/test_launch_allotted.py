@@ -117,7 +117,7 @@ def test_uneven_cpus_are_counted_by_host(tmp_path: Path) -> None:
     assert "nodes differ: 4 CPUs for 1 rank on n2, 16 for 2 on n1; every rank gets 4" in plan.notes
     # Where ranks do share, it is said as before.
     plan = _plan("--ppn 4 hostname", env)
-    assert "4 ranks share 1 CPU of a host" in plan.notes
+    assert "4 ranks share 1 CPU per node" in plan.notes
     assert "--overcommit" in plan.argv
 
 

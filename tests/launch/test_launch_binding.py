@@ -265,7 +265,7 @@ def test_real_ranks_run_on_their_cores(tmp_path: Path, launcher: str) -> None:
         assert plan[rank][3] == fold_numbers(tuple(mask))
         assert int(threads) <= half
         assert handed_on is None
-    assert ("set by each rank's own wrapper" in done.stderr) == (launcher == "torchrun")
+    assert ("set by the rank shim" in done.stderr) == (launcher == "torchrun")
     if launcher == "torchrun":
         free = launch(tmp_path, "-n", "2", "--launcher", launcher, "--bind", "none", sys.executable, "-c", _LOOK)
         assert json.loads(free.stdout.splitlines()[-1])[0] == cores

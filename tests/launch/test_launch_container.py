@@ -112,17 +112,17 @@ def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "x.sif").touch()
     env = _slurm(tmp_path, "srun")
     said = _refused(tmp_path, "--container", "x.sif", **env)
-    assert f"error: apptainer is not on PATH, and ranks are to run in {tmp_path}/x.sif" in said
+    assert f"error: apptainer is not on PATH, and is required to run {tmp_path}/x.sif" in said
     assert "--container none" in said
-    assert f"there is no image {tmp_path}/y.sif" in _refused(tmp_path, "--container", "./y.sif", **env)
+    assert f"the image {tmp_path}/y.sif does not exist" in _refused(tmp_path, "--container", "./y.sif", **env)
     # Alps' Container Engine is not what this srun has.
     alps = _refused(tmp_path, "--site", "alps", "--container", "pytorch", **env)
-    assert 'this srun has no --environment, which runtime "environment" needs' in alps
+    assert 'this srun has no option --environment, which runtime "environment" requires' in alps
     make_program(tmp_path / "bin", "apptainer", "exit 1")
     make_program(tmp_path / "bin", "torchrun", "exit 1")
     by_mpi = _refused(tmp_path, "--site", "alps", "--container", "pytorch", "--launcher", "torchrun", **env)
-    assert "--environment is an option of srun, and torchrun starts these ranks" in by_mpi
-    assert "leave --stage-env out: an image is one file already" in _refused(
+    assert "--environment is an option of srun, but torchrun starts the ranks" in by_mpi
+    assert "omit --stage-env: an image is a single file already" in _refused(
         tmp_path, "--container", "x.sif", "--stage-env", **env)
 
 

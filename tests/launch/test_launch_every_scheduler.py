@@ -114,7 +114,7 @@ def test_hosts_keep_their_order(tmp_path: Path, name: str) -> None:
     elif schedulers()[name].KEEPS_HOST_ORDER:
         assert isinstance(other, dict)
         assert other["hosts"] == own
-        assert any("numbers hosts in the job's order: ranks begin on h2" in note for note in other["notes"])
+        assert any("numbers nodes in the job's order: rank 0 is on h2" in note for note in other["notes"])
     else:
         assert isinstance(other, dict)
         assert other["hosts"] == own[::-1]

@@ -55,7 +55,7 @@ def test_slurm_keeps_the_jobs_order() -> None:
     """srun numbers the hosts of a step so, whatever the order of its --nodelist."""
     found = select_hosts(_slurm(), None, "n4,n2", None)
     assert [host.name for host in found.hosts] == ["n2", "n4"]
-    assert found.notes == ("Slurm numbers hosts in the job's order: ranks begin on n2, not on n4",)
+    assert found.notes == ("Slurm numbers nodes in the job's order: rank 0 is on n2, not on n4",)
 
 
 def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
@@ -72,11 +72,11 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "hosts", "found"), [
-    (5, None, "--nodes 5, but there are 4 hosts: n1, n2, n3, n4"),
-    (2, "n1", "--nodes 2, but there are 1 hosts: n1"),
-    (None, "n1,n1.example", "host n1.example is named twice"),
+    (5, None, "--nodes 5, but there are 4 nodes: n1, n2, n3, n4"),
+    (2, "n1", "--nodes 2, but there are 1 nodes: n1"),
+    (None, "n1,n1.example", "n1.example is listed twice"),
     (None, "n[1", "not a Slurm host list: 'n[1'"),
-    (None, " ", "--hosts names no host"),
+    (None, " ", "--hosts lists no node"),
 ])
 def test_what_cannot_be_carved(nodes: int | None, hosts: str | None, found: str) -> None:
     with pytest.raises(UserError) as raised:
@@ -95,7 +95,7 @@ def test_a_rank_has_nothing_to_choose() -> None:
     rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
     found = select_hosts(rank, 1, "n1", None)
     assert found.hosts == rank.hosts
-    assert found.notes[-1] == "--hosts n1, --nodes 1 says nothing here"
+    assert found.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is a rank already"
 
 
 def _plan(words: str, **env: str) -> LaunchPlan:
@@ -132,6 +132,6 @@ def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
                           **{**env, "PBS_NODEFILE": str(node_file)})
             seconds.append(cpu_seconds() - begun)
             assert done.returncode == 0, done.stderr
-            assert f"{12 * count} on {count} host{'s' * (count > 1)}: {names[0]}" in done.stdout
+            assert f"{12 * count} on {count} node{'s' * (count > 1)}: {names[0]}" in done.stdout
     # 0.13 s on a quiet machine; where others use its caches and cores, the same work takes several times as long.
     assert min(took[10624]) < max(0.5, 5 * min(took[2]))

@@ -9,13 +9,13 @@ from ezpz_llm.launch import hostfile
 
 
 @pytest.mark.parametrize(("line", "problem", "instead"), [
-    ("user@10.10.1.10 slots=2", "names no user", "`User user` under `Host 10.10.1.10`"),
+    ("user@10.10.1.10 slots=2", "cannot set the user", "`User user` under `Host 10.10.1.10`"),
     ("n1 slots=2 max_slots=4", "max_slots", "`n1 slots=N`"),
     ("n1 max-slots=4", "max_slots", "`n1 slots=N`"),
     ("[2001:db8::1] slots=2", "IPv6", "IPv4"),
     ("2001:db8::1", "IPv6", "IPv4"),
     ("fe80::1%eth0", "IPv6", "IPv4"),
-    ("n1 4", "slots need their name", "`n1 slots=4`"),
+    ("n1 4", "the number of ranks needs the key slots", "`n1 slots=4`"),
     ("n1 slots=0", "'0' is not a number of ranks", "host slots=N"),
     ("n1:a", "'a' is not a number of ranks", "host:N"),
     ("n1 slots=2 gpus=4", "not gpus", "`n1 slots=N`"),
@@ -23,7 +23,7 @@ from ezpz_llm.launch import hostfile
     ("n1,n2", "a list of hosts", "--hosts"),
     ("rank 0=n1 slot=0", "rankfile", "slots=N"),
     ("Host n1", "ssh configuration", "`n1`"),
-    ("ssh://n1", "URL", "one host a line"),
+    ("ssh://n1", "URL", "one hostname per line"),
 ])
 def test_a_line_of_another_tool_is_explained(line: str, problem: str, instead: str) -> None:
     with pytest.raises(UserError, match="not a hostfile line") as caught:

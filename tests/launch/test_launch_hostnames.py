@@ -104,11 +104,11 @@ def test_which_node_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_here("mpi-worker")
     assert not is_here(_WORKERS[0])
     # In another domain only by its address.
-    assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("launch takes it for another node")
+    assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("launch treats them as different nodes")
     monkeypatch.setattr(addresses, "addresses_of", lambda name: ("192.0.2.7",))
     monkeypatch.setattr(addresses, "_can_bind", lambda address: address == "192.0.2.7")
     assert is_here("mpi-worker.x.example")
-    assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("the same node, by its address")
+    assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("the same node (by its address)")
     # Where only the short name is known here, the name service has the domain.
     monkeypatch.setattr(socket, "gethostname", lambda: "mpi-worker")
     monkeypatch.setattr(addresses, "canonical_name", lambda name: _WORKERS[1])

@@ -174,7 +174,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "code").read_text() == "0\n"
     assert (tmp_path / "r/logs/rank0000.log").read_text().endswith("\n49999\n")
     assert record(tmp_path / "r")["exit"]["code"] == 0
-    assert "launch: nobody reads standard output any more; the run continues" in (tmp_path / "said").read_text()
+    assert "launch: the reader of standard output has exited; the run continues" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.full

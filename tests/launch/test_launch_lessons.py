@@ -135,12 +135,12 @@ def test_the_users_own_values_win_and_the_plan_says_so(tmp_path: Path) -> None:
     assert plan.env["GLOO_SOCKET_IFNAME"].source == "site here"
     assert all(setting.source for setting in plan.env.values())
     # On the way to other hosts too.
-    assert "MASTER_ADDR=192.0.2.7 is yours and stays" in plan.notes
+    assert "keeping MASTER_ADDR=192.0.2.7 from your environment" in plan.notes
 
 
 def test_more_ranks_than_a_host_can_run_are_refused() -> None:
     job = find_allocation(captured_env("slurm/env_sbatch_script.txt"))
-    with pytest.raises(UserError, match="50000000 ranks on one host"):
+    with pytest.raises(UserError, match="50000000 ranks on one node"):
         place(job, Devices((), "none"), 100_000_000, None)
 
 
@@ -175,7 +175,7 @@ def test_an_end_that_cannot_be_recorded_is_the_same_end(tmp_path: Path, spoil: s
     assert "Traceback" not in done.stderr
     # A failing rank's record makes the directory again, and the end is in it; else it is said that it is nowhere.
     remade = "rm -rf" in spoil and code != 0
-    assert ("the end of the run is not in" in done.stderr) is not remade
+    assert ("cannot record the end of the run in" in done.stderr) is not remade
     if remade:
         assert record(tmp_path / "r")["exit"]["code"] == code
 

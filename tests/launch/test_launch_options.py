@@ -35,7 +35,7 @@ def test_an_old_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[st
     words = ["--timeout-idle", "9", "--timeout-start=0", "x"]
     assert parse(words) == parse(words) == Options(("x",), idle_limit_s=9.0, start_limit_s=0.0)
     assert capsys.readouterr().err.splitlines() == [
-        f"note: --timeout-{what} is now --{what}-timeout; the old name goes in the next release"
+        f"note: --timeout-{what} is now --{what}-timeout; the old name will be removed in the next release"
         for what in ("idle", "start")]
     assert "--timeout-" not in help_text()
 
@@ -69,7 +69,7 @@ def test_a_wrong_word_is_named(words: str, message: str) -> None:
 
 
 def test_a_command_from_an_unset_variable_is_named() -> None:
-    with pytest.raises(UserError, match="the command to launch is an empty word"):
+    with pytest.raises(UserError, match="the command to launch is an empty string"):
         parse(["-n", "2", ""])
 
 

@@ -81,7 +81,7 @@ def test_a_second_launch_does_not_end_the_first(tmp_path: Path) -> None:
     assert first.returncode == 0, said
     assert not (tmp_path / "second").exists()
     again = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
-    assert (again.returncode, "taken over" in again.stderr) == (0, False), "it was let go of"
+    assert (again.returncode, "taking over" in again.stderr) == (0, False), "it was let go of"
 
 
 def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
     first.communicate(timeout=scaled(120))
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     assert second.returncode == 0, second.stderr
-    assert f"taken over from launch, pid {first.pid} on " in second.stderr
+    assert f"taking over the run directory {tmp_path}/r from launch, pid {first.pid} on " in second.stderr
     assert "that process has ended" in second.stderr
     assert left_over(tmp_path / "r") == {}
 
@@ -103,7 +103,7 @@ def test_a_launch_that_is_ended_lets_go(tmp_path: Path, number: signal.Signals) 
     first.send_signal(number)
     first.communicate(timeout=scaled(60))
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
-    assert (second.returncode, "taken over" in second.stderr) == (0, False), second.stderr
+    assert (second.returncode, "taking over" in second.stderr) == (0, False), second.stderr
 
 
 @pytest.mark.full
@@ -187,13 +187,13 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
     os.utime(file, (time.time() + 3600,) * 2)
     with own(RunDir(tmp_path / "r"), "x", {}) as owned:
         assert owned.killed == ""
-    assert "taken over from launch, pid 1 on n9" in capfd.readouterr().err
+    assert f"taking over the run directory {tmp_path}/r from launch, pid 1 on n9" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("job", "env", "said"), [
-    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"}, "its job has been started again"),
-    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "42"}, "job 41 is over"),
-    ("PBS_JOBID 41.pbs", {}, "job 41.pbs is over"),
+    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"}, "its job has been requeued"),
+    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "42"}, "job 41 has ended"),
+    ("PBS_JOBID 41.pbs", {}, "job 41.pbs has ended"),
 ])
 def test_a_job_that_is_over_owns_nothing(tmp_path: Path, job: str, env: dict, said: str, capfd) -> None:
     for name, text in (("squeue", "slurm_load_jobs error: Invalid job id specified"),
@@ -224,7 +224,8 @@ with owner.own(RunDir(Path("r")), "x", {}):
     _owned_by(tmp_path / "r", _ELSEWHERE, 2)
     _, said = running.communicate(timeout=scaled(120))
     assert running.returncode == -signal.SIGKILL
-    assert "was taken over by launch, pid 1 on n9" in said
+    assert "launch, pid 1 on n9" in said
+    assert "took over the run directory: this run ends" in said
 
 
 @pytest.mark.full
@@ -261,7 +262,7 @@ launch -n 1 --run-dir r hostname
         time.sleep(0.2)
     said = (tmp_path / "job.log").read_text()
     assert f"job {job}, since" in said, said
-    assert "its job has been started again" in said, said
+    assert "its job has been requeued" in said, said
     assert end["exit"]["code"] == 0, said
     assert end["launch"]["hosts"] != ["n1"]
 

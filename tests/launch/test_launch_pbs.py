@@ -203,7 +203,7 @@ def test_addresses(pbs: _Pbs) -> None:
     missing = (pbs.folder / "missing.txt").read_text()
     assert f"no interface 'hsn0' on {first}, which has lo (127.0.0.1), eth0 ({address})" in missing
     refused = (pbs.folder / "localhost.txt").read_text()
-    assert f"ranks on {second} would look for rank 0 on their own host" in refused
+    assert f"ranks on {second} would look for rank 0 on their own node" in refused
     # PBS tells nothing to a shell that ssh started on another host of the job.
     assert json.loads((pbs.folder / "elsewhere.json").read_text())["scheduler"] == "none"
     assert output.count("rc=2") == 2

@@ -53,9 +53,9 @@ def test_ranks_per_host(slots: tuple[int | None, ...], devices: Devices, ranks: 
 
 
 def test_a_hostfiles_slots_are_a_limit() -> None:
-    with pytest.raises(UserError, match="5 ranks, but the hosts have slots for 4"):
+    with pytest.raises(UserError, match="5 ranks, but the nodes have 4 slots"):
         place(_allocation(2, 2, limit=True), _NONE, 5, None)
-    with pytest.raises(UserError, match="3 ranks for host n1"):
+    with pytest.raises(UserError, match="3 ranks for n1"):
         place(_allocation(2, 4, limit=True), _NONE, None, 3)
     with pytest.raises(UserError, match="do not fit"):
         place(_allocation(None, None), _NONE, 9, 4)
@@ -125,7 +125,7 @@ def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> No
            "MASTER_PORT": "20007", "OMP_NUM_THREADS": "3"}
     plan = _plan("hostname", env)
     assert not {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} & plan.env.keys()
-    assert "MASTER_ADDR=localhost is yours and stays" in plan.notes
+    assert "keeping MASTER_ADDR=localhost from your environment" in plan.notes
     inner = _plan("hostname", env | {"EZPZ_LLM_RUN_ID": "outer"})
     assert inner.env["MASTER_ADDR"].value == "127.0.0.1"
     assert inner.env["EZPZ_LLM_RUN_ID"].value != "outer"
@@ -136,7 +136,7 @@ def test_a_rank_stays_what_it_is() -> None:
     assert plan.is_started
     assert plan.argv == ("python3", "x.py")
     assert "already rank 2 of 4" in plan.notes[0]
-    assert "-n 8 says nothing here" in plan.notes[0]
+    assert "-n 8 is ignored" in plan.notes[0]
 
 
 def test_a_rank_exported_for_another_program_is_left_aside(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     assert plan["sources"]["ranks"] == "-n"
     assert Path(plan["run_dir"]).parent == tmp_path / "runs"
     text = launch(tmp_path, "--dry-run", *words).stdout
-    for expected in ("scheduler  none", "launcher   ", "ranks      2 on 1 host", "EZPZ_LLM_WORLD_SIZE=2",
+    for expected in ("scheduler  none", "launcher   ", "ranks      2 on 1 node", "EZPZ_LLM_WORLD_SIZE=2",
                      "local rank"):
         assert expected in text
     assert list(tmp_path.iterdir()) == []

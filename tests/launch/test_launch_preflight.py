@@ -31,11 +31,11 @@ def test_an_unfit_one_does_not(tmp_path: Path) -> None:
                   GLOO_SOCKET_IFNAME="eth9", **CALM)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "eth9" in done.stdout
-    assert "launch: nothing was started: the preflight found the reservation unfit" in done.stderr
+    assert "launch: nothing was started: the preflight failed" in done.stderr
     assert "failed: exit code" not in done.stderr
     assert not (tmp_path / "r/started").exists()
     assert record(tmp_path / "r")["exit"]["code"] == 3
     told = subprocess.run([sys.executable, "-m", "ezpz_llm.why", "r"], cwd=tmp_path, env=clean_env(),
                           timeout=scaled(120), capture_output=True, text=True, check=True)
-    assert "nothing was started: the preflight found the reservation unfit" in told.stdout
+    assert "nothing was started: the preflight failed" in told.stdout
     assert left_over(tmp_path / "r") == left_over(tmp_path / "r/preflight") == {}

@@ -131,7 +131,7 @@ def test_any_program_from_a_hostfile(tmp_path: Path) -> None:
     assert _log(run_dir, 0) == _log(run_dir, 1) == done.stdout
     assert done.stdout.strip()
     too_many = launch(tmp_path, "--hostfile", "hosts", "-n", "3", "hostname")
-    assert (too_many.returncode, "slots for 2" in too_many.stderr) == (2, True)
+    assert (too_many.returncode, "the nodes have 2 slots" in too_many.stderr) == (2, True)
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "found", "instead"), [
     ("train.py", "'train.py' is a Python script, not a program", "launch [options] python3 train.py …"),
     ("./train.py", "'./train.py' is a Python script, not a program", "launch [options] python3 ./train.py …"),
-    ("trian.py", "'trian.py' is not a program, and not a file here", "launch [options] python3 trian.py …"),
+    ("trian.py", "'trian.py' is neither a program nor a file", "launch [options] python3 trian.py …"),
     ("ezpz_llm.train", "'ezpz_llm.train' is a Python module", "launch [options] python3 -m ezpz_llm.train …")])
 def test_a_script_without_python_is_answered_before_the_start(word, found, instead, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")

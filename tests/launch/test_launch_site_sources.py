@@ -30,7 +30,7 @@ def test_every_value_has_a_source(name: str) -> None:
     assert not set(content["unsourced"]) & content.keys()
     assert set(content["unsourced"]) <= KEYS.keys()
     (note,) = find_site(name, {}).notes
-    assert note.startswith(f"site {name} leaves out {content['unsourced'][0]}")
+    assert note.startswith(f"site {name} does not set {content['unsourced'][0]}")
 
 
 @pytest.mark.parametrize(("name", "without"), [
@@ -70,7 +70,7 @@ def test_lumis_own_masks(tmp_path: Path) -> None:
     assert [(rank["domains"], rank["device"], rank["distance"]) for rank in ranks] == [
         (str(domain), str(device), "near") for device, domain in enumerate((3, 3, 1, 1, 0, 0, 2, 2))]
     assert plan["env"]["NCCL_SOCKET_IFNAME"].startswith("hsn")
-    assert any("lumi leaves out interface, recognise" in note for note in plan["notes"])
+    assert any("lumi does not set interface, recognise" in note for note in plan["notes"])
 
 
 _CORES = ("49-55", "57-63", "17-23", "25-31", "1-7", "9-15", "33-39", "41-47")

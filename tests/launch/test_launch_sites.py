@@ -61,8 +61,8 @@ def test_nothing_is_guessed_from_names_of_compute_nodes(env: dict[str, str]) -> 
 def test_two_guesses_are_none() -> None:
     site = find_site(None, {"SLURM_CLUSTER_NAME": "frontier", "NERSC_HOST": "perlmutter"})
     assert site.name == "generic"
-    assert "SLURM_CLUSTER_NAME=frontier is frontier's" in site.source
-    assert "NERSC_HOST=perlmutter is perlmutter's" in site.source
+    assert "frontier (SLURM_CLUSTER_NAME=frontier)" in site.source
+    assert "perlmutter (NERSC_HOST=perlmutter)" in site.source
 
 
 def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,9 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("[env]\nA = 1\n", "env is {'A': 1}", 1, 'NAME = "value"'),
     ('[env]\n"A B" = "1"\n', "env is", 1, 'NAME = "value"'),
     ('[options]\nmpirun = ["-x"]\n', "options is", 1, "for mpiexec, srun or both"),
-    ('[job]\nqueue = ["a"]\n', "job.queue is ['a']", 2, "a text on one line"),
+    ('[job]\nqueue = ["a"]\n', "job.queue is ['a']", 2, "a string on one line"),
     ('[job]\nlimits = [{ queue = "q", nodes = [2, 1] }]\n', "job.limits is", 2, "hours = 1, jobs = 1"),
-    ('unsourced = ["core"]\n', "unsourced is", 1, "keys that are left out"),
+    ('unsourced = ["core"]\n', "unsourced is", 1, "keys that the file does not set"),
     ('[job]\nsetups = []\n', "unknown key job.setups", 2, "setup"),
     ('[recognise]\nHOSTNAME = ["nid*"]\n', "recognise is", 1, "SLURM_CLUSTER_NAME"),
     ('cores = ["0-7"]\ndevices_per_host = 2\ndevice_domains = [0]\n', "device_domains is [0]", 3, "each device"),
@@ -297,14 +297,14 @@ def test_the_same_under_mpiexec(tmp_path: Path) -> None:
 def test_the_key_that_device_domains_replaced_is_noted(tmp_path: Path) -> None:
     plan = _lumi(tmp_path, "", _slurm(tmp_path, "n[1-2]", 2, 56), device_order='"reversed"')
     assert _bound(plan) == _LUMI_BOUND
-    assert any("line 9: device_order is no longer read: the order of devices follows from device_domains" in note
+    assert any("line 9: device_order is no longer read: set device_domains, which determines the order" in note
                for note in plan.notes)
 
 
 def test_more_ranks_than_the_job_has_cpus(tmp_path: Path) -> None:
     plan = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 1))
     assert " -c 1 --cpu-bind=cores --overcommit " in _line(plan)
-    assert "2 ranks share 1 CPU of a host" in plan.notes
+    assert "2 ranks share 1 CPU per node" in plan.notes
     enough = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 2))
     assert "--overcommit" not in _line(enough)
     assert not any("share" in note for note in enough.notes)
@@ -356,12 +356,12 @@ def test_a_plan_of_ten_thousand_hosts_takes_less_than_half_a_second(tmp_path: Pa
     hosts = tuple(f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0" for number in range(10624))
     env = clean_env(**_pbs(tmp_path, hosts, PBS_O_HOST="aurora-uan-0010"))
     spent, text = _dry_run_cpu_s(tmp_path, env)
-    assert "127488 on 10624 hosts" in text
+    assert "127488 on 10624 nodes" in text
     assert "127487" in text
     assert len(text.splitlines()) < 120
     of_two, _ = _dry_run_cpu_s(tmp_path, clean_env(**_pbs(tmp_path, hosts[:2], PBS_O_HOST="aurora-uan-0010")))
     assert spent < max(0.5, 5 * of_two)
     spent, text = _dry_run_cpu_s(tmp_path, clean_env(**_slurm(tmp_path, "frontier[00001-10000]", 10000, 64,
                                                               SLURM_CLUSTER_NAME="frontier")))
-    assert "80000 on 10000 hosts" in text
+    assert "80000 on 10000 nodes" in text
     assert spent < max(0.5, 5 * of_two)

@@ -75,4 +75,4 @@ def test_the_plan_names_the_variable(tmp_path: Path) -> None:
     # The user's own slots have another source.
     (tmp_path / "hosts").write_text("n2 slots=3\n")
     done = launch(tmp_path, "--dry-run", "--hostfile", "hosts", "hostname", **env)
-    assert "3 on 1 host: n2 (slots of --hostfile hosts)" in done.stdout
+    assert "3 on 1 node: n2 (slots of --hostfile hosts)" in done.stdout

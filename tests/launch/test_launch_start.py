@@ -70,7 +70,7 @@ def test_many_hosts_are_named_in_a_line(tmp_path: Path) -> None:
     text = Arrivals(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).news(hosts, 2.0)
     assert text is not None
     assert len(text) < 400
-    assert text.endswith("ranks 32-9999 on 2492 more hosts")
+    assert text.endswith("ranks 32-9999 on 2492 more nodes")
 
 
 def test_the_deadline(tmp_path: Path) -> None:

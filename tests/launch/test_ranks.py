@@ -67,7 +67,7 @@ def test_hydra_inside_slurm_beats_the_proxys_variables():
         assert place(env) == (int(rank), 4, int(local_rank), 2, int(host) - 1)
         assert info.source == "Hydra (PMI_RANK)"
         assert info.notes == (f"srun (SLURM_PROCID) says rank {procid} of 2, Hydra (PMI_RANK) says rank {rank} of "
-                              "4: the latter counts",)
+                              "4: using the latter",)
         wrong += procid != rank
     assert wrong, "the captured runs show the fault that the order of precedence is there for"
 
@@ -113,7 +113,7 @@ def test_ranks_exported_by_hand_take_the_local_rank_from_whoever_agrees():
 def test_a_missing_local_rank_is_noted():
     info = find_rank({"RANK": "1", "WORLD_SIZE": "2"})
     assert info == RankInfo(1, 2, 0, 1, 1, "torchrun (RANK)",
-                            ("torchrun (RANK) gives no local rank: taken to be alone on its host",))
+                            ("torchrun (RANK) gives no local rank: assuming one rank per node",))
 
 
 @pytest.mark.parametrize(("env", "found"), [
@@ -124,7 +124,7 @@ def test_a_missing_local_rank_is_noted():
     ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is not a rank of WORLD_SIZE=0"),
     ({"RANK": "one", "WORLD_SIZE": "4"}, "RANK='one' is not a whole number"),
     ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK='-1' is not a whole number"),
-    ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is not one of 4 ranks"),
+    ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is invalid for 4 ranks"),
     ({"PMI_RANK": "2"}, "PMI_RANK=2 is set, PMI_SIZE is not"),
     ({"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID=2 is set, PMI_SIZE or EZPZ"),
     ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3 is set"),
@@ -140,7 +140,7 @@ def test_nonsense_in_a_family_that_does_not_count_is_noted():
     info = find_rank({**captured("mpi/env_mpich_rank2.txt"), "SLURM_STEP_ID": "0", "SLURM_PROCID": "x",
                       "SLURM_STEP_NUM_TASKS": "2"})
     assert info.rank == 2
-    assert info.notes == ("SLURM_PROCID='x' is not a whole number; Hydra (PMI_RANK) counts",)
+    assert info.notes == ("SLURM_PROCID='x' is not a whole number; using Hydra (PMI_RANK)",)
 
 
 # What the shim sees under each launcher: rank 2 of 4, the first on the second node of two.
