@@ -52,7 +52,7 @@ def has(findings: list[str], *words: str) -> bool:
 
 @pytest.mark.full
 def test_launch_runs_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> None:
-    """With --preflight on a fit reservation, launch then runs the program on every rank."""
+    """launch --preflight on a fit reservation runs the program on every rank."""
     done = cluster.run(*ALLOCATION, "launch", "--preflight", "--run-dir", "r", "hostname", cwd=tmp_path,
                        timeout=150, **CALM)
     text = done.stdout + done.stderr
@@ -117,7 +117,7 @@ def test_a_node_without_a_route_and_a_rank_that_never_starts(cluster: Cluster, t
 
 @pytest.mark.slow
 def test_a_route_that_drops_packets(cluster: Cluster, tmp_path: Path) -> None:
-    """With a missing gateway, connections time out instead of being refused."""
+    """The gateway is missing, so connections time out instead of being refused."""
     address = cluster.run("getent", "hosts", "n1").stdout.split()[0]
     via = f"{address}/32 via {address.rpartition('.')[0]}.99"
     with on_node(cluster, "n2", f"ip route add {via}", f"ip route del {via}"):

@@ -182,7 +182,7 @@ def test_missing_libaio_is_reported_before_any_build(cache: Path, tmp_path: Path
 
 @pytest.mark.full
 def test_a_failed_build_leaves_no_lock(cache: Path) -> None:
-    """With the compiler `false`, the error shows the reason and the log is kept."""
+    """The error of the compiler `false` is shown and its log kept."""
     done = run_doctor("--build-ops", "cpu_adam", CXX="false", timeout=120)
     assert done.returncode == 1
     assert "compiling cpu_adam failed" in done.stderr

@@ -171,7 +171,7 @@ def test_the_server_accepts_a_thousand_ranks_and_no_other_peers() -> None:
 
 
 def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program sends a byte every 20 ms, the other echoes its input."""
+    """The program sends a byte every 20 ms, or echoes its input."""
     monkeypatch.setattr("ezpz_llm.check.client.FIRST_WORDS_S", 0.3)
     ended = threading.Event()
 
