@@ -206,7 +206,7 @@ def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
     """
     by_host = _by_host(places)
     hosts = list(by_host)
-    return [[pair for one, other in turn for pair in zip(by_host[hosts[one]], by_host[hosts[other]], strict=False)]
+    return [[pair for left, right in turn for pair in zip(by_host[hosts[left]], by_host[hosts[right]], strict=False)]
             for turn in ring_rounds(len(hosts))]
 
 

@@ -124,7 +124,7 @@ class Member:
 
 
 class Board:
-    """Server for all ranks, with one thread and one connection per rank; every wait has a limit."""
+    """Server for all ranks, with a single thread and a connection per rank; every wait has a limit."""
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
         _allow_many_files()

@@ -68,8 +68,8 @@ def require_support(layout: Layout) -> None:
         UserError: it does not.
     """
     if layout.pp > 1 and _is_older_than(0, 19):
-        raise _incorrect("divides the gradients of pipeline stages by different accumulation steps", layout,
-                     "0.19.8", "--ds-config zero1")
+        raise _incorrect("divides gradients by the accumulation steps inconsistently across pipeline stages",
+                         layout, "0.19.8", "--ds-config zero1")
     if layout.zero.stage == 2 and _is_older_than(0, 18):
         raise _incorrect("computes wrong gradients in ZeRO stage 2 (github.com/deepspeedai/DeepSpeed/issues/7718)",
                      layout, "0.18.5", "--ds-config zero1")

@@ -219,7 +219,7 @@ def _value(value: Any, kind: str, path: Path, place: str) -> Any:
     try:
         return convert(value, kind)
     except ValueError as error:
-        raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed takes {error}", where=str(path)) from None
+        raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed requires {error}", where=str(path)) from None
 
 
 def _block(value: Any, known: Keys, path: Path, place: str, warnings: list[str]) -> dict[str, Any]:

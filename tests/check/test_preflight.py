@@ -268,17 +268,17 @@ def link_case(rates: dict[tuple[str, str], float]) -> Gathered:
     names = list(dict.fromkeys(name for pair in rates for name in pair))
     facts = [{**rank_facts(rank, 1, len(names)), "stages": {}} for rank in range(len(names))]
     for turn, pairs in enumerate(ring_rounds(len(names))):
-        for one, other in pairs:
-            rate = rates.get((names[one], names[other]), rates.get((names[other], names[one])))
+        for left, right in pairs:
+            rate = rates.get((names[left], names[right]), rates.get((names[right], names[left])))
             answer = {"error": "timed out"} if rate is None else {"bytes_per_second": rate}
-            facts[one]["stages"][f"reduce link {turn}"] = facts[other]["stages"][f"reduce link {turn}"] = answer
+            facts[left]["stages"][f"reduce link {turn}"] = facts[right]["stages"][f"reduce link {turn}"] = answer
     return Gathered(len(names), facts)
 
 
 @pytest.mark.parametrize("count", [4, 5, 8])
 def test_the_node_with_the_slow_link_is_reported_but_not_its_neighbors(count: int) -> None:
     names = [f"n{number}" for number in range(1, count + 1)]
-    ring = {(one, names[(place + 1) % count]): 1e9 for place, one in enumerate(names)}
+    ring = {(name, names[(index + 1) % count]): 1e9 for index, name in enumerate(names)}
     slow = {pair: 2e6 if "n3" in pair else rate for pair, rate in ring.items()}
     gathered = link_case(slow)
     assert [name for name, rate in link_rates(gathered).items() if rate < 1e7] == ["n3"]

@@ -104,8 +104,8 @@ def test_a_hanging_torch_a_port_in_use_one_core_and_one_device(tmp_path: Path) -
     assert time.monotonic() - began < scaled(60)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "2 of 2 ranks" in done.stdout
-    taken = f"bad   rendezvous: MASTER_PORT {port} cannot be bound on rank 0's node: Address already in use: "
-    for finding in (taken +
+    in_use = f"bad   rendezvous: MASTER_PORT {port} cannot be bound on rank 0's node: Address already in use: "
+    for finding in (in_use +
                     f"pid {os.getpid()} (",
                     f"2 ranks run on 1 core ({core}), while cores",
                     "local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 7)",

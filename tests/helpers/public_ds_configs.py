@@ -214,7 +214,7 @@ TRANSFORMERS = [
                   {"fp16": fp16(), "optimizer": adamw(**_FIXED_ADAM), "scheduler": _FIXED_WARMUP, **_PRINT,
                    "zero_optimization": {**STAGE_3, "sub_group_size": 1e14, **dict.fromkeys(OPEN_BUCKETS, 0),
                                          "offload_optimizer": CPU, "offload_param": CPU, **_OLD_GATHER}},
-                  "zero_optimization.reduce_bucket_size is 0; DeepSpeed takes a whole number > 0"),
+                  "zero_optimization.reduce_bucket_size is 0; DeepSpeed requires a whole number > 0"),
     _transformers(f"{_HF_TESTS}/ds_config_zero2_bf16.json", "a9c1721ff6eeba4729ba7760c6ec809c72935b2b",
                   {"bfloat16": {"enabled": AUTO}, "optimizer": ALL_AUTO, "scheduler": warmup(),
                    "zero_optimization": {**STAGE_2, "reduce_bucket_size": 2e8, "offload_optimizer": CPU},

@@ -98,9 +98,9 @@ def test_aliases_of_a_key_are_read_as_the_primary_key(own) -> None:
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; DeepSpeed takes a whole number > 0"),
-    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "DeepSpeed takes true or false"),
-    ({"zero_optimization": {"stage": 3, "sub_group_size": 1.5}}, "takes a whole number"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; DeepSpeed requires a whole number > 0"),
+    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "DeepSpeed requires true or false"),
+    ({"zero_optimization": {"stage": 3, "sub_group_size": 1.5}}, "requires a whole number"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "number <= 1"),
     ({"zero_optimization": True}, '"zero_optimization": {"stage": 1}'),
     ({"fp16": {"initial_scale_power": "high"}}, "initial_scale_power"),

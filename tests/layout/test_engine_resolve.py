@@ -315,7 +315,7 @@ def test_gradients_are_reduced_during_the_backward_pass_on_devices_with_streams(
     tiny = get_model_config("tiny-gpt2", vocab_size=256)
     assert reducing("zero1", model=tiny) == (True, parameter_count(tiny))
     assert reducing("zero1", model=replace(small, n_layer=1, n_embd=96)) == (True, 1_000_000)  # of 5 million
-    # Stages that do it untold, that cannot, or whose gradients leave the device; and where it is not known.
+    # Stage 3 overlaps by default, pipelines and CPUs cannot overlap, and the device may be unknown.
     assert reducing("zero3") == reducing("zero1", None) == (None, 50_000_000)
     assert reducing("pp2") == (None, 50_000_000)
     assert reducing("zero1", "cpu") == reducing("zero2", "mps") == (False, 50_000_000)

@@ -77,7 +77,7 @@ def test_the_table_has_enough_files_of_each_project() -> None:
 
 @pytest.mark.skipif(version("deepspeed") != table().version, reason="the table is for another DeepSpeed")
 @pytest.mark.parametrize("public", [public for public in PUBLIC if isinstance(public.expected, str) and (
-    "unknown key" in public.expected or "DeepSpeed takes" in public.expected or "removed" in public.expected)],
+    "unknown key" in public.expected or "DeepSpeed requires" in public.expected or "removed" in public.expected)],
     ids=lambda public: public.title)
 def test_deepspeed_rejects_what_we_say_it_rejects(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed itself rejects or silently ignores keys that we call unknown or removed."""
