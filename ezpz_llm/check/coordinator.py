@@ -206,8 +206,9 @@ def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
     """
     by_host = _by_host(places)
     hosts = list(by_host)
-    return [[pair for left, right in turn for pair in zip(by_host[hosts[left]], by_host[hosts[right]], strict=False)]
-            for turn in ring_rounds(len(hosts))]
+    return [[pair for left, right in edges
+             for pair in zip(by_host[hosts[left]], by_host[hosts[right]], strict=False)]
+            for edges in ring_rounds(len(hosts))]
 
 
 def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
