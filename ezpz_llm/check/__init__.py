@@ -1,5 +1,5 @@
-"""Is this reservation fit for a run? What every rank finds on its host is gathered, compared and measured.
+"""Preflight and doctor: check that nodes, devices and links are fit for a run.
 
-`facts/` reads one machine (doctor uses it too), `judge/` turns gathered facts into findings without touching
-anything, and the rest brings the facts of all ranks together within a time limit, whatever hangs.
+`facts.py` reads facts of one machine, for preflight and doctor. `judge/` turns gathered facts into findings without
+side effects. The other modules gather the facts of all ranks within a time limit, whatever hangs.
 """

@@ -1,4 +1,4 @@
-"""A rank's side of preflight: reach rank 0, send it the facts, and have measured what it asks for."""
+"""Client side of preflight: connect to rank 0, send facts, and run measurements on request."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
 _CONNECT_TIMEOUT_S = 2.0
-_SAY_SO_AFTER_S = 8.0
+_REPORT_UNREACHED_AFTER_S = 8.0
 _UNREACHED = "unreached-*.json"
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection to rank 0, which has proven to be it."""
+    """Authenticated connection to rank 0."""
 
     socket: socket.socket
     frames: Frames
 
 
 def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
-    """All that this rank can tell without torch."""
+    """Return all facts of this rank that do not need torch."""
     return {
         "rank": info.rank, "world_size": info.world_size, "local_rank": info.local_rank,
         "local_size": info.local_size, "node_rank": info.node_rank, "rank_source": info.source,
@@ -60,21 +60,21 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
 
 def reach(place: Place, info: RankInfo, folder: Path | None,
           is_over: Callable[[], bool]) -> Connection | None:
-    """A connection to rank 0, tried until `is_over()`.
+    """Connect to rank 0, retrying until `is_over()`.
 
-    After some seconds without one, the reason is written into `folder`, once a host: that is how rank 0 hears of
-    hosts that cannot reach it.
+    After 8 s without success, write the reason into `folder`, once per node, so that rank 0 learns of nodes that
+    cannot reach it.
     """
     began, pause = time.monotonic(), 0.05
-    has_said = False
+    is_reported = False
     while not is_over():
-        found = _try_ports(place, info)
-        if isinstance(found, Connection):
-            return found
-        if folder and not has_said and time.monotonic() - began > _SAY_SO_AFTER_S:
-            has_said = True
-            _say_unreached(folder, place, info, found)
-        # Thousands of ranks that try again at the same moment would keep each other out.
+        result = _try_ports(place, info)
+        if isinstance(result, Connection):
+            return result
+        if folder and not is_reported and time.monotonic() - began > _REPORT_UNREACHED_AFTER_S:
+            is_reported = True
+            _report_unreached(folder, place, info, result)
+        # Jitter, because thousands of ranks retrying at the same moment would block each other.
         time.sleep(pause * random.uniform(0.5, 1.5))
         pause = min(1.0, pause * 1.5)
     return None
@@ -93,16 +93,16 @@ def _try_ports(place: Place, info: RankInfo) -> Connection | str:
         except OSError as error:
             return str(error.strerror or error)
         frames = Frames(place.secret, serves=False)
-        if _greet(connection, frames, info):
+        if _authenticate(connection, frames, info):
             return Connection(connection, frames)
         connection.close()
         first_reason = first_reason or "answered by another program"
     return first_reason
 
 
-def _greet(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
-    """True if it is rank 0 that listens there, and not somebody who takes his time to say nothing."""
-    deadline, said = time.monotonic() + FIRST_WORDS_S, False
+def _authenticate(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
+    """Return True if the peer proves within 2 s that it is rank 0."""
+    deadline, is_introduced = time.monotonic() + FIRST_WORDS_S, False
     try:
         connection.sendall(frames.opening)
         while not frames.is_proven:
@@ -111,16 +111,16 @@ def _greet(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
             frames.feed(data)
             if not data or time.monotonic() > deadline:
                 return False
-            if frames.is_open and not said:
+            if frames.is_open and not is_introduced:
                 connection.sendall(frames.pack({"rank": info.rank, "host": socket.gethostname()}))
-                said = True
+                is_introduced = True
         connection.settimeout(None)
     except (OSError, ValueError):
         return False
     return True
 
 
-def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> None:
+def _report_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> None:
     host = socket.gethostname()
     path = folder / _UNREACHED.replace("*", re.sub(r"[^A-Za-z0-9_.-]", "_", host))
     facts = network_facts({"MASTER_ADDR": place.address})
@@ -133,7 +133,7 @@ def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> N
 
 
 def unreached_files(folder: Path) -> list[Path]:
-    """Where they wrote it."""
+    """Return the files that nodes wrote because they could not reach rank 0."""
     return sorted(folder.glob(_UNREACHED))
 
 
@@ -149,18 +149,18 @@ class _Unreached(TypedDict):
 
 
 def read_unreached(folder: Path) -> list[dict[str, Any]]:
-    """What hosts wrote that could not reach rank 0."""
-    found = []
+    """Return the reports of nodes that could not reach rank 0."""
+    reports = []
     for path in unreached_files(folder):
-        # One that is damaged, or was never ours, is passed over.
+        # Skip damaged files and files of other programs.
         with contextlib.suppress(UserError):
-            found.append(as_type(_Unreached, read_json(path, _MOST_BYTES), str(path)))
-    return found
+            reports.append(as_type(_Unreached, read_json(path, _MAX_BYTES), str(path)))
+    return reports
 
 
 def take_part(place: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
               is_over: Callable[[], bool]) -> bool:
-    """Reach rank 0 (see `reach`), tell it and answer it to the end; False where it was not reached."""
+    """Connect to rank 0 (see `reach`) and serve it to the end. Return False if it was not reached."""
     connection = reach(place, info, folder, is_over)
     if connection is not None:
         converse(connection, info, env)
@@ -168,26 +168,25 @@ def take_part(place: Place, info: RankInfo, env: Mapping[str, str], folder: Path
 
 
 def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
-    """Tell rank 0 this rank's facts and answer it, until it says that it is over, or is gone."""
+    """Send this rank's facts to rank 0 and answer its questions until it ends or disconnects."""
     sending, measuring = threading.Lock(), Measuring(env)
 
     def answer(question: Mapping[str, Any]) -> None:
-        """Answer one question of rank 0's: facts, the time, the network, or what the measuring process finds."""
+        """Answer a question of rank 0: facts, time, network, or a measurement."""
         stage = question["ask"]
         if stage == FACTS:
-            found: Mapping[str, Any] = gather_facts(info, env)
+            reply: Mapping[str, Any] = gather_facts(info, env)
         elif stage.startswith(CLOCK):
-            found = {"time": time.time()}
+            reply = {"time": time.time()}
         elif stage == NETWORK:
-            found = measuring.network()
+            reply = measuring.network()
         else:
-            found = measuring.answer(question)
+            reply = measuring.answer(question)
         with sending, contextlib.suppress(OSError):
-            connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": found}))
+            connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": reply}))
 
     def begin(question: Mapping[str, Any]) -> None:
-        """Answer a question in a thread of its own, since one stage may hang while the next is asked for."""
-        # Each in a thread: facts and measuring may hang, and rank 0 asks for other things meanwhile.
+        """Answer a question in a new thread, since a stage may hang while rank 0 asks for the next."""
         threading.Thread(target=answer, args=(question,), daemon=True).start()
 
     begin({"ask": FACTS})
@@ -203,54 +202,55 @@ def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> 
         measuring.end()
 
 
-# The process that measures, seen from its rank: torch, drivers and collectives can hang or abort in there, and
-# the rank goes on talking.
 _END_WITHIN_S = 3.0
 _LAST_LINES = 6
 
 
 class Measuring:
-    """Starts `ezpz_llm.check.measure` and asks it one question at a time."""
+    """Subprocess `ezpz_llm.check.measure`, which answers one question at a time.
+
+    torch, drivers and collectives can hang or abort in it without affecting the rank.
+    """
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self._network: list[str] = []
-        # Descriptors stay open: MPI needs the one that its launcher gave to the rank.
-        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measure"], env=_talkative(env),
-                                         close_fds=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE)
+        # Descriptors stay open, because MPI needs the one that its launcher passed to the rank.
+        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measure"],
+                                         env=_logging_environment(env), close_fds=False, stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._questions, self._answers, self._output = cast(
             "tuple[IO[bytes], IO[bytes], IO[bytes]]",
             (self._process.stdin, self._process.stdout, self._process.stderr))
-        self._words = threading.Thread(target=self._listen, daemon=True)
-        self._words.start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """What the process answers, sooner or later; how it ended, where it has."""
+        """Return the process's answer, or an error with how it ended."""
         line = b""
         with contextlib.suppress(OSError):
             self._questions.write(json.dumps(question).encode() + b"\n")
             self._questions.flush()
-            # What Python prints while it starts, for a site, is no answer.
-            line = next((one for one in self._answers if one.startswith(b"{")), b"")
+            # Skip what Python prints at startup, such as from a site's sitecustomize.
+            line = next((text for text in self._answers if text.startswith(b"{")), b"")
         if line:
             if question["ask"] == MPI:
-                # Until the process has ended in order MPI is not over, and to MPICH's launcher a rank that ends
-                # before has failed.
+                # MPI ends only when the process has exited normally, and MPICH's launcher treats a rank that exits
+                # before that as failed.
                 self._process.wait()
             return parse_json(line, "the measuring process")
-        self._words.join(1.0)
+        self._listener.join(1.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        return {"error": f"the measuring process {_how(self._process.returncode)}: "
-                         f"{' | '.join(self._last) or 'it said nothing'}"}
+        return {"error": f"the measuring process {_describe_exit(self._process.returncode)}: "
+                         f"{' | '.join(self._last) or 'it printed nothing'}"}
 
     def network(self) -> dict[str, str]:
-        """What the communication library said about the network it chose."""
+        """Return the network that the communication library chose, from its log."""
         return read_network(self._network)
 
     def end(self) -> None:
-        """Let the process end in order, or end it."""
+        """Let the process exit, and kill it after 3 s."""
         with contextlib.suppress(OSError):
             self._questions.close()
         try:
@@ -267,40 +267,39 @@ class Measuring:
                 self._last.append(text)
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "does not answer"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _talkative(env: Mapping[str, str]) -> dict[str, str]:
-    """The rank's environment, with which NCCL, RCCL and oneCCL say what they choose."""
+def _logging_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the rank's environment with NCCL, RCCL and oneCCL set to log the network they choose."""
     wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
     return {name: value for name, value in env.items() if name != "NCCL_DEBUG_FILE"} | wanted
 
 
-# What every rank but the first does.
 _GRACE_S = 5.0
 
 
 def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
-    """Tell rank 0 everything; 0, since the verdict is rank 0's.
+    """Run the client side of a rank other than 0 and return exit code 0: rank 0 decides.
 
     Raises:
-        UserError: rank 0 cannot be reached, and gave no verdict about that either: it is rank 0 that is missing.
+        UserError: rank 0 is missing. It could not be reached and wrote no report.
     """
     began, until = time.time(), time.monotonic() + limit_s + _GRACE_S
     path = report_path(run_dir)
 
     def is_over() -> bool:
-        """True once rank 0 has written its report, or the time is up."""
-        # A report of an earlier preflight in the same directory says nothing about this one.
-        is_judged = path.exists() and path.stat().st_mtime > began - _GRACE_S
-        return is_judged or time.monotonic() > until
+        """Return True once rank 0 has written its report or the time is up."""
+        # Ignore a report of an earlier preflight in the same directory.
+        has_report = path.exists() and path.stat().st_mtime > began - _GRACE_S
+        return has_report or time.monotonic() > until
 
     if take_part(rendezvous, info, env, run_dir.path, is_over) or time.monotonic() < until:
         return 0
     raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
-                    f"{rendezvous.address}:{rendezvous.port}, which never gave a report",
-                    where="rank 0's host, or the way to it",
+                    f"{rendezvous.address}:{rendezvous.port}, but it neither answered nor wrote a report",
+                    where="rank 0's node, or the network to it",
                     instead="see logs/rank0000.log in the run directory", exit_code=EXIT_PREFLIGHT)

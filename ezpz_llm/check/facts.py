@@ -1,6 +1,8 @@
-"""Facts that one process finds on its host, as values of JSON (imports no torch): cores, memory, disks, versions
-and the environment variables that matter; interfaces, names, routes, and the network that NCCL or MPI
-chose."""
+"""Facts of one process and its node as JSON values (imports no torch).
+
+Cores, memory, disks, versions, environment variables, interfaces, routes, and the network that NCCL or oneCCL
+chose.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def host_facts() -> dict[str, Any]:
-    """Host name, boot id, this process's cores and the host's; memory, /dev/shm and temporary folder in bytes."""
+    """Return hostname, boot id, cores of this process and of the node, and memory and disk space in bytes."""
     return {
         "host": socket.gethostname(),
         "boot_id": system_text(_BOOT_ID).strip(),
@@ -47,16 +49,16 @@ def host_facts() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory: `total` and `free` (available without swapping), of the host or of a tighter cgroup."""
-    found = psutil.virtual_memory()
+    """Return `total` and `free` bytes of memory (available without swapping), of the node or a smaller cgroup."""
+    node = psutil.virtual_memory()
     limit, used = _cgroup_memory()
-    if limit is None or limit >= found.total:
-        return {"total": found.total, "free": found.available}
-    return {"total": limit, "free": min(found.available, max(0, limit - used))}
+    if limit is None or limit >= node.total:
+        return {"total": node.total, "free": node.available}
+    return {"total": limit, "free": min(node.available, max(0, limit - used))}
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
-    """The limit on this process's own cgroup and what is used of it, file cache left out; None without a limit."""
+    """Return the limit of this process's cgroup (None without one) and its used bytes without file cache."""
     own = re.search(r"^0::(/.*)$", system_text("/proc/self/cgroup"), re.MULTILINE)
     folder = _CGROUP / own[1].lstrip("/") if own else _CGROUP
     limit, used = system_text(folder / "memory.max").strip(), system_text(folder / "memory.current").strip()
@@ -67,7 +69,7 @@ def _cgroup_memory() -> tuple[int | None, int]:
 
 
 def room(folder: Path) -> dict[str, Any]:
-    """Total and free bytes of the file system of `folder`; None where it is missing."""
+    """Return total and free bytes of the file system of `folder`; None if it does not exist."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -76,27 +78,29 @@ def room(folder: Path) -> dict[str, Any]:
 
 
 def numa_domains() -> dict[str, list[int]]:
-    """The cores of each NUMA domain that has any."""
+    """Return the cores of each NUMA domain with cores."""
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     domains = {folder.name[4:]: _cores_in(folder / "cpulist") for folder in folders}
     return {name: cores for name, cores in domains.items() if cores}
 
 
 def _cores_in(path: Path) -> list[int]:
-    """[0, 1, 2, 8] for the kernel's `0-2,8`; a memory-only domain has none."""
+    """Return [0, 1, 2, 8] for the kernel's `0-2,8`, and [] for a memory-only domain."""
     text = system_text(path).strip()
     return [*expand_numbers(text)] if text else []
 
 
-# The part of a rank's environment that changes how it runs.
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HSA_XNACK")
 _PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "MPICH_", "TORCH_NCCL_", "PYTORCH_")
 
 
 def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """`environment`: what should agree between nodes. `masks`: visible devices, which rightly differ between ranks.
-    `devices`: the accelerators that are visible by mask or driver, and how many the driver has `installed`. Secrets
-    are redacted."""
+    """Return facts from the environment, with secrets redacted.
+
+    `environment` holds variables that should be the same on all nodes, `masks` device masks, which differ between
+    ranks, and `devices` the accelerators that are visible by mask or driver, and the number `installed` by the
+    driver.
+    """
     devices = visible_devices(env)
     return {
         "environment": redact({name: env[name] for name in sorted(env)
@@ -106,63 +110,64 @@ def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-# Versions: of Python and its packages, of torch's build without importing it, of the kernel and the drivers.
 PACKAGES = ("deepspeed", "numpy", "mpi4py", "ezpz_llm")
 _DRIVERS = {"NVIDIA": Path("/sys/module/nvidia/version"), "AMD": Path("/sys/module/amdgpu/version"),
             "Intel": Path("/sys/module/xe/version")}
-_MPI_QUESTION = ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+_MPI_PROGRAM = ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
                  "print(MPI.Get_library_version())")
 _MPI_TIMEOUT_S = 20
 
 
 def versions() -> dict[str, str]:
-    """Name to version of everything that should be the same on every node; what is absent is left out."""
-    found = {"python": platform.python_version(), "torch": torch_build().get("version"),
-             **{package: installed(package) for package in PACKAGES},
-             "kernel": platform.release(), **{f"{name} driver": version for name, version in drivers().items()}}
-    return {name: version for name, version in found.items() if version}
+    """Return versions of all software that should be the same on every node, without missing software."""
+    by_name = {"python": platform.python_version(), "torch": torch_build().get("version"),
+               **{package: installed(package) for package in PACKAGES},
+               "kernel": platform.release(), **{f"{name} driver": version for name, version in drivers().items()}}
+    return {name: version for name, version in by_name.items() if version}
 
 
 def torch_build() -> dict[str, str]:
-    """`version` (with the build, such as +cpu) and what it was built for (`cuda`, `hip`, `xpu`: their versions),
-    from torch's own version file; empty without torch."""
+    """Return torch's `version` and the versions of `cuda`, `hip` or `xpu` it was built for; empty without torch.
+
+    Read from torch's version file, without importing torch.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
     path = Path(spec.origin).with_name("version.py")
     values = _assigned(path) if path.is_file() else {}
-    found = {"version": values.get("__version__") or installed("torch")}
-    found |= {name: values.get(name) for name in ("cuda", "hip", "xpu")}
-    return {name: value for name, value in found.items() if value}
+    build = {"version": values.get("__version__") or installed("torch")}
+    build |= {name: values.get(name) for name in ("cuda", "hip", "xpu")}
+    return {name: value for name, value in build.items() if value}
 
 
 def _assigned(path: Path) -> dict[str, str]:
-    """The names that a module assigns a text to."""
-    found: dict[str, str] = {}
+    """Return the string constants that a module assigns to names."""
+    constants: dict[str, str] = {}
     for line in ast.parse(path.read_text()).body:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
         value = getattr(line, "value", None)
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-    return found
+            constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return constants
 
 
 def drivers() -> dict[str, str]:
-    """Accelerator makers to the version of the driver that the kernel has loaded."""
+    """Return the versions of the loaded accelerator drivers, by maker."""
     return {maker: version for maker, path in _DRIVERS.items() if (version := system_text(path).strip())}
 
 
 def mpi_library() -> str | None:
-    """The first line in which the MPI library that mpi4py loads says what it is; None where it loads none.
+    """Return the first line of the version text of mpi4py's MPI library, or None if it loads none.
 
-    Asked in a process of its own: a library that does not fit can end the process that loads it.
+    Uses a subprocess, because an incompatible library can end the process that loads it.
     """
     if installed("mpi4py") is None:
         return None
-    # The question must not take part in a launch that is going on.
+    # The subprocess must not join a running launch.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "PALS_", "OMPI_"))}
     try:
-        done = subprocess.run([sys.executable, "-c", _MPI_QUESTION], capture_output=True, text=True, check=False,
+        done = subprocess.run([sys.executable, "-c", _MPI_PROGRAM], capture_output=True, text=True, check=False,
                               timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -170,16 +175,15 @@ def mpi_library() -> str | None:
 
 
 def first_line(text: str) -> str | None:
-    """The first line with anything on it, blanks folded."""
+    """Return the first nonblank line, with whitespace collapsed."""
     return next((" ".join(line.split()) for line in text.splitlines() if line.strip()), None)
 
 
-# The network.
-_NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
 
 
 def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """The interfaces with their addresses, those that `env` names, and the way to MASTER_ADDR."""
+    """Return interfaces with their addresses, those that `env` names, and the route to MASTER_ADDR."""
     own = addresses()
     facts: dict[str, Any] = {
         "interfaces": own,
@@ -194,27 +198,26 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name the interface ranks are to talk on, with what they say."""
-    return {name: env[name] for name in _NAMING if env.get(name)}
+    """Return the variables that name the interface for ranks, with their values."""
+    return {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)}
 
 
 def addresses() -> dict[str, list[str]]:
-    """Every interface with its addresses, IPv4 first."""
+    """Return the addresses of every interface, IPv4 first."""
     families = (socket.AF_INET, socket.AF_INET6)
-    return {name: [one.address.partition("%")[0] for one in known if one.family in families]
+    return {name: [entry.address.partition("%")[0] for entry in known if entry.family in families]
             for name, known in psutil.net_if_addrs().items()}
 
 
 def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
-    """Which interface has this address."""
+    """Return the interface that has this address, or None."""
     return next((name for name, addresses in own.items() if address in addresses), None)
 
 
-# Which network a communication library chose, read from what it logs.
 _ABOUT = re.compile(r"NET/|Using network|Assigned NET plugin|provider|nic: \{|CCL_ATL_TRANSPORT", re.IGNORECASE)
 
-# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in; the last match counts, since a plug-in that
-# is tried and fails says so before the one that is taken.
+# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in. The last match is used, because a plug-in
+# that fails logs before the one that is chosen.
 _NCCL = {
     "network": re.compile(r"(?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$"),
     "provider": re.compile(r"NET/OFI Selected [Pp]rovider is (\w+)"),
@@ -229,14 +232,14 @@ _ONECCL = {
 
 
 def is_about_network(line: str) -> bool:
-    """Is this a line that `read_network` may learn from?"""
+    """Return True if `read_network` may use this line."""
     return bool(_ABOUT.search(line))
 
 
 def read_network(lines: Sequence[str]) -> dict[str, str]:
-    """`library`, `network` and, where they are told, `provider` and `interface`; empty where nothing is told.
+    """Parse `library`, `network` and, if logged, `provider` and `interface`; empty if nothing is logged.
 
-    oneCCL over MPI does not know what MPI uses: its network is then `mpi`.
+    oneCCL over MPI does not know which network MPI uses; the result is then `mpi`.
     """
     nccl = _matches(_NCCL, [line for line in lines if "NCCL" in line])
     if "network" in nccl:
@@ -247,12 +250,12 @@ def read_network(lines: Sequence[str]) -> dict[str, str]:
 
 
 def _matches(patterns: dict[str, re.Pattern[str]], lines: Sequence[str]) -> dict[str, str]:
-    found = {}
+    matches = {}
     for line in lines:
         for name, pattern in patterns.items():
             if match := pattern.search(line.strip()):
-                found[name] = match[1]
-    return found
+                matches[name] = match[1]
+    return matches
 
 
 _TCP = ("socket", "tcp", "sockets")
@@ -260,23 +263,23 @@ _LIBFABRIC = ("aws libfabric", "libfabric", "ofi", "cxi")
 
 
 def family(network: str) -> str:
-    """`tcp` for NCCL's Socket and libfabric's tcp, `libfabric` for all names of it, others in lower case."""
+    """Return `tcp` for NCCL's Socket and libfabric's tcp, `libfabric` for its aliases, else the lower-case name."""
     name = network.strip().lower()
-    # libfabric can itself speak TCP (`tcp;ofi_rxm`): that is the loss to be found.
+    # libfabric can also run over TCP (`tcp;ofi_rxm`), which is the slow case to detect.
     if name.partition(";")[0] in _TCP:
         return "tcp"
     return "libfabric" if name in _LIBFABRIC else name
 
 
 def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = frozenset()) -> list[str]:
-    """The interfaces over which this process really talks to others: those of its established TCP connections,
-    without connections to or from `other_ports`."""
+    """Return the interfaces of this process's established TCP connections, except those with `other_ports`."""
     process = psutil.Process()
-    # Before psutil 6 its name was another.
+    # The name before psutil 6.
     connections = getattr(process, "net_connections", None) or process.connections
-    found = set()
-    for one in connections("tcp"):
-        if one.status == psutil.CONN_ESTABLISHED and {one.laddr.port, one.raddr.port}.isdisjoint(other_ports):
-            address = one.laddr.ip.removeprefix("::ffff:")
-            found.add(interface_of(address, own) or address)
-    return sorted(found)
+    interfaces = set()
+    for connection in connections("tcp"):
+        local, remote = connection.laddr, connection.raddr
+        if connection.status == psutil.CONN_ESTABLISHED and {local.port, remote.port}.isdisjoint(other_ports):
+            address = local.ip.removeprefix("::ffff:")
+            interfaces.add(interface_of(address, own) or address)
+    return sorted(interfaces)

@@ -1,6 +1,6 @@
-"""The measuring process of a rank: answers each line of its standard input with a line on its standard output.
+"""Measuring process of a rank: answers each line of stdin with a line on stdout.
 
-What the communication libraries print goes to standard error; `client.py`, which starts it, reads that too.
+Output of the communication libraries goes to stderr. `client.py` starts this process and reads both.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from ezpz_llm.launch.ranks import find_rank
 _WINDOWS, _WINDOW_S = 3, 0.25
 _CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096
 _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**26
-_MOST_REPEATS, _REPEAT_FOR_S = 20, 0.4
+_MAX_REPEATS, _REPEAT_FOR_S = 20, 0.4
 _GROUP_TIMEOUT = datetime.timedelta(seconds=15)
 _DEVICE_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
-"""NCCL's watchdog ends the process at this age of a collective, the first of which loads libraries and transports:
-longer than rank 0 waits for any stage."""
+"""Timeout after which NCCL's watchdog ends the process, longer than rank 0 waits for any stage.
+
+The first collective loads libraries and transports.
+"""
 
 
 class Worker:
-    """Answers a rank's questions; torch is imported for the first."""
+    """Measurements of a rank; the first question imports torch."""
 
     def __init__(self) -> None:
         self._device: Any = None
@@ -41,12 +43,12 @@ class Worker:
         self._stuck_group: str | None = None
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """What the stage that the question names gives."""
+        """Return the result of the stage that the question names."""
         stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
         return stages[question["ask"].partition(" ")[0]](question)
 
     def _ready(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Import torch, take the device that a run would take, and on rank 0 open the store for the others."""
+        """Import torch, select the device as a run would, and on rank 0 create the store for all ranks."""
         began = time.perf_counter()
         import torch
 
@@ -59,7 +61,7 @@ class Worker:
         if DEVICES[self._device.type].own:
             module = torch.get_device_module(self._device)
             facts["name"] = module.get_device_name(self._device)
-            # torch for Intel GPUs learned it later than for others.
+            # Older torch lacks it for Intel GPUs.
             if hasattr(module, "mem_get_info"):
                 facts["free"], facts["total"] = module.mem_get_info(self._device)
         answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
@@ -68,7 +70,10 @@ class Worker:
         return answer
 
     def _serve(self) -> str | tuple[str, int]:
-        """Make the store, and say where: a file where all ranks are on this node, else an address and a port."""
+        """Create the store and return its location.
+
+        It is a file if all ranks are on this node, else an address and a port.
+        """
         from torch.distributed import FileStore, TCPStore
 
         from ezpz_llm.dist.rendezvous import new_name, node_folder
@@ -97,10 +102,9 @@ class Worker:
             self._store = TCPStore(address, port, None, False, _GROUP_TIMEOUT)
 
     def _compute(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Floating-point operations a second of a small matrix product, the best of some windows.
+        """Measure FLOP/s of a small matmul, the best of several windows.
 
-        Over windows and not single products: a neighbour that takes every second time slice of a core lets single
-        ones pass at full speed.
+        Windows, because single matmuls run at full speed even if another process uses every second time slice.
         """
         import torch
 
@@ -123,9 +127,10 @@ class Worker:
         return {"flops_per_second": best}
 
     def _reduce(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Bus bandwidth of an all-reduce in the group that the question describes, the best of some repeats.
+        """Measure the bus bandwidth of an all-reduce in the question's group, the best of several repeats.
 
-        Each group is a world of its own, made and left here: nothing depends on ranks outside it.
+        Each group is a separate world that is initialized and destroyed here, so that it does not depend on other
+        ranks.
         """
         import torch
         import torch.distributed as torch_dist
@@ -133,7 +138,7 @@ class Worker:
         from ezpz_llm.dist.backends import DEVICES
 
         if self._stuck_group:
-            raise RuntimeError(f"not measured, since this rank's group for {self._stuck_group} has failed")
+            raise RuntimeError(f"not measured because this rank's group for {self._stuck_group} has failed")
         if self._store is None:
             self._join(question["store"])
         store = torch_dist.PrefixStore(question["ask"] + question["group"], self._store)
@@ -149,7 +154,7 @@ class Worker:
         best = self._timed_reduce(values)
         longest = torch.tensor(best, device=self._device)
         torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
-        for _ in range(min(_MOST_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
+        for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
             best = min(best, self._timed_reduce(values))
         bus = 2 * (question["size"] - 1) / question["size"]
         answer = {"bytes_per_second": bus * size / best, **self._interface()}
@@ -158,10 +163,10 @@ class Worker:
         return answer
 
     def failed(self, question: Mapping[str, Any]) -> None:
-        """Leave the group of a stage that failed, after its error was told.
+        """Leave the group of a failed stage, after its error was reported.
 
-        A gloo group is closed and others can follow. NCCL's would wait for ranks that hang in it: it is left as it
-        is, and with it torch's only place for a world.
+        A gloo group is destroyed, and others can follow. Destroying an NCCL group would wait for hanging ranks,
+        so it stays, and no other group is possible.
         """
         if not self._in_group:
             return
@@ -174,7 +179,7 @@ class Worker:
             self._stuck_group = question["ask"]
 
     def end(self) -> None:
-        """End the process at once where a group is left in it, whose destructor would wait."""
+        """Exit immediately if a failed group is left, whose destructor would wait."""
         if self._stuck_group:
             os._exit(0)
 
@@ -188,18 +193,21 @@ class Worker:
         return time.perf_counter() - began
 
     def _interface(self) -> dict[str, Any]:
-        """Gloo does not say over which interface it talks: its open connections do."""
+        """Return the interfaces of gloo's open connections, because gloo does not report them."""
         if self._device.type != "cpu":
             return {}
         return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
 
     def _mpi(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """What MPI makes of this rank; the last question, since a library that does not fit ends the process."""
+        """Return rank and world size in MPI.
+
+        This is the last question, because an incompatible library ends the process.
+        """
         from mpi4py import MPI
 
         answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
                   "library": first_line(MPI.Get_library_version())}
-        # mpi4py itself ends only an MPI that it has started, which oneCCL may have done before.
+        # mpi4py finalizes MPI only if it has initialized it, which oneCCL may have done before.
         MPI.Finalize()
         return answer
 
@@ -210,9 +218,9 @@ class Worker:
 
 
 def main() -> None:
-    """Answer until there are no more questions, or MPI, the last of them, is over."""
+    """Answer questions until stdin ends or the MPI question is answered."""
     die_with_parent(signal.SIGKILL)
-    # What anybody prints, C libraries among them, must not come between the answers.
+    # Redirect output of all libraries, including C libraries, so that stdout has only answers.
     answers = os.dup(1)
     os.dup2(2, 1)
     worker = Worker()
@@ -221,7 +229,7 @@ def main() -> None:
         failed = False
         try:
             answer = worker.answer(question)
-        except Exception as error:  # whatever is wrong here is what the others want to know
+        except Exception as error:  # the error is the result of the check
             answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
         os.write(answers, json.dumps(answer).encode() + b"\n")
         if failed:

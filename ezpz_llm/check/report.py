@@ -1,4 +1,4 @@
-"""Report of preflight: its lines on the console, and preflight.json."""
+"""Preflight report: console output and preflight.json."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, without_secrets, write_json
 
-_MOST_HOSTS = 24
-"""Longer tables are printed without their middle."""
+_MAX_ROWS = 24
+"""Maximum number of nodes in the table; longer tables omit the middle."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome, and how many seconds it took."""
+    """Outcome of a preflight and its duration."""
 
     gathered: Gathered
     findings: Sequence[Finding]
@@ -43,17 +43,17 @@ class Report:
 
     @property
     def is_fit(self) -> bool:
-        """True if no finding is `bad`."""
+        """True if no finding has the level `bad`."""
         return not any(finding.level == "bad" for finding in self.findings)
 
 
 def report_path(run_dir: RunDir) -> Path:
-    """Where the report is written."""
+    """Return the path of the report."""
     return run_dir.path / "preflight.json"
 
 
 def as_text(report: Report) -> str:
-    """The hosts, what they have in common, the findings with what to do, and the verdict."""
+    """Return the table of nodes, common facts, findings with remedies, and the verdict."""
     gathered = report.gathered
     parts = (_hosts(gathered), _common(gathered), findings_text(report.findings), _verdict(report))
     return "\n".join(filter(None, parts))
@@ -62,11 +62,11 @@ def as_text(report: Report) -> str:
 def _hosts(gathered: Gathered) -> str:
     links, used = link_rates(gathered), talks_over(gathered)
     rows = [_row(host, ranks, links.get(host), used.get(host)) for host, ranks in gathered.by_host().items()]
-    if len(rows) > _MOST_HOSTS:
-        half = _MOST_HOSTS // 2
+    if len(rows) > _MAX_ROWS:
+        half = _MAX_ROWS // 2
         rows[half:-half] = [(f"… {len(rows) - 2 * half} more", *[""] * (len(rows[0]) - 1))]
-    columns = ("host", "ranks", "device", "cores", "free memory", "interface", "matrix product", "on the host",
-               "to others")
+    columns = ("node", "ranks", "device", "cores", "free memory", "interface", "matmul", "in the node",
+               "between nodes")
     return table("Preflight", columns, rows) if rows else ""
 
 
@@ -87,13 +87,13 @@ def _device(ranks: Sequence[Facts]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _median(ranks: Sequence[Facts], stage: str, member: str) -> float | None:
-    values = [answer[member] for facts in ranks if member in (answer := answer_of(facts, stage))]
+def _median(ranks: Sequence[Facts], stage: str, key: str) -> float | None:
+    values = [answer[key] for facts in ranks if key in (answer := answer_of(facts, stage))]
     return statistics.median(values) if values else None
 
 
 def _common(gathered: Gathered) -> str:
-    """Versions, MPI and the network of rank 0; where others differ, a finding says so."""
+    """Return versions, MPI and network of rank 0. Findings report nodes that differ."""
     if not gathered.told:
         return ""
     first = gathered.told[0]
@@ -111,15 +111,18 @@ def _common(gathered: Gathered) -> str:
 def _verdict(report: Report) -> str:
     levels = [finding.level for finding in report.findings]
     bad, warn = levels.count("bad"), levels.count("warn")
-    what = (f"{len(report.gathered.told)} of {report.gathered.world_size} ranks on "
-            f"{counted(len(report.gathered.by_host()), 'host')} in {report.seconds:.1f} s")
+    scope = (f"{len(report.gathered.told)} of {report.gathered.world_size} ranks on "
+             f"{counted(len(report.gathered.by_host()), 'node')} in {report.seconds:.1f} s")
     warned = f", {counted(warn, 'warning')}" if warn else ""
-    verdict = "fit" if report.is_fit else f"unfit: {counted(bad, 'thing')} to mend"
-    return f"preflight: {verdict}{warned} ({what})"
+    verdict = "fit" if report.is_fit else f"unfit: {counted(bad, 'problem')}"
+    return f"preflight: {verdict}{warned} ({scope})"
 
 
 def write_report(run_dir: RunDir, report: Report) -> None:
-    """Write preflight.json: the verdict, the findings, and the facts, what ranks have in common only once."""
+    """Write preflight.json with the verdict, the findings, and the facts.
+
+    Facts that most ranks share are stored once.
+    """
     gathered = report.gathered
     common, own = split_common(gathered.facts)
     write_json(report_path(run_dir), without_secrets({
@@ -130,13 +133,13 @@ def write_report(run_dir: RunDir, report: Report) -> None:
 
 
 def split_common(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What most ranks tell alike, and for each rank the members that it tells otherwise (null: not at all)."""
+    """Return the facts that most ranks share, and the differing facts of each rank (None if missing)."""
     common = {}
-    for name in dict.fromkeys(name for one in facts for name in one):
-        values = [one[name] for one in facts if name in one]
+    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
+        values = [of_rank[name] for of_rank in facts if name in of_rank]
         counts = Counter(repr(value) for value in values)
         usual, count = counts.most_common(1)[0]
         if count > len(facts) / 2 and len(facts) > 1:
             common[name] = next(value for value in values if repr(value) == usual)
-    return common, [{name: one.get(name) for name in dict.fromkeys((*one, *common))
-                     if name not in common or one.get(name) != common[name]} for one in facts]
+    return common, [{name: of_rank.get(name) for name in dict.fromkeys((*of_rank, *common))
+                     if name not in common or of_rank.get(name) != common[name]} for of_rank in facts]

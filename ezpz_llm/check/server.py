@@ -1,5 +1,7 @@
-"""Rank 0's side: each rank that connects proves that it is of this run, tells its facts and answers what it is
-asked, or is late. A bad peer is lost, and nothing else."""
+"""Server side of preflight: authenticate ranks, receive their facts, and ask them questions.
+
+An invalid or slow peer only loses its own connection.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from ezpz_llm.launch.master_variables import require_master_address, require_mas
 from ezpz_llm.rundir import RunDir
 
 PORTS_TRIED = 8
-"""MASTER_PORT and the numbers after it: the port itself may be held, by torchrun's agent or by a stranger."""
+"""Number of ports to try from MASTER_PORT on, which torchrun's agent or another program may hold."""
 FIRST_WORDS_S = 2.0
-"""So long one side of a new connection waits for the other's proof."""
+"""Time for the peer of a new connection to authenticate."""
 
 _SECRET_FILE, _SECRET_BYTES = "preflight-secret", 32
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 listens, and the secret by which it is told from strangers."""
+    """Address of rank 0 and the run's shared secret."""
 
     address: str
     port: int
@@ -38,67 +40,72 @@ class Place:
 
 
 def candidate_ports(port: int) -> list[int]:
-    """Where rank 0 listens: the first of these that it can bind."""
-    return [one for one in range(port, port + PORTS_TRIED) if one < 65536]
+    """Return the ports on which rank 0 may listen; it uses the first that it can bind."""
+    return [candidate for candidate in range(port, port + PORTS_TRIED) if candidate < 65536]
 
 
 def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT; the loopback and any port for a single rank.
+    """Return MASTER_ADDR and MASTER_PORT; for a single rank the loopback address and any port.
 
     Raises:
-        UserError: several ranks and no address, or no number.
+        UserError: a variable is missing or invalid for several ranks.
     """
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if world_size == 1:
         return "127.0.0.1", 0
     if not address or not port:
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
-        raise UserError(f"{world_size} ranks have no {missing} to meet at", where="environment",
+        raise UserError(f"{missing} is not set for {world_size} ranks", where="environment",
                         instead="launch python3 -m ezpz_llm.preflight, which sets both")
     require_master_address(address)
     return address, require_master_port(port)
 
 
 def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
-    """By what the ranks of one run know each other: launch's secret, else one that the first of them puts into a
-    file of the run directory, which the user alone can read.
+    """Return the run's shared secret.
+
+    It is launch's secret, or without launch one that the first rank writes into a file of the run directory that
+    only the user can read.
 
     Raises:
-        UserError: that file cannot be made, or is not the user's alone.
+        UserError: the file cannot be created, or others have access to it.
     """
-    if (known := run_secret(env)) is not None:
-        return known
+    if (launch_secret := run_secret(env)) is not None:
+        return launch_secret
     try:
         run_dir.control.parent.mkdir(parents=True, exist_ok=True)
         with make_private(run_dir.control) as folder:
             with contextlib.suppress(FileExistsError):
                 folder.create(_SECRET_FILE, os.urandom(_SECRET_BYTES))
-            # Another rank may be about to write it.
+            # Another rank may still be writing it.
             deadline = time.monotonic() + FIRST_WORDS_S
-            while len(found := folder.read(_SECRET_FILE)) < _SECRET_BYTES and time.monotonic() < deadline:
+            while len(secret := folder.read(_SECRET_FILE)) < _SECRET_BYTES and time.monotonic() < deadline:
                 time.sleep(0.05)
     except OSError as error:
-        raise UserError(f"the ranks' common secret cannot be kept: {error.strerror}", where=str(error.filename),
-                        instead="start with launch, or --run-dir with a folder of yours") from error
-    if len(found) < _SECRET_BYTES:
-        raise UserError("the ranks' common secret was never written to its end",
+        raise UserError(f"cannot store the ranks' shared secret: {error.strerror}", where=str(error.filename),
+                        instead="start with launch, or pass --run-dir with a folder that you own") from error
+    if len(secret) < _SECRET_BYTES:
+        raise UserError("the file with the ranks' shared secret is incomplete",
                         where=str(run_dir.control / _SECRET_FILE), instead="remove that file")
-    return found
+    return secret
 
 
 FACTS = "facts"
-"""The stage that each rank answers unasked: all that it can tell without torch."""
+"""Stage that each rank answers without a question: all facts that do not need torch."""
 CLOCK = "clock"
-"""Stages in which a rank is asked for its time begin with this."""
+"""Prefix of stages that ask a rank for its time."""
 
 _READ_BYTES = 1 << 18
-_MOST_UNPROVEN = 1024
-"""Connections that have not yet proven to be of this run; one more ends the oldest of them."""
+_MAX_UNPROVEN = 1024
+"""Maximum number of unauthenticated connections; one more drops the oldest."""
 
 
 @dataclass(eq=False)
 class Member:
-    """One connected rank. `lost_in` is the stage in which its connection ended."""
+    """Connected rank.
+
+    `lost_in` is the stage in which its connection ended.
+    """
 
     connection: socket.socket
     frames: Frames
@@ -111,13 +118,13 @@ class Member:
 
     @property
     def stuck_in(self) -> str | None:
-        """The first question, other than for its clock, that it has not answered."""
+        """Stage of the first unanswered question, except for clock questions."""
         open_stages = (stage for stage in self.asked if stage not in self.replies and not stage.startswith(CLOCK))
         return next(open_stages, None)
 
 
 class Board:
-    """Listens for the ranks. One thread, one connection a rank; nothing here waits longer than it is told to."""
+    """Server for all ranks, with a single thread and a connection per rank; every wait has a limit."""
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
         _allow_many_files()
@@ -128,24 +135,24 @@ class Board:
         self.address, self.port = own_end(self._listener), self._listener.getsockname()[1]
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._stage = "its first words"
+        self._stage = "its introduction"
         self._waiting_for: set[Member] = set()
         self._unproven: dict[Member, None] = {}
         self.members: list[Member] = []
         self.accounted: set[int] = set()
-        """Ranks that have told their facts, or are gone."""
+        """Ranks that have sent their facts or have disconnected."""
 
     def _listen(self, address: str, port: int) -> socket.socket:
         for candidate in candidate_ports(port):
             try:
                 return listen(address, candidate)
             except OSError as error:
-                self.port_error = self.port_error or _why(error, candidate)
-        raise UserError(f"none of the ports {port} to {candidate_ports(port)[-1]} can be bound: {self.port_error}",
-                        where=f"MASTER_PORT={port} on {socket.gethostname()}", instead="another MASTER_PORT")
+                self.port_error = self.port_error or _describe(error, candidate)
+        raise UserError(f"cannot bind any of the ports {port} to {candidate_ports(port)[-1]}: {self.port_error}",
+                        where=f"MASTER_PORT={port} on {socket.gethostname()}", instead="set another MASTER_PORT")
 
     def wait(self, until: float, done: Callable[[], bool]) -> bool:
-        """Listen until `done()` or the monotonic time `until`; whether it was done."""
+        """Serve until `done()` or the monotonic time `until`. Return True if done."""
         while not done():
             left = until - time.monotonic()
             if left <= 0:
@@ -159,7 +166,7 @@ class Board:
         return True
 
     def ask(self, stage: str, questions: Mapping[Member, Mapping[str, Any]], until: float) -> None:
-        """Ask members something and wait for the answers, which are then in `Member.replies[stage]`."""
+        """Send questions and wait for the answers, which are stored in `Member.replies[stage]`."""
         self._stage = stage
         self._waiting_for = {member for member in questions if member.lost_in is None}
         for member in tuple(self._waiting_for):
@@ -168,21 +175,23 @@ class Board:
         self.wait(until, lambda: not self._waiting_for)
 
     def clock_of(self, member: Member, until: float) -> tuple[float, float] | None:
-        """The member's clock minus this one in seconds, and how far that may be off (half the fastest round trip);
-        None where it does not answer."""
-        found: tuple[float, float] | None = None
+        """Return the member's clock offset and its error (half the fastest round trip) in seconds.
+
+        None if it does not answer.
+        """
+        best: tuple[float, float] | None = None
         for turn in range(3):
             stage, sent = f"{CLOCK} {turn}", time.time()
             self.ask(stage, {member: {}}, min(until, time.monotonic() + 1))
             if (answer := member.replies.get(stage)) is None:
-                return found
+                return best
             half = (time.time() - sent) / 2
-            if found is None or half < found[1]:
-                found = (answer["time"] - sent - half, half)
-        return found
+            if best is None or half < best[1]:
+                best = (answer["time"] - sent - half, half)
+        return best
 
     def dismiss(self) -> None:
-        """Tell everybody that it is over, and close."""
+        """End all connections with a final message, and stop listening."""
         for member in self.members:
             if member.lost_in is None:
                 self._send(member, member.frames.pack({"ask": "end"}))
@@ -200,10 +209,10 @@ class Board:
             self._send(member, member.frames.opening)
 
     def _drop_unproven(self) -> None:
-        """Those who are late, or too many: the oldest come first."""
+        """Drop late or excess unauthenticated connections, oldest first."""
         now = time.monotonic()
         for member in list(self._unproven):
-            if member.prove_by > now and len(self._unproven) <= _MOST_UNPROVEN:
+            if member.prove_by > now and len(self._unproven) <= _MAX_UNPROVEN:
                 break
             self._lose(member)
 
@@ -211,15 +220,15 @@ class Board:
         try:
             data = member.connection.recv(_READ_BYTES)
             for message in member.frames.feed(data):
-                self._take(member, message)
+                self._handle(member, message)
         except BlockingIOError:
             return
-        except Exception:  # whatever one of them sends, it costs that one alone
+        except Exception:  # invalid data must only cost the sender its connection
             data = b""
         if not data:
             self._lose(member)
 
-    def _take(self, member: Member, message: dict[str, Any]) -> None:
+    def _handle(self, member: Member, message: dict[str, Any]) -> None:
         if member.rank < 0:
             rank, member.host = int(message["rank"]), cleaned(str(message["host"]))
             if rank < 0:
@@ -237,7 +246,7 @@ class Board:
             self._waiting_for.discard(member)
 
     def _send(self, member: Member, data: bytes) -> None:
-        """Without waiting: the few short frames of a preflight find room in the buffer of any socket."""
+        """Send without blocking: a preflight's few short frames fit into any socket's buffer."""
         try:
             if member.connection.send(data) < len(data):
                 self._lose(member)
@@ -255,14 +264,14 @@ class Board:
             member.connection.close()
 
 
-def _why(error: OSError, port: int) -> str:
-    # listen() lengthens the message with the address.
+def _describe(error: OSError, port: int) -> str:
+    # Without the address that listen() adds to the message.
     text = os.strerror(error.errno) if error.errno else str(error)
     return f"{text}: {holder(port)}" if error.errno == errno.EADDRINUSE else text
 
 
 def _allow_many_files() -> None:
-    # A connection a rank: the usual soft limit of 1024 is for programs that use select().
+    # Each rank needs a connection. The usual soft limit of 1024 is for programs that use select().
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

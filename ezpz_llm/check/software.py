@@ -1,4 +1,4 @@
-"""Checks of the software: Python, torch against the driver, DeepSpeed and its ops, MPI, compilers, py-spy."""
+"""Software checks of doctor: Python, torch and drivers, DeepSpeed and its ops, MPI, compilers, py-spy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
 
-_LEAST_PYTHON, _LEAST_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))
+_MIN_PYTHON, _MIN_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))
 _BUILDS = {"cuda": ("CUDA", "NVIDIA"), "hip": ("ROCm", "AMD"), "xpu": ("XPU", "Intel")}
 _DEVICES_TIMEOUT_S = 60
-_DEVICES_SEEN = """
+_LIST_DEVICES = """
 import json, torch
 seen = [module for module in (torch.cuda, torch.xpu) if module.is_available()]
 names = [module.get_device_name(i) for module in seen for i in range(module.device_count())]
@@ -32,7 +32,7 @@ print(json.dumps(names or (["Apple GPU"] if torch.backends.mps.is_available() el
 
 
 def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """The lines about software."""
+    """Yield the checks of Python, torch, DeepSpeed, devices and MPI."""
     yield python()
     build, loaded = torch_build(), drivers()
     yield torch_check(build, loaded, cuda_of_driver())
@@ -42,44 +42,45 @@ def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def python() -> Finding:
-    """This Python."""
-    found = f"{platform.python_version()} ({sys.executable})"
-    return judged("python", found, (sys.version_info[:2] < _LEAST_PYTHON, "bad",
-                                    "Python 3.10 or newer: load its module, or set EZPZ_PYTHON"))
+    """Check the version of Python."""
+    text = f"{platform.python_version()} ({sys.executable})"
+    return judged("python", text, (sys.version_info[:2] < _MIN_PYTHON, "bad",
+                                   "use Python 3.10 or newer: load its module, or set EZPZ_PYTHON"))
 
 
 def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
                 driver_cuda: tuple[int, int] | None) -> Finding:
-    """torch, what it was built for, and whether the drivers of this machine can run that.
+    """Check that the drivers of this machine support the installed torch build.
 
     Args:
-        driver_cuda: the newest CUDA that NVIDIA's driver knows; None without the driver.
+        driver_cuda: newest CUDA version that NVIDIA's driver supports; None without the driver.
     """
     if not build:
         return Finding("bad", "torch", "not installed",
-                       "launchers/with-env finds or installs one (docs/use/install.md)")
+                       "run in launchers/with-env, which finds or installs torch (docs/use/install.md)")
     versions = [f"{name} {build[key]}" for key, (name, _) in _BUILDS.items() if key in build]
-    found = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
+    text = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
     is_newer = "cuda" in build and driver_cuda is not None and _numbers(build["cuda"])[:1] > driver_cuda[:1]
     is_other = bool(loaded) and not makers & loaded.keys()
-    here = "this machine has " * is_other + ", ".join(f"{maker} driver {text}" for maker, text in loaded.items())
+    here = "this machine has " * is_other + ", ".join(f"{maker} driver {number}"
+                                                     for maker, number in loaded.items())
     if driver_cuda is not None and is_newer:
-        here = f"the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
+        here = f"the driver supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
     elif makers and not loaded:
-        here = "this machine has no such driver"
+        here = "this machine has no driver for it"
     return judged(
-        "torch", "; ".join(filter(None, (found, here))),
-        (_numbers(build["version"]) < _LEAST_TORCH, "bad",
-         "torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
+        "torch", "; ".join(filter(None, (text, here))),
+        (_numbers(build["version"]) < _MIN_TORCH, "bad",
+         "use torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
         (is_other, "bad",
-         "a torch built for that: EZPZ_LLM_TORCH names one for launchers/with-env (docs/use/install.md)"),
-        (is_newer, "bad", "a torch built for an older CUDA, or a newer driver"),
-        (bool(makers) and not loaded, "warn", "right for a login node only"))
+         "use a torch built for this driver: set EZPZ_LLM_TORCH for launchers/with-env (docs/use/install.md)"),
+        (is_newer, "bad", "use a torch built for an older CUDA, or update the driver"),
+        (bool(makers) and not loaded, "warn", "expected only on a login node"))
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA version that the loaded NVIDIA driver supports (cuDriverGetVersion: 12040 is 12.4)."""
+    """Return the newest CUDA version that the loaded NVIDIA driver supports (cuDriverGetVersion: 12040 is 12.4)."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -91,45 +92,47 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 
 def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
-    """An installed package and whether its version is one of those that are tested."""
-    found, wanted = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
-    return judged(name, found or "not installed",
-                  (found is None, "bad", f"pip install '{wanted}', or run in launchers/with-env"),
-                  (not least <= _numbers(found or "") < below, "warn",
-                   f"pip install '{wanted}': others are not tested"))
+    """Check that a package is installed in a tested version."""
+    version, wanted = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
+    return judged(name, version or "not installed",
+                  (version is None, "bad", f"pip install '{wanted}', or run in launchers/with-env"),
+                  (not least <= _numbers(version or "") < below, "warn",
+                   f"pip install '{wanted}'; other versions are untested"))
 
 
 def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
-    """What is visible, and what torch makes of it. torch is asked only where there may be something to see, and in
-    a process of its own: a driver can hang."""
+    """Report the visible devices and check that torch can use them.
+
+    Runs torch only if there may be devices, and in a subprocess, because drivers can hang.
+    """
     visible = visible_devices(env)
-    found = f"{len(visible.ids)} visible ({visible.source})" if visible.ids else f"none ({visible.source})"
+    text = f"{len(visible.ids)} visible ({visible.source})" if visible.ids else f"none ({visible.source})"
     if not build or (not visible.ids and sys.platform != "darwin"):
-        return Finding("ok", "devices", found)
+        return Finding("ok", "devices", text)
     try:
-        done = subprocess.run([sys.executable, "-c", _DEVICES_SEEN], capture_output=True, text=True, check=False,
+        done = subprocess.run([sys.executable, "-c", _LIST_DEVICES], capture_output=True, text=True, check=False,
                               timeout=_DEVICES_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        return Finding("bad", "devices", f"{found}; torch hangs when it asks for them",
-                     "look at the driver (dmesg, nvidia-smi, rocm-smi), or take another node")
+        return Finding("bad", "devices", f"{text}; torch hangs when it queries them",
+                     "check the driver (dmesg, nvidia-smi, rocm-smi), or use another node")
     names = parse_json(done.stdout.splitlines()[-1], "torch") if done.returncode == 0 else []
     if names:
         return Finding("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
-    why = (done.stderr.strip().splitlines() or ["torch sees none of them"])[-1]
-    return Finding("warn", "devices", f"{found}, but torch sees none: {why}",
-                 "right where the mask hides them on purpose; else a torch built for them")
+    reason = (done.stderr.strip().splitlines() or ["torch finds none of them"])[-1]
+    return Finding("warn", "devices", f"{text}, but torch finds none: {reason}",
+                 "install a torch built for these devices, unless the mask hides them on purpose")
 
 
 def mpi(library: str | None, dialect: str | None) -> Finding:
-    """Do mpi4py's library and the mpiexec that launch would take belong together?"""
+    """Check that mpi4py's MPI library matches the mpiexec that launch would use."""
     if library is None:
         return Finding("warn", "MPI library", "mpi4py loads none",
-                     "only programs that use MPI need one: load the site's MPI module, or pip install mpich")
-    # MPICH, Intel MPI and Cray's share one start-up protocol (PMI); Open MPI's ranks need Open MPI's mpiexec.
+                     "load the site's MPI module or pip install mpich, if a program needs MPI")
+    # MPICH, Intel MPI and Cray MPICH share a start-up protocol (PMI). Open MPI's ranks need Open MPI's mpiexec.
     if dialect is not None and ("open mpi" in library.lower()) != dialect.startswith("Open MPI"):
         return Finding("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
-                     "ranks that use MPI would each be rank 0 of 1: put the mpiexec of that library first on PATH, "
-                     "or name its own library in MPI4PY_LIBMPI")
+                     "each rank that uses MPI would be rank 0 of 1: put the mpiexec of that library first on PATH, "
+                     "or set MPI4PY_LIBMPI to the library of this mpiexec")
     return Finding("ok", "MPI library", library)
 
 
@@ -150,44 +153,43 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-# Compilers and DeepSpeed's ops, py-spy, the clock.
-_UNSYNCHRONISED = 0x40
-_STATUS_AT = 40
-"""adjtimex(2): STA_UNSYNC, and where `status` stands in struct timex on 64-bit Linux."""
+_UNSYNCHRONIZED = 0x40
+_STATUS_OFFSET = 40
+"""Offset of `status` in struct timex on 64-bit Linux, for STA_UNSYNC of adjtimex(2)."""
 _EARLIEST = 1.7e9
 
 
 def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """The lines about tools that a run may need."""
+    """Yield the checks of compiler, ops, build locks, py-spy and clock."""
     yield compiler(env)
     if torch_build() and installed("deepspeed"):
         yield from map(op, OPS)
     for lock in stale_locks(env):
-        yield Finding("warn", "stale lock", f"{lock}: builds of that op would wait for ever",
+        yield Finding("warn", "stale lock", f"{lock}: builds of this op would wait forever",
                     f"rm {shlex.quote(str(lock))}")
     yield py_spy()
     yield clock(time.time(), clock_is_kept())
 
 
 def op(name: str) -> Finding:
-    """One of DeepSpeed's ops that layouts need."""
+    """Check that one of DeepSpeed's ops is built."""
     built = is_built(name)
     return judged(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
-                  (not built, "warn", f"ezpz-llm doctor --build-ops {name}, for layouts that offload"))
+                  (not built, "warn", f"for layouts with offload, ezpz-llm doctor --build-ops {name}"))
 
 
 def compiler(env: Mapping[str, str]) -> Finding:
-    """What builds ops and torch.compile's kernels."""
+    """Check the C++ compiler and ninja, which build ops and torch.compile's kernels."""
     wanted = env.get("CXX", "c++")
-    found, ninja = shutil.which(wanted, path=env.get("PATH")), _beside("ninja")
-    return judged("compiler", f"{found or f'no C++ compiler ({wanted})'}, {ninja or 'no ninja'}",
-                  (found is None, "warn",
-                   "install g++, load its module or set CXX: only DeepSpeed's ops and torch.compile need it"),
+    path, ninja = shutil.which(wanted, path=env.get("PATH")), _find_program("ninja")
+    return judged("compiler", f"{path or f'no C++ compiler ({wanted})'}, {ninja or 'no ninja'}",
+                  (path is None, "warn",
+                   "install g++, load its module or set CXX, for DeepSpeed's ops and torch.compile"),
                   (ninja is None, "warn", "pip install ninja, for DeepSpeed's ops"))
 
 
 def stale_locks(env: Mapping[str, str]) -> list[Path]:
-    """Locks of compilations that no process works on: in our cache, and in torch's own, where others would wait."""
+    """Return locks of killed compilations in our cache and in torch's, where other builds would wait for them."""
     from ezpz_llm.layout.ops import lock_holder
 
     places = [building_dir()] if torch_build() and installed("deepspeed") else []
@@ -199,21 +201,21 @@ def stale_locks(env: Mapping[str, str]) -> list[Path]:
 
 
 def py_spy() -> Finding:
-    """What shows where a hanging rank stands."""
-    return Finding("ok", "py-spy", _beside("py-spy") or "not installed: stacks of a hanging rank come from "
-                                                       "faulthandler, Python's own")
+    """Report py-spy, which shows the stacks of a hanging rank."""
+    return Finding("ok", "py-spy", _find_program("py-spy") or "not installed: Python's faulthandler shows the "
+                                                             "stacks of a hanging rank instead")
 
 
 def clock(now: float, is_kept: bool | None) -> Finding:
-    """This machine's time, and whether anything keeps it right (None: cannot be told)."""
+    """Check this machine's time; `is_kept` is None if it is unknown whether the clock is synchronized."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
-    kept = ", not kept in step by this machine's own chrony or ntpd" if is_kept is False else ""
+    kept = ", not synchronized by chrony or ntpd on this machine" if is_kept is False else ""
     return judged("clock", shown + kept, (now < _EARLIEST, "bad",
-                                          "set it: certificates, logs and the time left in a job are wrong"))
+                                          "set it, or certificates, logs and the remaining job time are wrong"))
 
 
 def clock_is_kept() -> bool | None:
-    """True if the kernel's clock is synchronised, by adjtimex(2), which only asks."""
+    """Return True if the kernel's clock is synchronized, by a read-only adjtimex(2)."""
     try:
         state = ctypes.create_string_buffer(256)
         answer = ctypes.CDLL(None).adjtimex(state)
@@ -221,10 +223,10 @@ def clock_is_kept() -> bool | None:
         return None
     if answer < 0:
         return None
-    status = int.from_bytes(state.raw[_STATUS_AT:_STATUS_AT + 4], sys.byteorder)
-    return not status & _UNSYNCHRONISED
+    status = int.from_bytes(state.raw[_STATUS_OFFSET:_STATUS_OFFSET + 4], sys.byteorder)
+    return not status & _UNSYNCHRONIZED
 
 
-def _beside(program: str) -> str | None:
-    """A program on PATH, or beside this Python, where PATH was never set up."""
+def _find_program(program: str) -> str | None:
+    """Return the path of a program on PATH or next to this Python."""
     return shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))

@@ -1,1 +1,1 @@
-"""The layout of a run as a value: ds_config, rules and suggestions, batch, memory (imports no torch)."""
+"""Layout of a run: ds_config, rules and suggestions, batch sizes, memory estimate (imports no torch)."""

@@ -1,4 +1,4 @@
-"""Batch arithmetic, in sequences: global batch = micro batch x accumulation x data-parallel size (no torch)."""
+"""Batch sizes in sequences: global batch = micro batch x accumulation x data-parallel size (imports no torch)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from ezpz_llm.base import UserError
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
-"""Names of options and YAML settings that differ from the field, whose own name is a key of run.json.
+"""Names of options and YAML settings that differ from the field, whose name is a key of run.json.
 
-For one release the fields' own names are read as well, with a note.
+For one release the field names are accepted as well, with a note.
 """
 
 
 def option_of(name: str) -> str:
-    """Return the option of a field: --grad-clip for clip."""
+    """Return the option of a field, such as --grad-clip for clip."""
     return "--" + SPELLINGS.get(name, name).replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step takes.
+    """Batch of one optimizer step.
 
-    `global_batch` sequences over all ranks, of which each of `dp_size` ranks takes `accumulation` micro batches of
-    `micro_batch` sequences.
+    Each of `dp_size` data-parallel ranks runs `accumulation` micro batches of `micro_batch` sequences.
+    `global_batch` is their product.
     """
 
     global_batch: int
@@ -35,14 +35,14 @@ class Batch:
 
 def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation: int | None, dp_size: int, *,
                 default_micro_batch: int = 4, where: str | None = None) -> Batch:
-    """Fill in what is not given: any two of the three numbers give the third.
+    """Compute the missing sizes; any two of the three determine the third.
 
-    With fewer than two, a rank takes `default_micro_batch` sequences in one micro-step; a global batch alone is cut
-    into the largest micro batches up to that size that divide it.
+    With fewer than two, the micro batch is `default_micro_batch` and the accumulation 1. A global batch alone is
+    split into the largest micro batches up to that size that divide it.
 
     Raises:
-        UserError: a number below 1, numbers that contradict each other or do not divide (the nearest valid ones are
-            named), more ranks than the batch can feed.
+        UserError: a number below 1, numbers that contradict each other or do not divide (with the nearest valid
+            ones), more ranks than sequences.
     """
     for name, value in (("global batch", global_batch), ("micro batch", micro_batch),
                         ("accumulation", accumulation)):
@@ -76,15 +76,15 @@ def _checked(global_batch: int, micro_batch: int, accumulation: int, dp_size: in
     product = micro_batch * accumulation * dp_size
     if product == global_batch:
         return Batch(global_batch, micro_batch, accumulation, dp_size)
-    found = (f"a global batch of {global_batch} is not micro batch {micro_batch} x accumulation {accumulation} x "
+    problem = (f"a global batch of {global_batch} is not micro batch {micro_batch} x accumulation {accumulation} x "
              f"{dp_size} data-parallel ranks = {product}")
     ranks, rest = divmod(global_batch, micro_batch * accumulation)
     if rest == 0 and dp_size == 1:
-        # A world of one under numbers meant for many is nearly always a program started without its launcher.
-        raise UserError(found, where=where, instead=f"start {ranks} ranks (launch -n {ranks} …), or give only two "
-                                                    "of the three numbers")
-    raise UserError(found, where=where,
-                    instead=f"a global batch of {product}, or give only two of the three numbers")
+        # With a world size of 1, the program was almost certainly started without its launcher.
+        raise UserError(problem, where=where, instead=f"start {ranks} ranks (launch -n {ranks} …), or set only two "
+                                                      "of the three numbers")
+    raise UserError(problem, where=where,
+                    instead=f"a global batch of {product}, or set only two of the three numbers")
 
 
 def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | None, where: str | None) -> None:

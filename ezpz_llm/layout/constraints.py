@@ -1,6 +1,6 @@
-"""The rules that a layout must pass, each with its reason (imports no torch); suggest.py finds what passes instead.
+"""Rules for parallel degrees and combinations of layout options, each with its reason (imports no torch).
 
-Rules of single ZeRO options are in knobs.py, rules of degrees and of combinations are here.
+Rules for single ZeRO options are in knobs.py. suggest.py searches for legal alternatives.
 """
 
 from __future__ import annotations
@@ -16,69 +16,69 @@ from ezpz_llm.layout.layout import Layout
 
 
 def validate(case: Case) -> tuple[Layout, tuple[str, ...], Problem | None]:
-    """The layout to run, what to say about it, and what is wrong with it if it cannot run.
+    """Return the layout to run, notes about it, and the problem if it cannot run.
 
     Raises:
-        UserError: the batch does not work out.
+        UserError: the batch sizes contradict each other or the data-parallel size.
     """
     notes: list[str] = []
     for rule in RULES:
-        found = next(rule(case), None)
-        if isinstance(found, Problem):
-            return case.layout, tuple(notes), found
-        if found is not None:
-            case = replace(case, layout=found.layout)
-            notes.append(found.note)
+        result = next(rule(case), None)
+        if isinstance(result, Problem):
+            return case.layout, tuple(notes), result
+        if result is not None:
+            case = replace(case, layout=result.layout)
+            notes.append(result.note)
     return case.layout, tuple(notes), None
 
 
 def check_world_size(case: Case) -> Found:
-    """The ranks must be divisible into groups of tp x pp x sp."""
+    """Require that tp x pp x sp divides the world size."""
     layout = case.layout
-    others = layout.tp * layout.pp * layout.sp
-    if case.world_size % others:
+    model_ranks = layout.tp * layout.pp * layout.sp
+    if case.world_size % model_ranks:
         yield Problem(f"{case.world_size} ranks cannot be divided into groups of tp {layout.tp} x pp {layout.pp} x "
-                      f"sp {layout.sp} = {others}", ("ranks", *_above_one(layout)), ("ranks", "tp", "pp", "sp"))
+                      f"sp {layout.sp} = {model_ranks}", ("ranks", *_above_one(layout)),
+                      ("ranks", "tp", "pp", "sp"))
 
 
 def check_engine(case: Case) -> Found:
-    """Torch's engines have no pipeline, and fully_shard is not combined with tensor parallel."""
+    """Require DeepSpeed for pipelines, and reject fsdp2 with tensor parallelism."""
     layout = case.layout
     if layout.pp > 1 and layout.engine != "deepspeed":
-        yield Problem(f"engine {layout.engine} has no pipeline: DeepSpeed's runs the stages", ("engine", "pp"),
+        yield Problem(f"engine {layout.engine} does not support pipelines; deepspeed does", ("engine", "pp"),
                       ("engine", "pp"))
     if layout.tp > 1 and layout.engine == "fsdp2":
-        yield Problem("fsdp2 divides whole layers over all ranks, and tensor parallel divides each layer: the two "
-                      "are not combined here", ("engine", "tp"), ("engine", "tp"))
+        yield Problem("engine fsdp2 does not support tensor parallelism", ("engine", "tp"), ("engine", "tp"))
 
 
 def check_pipeline_stage(case: Case) -> Found:
-    """A pipeline takes ZeRO stage 1 without offload."""
+    """Require ZeRO stage 1 without offload for pipelines."""
     layout = case.layout
     if layout.pp == 1:
         return
     if layout.zero.stage in (2, 3):
-        yield Problem(f"a pipeline keeps whole gradients until its last micro batch: ZeRO stage "
-                      f"{layout.zero.stage}, which divides them, is refused by DeepSpeed",
+        yield Problem(f"DeepSpeed rejects ZeRO stage {layout.zero.stage} in pipelines: a pipeline keeps whole "
+                      "gradients until its last micro batch",
                       ("stage", "pp"), ("stage", "pp"))
     if layout.zero.offload_optimizer is not None:
-        yield Problem("a pipeline's optimizer steps on the device: it is not offloaded here",
+        yield Problem("pipelines do not support optimizer offload",
                       ("offload_optimizer", "pp"), ("offload", "pp"))
     if layout.zero.stage == 0:
         yield Repair(layout.with_zero(stage=1),
-                     "ZeRO stage 1 in place of 0: under a pipeline DeepSpeed's stage 0 clips each stage by a norm "
-                     "of its own")
+                     "using ZeRO stage 1 instead of 0: in a pipeline, DeepSpeed's stage 0 clips each "
+                     "pipeline stage by its own gradient norm")
 
 
 def check_pipeline_sequences(case: Case) -> Found:
-    """Pipeline and sequence parallel are not combined."""
+    """Reject sequence parallelism in pipelines."""
     if case.layout.pp > 1 and case.layout.sp > 1:
-        yield Problem("pipeline stages pass on whole sequences: pipeline and sequence parallel are not combined "
-                      "here", ("pp", "sp"), ("sp", "pp"))
+        yield Problem("pipelines do not support sequence parallelism: stages pass on whole sequences",
+                      ("pp", "sp"), ("sp", "pp"))
 
 
 def check_heads(case: Case) -> Found:
-    """Attention heads, and key/value heads, must be divisible by tp x sp."""
+    """Require that tp x sp divides the attention heads and the key/value heads."""
     layout, model = case.layout, case.model
     parts = layout.tp * layout.sp
     if model is None:
@@ -91,26 +91,26 @@ def check_heads(case: Case) -> Found:
 
 
 def check_widths(case: Case) -> Found:
-    """The MLP's width and the rows of the vocabulary must be divisible by tp."""
+    """Require that tp divides the MLP width and the padded vocabulary."""
     tp, model = case.layout.tp, case.model
     if model is not None and model.intermediate_size % tp:
-        yield Problem(f"the MLP's width of {model.intermediate_size} cannot be divided by tp {tp}", ("tp",),
+        yield Problem(f"the MLP width of {model.intermediate_size} cannot be divided by tp {tp}", ("tp",),
                       ("tp",))
     if model is not None and model.padded_vocab_size % tp:
-        # Not padded in silence: more rows are another model, to its softmax and to its checkpoints.
+        # Never padded silently: more rows change the softmax and the checkpoints.
         yield Problem(f"the vocabulary of {model.padded_vocab_size} rows cannot be divided by tp {tp}", ("tp",),
                       ("tp", "vocab_multiple"))
 
 
 def check_pipeline_depth(case: Case) -> Found:
-    """A model needs a block for each pipeline stage."""
+    """Require a block for each pipeline stage."""
     if case.model is not None and case.layout.pp > case.model.n_layer:
         yield Problem(f"{case.model.n_layer} blocks cannot be divided among {case.layout.pp} pipeline stages",
                       ("pp",), ("pp", "n_layer"))
 
 
 def check_context(case: Case) -> Found:
-    """The sequence length must be divisible by sp."""
+    """Require that sp divides the sequence length."""
     sp, model = case.layout.sp, case.model
     if model is not None and model.block_size % sp:
         yield Problem(f"sequences of {model.block_size} tokens cannot be divided by sp {sp}", ("sp",),
@@ -118,7 +118,7 @@ def check_context(case: Case) -> Found:
 
 
 def check_pipeline_bubble(case: Case) -> Found:
-    """Fewer micro batches than stages leave a pipeline idle: a note, with the number that helps."""
+    """Note the pipeline bubble if there are fewer micro batches than stages."""
     stages = case.layout.pp
     if stages == 1 or case.batch is None:
         return
@@ -128,7 +128,7 @@ def check_pipeline_bubble(case: Case) -> Found:
         count = f"{micro_batches} micro batch{'' if micro_batches == 1 else 'es'}"
         yield Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {count} "
                                   f"a step: (p - 1)/(m + p - 1); "
-                                  f"--gradient-accumulation-steps {4 * stages} would make it "
+                                  f"--gradient-accumulation-steps {4 * stages} reduces it to "
                                   f"{(stages - 1) / (5 * stages - 1):.0%}")
 
 
@@ -147,21 +147,21 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_gradient_scaling(values: Mapping[str, Any], layout: Layout, where: str) -> None:
-    """Refuse keys that scale gradients in a way that DeepSpeed rejects on every rank, after they have started.
+    """Check keys that scale gradients before ranks start; DeepSpeed would reject them later, on every rank.
 
     Args:
         values: the keys of a ds_config that DeepSpeed reads.
 
     Raises:
-        UserError: names the key and what to write instead.
+        UserError: a key that DeepSpeed rejects in this stage.
     """
-    # Stage 1 all-reduces; a scatter cannot scale before it reduces.
+    # Stage 1 all-reduces. DeepSpeed's reduce-scatter cannot scale before it reduces.
     if (layout.zero.stage or 0) >= 2 and values.get("zero_optimization", {}).get("reduce_scatter", True):
         for key, neutral in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
             if values.get(key, neutral) != neutral:
-                raise UserError(f"{key} is {json.dumps(values[key])}, and ZeRO stage {layout.zero.stage} reduces "
-                                "by scattering: DeepSpeed does not scale gradients before that", where=where,
-                                instead=f"no {key}, or \"reduce_scatter\": false in \"zero_optimization\"")
+                raise UserError(f"{key} is {json.dumps(values[key])}, but ZeRO stage {layout.zero.stage} uses "
+                                "reduce-scatter, and DeepSpeed does not scale gradients before that", where=where,
+                                instead=f"delete {key}, or set \"reduce_scatter\": false in \"zero_optimization\"")
 
 
 def _above_one(layout: Layout, *names: str) -> tuple[str, ...]:

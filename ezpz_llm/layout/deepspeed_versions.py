@@ -1,8 +1,8 @@
-"""Which layouts the installed DeepSpeed can run (imports neither DeepSpeed nor torch).
+"""Layout support of the installed DeepSpeed (imports neither DeepSpeed nor torch).
 
-`docs/evidence/versions.md` has the certificates. The engines use names inside DeepSpeed that have no promise of
-staying. A name is looked for as a word in the source of its module, which takes milliseconds and also finds
-attributes that only objects have.
+`docs/evidence/versions.md` has the certificates. The engines use private names of DeepSpeed, which a release may
+remove. The check searches a module's source for the name as a word, which takes milliseconds and also finds
+instance attributes.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def require_support(layout: Layout) -> None:
     """Check that the installed DeepSpeed computes this layout correctly and has each name that its engine uses.
 
     Raises:
-        UserError: with the reason, or the first missing name.
+        UserError: it does not.
     """
     if layout.pp > 1 and _is_older_than(0, 19):
-        raise _wrong("does not divide the gradients of all pipeline stages by the accumulation steps alike", layout,
-                     "0.19.8", "--ds-config zero1")
+        raise _incorrect("divides gradients by the accumulation steps inconsistently across pipeline stages",
+                         layout, "0.19.8", "--ds-config zero1")
     if layout.zero.stage == 2 and _is_older_than(0, 18):
-        raise _wrong("computes wrong gradients in ZeRO stage 2 (github.com/deepspeedai/DeepSpeed/issues/7718)",
+        raise _incorrect("computes wrong gradients in ZeRO stage 2 (github.com/deepspeedai/DeepSpeed/issues/7718)",
                      layout, "0.18.5", "--ds-config zero1")
     stage, is_pipeline = layout.zero.stage, layout.pp > 1
     offloaded = layout.zero.offload_optimizer, layout.zero.offload_param
@@ -82,13 +82,13 @@ def require_support(layout: Layout) -> None:
             words = _words(module)
             for name in names[module]:
                 if not words.issuperset(name.split(".")):
-                    raise _gone(f"{module}.{name}", layout)
+                    raise _missing_name(f"{module}.{name}", layout)
 
 
 def has_bf16(layout: Layout) -> bool:
-    """Return True if the installed DeepSpeed adds gradients of bf16 parameters in fp32 in this layout.
+    """Return True if the installed DeepSpeed accumulates bf16 parameters' gradients in fp32 in this layout.
 
-    Before 0.19, stages 1 and 2 keep a part of them in bf16 (0.18.5) or fail (0.17.6).
+    Before 0.19, stages 1 and 2 accumulate partly in bf16 (0.18.5) or fail (0.17.6).
     """
     return layout.zero.stage == 3 or not _is_older_than(0, 19)
 
@@ -98,7 +98,7 @@ def _is_older_than(*release: int) -> bool:
     return bool(version) and tuple(map(int, version[:2])) < release
 
 
-def _wrong(problem: str, layout: Layout, version: str, layout_option: str) -> UserError:
+def _incorrect(problem: str, layout: Layout, version: str, layout_option: str) -> UserError:
     return UserError(f"deepspeed {installed('deepspeed')} {problem}", where=f"layout {layout.name}",
                      instead=f"pip install 'deepspeed>={version},<0.20', or {layout_option}")
 
@@ -116,10 +116,10 @@ def _words(module: str) -> frozenset[str]:
     return frozenset()
 
 
-def _gone(name: str, layout: Layout) -> UserError:
+def _missing_name(name: str, layout: Layout) -> UserError:
     version, wanted = installed("deepspeed"), tested_range("deepspeed")
     if version is None:
         return UserError("deepspeed is not installed in this Python", where=sys.executable,
-                         instead=f"pip install '{wanted}', or a layout without it: --ds-config ddp or fsdp2")
+                         instead=f"pip install '{wanted}', or --ds-config ddp or fsdp2")
     return UserError(f"deepspeed {version} has no {name}, which layout {layout.name} uses", where=sys.executable,
                      instead=f"pip install '{wanted}', the range that ezpz_llm is tested with")

@@ -1,4 +1,4 @@
-"""Read a ds_config by name or path, refusing keys and values that DeepSpeed does not take (imports no torch)."""
+"""Load a ds_config by name or path and reject keys and values that DeepSpeed rejects (imports no torch)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, Union
 
 from ezpz_llm.base import UserError, data_dir, installed, read_commented_json, read_json, unknown, user_path
 
-# Which keys DeepSpeed takes from a ds_config, and values of which kind.
 Keys = Mapping[str, Union[str, "Keys"]]
-"""Key to a block, or to the kind of its value: "bool", "int > 0", "number? >= 0 <= 1"; "any" is not checked."""
+"""Map from a key to a block, or to the kind of its value: "bool", "int > 0", "number? >= 0 <= 1", "any" (no check).
+"""
 
 OUR_KEYS: Keys = dict.fromkeys(("engine", "tp", "pp", "sp", "partition", "tiled", "shard_within"),
                                "any")
-"""The block "ezpz_llm", for what DeepSpeed has no key for."""
+"""Keys of the block "ezpz_llm": options for which DeepSpeed has no key."""
 
 REMOVED: Mapping[str, str] = {
     "nebula": "Nebula checkpoints", "compression_training": "compression", "amp": "Apex mixed precision",
@@ -32,12 +32,15 @@ REMOVED: Mapping[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": "MiCS sharding",
     "zero_optimization.zeropp_loco_param": "LoCo-ZeRO++",
 }
-"""Keys that older releases read and this one refuses, with what they were for."""
+"""Keys that older DeepSpeed releases read and 0.19 rejects, with the feature each belonged to."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """`keys` of DeepSpeed `version`; `aliases` are a block's other names of its keys, by the block's place."""
+    """Keys of DeepSpeed `version`.
+
+    `aliases` maps a block's dotted path to the alternative names of its keys.
+    """
 
     version: str
     keys: Keys
@@ -46,44 +49,44 @@ class Table:
 
 @functools.cache
 def table() -> Table:
-    """The table that comes with the package."""
+    """Return the table that comes with the package."""
     read = read_json(Path(__file__).with_name("deepspeed_keys.json"))
     return Table(read["deepspeed"], read["keys"], read["aliases"])
 
 
 def newer_deepspeed() -> str | None:
-    """The installed DeepSpeed's version where it is newer than the table, whose keys it may have added to."""
-    found = installed("deepspeed")
-    return found if found and _numbers(found) > _numbers(table().version) else None
+    """Return the version of the installed DeepSpeed if it is newer than the table, which may then lack keys."""
+    version = installed("deepspeed")
+    return version if version and _version_numbers(version) > _version_numbers(table().version) else None
 
 
-def _numbers(release: str) -> tuple[int, ...]:
+def _version_numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.sub(r"[^\d.].*", "", release))))
 
 
 def convert(value: Any, kind: str) -> Any:
-    """The value as DeepSpeed takes it: 2e8 is an integer to it, and 1 is true.
+    """Convert a value as DeepSpeed does: 2e8 is an integer, and 1 is true.
 
     Raises:
-        ValueError: DeepSpeed refuses the value; the text says what it takes.
+        ValueError: DeepSpeed rejects the value. The text describes the valid values.
     """
     name, _, bounds = kind.partition(" ")
     if name == "any" or (value is None and name.endswith("?")):
         return value
     name = name.rstrip("?")
-    taken = _CONVERT[name](value)
-    if taken is None:
-        raise ValueError(_TAKES[name])
+    converted = _CONVERT[name](value)
+    if converted is None:
+        raise ValueError(_EXPECTED[name])
     for sign, bound in zip(*[iter(bounds.split())] * 2, strict=True):
-        if not _HOLDS[sign](taken, float(bound)):
-            raise ValueError(f"{_TAKES[name]} {sign} {bound}")
-    return taken
+        if not _COMPARE[sign](converted, float(bound)):
+            raise ValueError(f"{_EXPECTED[name]} {sign} {bound}")
+    return converted
 
 
 _WORDS = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True,
           "false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
-_HOLDS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-_TAKES = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "text"}
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_EXPECTED = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "text"}
 
 
 def _bool(value: Any) -> bool | None:
@@ -94,10 +97,10 @@ def _bool(value: Any) -> bool | None:
 
 def _int(value: Any) -> int | None:
     try:
-        taken = int(value) if isinstance(value, (int, float, str)) else None
+        number = int(value) if isinstance(value, (int, float, str)) else None
     except (ValueError, OverflowError):
         return None
-    return None if isinstance(value, float) and taken != value else taken
+    return None if isinstance(value, float) and number != value else number
 
 
 def _number(value: Any) -> float | None:
@@ -116,7 +119,11 @@ OUR_BLOCK = "ezpz_llm"
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A parsed file: DeepSpeed's own keys, and the block that is ours; `warnings` are keys it may not know."""
+    """A parsed ds_config.
+
+    `values` are DeepSpeed's own keys, `ours` is the block "ezpz_llm", `warnings` name keys that the installed
+    DeepSpeed may not know.
+    """
 
     name: str
     path: Path
@@ -126,28 +133,28 @@ class DsConfig:
 
 
 def names() -> list[str]:
-    """The layouts that come with the package."""
+    """Return the names of the shipped layouts."""
     return sorted(path.stem for path in data_dir("ds_configs").glob("*.json"))
 
 
 def load(name_or_path: str) -> DsConfig:
-    """Read the ds_config of that name, or at that path.
+    """Load a shipped ds_config by name, or a file by path.
 
     Raises:
-        UserError: no such name or file, JSON that does not parse (with line and column), a key that occurs twice or
-            that DeepSpeed does not know (with the nearest one that it does), a value that it refuses.
+        UserError: an unknown name, a missing file, invalid JSON (with line and column), a duplicate key, a key that
+            DeepSpeed does not know (with the nearest valid one), a value that DeepSpeed rejects.
     """
     path = data_dir("ds_configs") / f"{name_or_path}.json"
     if name_or_path not in names():
         path = user_path(name_or_path)
-        if not os.path.isfile(path):  # also False for what is too long for a path
+        if not os.path.isfile(path):  # also False for text that is too long for a path
             if path.suffix == ".json" or len(path.parts) > 1:
-                raise UserError(f"there is no file {path}", where="--ds-config",
+                raise UserError(f"{path} does not exist", where="--ds-config",
                                 instead=f"a path to a JSON file, or one of: {', '.join(names())}")
             raise unknown("ds_config", name_or_path, names(), where="--ds-config")
     values = read_commented_json(path)
     if not isinstance(values, dict):
-        raise UserError("a ds_config is a JSON object", where=str(path),
+        raise UserError("a ds_config must be a JSON object", where=str(path),
                         instead='{"zero_optimization": {"stage": 1}}')
     ours = values.pop(OUR_BLOCK, {})
     warnings: list[str] = []
@@ -157,10 +164,10 @@ def load(name_or_path: str) -> DsConfig:
 
 
 def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
-    """A number of a ds_config.
+    """Return `value` if it is a number (with `whole`, an integer).
 
     Raises:
-        UserError: it is none, or not a whole one.
+        UserError: it is not.
     """
     if whole and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -172,38 +179,38 @@ def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
 
 def _checked(values: Mapping[str, Any], known: Keys, path: Path, prefix: str,
              warnings: list[str]) -> dict[str, Any]:
-    """The block under DeepSpeed's first names of its keys, with values as DeepSpeed takes them."""
+    """Return a block with aliases replaced by DeepSpeed's primary keys and values converted as DeepSpeed does."""
     aliases = table().aliases.get(prefix.rstrip("."), {})
-    found: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     for written, value in values.items():
         key = aliases.get(written, written)
         place = prefix + key
-        if key in found:
+        if key in checked:
             names = sorted(name for name in values if aliases.get(name, name) == key)
-            raise UserError(f"{' and '.join(names)} are two names of one setting", where=f"{place} in {path}",
+            raise UserError(f"{' and '.join(names)} are two names for the same setting", where=f"{place} in {path}",
                             instead="keep one of them")
         if place in REMOVED:
             raise UserError(f"DeepSpeed 0.19 has removed {REMOVED[place]}", where=f"{place} in {path}",
                             instead="delete the key")
         if key not in known:
             _unknown_key(key, known, path, prefix, warnings)
-            found[key] = value
+            checked[key] = value
         elif isinstance(kind := known[key], str):
-            found[key] = _value(value, kind, path, place)
-        elif value is not None:  # null is no block, as if the key were not there
-            found[key] = _block(value, kind, path, place, warnings)
-    return found
+            checked[key] = _value(value, kind, path, place)
+        elif value is not None:  # DeepSpeed treats null as a missing block
+            checked[key] = _block(value, kind, path, place, warnings)
+    return checked
 
 
 def _unknown_key(key: str, known: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
-    """Raise the error for a key that DeepSpeed does not read; warn where a newer DeepSpeed may."""
+    """Raise the error for an unknown key, or warn if the installed DeepSpeed is newer than the table."""
     everywhere = [*known, *(() if prefix else (OUR_BLOCK,))]
     error = unknown("key", key, everywhere, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
     newer = newer_deepspeed()
     if newer is None or prefix.startswith(OUR_BLOCK):
         raise error
-    warnings.append(f"{prefix}{key} of {path.name} is not known to DeepSpeed {table().version}; {newer} is "
-                    f"installed, and gets it as it is ({error.instead})")
+    warnings.append(f"{prefix}{key} of {path.name} is unknown to DeepSpeed {table().version}; passing it to the "
+                    f"installed {newer} unchanged ({error.instead})")
 
 
 def _value(value: Any, kind: str, path: Path, place: str) -> Any:
@@ -212,7 +219,7 @@ def _value(value: Any, kind: str, path: Path, place: str) -> Any:
     try:
         return convert(value, kind)
     except ValueError as error:
-        raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed takes {error}", where=str(path)) from None
+        raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed requires {error}", where=str(path)) from None
 
 
 def _block(value: Any, known: Keys, path: Path, place: str, warnings: list[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The optimizer, scheduler and precision blocks of a ds_config, as settings of a run (imports no torch).
+"""Run settings from the optimizer, scheduler and precision blocks of a ds_config (imports no torch).
 
-Every key is used, translated with a note, or refused. What a block leaves out has DeepSpeed's own default.
+Every key is used, translated with a note, or rejected. Missing keys have DeepSpeed's defaults.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ezpz_llm.base import UserError, unknown
 from ezpz_llm.layout.ds_config import DsConfig, number
 
 ADAM_DEFAULTS: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-"""DeepSpeed's FusedAdam and DeepSpeedCPUAdam."""
+"""Defaults of DeepSpeed's FusedAdam and DeepSpeedCPUAdam."""
 TORCH_ADAM_DECAY = 0.01
-"""torch.optim.AdamW's decay, which "torch_adam": true selects; its other defaults are the same."""
+"""Weight decay of torch.optim.AdamW, which "torch_adam": true selects; its other defaults are the same."""
 
 WARMUP_DEFAULTS: Mapping[str, Any] = {"warmup_steps": 1000, "warmup_type": "log", "warmup_min_lr": 0.0}
-"""DeepSpeed's for all of its schedulers that warm up."""
+"""Defaults of all DeepSpeed schedulers with a warmup."""
 DECAY_LR_PEAK = 0.001
-"""WarmupDecayLR's default for warmup_max_lr; WarmupLR's is the optimizer's rate."""
+"""Default of warmup_max_lr in WarmupDecayLR; in WarmupLR it is the optimizer's learning rate."""
 COS_MIN_RATIO = 0.0001
 
 _READ = ("lr", "betas", "eps", "weight_decay")
 _FIXED = {"bias_correction": True, "amsgrad": False, "maximize": False, "differentiable": False,
           "fp32_optimizer_states": True}
-"""Parameters of which AdamW here has one value."""
+"""Parameters for which AdamW here supports only this value."""
 _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "foreach", "fused", "capturable", "set_grad_none")
-"""Parameters that choose among implementations of the same step."""
+"""Parameters that select an implementation of the same step."""
 _SCHEDULERS = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"),
     "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type",
@@ -37,15 +37,16 @@ _SCHEDULERS = {
     "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
                        "last_batch_iteration"),
 }
-_MOMENTUM_TOO = {"OneCycle": "it also changes the momentum", "LRRangeTest": "its rate rises until training fails"}
+_UNSUPPORTED = {"OneCycle": "it also changes the momentum",
+                "LRRangeTest": "it raises the learning rate until training fails"}
 
 
 @dataclass
 class Given:
-    """Settings of a run, by the names of TrainConfig.
+    """Settings of a run in a block, by the names of TrainConfig.
 
-    `values` are written in the block, `defaults` are DeepSpeed's for what it leaves out. `of_peak` are learning
-    rates as shares of the peak. What is "auto" is in none of them: it is the run's to fill.
+    `values` are set in the block, `defaults` are DeepSpeed's defaults for missing keys, `of_peak` are learning
+    rates as fractions of the peak. Keys with the value "auto" are in none of them; the run sets them.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +59,7 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
     """Read the block "optimizer"; `autos` are the dotted keys that are "auto".
 
     Raises:
-        UserError: it is not AdamW, or has a parameter that AdamW here does not have.
+        UserError: it is not AdamW, or has a parameter that AdamW here does not support.
     """
     given = Given()
     if not block:
@@ -66,14 +67,14 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
     where = f"optimizer in {config.path}"
     kind, params = block.get("type"), _params(block, where)
     if kind is None:
-        raise UserError("the optimizer has no type", where=where, instead='"type": "AdamW", or no optimizer block')
+        raise UserError("the optimizer has no type", where=where, instead='"type": "AdamW", or delete the block')
     is_adam = str(kind).lower() == "adam"
     if not is_adam and str(kind).lower() != "adamw":
         raise UserError(f"the optimizer is {kind}; supported: AdamW", where=where,
-                        instead='"type": "AdamW", or no optimizer block')
+                        instead='"type": "AdamW", or delete the block')
     if is_adam and params.get("adam_w_mode") is False:
-        raise UserError("the optimizer is Adam with adam_w_mode false, whose decay is part of the gradient; "
-                        "supported: AdamW", where=where, instead='"type": "AdamW", or no adam_w_mode')
+        raise UserError("the optimizer is Adam with adam_w_mode false, which adds weight decay to the "
+                        "gradient; supported: AdamW", where=where, instead='"type": "AdamW", or delete adam_w_mode')
     for name, value in params.items():
         _check_parameter(name, value, where)
     for name in ("lr", "eps", "weight_decay"):
@@ -86,12 +87,12 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
         key = "betas" if name.startswith("beta") else name
         if name not in given.values and f"optimizer.params.{key}" not in autos:
             given.defaults[name] = value
-    silent = [name for name in params if name in _WITHOUT_EFFECT]
+    without_effect = [name for name in params if name in _WITHOUT_EFFECT]
     if block.get("legacy_fusion"):
-        silent.append("legacy_fusion")
-    if silent:
-        given.notes.append(f"{', '.join(silent)} of the optimizer in {config.path.name}: the layout and "
-                           "--optimizer choose the implementation of AdamW, which computes the same")
+        without_effect.append("legacy_fusion")
+    if without_effect:
+        given.notes.append(f"{', '.join(without_effect)} of the optimizer in {config.path.name}: ignored, because "
+                           "the layout and --optimizer choose the implementation of AdamW")
     return given
 
 
@@ -104,11 +105,11 @@ def _params(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _check_parameter(name: str, value: Any, where: str) -> None:
     if name == "max_grad_norm":
-        raise UserError("max_grad_norm is no parameter of DeepSpeed's optimizers, which refuse it", where=where,
+        raise UserError("DeepSpeed's optimizers reject max_grad_norm", where=where,
                         instead='"gradient_clipping" at the top level')
     if name in _FIXED and value != _FIXED[name]:
-        raise UserError(f"{name} is {json.dumps(value)}; AdamW here has {json.dumps(_FIXED[name])}", where=where,
-                        instead=f"delete the key, if {json.dumps(_FIXED[name])} will do")
+        raise UserError(f"{name} is {json.dumps(value)}; supported: {json.dumps(_FIXED[name])}", where=where,
+                        instead=f"delete the key to use {json.dumps(_FIXED[name])}")
     known = (*_READ, *_FIXED, *_WITHOUT_EFFECT)
     if name not in known:
         raise unknown("parameter", name, known, where=where)
@@ -126,7 +127,7 @@ def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], conf
     """Read the block "scheduler".
 
     Raises:
-        UserError: a type or parameter that is not spoken here, a number that DeepSpeed refuses.
+        UserError: an unsupported type or parameter, or a number that DeepSpeed rejects.
     """
     given = Given()
     if not block:
@@ -136,9 +137,9 @@ def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], conf
     if kind is None:
         raise UserError("the scheduler has no type", where=where, instead=f'"type": {_or(_SCHEDULERS)}')
     if kind not in _SCHEDULERS:
-        why = f" ({_MOMENTUM_TOO[kind]})" if kind in _MOMENTUM_TOO else ""
+        why = f" ({_UNSUPPORTED[kind]})" if kind in _UNSUPPORTED else ""
         raise UserError(f"the scheduler is {kind}{why}; supported: {', '.join(_SCHEDULERS)}", where=where,
-                        instead=f'"type": {_or(_SCHEDULERS)}, or no scheduler block and --schedule')
+                        instead=f'"type": {_or(_SCHEDULERS)}, or delete the block and pass --schedule')
     known = _SCHEDULERS[kind]
     for name in params:
         if name not in known:
@@ -147,7 +148,7 @@ def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], conf
         raise UserError(f"last_batch_iteration is {json.dumps(params['last_batch_iteration'])}", where=where,
                         instead="delete the key: a resumed run continues the schedule at its step")
     given.values["schedule"] = kind
-    _take(given, params, autos, config, kind)
+    _read_schedule(given, params, autos, config, kind)
     return given
 
 
@@ -156,7 +157,8 @@ _RATES = {"warmup_min_lr": "warmup_min_lr", "warmup_max_lr": "lr"}
 _RATIOS = {"warmup_min_ratio": ("warmup_min_lr", 0.0), "cos_min_ratio": ("min_lr", COS_MIN_RATIO)}
 
 
-def _take(given: Given, params: Mapping[str, Any], autos: Collection[str], config: DsConfig, kind: str) -> None:
+def _read_schedule(given: Given, params: Mapping[str, Any], autos: Collection[str], config: DsConfig,
+                   kind: str) -> None:
     for key in _SCHEDULERS[kind]:
         place = f"scheduler.params.{key}"
         if key in _STEPS and key in params:
@@ -169,7 +171,8 @@ def _take(given: Given, params: Mapping[str, Any], autos: Collection[str], confi
         elif key in _RATIOS and place not in autos:
             name, default = _RATIOS[key]
             if key not in params:
-                given.notes.append(f"{place} is not in {config.path.name}: DeepSpeed's default, {default:g}")
+                given.notes.append(f"{place} is missing in {config.path.name}: using DeepSpeed's default, "
+                                   f"{default:g}")
             given.of_peak[name] = float(number(params.get(key, default), place, config))
         elif key == "warmup_type" and key in params:
             if params[key] not in ("log", "linear"):
@@ -177,10 +180,10 @@ def _take(given: Given, params: Mapping[str, Any], autos: Collection[str], confi
                                 instead='"log" or "linear"')
             given.values[key] = params[key]
         elif key == "total_num_steps" and place not in autos:
-            raise UserError(f"{kind} has no total_num_steps, which DeepSpeed requires", where=str(config.path),
-                            instead='"total_num_steps": "auto" for all steps of the run, or their number')
-    left_out = {"warmup_steps": "warmup_num_steps", "warmup_type": "warmup_type", "warmup_min_lr": "warmup_min_lr"}
-    for name, key in left_out.items():
+            raise UserError(f"{kind} requires total_num_steps", where=str(config.path),
+                            instead='"total_num_steps": "auto" for all steps of the run, or a number of steps')
+    missing = {"warmup_steps": "warmup_num_steps", "warmup_type": "warmup_type", "warmup_min_lr": "warmup_min_lr"}
+    for name, key in missing.items():
         if key in _SCHEDULERS[kind] and name not in given.values and f"scheduler.params.{key}" not in autos:
             given.defaults[name] = WARMUP_DEFAULTS[name]
     if kind == "WarmupDecayLR" and "lr" not in given.values and "scheduler.params.warmup_max_lr" not in autos:
@@ -191,7 +194,6 @@ def _or(names: Collection[str]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-# The blocks "bf16", "fp16" and "torch_autocast" of a ds_config: a precision, and the loss scale.
 _DTYPES = {**dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
            **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16")}
 _BLOCKS = ("bf16", "bfloat16", "fp16", "torch_autocast")
@@ -199,10 +201,11 @@ _BLOCKS = ("bf16", "bfloat16", "fp16", "torch_autocast")
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """How fp16's loss scale moves; the defaults are torch.amp.GradScaler's.
+    """Settings of fp16's dynamic loss scale; the defaults are those of torch.amp.GradScaler.
 
-    It is halved after an overflow, but for the first `hysteresis` - 1 since it last rose (with `consecutive`: in a
-    row), and doubled after `window` steps without one. An overflow under `least` ends the run.
+    An overflow halves the scale, except for the first `hysteresis` - 1 overflows since it last rose (with
+    `consecutive`: the first in a row). `window` steps without overflow double it. An overflow below `least` ends
+    the run.
     """
 
     start: float = 65536.0
@@ -214,7 +217,10 @@ class DynamicScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` is None where the file leaves the choice to the run; `blocks` says whether it speaks of it at all."""
+    """Precision set by a ds_config.
+
+    `name` is None if the run chooses the precision. `blocks` is True if the file has a precision block.
+    """
 
     name: str | None = None
     blocks: bool = False
@@ -223,47 +229,47 @@ class Precision:
 
 
 def read_precision(values: Mapping[str, Any], autos: Collection[str], config: DsConfig) -> Precision:
-    """Read the blocks; `autos` are the dotted keys that are "auto".
+    """Read the precision blocks; `autos` are the dotted keys that are "auto".
 
     Raises:
-        UserError: two precisions are enabled, a dtype is none, the loss scale is static.
+        UserError: two precisions are enabled, a dtype is unknown, the loss scale is static.
     """
     blocks = {name: values[name] for name in _BLOCKS if values.get(name) is not None}
-    asked = {name: _DTYPES[name] for name in ("bf16", "bfloat16", "fp16")
+    enabled = {name: _DTYPES[name] for name in ("bf16", "bfloat16", "fp16")
              if blocks.get(name, {}).get("enabled")}
     autocast = blocks.get("torch_autocast", {})
     if autocast.get("enabled"):
         dtype = str(autocast.get("dtype"))
         if dtype not in _DTYPES:
             raise UserError(f"torch_autocast.dtype is {dtype!r}", where=str(config.path), instead='"bfloat16"')
-        asked["torch_autocast"] = f"{_DTYPES[dtype]}_autocast"
-    if len(set(asked.values())) > 1:
-        raise UserError(f"several precisions are enabled ({', '.join(asked)})", where=str(config.path),
+        enabled["torch_autocast"] = f"{_DTYPES[dtype]}_autocast"
+    if len(set(enabled.values())) > 1:
+        raise UserError(f"several precisions are enabled ({', '.join(enabled)})", where=str(config.path),
                         instead="enable one of them")
     scale = _scale(blocks["fp16"], config) if "fp16" in blocks else DynamicScale()
     notes = _without_effect(blocks, config)
-    if asked:
-        return Precision(next(iter(asked.values())), True, scale, tuple(notes))
+    if enabled:
+        return Precision(next(iter(enabled.values())), True, scale, tuple(notes))
     if not blocks:
         return Precision()
-    open_ = any(f"{name}.enabled" in autos for name in blocks)
+    has_auto = any(f"{name}.enabled" in autos for name in blocks)
     no_bf16 = any(name in blocks and f"{name}.enabled" not in autos for name in ("bf16", "bfloat16"))
-    if open_ and not no_bf16:
+    if has_auto and not no_bf16:
         return Precision(None, True, scale, tuple(notes))
-    notes.insert(0, f"no precision is enabled in {config.path.name}, which says so: fp32")
+    notes.insert(0, f"no precision is enabled in {config.path.name}: using fp32")
     return Precision("fp32", True, scale, tuple(notes))
 
 
 def _scale(block: Mapping[str, Any], config: DsConfig) -> DynamicScale:
-    """DeepSpeed's values for what the block leaves out."""
+    """Read the loss scale settings, with DeepSpeed's defaults for missing keys."""
     static = block.get("loss_scale") or 0
     if static and block.get("enabled") is not False:
-        raise UserError(f"fp16.loss_scale is {static:g}; supported here: 0", where=str(config.path),
-                        instead="delete the key (fp16 needs a dynamic loss scale, which DeepSpeed writes as 0)")
+        raise UserError(f"fp16.loss_scale is {static:g}; supported: 0", where=str(config.path),
+                        instead="delete the key (fp16 requires a dynamic loss scale, DeepSpeed's value 0)")
     power = block.get("initial_scale_power", 16)
     if not 0 <= power < 128:
         raise UserError(f"fp16.initial_scale_power is {power}", where=str(config.path),
-                        instead="16: the loss scale then begins at 2^16")
+                        instead="16, for an initial loss scale of 2^16")
     scale = DynamicScale(2.0 ** power, block.get("loss_scale_window", 1000),
                          block.get("hysteresis", 2), block.get("min_loss_scale", 1),
                          block.get("consecutive_hysteresis", False))
@@ -275,11 +281,11 @@ def _scale(block: Mapping[str, Any], config: DsConfig) -> DynamicScale:
 
 
 def _without_effect(blocks: Mapping[str, Mapping[str, Any]], config: DsConfig) -> list[str]:
-    """What is said of keys that are about DeepSpeed's own low-precision parameters and gradients."""
-    said = {("bf16", "immediate_grad_update", True): "gradients are added as they come",
-            ("bf16", "check_grad_overflow", False): "a step whose gradients are not finite is skipped nevertheless",
-            ("fp16", "auto_cast", True): "inputs are tokens, and autocast casts the rest"}
-    notes = [f"{name}.{key} of {config.path.name}: {what}" for (name, key, value), what in said.items()
+    """Return notes on keys for DeepSpeed's own low-precision parameters and gradients."""
+    reasons = {("bf16", "immediate_grad_update", True): "gradients are always accumulated immediately",
+               ("bf16", "check_grad_overflow", False): "a step with non-finite gradients is still skipped",
+               ("fp16", "auto_cast", True): "inputs are tokens, and autocast casts the activations"}
+    notes = [f"{name}.{key} of {config.path.name}: {reason}" for (name, key, value), reason in reasons.items()
              for block in (blocks.get(name) or (blocks.get("bfloat16") if name == "bf16" else None) or {},)
              if block.get(key) is value]
     if blocks.get("torch_autocast", {}).get("lower_precision_safe_modules"):

@@ -1,8 +1,8 @@
-"""Settings of the run in a user's own ds_config: used, translated or refused with the reason (imports no torch).
+"""Run settings in a user's ds_config: used, translated, or rejected with the reason (imports no torch).
 
-A ds_config of ours is a layout and says nothing of the run. One written for another trainer also holds batch
-numbers, clipping, precision, an optimizer and a scheduler, often as "auto". No key is dropped: each one is used,
-translated with a note, left to DeepSpeed, or refused.
+A shipped ds_config describes only a layout. A file written for another trainer also sets batch sizes, clipping,
+precision, an optimizer and a scheduler, often as "auto". No key is dropped: each is used, translated with a note,
+passed to DeepSpeed, or rejected.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ezpz_llm.layout.ds_config_blocks import Given, Precision, read_optimizer, r
 
 BATCH_KEYS = {"global_batch": "train_batch_size", "micro_batch": "train_micro_batch_size_per_gpu",
               "accumulation": "gradient_accumulation_steps"}
-_DEGREES = {"tp": ("tensor_parallel.autotp_size", "our own tensor-parallel layers and not AutoTP's"),
-            "pp": ("pipeline.stages", "stages of our own blocks"),
-            "sp": ("sequence_parallel_size", "sequence parallel over the mesh and not by DeepSpeed's own groups")}
-"""DeepSpeed's names of our degrees, and what a run does in place of what DeepSpeed would."""
+_DEGREES = {"tp": ("tensor_parallel.autotp_size", "ezpz_llm's own tensor-parallel layers, not AutoTP"),
+            "pp": ("pipeline.stages", "stages of ezpz_llm's own blocks"),
+            "sp": ("sequence_parallel_size", "sequence parallelism over the mesh, not over DeepSpeed's groups")}
+"""DeepSpeed's key for each degree, and what a run does instead of DeepSpeed's own implementation."""
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """A key that changes what the run computes: only `allowed` values pass."""
+    """Allowed values of a key that changes what the run computes."""
 
     key: str
     allowed: tuple[Any, ...]
@@ -36,69 +36,73 @@ class _Rule:
 
 _OFF = (False, None)
 _RULES = (
-    _Rule("managed_gradient_accumulation", (True,), "the training loop says which micro-step is the last"),
+    _Rule("managed_gradient_accumulation", (True,), "the training loop marks the last micro-step"),
     _Rule("gradient_allreduce_op", ("mean",), "gradients are averaged over ranks"),
-    _Rule("communication_data_type", ("fp32", "bf16", None), "gradients travel in fp32, or in bf16"),
-    _Rule("data_types.grad_accum_dtype", ("fp32", "bf16", None), "gradients are added in fp32, or in bf16"),
-    _Rule("data_types.param_dtype", (None,), "the dtype of parameters follows from the block bf16 or fp16"),
+    _Rule("communication_data_type", ("fp32", "bf16", None), "gradients are reduced in fp32 or bf16"),
+    _Rule("data_types.grad_accum_dtype", ("fp32", "bf16", None), "gradients are accumulated in fp32 or bf16"),
+    _Rule("data_types.param_dtype", (None,), "the block bf16 or fp16 sets the parameter dtype"),
     _Rule("bf16.bf16_master_weights_and_grads", _OFF, "master weights are fp32 in every precision"),
     _Rule("fp16.fp16_master_weights_and_grads", _OFF, "master weights are fp32 in every precision"),
     _Rule("bf16.bf16_optimizer_states", _OFF, "moments are fp32 in every precision"),
     _Rule("zero_optimization.compute_grad_norm", (True,), "the gradient norm of each step is logged"),
-    _Rule("zero_optimization.zero_quantized_weights", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zero_quantized_weights", _OFF,
+          "it needs an op that DeepSpeed compiles during the run"),
     _Rule("zero_optimization.zero_quantized_nontrainable_weights", _OFF,
-          "it needs an op that is compiled during the run"),
-    _Rule("zero_optimization.zero_quantized_gradients", _OFF, "it needs an op that is compiled during the run"),
+          "it needs an op that DeepSpeed compiles during the run"),
+    _Rule("zero_optimization.zero_quantized_gradients", _OFF,
+          "it needs an op that DeepSpeed compiles during the run"),
     _Rule("zero_optimization.zenflow", _OFF, "it does not compute the same steps as the other layouts"),
     _Rule("zero_optimization.legacy_stage1", _OFF, "DeepSpeed has removed it"),
     _Rule("zero_optimization.cpu_offload_param", _OFF,
-          "write \"offload_param\": {\"device\": \"cpu\"} in its place"),
+          "write \"offload_param\": {\"device\": \"cpu\"} instead"),
     _Rule("zero_optimization.offload_optimizer.device", ("none", "cpu", "nvme", None),
-          "optimizer state is offloaded to host memory or files"),
-    _Rule("zero_optimization.offload_optimizer.super_offload", _OFF, "optimizer state is offloaded whole"),
-    _Rule("zero_optimization.offload_optimizer.ratio", (1, None), "optimizer state is offloaded whole"),
+          "optimizer state is offloaded to CPU memory or files"),
+    _Rule("zero_optimization.offload_optimizer.super_offload", _OFF,
+          "partial offload of optimizer state is unsupported"),
+    _Rule("zero_optimization.offload_optimizer.ratio", (1, None),
+          "partial offload of optimizer state is unsupported"),
     _Rule("zero_optimization.offload_optimizer.fast_init", _OFF, "DeepSpeed's buffers are too small for it"),
-    _Rule("aio.use_gds", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("aio.use_gds", _OFF, "it needs an op that DeepSpeed compiles during the run"),
     _Rule("tensor_parallel.tp", (None,), "the degree is tensor_parallel.autotp_size, or tp in \"ezpz_llm\""),
     _Rule("data_parallel_size", (None,), "it follows from the number of ranks and the other degrees"),
     _Rule("pipeline.partition", ("parameters", "uniform", "best", None),
-          "stages are divided evenly by parameters, or by \"partition\": \"time\" in \"ezpz_llm\""),
-    _Rule("pipeline.seed_layers", _OFF, "initial weights are those of a single process in every layout"),
-    _Rule("pipeline.pipe_partitioned", _OFF, "tensor-parallel ranks hand on whole activations"),
-    _Rule("pipeline.grad_partitioned", _OFF, "tensor-parallel ranks hand on whole gradients"),
+          "stages are balanced by parameters, or by \"partition\": \"time\" in \"ezpz_llm\""),
+    _Rule("pipeline.seed_layers", _OFF, "every layout has the initial weights of a single process"),
+    _Rule("pipeline.pipe_partitioned", _OFF, "tensor-parallel ranks pass on unpartitioned activations"),
+    _Rule("pipeline.grad_partitioned", _OFF, "tensor-parallel ranks pass on unpartitioned gradients"),
     _Rule("compile.deepcompile", _OFF, "--compile compiles the model's blocks"),
-    _Rule("data_efficiency.enabled", _OFF, "the order of samples is a function of the seed"),
+    _Rule("data_efficiency.enabled", _OFF, "the sample order depends only on the seed"),
     _Rule("pipeline.activation_checkpoint_interval", (0, 1, None),
-          "activations are kept or recomputed block by block; --recompute K is for every K-th block"),
-    *(_Rule(f"activation_checkpointing.{key}", _OFF, "recomputed blocks keep their input, whole and on the device")
+          "activations are recomputed by whole blocks; pass --recompute K for every K-th block"),
+    *(_Rule(f"activation_checkpointing.{key}", _OFF, "recomputed blocks keep their whole input on the device")
       for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
                   "synchronize_checkpoint_boundary", "profile")),
-    _Rule("wandb.enabled", _OFF, "--track wandb writes the loss as well, and into the run directory"),
-    _Rule("comet.enabled", _OFF, "--track has tensorboard, wandb and mlflow, in the run directory"),
+    _Rule("wandb.enabled", _OFF, "pass --track wandb, which also logs the loss"),
+    _Rule("comet.enabled", _OFF, "pass --track tensorboard, wandb or mlflow"),
     _Rule("hybrid_engine.enabled", _OFF, "it is for generation during training"),
-    _Rule("autotuning.enabled", _OFF, "it starts runs of its own"),
+    _Rule("autotuning.enabled", _OFF, "it starts its own runs"),
     _Rule("expert_parallel.enabled", _OFF, "the models have no experts"),
-    _Rule("checkpoint.load_universal", _OFF, "checkpoints have their own, layout-neutral form"),
+    _Rule("checkpoint.load_universal", _OFF, "checkpoints have their own layout-neutral format"),
 )
 
 
 _WITHOUT_EFFECT = {
-    "checkpoint": "checkpoints have their own, layout-neutral form",
-    "datastates_ckpt": "checkpoints have their own, layout-neutral form",
-    "dataloader_drop_last": "a step always takes a whole global batch",
+    "checkpoint": "checkpoints have their own layout-neutral format",
+    "datastates_ckpt": "checkpoints have their own layout-neutral format",
+    "dataloader_drop_last": "every step uses a whole global batch",
     "seq_parallel_communication_data_type":
-        "gradients are reduced over sequence-parallel ranks as over data-parallel ones",
+        "sequence-parallel and data-parallel ranks reduce gradients in the same dtype",
     "weight_quantization": "weights are quantized for inference only",
-    "vocabulary_size": "the vocabulary is the model's",
+    "vocabulary_size": "the model sets the vocabulary size",
 }
-"""Keys that change nothing here: they are left out of what DeepSpeed gets, with a note."""
+"""Keys without effect, which are not passed to DeepSpeed, with a note for each."""
 
 
 @dataclass
 class RunOverrides:
-    """The run's settings in a ds_config, None where it has none; `rest` is what is left for DeepSpeed.
+    """Run settings in a ds_config, None if not set, and `rest`, the keys for DeepSpeed.
 
-    `gradients` has "grad_accum_dtype" and "reduce_dtype", those that it names.
+    `gradients` holds "grad_accum_dtype" and "reduce_dtype" if the file sets them.
     """
 
     rest: dict[str, Any]
@@ -118,11 +122,11 @@ def split_ds_config(config: DsConfig) -> RunOverrides:
     Raises:
         UserError: a value of the wrong type, or one that would change what the run computes.
     """
-    _refuse(config)
+    _apply_rules(config)
     overrides = RunOverrides(deepcopy(config.values))
     autos = _drop_autos(overrides.rest, "")
     if autos:
-        overrides.notes.append(f"\"auto\" in {config.path.name} is filled by the run or left to DeepSpeed: "
+        overrides.notes.append(f"\"auto\" in {config.path.name} is set by the run or by DeepSpeed: "
                             f"{', '.join(autos)}")
     rest = overrides.rest
     for name, key in BATCH_KEYS.items():
@@ -134,37 +138,37 @@ def split_ds_config(config: DsConfig) -> RunOverrides:
     overrides.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
     overrides.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
     overrides.notes += [*overrides.precision.notes, *overrides.optimizer.notes, *overrides.scheduler.notes]
-    for name, asked in (("grad_accum_dtype", rest.get("data_types", {}).get("grad_accum_dtype")),
+    for name, dtype in (("grad_accum_dtype", rest.get("data_types", {}).get("grad_accum_dtype")),
                         ("reduce_dtype", rest.get("communication_data_type"))):
-        if asked is not None:
-            overrides.gradients[name] = asked
+        if dtype is not None:
+            overrides.gradients[name] = dtype
     pipeline = rest.get("pipeline", {})
     overrides.recompute = pipeline.get("activation_checkpoint_interval")
     if pipeline.get("partition") == "uniform":
-        overrides.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are divided evenly by "
-                            "parameters, which for equal blocks is the same number of them")
+        overrides.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are balanced by "
+                            "parameters, which gives equal blocks the same number per stage")
     overrides.notes += [f"{key} of {config.path.name}: {what}" for key, what in _WITHOUT_EFFECT.items()
                      if rest.pop(key, None) not in (None, False, {})]
     for name, key in (("csv_monitor", "output_path"), ("tensorboard", "output_path"),
                       ("flops_profiler", "output_file")):
         if rest.get(name, {}).get("enabled") and (path := rest[name].get(key)):
             overrides.notes.append(f"{name} of {config.path.name} writes to {path}, outside the run directory; "
-                                f"without {key} it would not")
+                                f"delete {key} to write into the run directory")
     for name, value in translated_degrees(config).items():
         key, what = _DEGREES[name]
-        overrides.notes.append(f"{key} {value} of {config.path.name} is our {name} {value}: {what}")
+        overrides.notes.append(f"{key} {value} of {config.path.name} becomes {name} {value}: {what}")
     for key in ("activation_checkpointing", "bf16", "bfloat16", "communication_data_type", "data_types", "fp16",
                 "optimizer", "pipeline", "scheduler", "sequence_parallel_size", "tensor_parallel",
                 "torch_autocast"):
-        rest.pop(key, None)  # what passed the rules says what is done anyhow, or is our own layers' to do
+        rest.pop(key, None)  # the rules allowed only what the run does anyway, or ezpz_llm's own layers do it
     return overrides
 
 
 def translated_degrees(config: DsConfig) -> dict[str, int]:
-    """Degrees above 1 that a ds_config gives by DeepSpeed's own keys, by our names.
+    """Return the degrees above 1 that a ds_config sets by DeepSpeed's own keys.
 
     Raises:
-        UserError: a value that is none, or another one than the block "ezpz_llm" gives.
+        UserError: an invalid value, or one that contradicts the block "ezpz_llm".
     """
     degrees = {}
     for name, (key, _) in _DEGREES.items():
@@ -176,13 +180,13 @@ def translated_degrees(config: DsConfig) -> dict[str, int]:
         if value < 1 or ours != value:
             other = "" if ours == value else f', and {name} in "ezpz_llm" is {ours}'
             raise UserError(f"{key} is {value}{other}", where=str(config.path),
-                            instead=f'"{name}": N in "ezpz_llm", and not {key}')
+                            instead=f'"{name}": N in "ezpz_llm", without {key}')
         if value > 1 and name not in config.ours:
             degrees[name] = value
     return degrees
 
 
-def _refuse(config: DsConfig) -> None:
+def _apply_rules(config: DsConfig) -> None:
     for rule in _RULES:
         value = _look_up(config.values, rule.key)
         if value is _ABSENT or value == "auto" or any(_same(value, allowed) for allowed in rule.allowed):
@@ -196,25 +200,25 @@ _ABSENT = object()
 
 
 def _look_up(values: Mapping[str, Any], dotted: str) -> Any:
-    found: Any = values
+    block: Any = values
     for key in dotted.split("."):
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(block, Mapping) or key not in block:
             return _ABSENT
-        found = found[key]
-    return found
+        block = block[key]
+    return block
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    # True is 1 to Python, and not to a reader of JSON.
+    # True == 1 in Python, but not in JSON.
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _drop_autos(values: dict[str, Any], prefix: str) -> list[str]:
-    found = []
+    dropped = []
     for key, value in list(values.items()):
         if value == "auto":
             del values[key]
-            found.append(prefix + key)
+            dropped.append(prefix + key)
         elif isinstance(value, dict):
-            found += _drop_autos(value, f"{prefix}{key}.")
-    return found
+            dropped += _drop_autos(value, f"{prefix}{key}.")
+    return dropped

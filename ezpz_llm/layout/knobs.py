@@ -1,6 +1,6 @@
-"""The table of ZeRO knobs: for each option of a layout its ds_config key, rules, memory term and traffic term.
+"""Table of ZeRO options: ds_config key, rules, memory term and traffic term of each (imports no torch).
 
-A new knob is a field of `ZeroOptions`, read in `read_layout`, and one row of `KNOBS`. Imports no torch.
+To add an option, add a field to `ZeroOptions`, read it in `read_layout`, and add a row to `KNOBS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import ModelConfig
 
 LINEAR_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_gate", "mlp.c_proj")
-"""The linear layers of a block, by name within it; mlp.c_gate is SwiGLU's."""
+"""Names of the linear layers within a block; only SwiGLU has mlp.c_gate."""
 
 Kind = Literal["parameters", "gradients", "optimizer", "copy", "secondary", "cast"]
 Where = Literal["device", "host", "files"]
@@ -22,11 +22,11 @@ Where = Literal["device", "host", "files"]
 
 @dataclass(frozen=True)
 class Case:
-    """The input of every rule: a layout on a number of ranks.
+    """Input of every rule: a layout on a number of ranks.
 
-    `model` is None for a model that is not a GPT, whose shape is unknown. `batch` solves the batch for a
-    data-parallel size, or raises UserError; None if no batch is known. `shipped`: whether the ds_config is one of
-    ours, and so is chosen by name; otherwise it is a file that its owner can edit.
+    `model` is None for a model other than a GPT, whose shape is unknown. `batch` solves the batch for a
+    data-parallel size or raises UserError; None if no batch is known. `shipped` is True if the ds_config comes with
+    the package, so that it is selected by name, and False for a user's file, which can be edited.
     """
 
     layout: Layout
@@ -38,7 +38,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a case cannot run. `names` are the values that clash, `knobs` those that can be changed to fix it."""
+    """Reason why a case cannot run.
+
+    `names` are the values that conflict, `knobs` the values to change.
+    """
 
     message: str
     names: tuple[str, ...]
@@ -47,7 +50,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Repair:
-    """The layout to run instead of the one that was asked for (it may be the same), and the note about it."""
+    """Layout to run instead of the requested one (may be the same), and the note about it."""
 
     layout: Layout
     note: str
@@ -55,12 +58,12 @@ class Repair:
 
 Found = Iterator[Problem | Repair]
 Rule = Callable[[Case], Found]
-"""What it finds wrong with a case; the first counts."""
+"""Check of a case; only its first result is used."""
 
 
 @dataclass(frozen=True)
 class State:
-    """One kind of state that a rank keeps: its place, bytes an element, and elements."""
+    """Location, bytes per element and elements of one kind of state on a rank."""
 
     where: Where
     itemsize: int
@@ -68,22 +71,22 @@ class State:
 
 
 MemoryTerm = Callable[[Mapping[Kind, State], Layout, int, int], dict[Kind, State]]
-"""(what a rank holds by kind, layout, its parameters before sharding, ranks that share them) -> what it holds."""
+"""(state of a rank by kind, layout, its parameters before sharding, ranks that share them) -> new state by kind."""
 
 TrafficTerm = Callable[[Mapping[str, int], Layout, int, int], dict[str, int]]
 """(bytes of a step by kind, the layout, micro-steps, ranks that share the parameters) -> bytes by kind.
 
-A kind whose group is not all of these ranks has its size in its name: "all_gather (8 ranks)".
+A kind in a smaller group than these ranks has the group's size in its name: "all_gather (8 ranks)".
 """
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One option of a layout.
+    """Option of a layout.
 
-    `field` is that of `ZeroOptions`, `key` the dotted key of a ds_config. `rules`, `memory` and `traffic` are the
-    terms that the checks, the memory estimate and the textbook volume apply in the order of the table; the three
-    texts say the same on the page. `certified`: whether a shipped layout with a certificate sets it.
+    `field` is the field of `ZeroOptions`, `key` the dotted key of a ds_config. The checks, the memory estimate and
+    the textbook volume apply `rules`, `memory` and `traffic` in the order of the table; the three texts describe
+    them in docs/reference/layouts.md. `certified` is True if a shipped layout with a certificate sets the option.
     """
 
     field: str
@@ -98,76 +101,75 @@ class Knob:
 
     @property
     def name(self) -> str:
-        """The key's own name, without the blocks around it."""
+        """Last part of the dotted key (of a block with "device", the block's name)."""
         parts = self.key.split(".")
         return parts[-2] if parts[-1] == "device" else parts[-1]
 
     def shown(self, layout: Layout) -> str:
-        """A layout's value as one word or a list."""
+        """Return a layout's value as text."""
         value = getattr(layout.zero, self.field)
         return ", ".join(f"{name} {rows} x {columns}" for name, rows, columns in value) if self.field == "tiled" \
             else str(value)
 
     def is_set(self, layout: Layout) -> bool:
-        """True if a layout has another value than the default."""
+        """Return True if a layout does not have the default value."""
         return getattr(layout.zero, self.field) != getattr(ZeroOptions(), self.field)
 
 
-# Rules.
 def check_zero_stage(case: Case) -> Found:
-    """Only DeepSpeed's engine has ZeRO stages."""
+    """Reject ZeRO stages in other engines than DeepSpeed."""
     layout = case.layout
     if layout.engine != "deepspeed" and layout.zero.stage:
-        yield Problem(f"engine {layout.engine} has no ZeRO stage {layout.zero.stage}", ("engine", "stage"),
-                      ("engine", "stage"))
+        yield Problem(f"engine {layout.engine} does not support ZeRO stage {layout.zero.stage}",
+                      ("engine", "stage"), ("engine", "stage"))
 
 
 def check_offload_optimizer(case: Case) -> Found:
-    """Offload of the optimizer needs ZeRO stage 1, to NVMe stage 3."""
+    """Require ZeRO stage 1 for optimizer offload, stage 3 for offload to NVMe."""
     place = case.layout.zero.offload_optimizer
-    # Below stage 3 DeepSpeed uses host memory for "nvme" and does not say so.
+    # Below stage 3, DeepSpeed silently uses CPU memory for "nvme".
     return _check_offload(case.layout, "offload_optimizer", place, 3 if place == "nvme" else 1)
 
 
 def check_offload_param(case: Case) -> Found:
-    """Offload of parameters needs ZeRO stage 3."""
+    """Require ZeRO stage 3 for parameter offload."""
     return _check_offload(case.layout, "offload_param", case.layout.zero.offload_param, 3)
 
 
-def _check_offload(layout: Layout, what: str, place: str | None, least: int) -> Found:
+def _check_offload(layout: Layout, key: str, place: str | None, min_stage: int) -> Found:
     if place is not None and layout.engine != "deepspeed":
-        yield Problem(f"engine {layout.engine} offloads nothing, {what} is DeepSpeed's", ("engine", what),
+        yield Problem(f"engine {layout.engine} does not support {key}; deepspeed does", ("engine", key),
                       ("offload", "engine"))
-    if place is not None and (layout.zero.stage or 0) < least:
-        yield Problem(f"{what} {'to NVMe ' if place == 'nvme' else ''}needs ZeRO stage {least}"
-                      f"{' or more' if least < 3 else ''}; this is stage {layout.zero.stage or 0}",
-                      ("stage", what), ("stage", "offload"))
+    if place is not None and (layout.zero.stage or 0) < min_stage:
+        yield Problem(f"{key} {'to NVMe ' if place == 'nvme' else ''}needs ZeRO stage {min_stage}"
+                      f"{' or more' if min_stage < 3 else ''}; this is stage {layout.zero.stage or 0}",
+                      ("stage", key), ("stage", "offload"))
 
 
 def check_tiled_stage(case: Case) -> Found:
-    """Tiled layers need ZeRO stage 3 without tensor parallel."""
+    """Require ZeRO stage 3 without tensor parallelism for tiled layers."""
     layout = case.layout
     if layout.zero.tiled and (layout.engine != "deepspeed" or layout.zero.stage != 3):
-        yield Problem("tiles save memory where parameters are gathered layer by layer: they need ZeRO stage 3",
+        yield Problem("tiled layers need ZeRO stage 3, which gathers parameters layer by layer",
                       ("tiled", "stage"), ("stage", "tiled"))
     if layout.zero.tiled and layout.tp > 1:
-        yield Problem("tiled layers are not divided over tensor-parallel ranks as well", ("tiled", "tp"),
+        yield Problem("tiled layers do not support tensor parallelism", ("tiled", "tp"),
                       ("tp", "tiled"))
 
 
 def check_tiled_names(case: Case) -> Found:
-    """Only the linear layers that a block has can be tiled."""
+    """Check that the tiled layers exist in the model's blocks."""
     names = [name for name, *_ in case.layout.zero.tiled]
     for name in names:
         if name not in LINEAR_LAYERS:
-            yield Problem(f"tiled names {name!r}, and the linear layers of a block are "
+            yield Problem(f"tiled names {name!r}; the linear layers of a block are "
                           f"{', '.join(LINEAR_LAYERS)}", ("tiled",), ("tiled",))
     if case.model is not None and names == ["mlp.c_gate"] and case.model.mlp != "swiglu":
-        yield Problem("tiled names only mlp.c_gate, and the MLP of this model has no gate", ("tiled",), ("tiled",))
+        yield Problem("tiled names only mlp.c_gate, but this model's MLP has no gate", ("tiled",), ("tiled",))
 
 
 def check_tiled_sizes(case: Case) -> Found:
-    """A layer has at most one tile for each of its inputs and outputs."""
+    """Check that a layer has at most as many tiles as inputs and outputs."""
     model = case.model
     if model is None:
         return
@@ -177,57 +179,55 @@ def check_tiled_sizes(case: Case) -> Found:
     for name, *parts in case.layout.zero.tiled:
         for number, size, side in zip(parts, sizes[name], ("in", "out"), strict=True):
             if number > size:
-                yield Problem(f"{name} cannot be cut into {number} tiles along its {side}put of {size}",
+                yield Problem(f"{name} cannot be split into {number} tiles along its {side}put of {size}",
                               ("tiled",), ("tiled",))
 
 
 def check_hpz(case: Case) -> Found:
-    """hpZ needs ZeRO stage 3 without tensor parallel, and a partition that divides the ranks."""
+    """Require for hpZ ZeRO stage 3, no tensor parallelism, and a partition size that divides the ranks."""
     layout, size = case.layout, case.layout.zero.hpz_partition_size
     if size == 1:
         return
     if layout.engine != "deepspeed" or layout.zero.stage != 3:
         yield Repair(layout.with_zero(hpz_partition_size=1),
-                     f"zero_hpz_partition_size {size} does nothing here: it partitions the second copy of the "
-                     "parameters that ZeRO stage 3 of DeepSpeed's engine makes")
+                     f"zero_hpz_partition_size {size} is ignored: it requires ZeRO stage 3 of DeepSpeed's engine")
     if layout.tp > 1:
-        # DeepSpeed forms the groups of neighbouring ranks, which hold parts of other weights under tp.
-        yield Problem(f"zero_hpz_partition_size is {size}, with tp {layout.tp}: DeepSpeed's second partition is "
-                      "over neighbouring ranks, which hold parts of other weights then",
+        # DeepSpeed groups neighboring ranks, which hold different weights under tensor parallelism.
+        yield Problem(f"zero_hpz_partition_size {size} does not work with tp {layout.tp}: DeepSpeed would share "
+                      "the second copy among neighboring ranks, which hold different weights",
                       ("zero_hpz_partition_size", "tp"), ("tp", "hpz"))
     peers = layout.dp_size(case.world_size) * layout.sp
     if peers % min(size, peers):
         yield Problem(f"zero_hpz_partition_size {size} does not divide the {peers} ranks that share the "
-                      "parameters; it is the number of ranks of a node", ("zero_hpz_partition_size", "ranks"),
+                      "parameters; use the number of ranks per node", ("zero_hpz_partition_size", "ranks"),
                       ("hpz", "ranks"))
 
 
 def check_shard_within(case: Case) -> Found:
-    """FSDP2 shards within groups that divide the ranks."""
+    """Require fsdp2 and a group size that divides the ranks for shard_within."""
     layout, size = case.layout, case.layout.zero.shard_within
     if size is None:
         return
     if layout.engine != "fsdp2":
-        yield Problem(f"engine {layout.engine} does not shard within groups of {size} ranks: fsdp2 does",
+        yield Problem(f"engine {layout.engine} does not support shard_within {size}; fsdp2 does",
                       ("engine", "shard_within"), ("shard_within", "engine"))
     peers = layout.dp_size(case.world_size) * layout.sp
     if peers % min(size, peers):
-        yield Problem(f"shard_within {size} does not divide the {peers} ranks that share the parameters; it is the "
-                      "number of ranks of a node", ("shard_within", "ranks"), ("shard_within", "ranks"))
+        yield Problem(f"shard_within {size} does not divide the {peers} ranks that share the parameters; use the "
+                      "number of ranks per node", ("shard_within", "ranks"), ("shard_within", "ranks"))
 
 
-# Memory terms.
 def _shard(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     stage, share = layout.shard_stage(), -(-whole // peers)
-    found = dict(kept)
+    states = dict(kept)
     sharded: tuple[tuple[Kind, int], ...] = (("parameters", 3), ("gradients", 2), ("optimizer", 1))
     for kind, since in sharded:
         if stage >= since:
-            found[kind] = replace(found[kind], elements=share)
-    # Every stage that shards the optimizer steps a flat fp32 copy of the rank's share; stage 3 also has the share.
+            states[kind] = replace(states[kind], elements=share)
+    # In every stage the optimizer steps a flat fp32 copy of the rank's shard; stage 3 keeps the shard as well.
     if layout.engine == "deepspeed" and stage:
-        found["copy"] = State("device", 4, share)
-    return found
+        states["copy"] = State("device", 4, share)
+    return states
 
 
 _OFFLOADED: Mapping[str, Where] = {"cpu": "host", "nvme": "files"}
@@ -237,9 +237,9 @@ def _offload_optimizer(kept: Mapping[Kind, State], layout: Layout, whole: int, p
     if layout.zero.offload_optimizer is None:
         return dict(kept)
     place = _OFFLOADED[layout.zero.offload_optimizer]
-    moved: dict[Kind, State] = {kind: replace(one, where=place) for kind, one in kept.items()
+    moved: dict[Kind, State] = {kind: replace(state, where=place) for kind, state in kept.items()
                                 if kind in ("optimizer", "copy")}
-    # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state is in files.
+    # DeepSpeed keeps offloaded gradients in CPU memory even if the optimizer state is in files.
     return {**kept, "gradients": State("host", 4, -(-whole // peers)), **moved}
 
 
@@ -254,7 +254,7 @@ def _second_copy(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: 
     if size == 1:
         return dict(kept)
     place: Where = "device" if layout.zero.offload_param is None else "host"
-    # DeepSpeed makes it of the parameters' dtype.
+    # The copy has the parameters' dtype.
     return {**kept, "secondary": State(place, kept["parameters"].itemsize, -(-whole // min(size, peers)))}
 
 
@@ -262,10 +262,9 @@ def _shard_in_groups(kept: Mapping[Kind, State], layout: Layout, whole: int, pee
     size = layout.zero.shard_within
     if size is None:
         return dict(kept)
-    return {kind: replace(one, elements=-(-whole // min(size, peers))) for kind, one in kept.items()}
+    return {kind: replace(state, elements=-(-whole // min(size, peers))) for kind, state in kept.items()}
 
 
-# Traffic terms.
 def _shard_traffic(volume: Mapping[str, int], layout: Layout, micro_steps: int, peers: int) -> dict[str, int]:
     stage, gradients, parameters = layout.shard_stage(), volume["all_reduce"], volume["all_gather"]
     if stage == 0:
@@ -279,7 +278,7 @@ def _gather_in_groups(volume: Mapping[str, int], layout: Layout, micro_steps: in
     size = layout.zero.hpz_partition_size
     if size == 1 or size >= peers:
         return dict(volume)
-    # The second copy is made by the first forward pass after an optimizer step and used until the next step.
+    # The first forward pass after an optimizer step makes the second copy, which serves until the next step.
     once = volume["all_gather"] // (2 * micro_steps)
     return {**volume, "all_gather": once, f"all_gather ({size} ranks)": volume["all_gather"] - once}
 
@@ -294,38 +293,38 @@ def _reduce_across(volume: Mapping[str, int], layout: Layout, micro_steps: int, 
 
 
 KNOBS: tuple[Knob, ...] = (
-    Knob("stage", "zero_optimization.stage", "DeepSpeed's engine; a pipeline has stage 1", (check_zero_stage,),
+    Knob("stage", "zero_optimization.stage", "DeepSpeed's engine; pipelines require stage 1", (check_zero_stage,),
          "1 shards the optimizer's state, 2 also gradients, 3 also parameters", _shard,
          "1 and 2: reduce-scatter of gradients, all-gather of parameters; 3: an all-gather in each pass of each "
          "micro-step", _shard_traffic),
     Knob("offload_optimizer", "zero_optimization.offload_optimizer.device", "from stage 1, `nvme` in stage 3",
-         (check_offload_optimizer,), "optimizer's state in host memory or files, gradients in host memory",
+         (check_offload_optimizer,), "optimizer state in CPU memory or files, gradients in CPU memory",
          _offload_optimizer),
     Knob("offload_param", "zero_optimization.offload_param.device", "stage 3", (check_offload_param,),
-         "parameters in host memory or files", _offload_param),
-    Knob("tiled", "ezpz_llm.tiled", "stage 3, no tp; names that a block has, no more tiles than rows or columns",
-         (check_tiled_stage, check_tiled_names, check_tiled_sizes), "less of a layer is gathered at a time"),
+         "parameters in CPU memory or files", _offload_param),
+    Knob("tiled", "ezpz_llm.tiled", "stage 3, no tp; layers of a block, at most as many tiles as rows or columns",
+         (check_tiled_stage, check_tiled_names, check_tiled_sizes), "gathers one tile at a time"),
     Knob("hpz_partition_size", "zero_optimization.zero_hpz_partition_size",
-         "divides the ranks that share the parameters, no tp; without effect below stage 3", (check_hpz,),
+         "divides the ranks that share the parameters, no tp; ignored below stage 3", (check_hpz,),
          "a second copy of the parameters over that many ranks", _second_copy,
-         "after a step's first forward pass, all-gathers of parameters stay among that many neighbouring ranks",
+         "after a step's first forward pass, all-gathers of parameters stay among that many neighboring ranks",
          _gather_in_groups, certified=False),
     Knob("shard_within", "ezpz_llm.shard_within", "`fsdp2`; divides the ranks that share the parameters",
-         (check_shard_within,), "shards over that many ranks, not over all", _shard_in_groups,
-         "all-gathers and reduce-scatters among that many neighbours, an all-reduce of the shard's gradient "
-         "across them", _reduce_across, certified=False),
+         (check_shard_within,), "shards over that many ranks instead of all", _shard_in_groups,
+         "all-gathers and reduce-scatters among that many neighboring ranks, an all-reduce of the shard's gradient "
+         "across groups", _reduce_across, certified=False),
 )
-"""One row an option of `ZeroOptions`, in the order in which rules and terms apply."""
+"""Rows for the options of `ZeroOptions`, in the order in which rules and terms apply."""
 
 SIZES = frozenset({
     "reduce_bucket_size", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients", "overlap_comm",
     "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
     "stage3_max_reuse_distance"})
-"""Keys of "zero_optimization" outside a layout's value, set in certified runs: how much moves at once, and when."""
+"""Keys of "zero_optimization" that certified runs set but a layout does not contain: message sizes and overlap."""
 
 
 def uncertified(values: Mapping[str, Any], layout: Layout) -> list[str]:
-    """The keys of a ds_config's block "zero_optimization" that no certificate covers."""
+    """Return the keys of a ds_config's block "zero_optimization" that no certificate covers."""
     known = {knob.key.split(".")[1] for knob in KNOBS} | SIZES | {"cpu_offload"}
     return [*(f"{knob.name} {knob.shown(layout)}" for knob in KNOBS
               if not knob.certified and knob.is_set(layout)),
@@ -334,7 +333,7 @@ def uncertified(values: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def knob_rows() -> list[tuple[str, ...]]:
-    """The table as docs/reference/layouts.md prints it: key, rule, memory, traffic, certified."""
+    """Return the rows of the table in docs/reference/layouts.md: key, rule, memory, traffic, certified."""
     return [(f"`{knob.key}`", knob.rule_text, knob.memory_text, knob.traffic_text,
              "yes" if knob.certified else "no") for knob in KNOBS]
 

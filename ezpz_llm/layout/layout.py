@@ -1,4 +1,4 @@
-"""The parallel layout as a value, read from a ds_config, and its map of ranks to hosts (imports no torch)."""
+"""Parallel layout, read from a ds_config, and its map of ranks to nodes (imports no torch)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ DEGREE_NAMES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "sp": "seque
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The knobs of a layout that change its process groups, bytes sent or memory; one row of knobs.KNOBS each.
+    """Options of a layout that change its process groups, bytes sent or memory; each is a row of knobs.KNOBS.
 
-    `stage` is None where DeepSpeed is not used. `offload_optimizer` is "cpu" where the optimizer's state and its
-    step are in host memory, "nvme" where the state is in files, else None; `offload_param` is the same for the
-    parameters of stage 3. `tiled` names linear layers that are computed in tiles, (name, in, out).
-    `hpz_partition_size` is the number of neighbouring ranks that share a second copy of stage 3's parameters
-    (hpZ of ZeRO++, Wang et al. 2023, arXiv:2306.10209), 1 for no copy. `shard_within` is the number of neighbouring
-    ranks that FSDP2 shards over, each such group having a whole model (hybrid sharding, Zhao et al. 2023,
-    arXiv:2304.11277); None for all ranks.
+    Attributes:
+        stage: ZeRO stage; None if DeepSpeed is not used.
+        offload_optimizer: "cpu" for optimizer state and step in CPU memory, "nvme" for the state in files, or None.
+        offload_param: likewise for the parameters of stage 3.
+        tiled: linear layers to compute in tiles, as (name, tiles along the input, tiles along the output).
+        hpz_partition_size: number of neighboring ranks that share a second copy of stage 3's parameters (hpZ of
+            ZeRO++, Wang et al. 2023, arXiv:2306.10209); 1 for no copy.
+        shard_within: number of neighboring ranks over which FSDP2 shards a whole model (hybrid sharding, Zhao et
+            al. 2023, arXiv:2304.11277); None for all ranks.
     """
 
     stage: int | None = None
@@ -44,10 +46,10 @@ class ZeroOptions:
 
 @dataclass(frozen=True)
 class Layout:
-    """One parallel layout, compared by value: equal layouts run the same, whatever their names.
+    """Parallel layout, compared by value without its name.
 
-    The degrees times the data-parallel size are the number of ranks. `partition` is what the stages of a pipeline
-    have equally much of.
+    The product of the degrees and the data-parallel size is the number of ranks. `partition` is the quantity
+    that is balanced over pipeline stages.
     """
 
     name: str = field(compare=False)
@@ -59,34 +61,34 @@ class Layout:
     partition: Partition = "parameters"
 
     def dp_size(self, world_size: int) -> int:
-        """The number of ranks that each see their own samples; the degrees divide `world_size` (constraints.py)."""
+        """Return the data-parallel size; the degrees must divide `world_size` (constraints.py)."""
         return world_size // (self.tp * self.pp * self.sp)
 
     def degrees(self, world_size: int) -> Degrees:
-        """All degrees on so many ranks."""
+        """Return all degrees, including the data-parallel size."""
         return Degrees(self.dp_size(world_size), self.tp, self.pp, self.sp)
 
     def shard_stage(self) -> int:
-        """The ZeRO stage that shards the same: 3 for FSDP2, 0 for DDP."""
+        """Return the ZeRO stage with the same sharding: 3 for FSDP2, 0 for DDP."""
         return 3 if self.engine == "fsdp2" else self.zero.stage or 0
 
     def with_zero(self, **changes: Any) -> Layout:
-        """The same layout with some of its `ZeroOptions` replaced."""
+        """Return a copy with some `ZeroOptions` replaced."""
         return replace(self, zero=replace(self.zero, **changes))
 
     def at_degrees(self, tp: int = 1, pp: int = 1, sp: int = 1) -> Layout:
-        """The same layout with these degrees."""
+        """Return a copy with these degrees."""
         return replace(self, tp=tp, pp=pp, sp=sp)
 
     def describe(self, world_size: int) -> str:
-        """The name, with all degrees where one besides the data-parallel is above 1: "3d: pp 2 x dp 2 x tp 2"."""
+        """Return the name and, unless only data-parallel, the degrees, such as "3d: pp 2 x dp 2 x tp 2"."""
         if self.tp * self.pp * self.sp == 1:
             return self.name
         sizes = [(axis, getattr(self.degrees(world_size), axis)) for axis in AXES]
         return f"{self.name}: " + " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1 or axis == "dp")
 
     def as_record(self) -> dict[str, Any]:
-        """The layout in layout.json: one flat object, the stage under "zero_stage"."""
+        """Return the flat record for layout.json, with the stage as "zero_stage"."""
         record = asdict(self)
         options = record.pop("zero")
         return {"name": record.pop("name"), "engine": record.pop("engine"), "zero_stage": options.pop("stage"),
@@ -94,10 +96,10 @@ class Layout:
 
     @classmethod
     def from_record(cls, record: Any, where: str) -> Layout:
-        """Read what `as_record` wrote, also in releases that had fewer options.
+        """Read a record that `as_record` wrote, also in releases with fewer options.
 
         Raises:
-            UserError: a missing member, one of a wrong type, or an unknown one.
+            UserError: a missing or unknown field, or one of a wrong type.
         """
         if isinstance(record, dict):
             named = {"stage" if key == "zero_stage" else key: value for key, value in record.items()}
@@ -109,20 +111,20 @@ class Layout:
 
 def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None, sp: int | None = None,
                 shard_within: int | None = None) -> Layout:
-    """The layout of a ds_config, with some of its degrees, or the ranks that fsdp2 shards over, replaced.
+    """Read the layout of a ds_config; arguments other than None override it.
 
-    constraints.py says whether it can run.
+    constraints.py checks whether it can run.
 
     Raises:
         UserError: an invalid value, or two that contradict each other.
     """
     place = f"{OUR_BLOCK} in {config.path}"
     given = {"tp": tp, "pp": pp, "sp": sp}
-    theirs = translated_degrees(config)
+    translated = translated_degrees(config)
     degrees = {}
     for name, value in given.items():
         where = place if value is None else f"--{name}"
-        value = config.ours.get(name, theirs.get(name, 1)) if value is None else value
+        value = config.ours.get(name, translated.get(name, 1)) if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"the {DEGREE_NAMES[name]} degree {name} is {json.dumps(value)}", where=where,
                             instead="a whole number of at least 1")
@@ -134,7 +136,7 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
     group = zero.get("zero_hpz_partition_size", 1)
-    # A stage or an option that the engine does not have is kept, for constraints.py to find.
+    # Keep a stage or option that the engine does not support: constraints.py reports it.
     options = ZeroOptions(stage if stage or engine == "deepspeed" else None, _offload(config, "optimizer"),
                           _offload(config, "param"), _tiled(config.ours.get("tiled", {}), place),
                           1 if group == "auto" else max(group, 1), _shard_within(config, shard_within, place))
@@ -145,7 +147,7 @@ def _shard_within(config: DsConfig, given: int | None, place: str) -> int | None
     value, where = (config.ours.get("shard_within"), place) if given is None else (given, "--shard-within")
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
         raise UserError(f"shard_within is {json.dumps(value)}", where=where,
-                        instead="the number of ranks of a node, 2 or more")
+                        instead="the number of ranks per node, 2 or more")
     return value
 
 
@@ -156,7 +158,7 @@ def _choice(value: Any, name: str, known: tuple[str, ...], where: str) -> Any:
 
 
 def _tiled(block: Any, where: str) -> tuple[tuple[str, int, int], ...]:
-    """{"mlp.c_fc": [1, 4]}: by name within a block, the number of tiles along the input and along the output."""
+    """Read {"mlp.c_fc": [1, 4]}: by name within a block, the number of tiles along input and output."""
     def is_pair(value: Any) -> bool:
         return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
 
@@ -166,12 +168,12 @@ def _tiled(block: Any, where: str) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, *value) for name, value in block.items())
 
 
-def _offload(config: DsConfig, what: str) -> Offload | None:
-    """Where a ds_config puts the optimizer's state, or the parameters."""
+def _offload(config: DsConfig, state: str) -> Offload | None:
+    """Return where a ds_config offloads the optimizer state or the parameters."""
     zero = config.values.get("zero_optimization", {})
-    key = f"offload_{what}"
+    key = f"offload_{state}"
     device = zero.get(key, {}).get("device", "none")
-    if what == "optimizer" and zero.get("cpu_offload"):
+    if state == "optimizer" and zero.get("cpu_offload"):
         device = "cpu"
     if device in ("none", None):
         return None
@@ -179,16 +181,15 @@ def _offload(config: DsConfig, what: str) -> Offload | None:
     return device
 
 
-# Which rank of which group runs on which host, before anything starts.
 Places = Sequence[tuple[str, int]]
-"""Hosts and their numbers of ranks, in the order in which ranks are numbered."""
+"""Hostnames and their numbers of ranks, in rank order."""
 
 _ROWS = 32
-"""Longer maps are drawn without their middle."""
+"""Maximum number of rows; longer maps omit the middle."""
 
 
 def rank_map(layout: Layout, places: Places) -> str:
-    """Each rank's place along every axis, and its host."""
+    """Return a table of each rank's coordinates and hostname."""
     ends = list(accumulate(count for _, count in places))
     degrees = layout.degrees(ends[-1])
     axes = [axis for axis in AXES if axis == "dp" or getattr(degrees, axis) > 1]
@@ -208,28 +209,29 @@ def rank_map(layout: Layout, places: Places) -> str:
 
 
 def crossing(layout: Layout, places: Places, can_run: Callable[[int, int], bool]) -> str | None:
-    """A warning where a tensor-parallel group has ranks on several hosts, with what to type; None where none has.
+    """Return a warning with suggestions if a tensor-parallel group spans several nodes, else None.
 
-    Tensor-parallel ranks are neighbours and communicate several times a layer: between hosts that is slow.
+    Tensor-parallel ranks communicate several times per layer, which is slow between nodes.
 
     Args:
-        can_run: whether the run is legal on so many ranks with another tensor-parallel degree.
+        can_run: returns True if the run is legal for a world size and a tensor-parallel degree.
     """
     ends = list(accumulate(count for _, count in places))
-    # Groups begin at multiples of tp: one goes on beyond a host that ends elsewhere.
-    cut = sorted({end // layout.tp for end in ends[:-1] if end % layout.tp})
-    if not cut:
+    # Groups begin at multiples of tp, so a node that ends elsewhere splits one.
+    split = sorted({end // layout.tp for end in ends[:-1] if end % layout.tp})
+    if not split:
         return None
-    first, last = cut[0] * layout.tp, cut[0] * layout.tp + layout.tp - 1
+    first, last = split[0] * layout.tp, split[0] * layout.tp + layout.tp - 1
     hosts = [places[bisect_right(ends, rank)][0] for rank in (first, last)]
-    text = (f"warning: {counted(len(cut), 'tensor-parallel group')} of {layout.tp} cross"
-            f"{'es' if len(cut) == 1 else ''} hosts, such as ranks {first} to {last} on {' to '.join(hosts)}")
-    offers = _offers(layout, places, can_run)
-    return f"{text}\n  instead: {' or '.join(offers)}" if offers else text
+    text = (f"warning: {counted(len(split), 'tensor-parallel group')} of {layout.tp} span"
+            f"{'s' if len(split) == 1 else ''} several nodes, such as ranks {first} to {last} on "
+            f"{' and '.join(hosts)}")
+    suggestions = _suggest_sizes(layout, places, can_run)
+    return f"{text}\n  instead: {' or '.join(suggestions)}" if suggestions else text
 
 
-def _offers(layout: Layout, places: Places, can_run: Callable[[int, int], bool]) -> list[str]:
-    """The nearest numbers of ranks a host that are multiples of tp, and the next smaller tp that fits the hosts."""
+def _suggest_sizes(layout: Layout, places: Places, can_run: Callable[[int, int], bool]) -> list[str]:
+    """Return the nearest numbers of ranks per node that are multiples of tp, and the next smaller tp that fits."""
     below = max(count for _, count in places) // layout.tp * layout.tp
     ranks = [count for count in (below, below + layout.tp) if count and can_run(count * len(places), layout.tp)]
     world_size = sum(count for _, count in places)

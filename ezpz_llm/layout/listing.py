@@ -1,4 +1,4 @@
-"""Lists of legal layouts for a model and a number of ranks, as values, text and JSON (imports no torch)."""
+"""Lists of legal layouts for a model and a number of ranks, as text and JSON (imports no torch)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _PURPOSE = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Named:
-    """A shipped layout on so many ranks: its memory a rank, or why it is not legal and what to type instead.
+    """Memory per rank of a shipped layout, or why it is not legal and what to type instead.
 
-    `memory` is that of fp32 and autocast, `memory_bf16` of `--precision bf16`, empty where the layout has none.
+    `memory` is for fp32 and autocast, `memory_bf16` for `--precision bf16` (empty if unsupported).
     """
 
     name: str
@@ -40,7 +40,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Grid:
-    """Legal degrees: what each of the ZeRO stages that are legal with them takes on a rank, and what to type."""
+    """Legal degrees with, by legal ZeRO stage, the memory per rank and the options that select it."""
 
     degrees: Degrees
     memory: dict[int, tuple[Part, ...]] = field(default_factory=dict)
@@ -48,17 +48,17 @@ class Grid:
 
 
 def purposes() -> dict[str, str]:
-    """A line on each shipped layout, from the page beside the files."""
+    """Return a one-line description of each shipped layout, from ds_configs/README.md."""
     text = (data_dir("ds_configs") / "README.md").read_text(encoding="utf-8")
-    found: dict[str, str] = {}
+    purposes: dict[str, str] = {}
     for name, purpose in _PURPOSE.findall(text):
         if name in ds_config.names():
-            found.setdefault(name, purpose)  # a second table is of keys, one of which is called as a layout is
-    return found
+            purposes.setdefault(name, purpose)  # a later table lists keys, one with a layout's name
+    return purposes
 
 
 def named_layouts(model: ModelConfig, world_size: int) -> list[Named]:
-    """Every shipped layout as it is."""
+    """Return an entry for every shipped layout, with its own degrees."""
     return [_named(layout, model, world_size) for layout in shipped_layouts()]
 
 
@@ -78,14 +78,14 @@ def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
 
 
 def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
-    """Under autocast, which is what devices train in unless told otherwise."""
+    """Return the memory under autocast, the default on devices."""
     return (*memory_per_rank(layout, model, world_size), cast_per_rank(layout, model))
 
 
 def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
-    """All degrees that divide the ranks and the model, with the ZeRO stages that go with them."""
+    """Return all degrees that divide the ranks and the model, with their legal ZeRO stages."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    found = []
+    grids = []
     for pp, tp, sp in product(sizes, repeat=3):
         if world_size % (pp * tp * sp):
             continue
@@ -93,55 +93,55 @@ def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
         legal = {stage: layout for stage, layout in layouts.items() if is_legal(Case(layout, world_size, model))}
         if legal:
             memory = {stage: _memory(layout, model, world_size) for stage, layout in legal.items()}
-            found.append(Grid(Degrees.of_world(world_size, tp, pp, sp), memory,
+            grids.append(Grid(Degrees.of_world(world_size, tp, pp, sp), memory,
                               {stage: selection(layout) or "" for stage, layout in legal.items()}))
-    return found
+    return grids
 
 
 def crosses(degrees: Degrees, ranks_per_node: int) -> bool:
-    """True if tensor-parallel groups have ranks on more than one node."""
+    """Return True if tensor-parallel groups span more than one node."""
     return degrees.tp > 1 and ranks_per_node % degrees.tp != 0
 
 
 def check_world(world_size: int | None, ranks_per_node: int | None) -> None:
-    """Refuse numbers of ranks that are none.
+    """Check the numbers of ranks.
 
     Raises:
-        UserError: names the option.
+        UserError: a number below 1, or --ranks-per-node without --world.
     """
     for option, value in (("--world", world_size), ("--ranks-per-node", ranks_per_node)):
         if value is not None and value < 1:
-            raise UserError(f"{value} ranks", where=option, instead="1 or more")
+            raise UserError(f"{value} is not a number of ranks", where=option, instead="1 or more")
     if ranks_per_node is not None and world_size is None:
-        raise UserError("--ranks-per-node without --world", instead="both")
+        raise UserError("--ranks-per-node requires --world", instead="--world N --ranks-per-node M")
 
 
-# The lists as text and as JSON.
-_FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
-4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of the blocks' matrices that
-autocast keeps from forward to backward pass. "bf16": on the device with --precision bf16, "-" for none, or where
-the layout has no bf16. Activations, buckets and gathered layers come on top.
-A named layout takes other degrees by --tp, --pp and --sp."""
+_FOOT = """\
+Memory is for the rank that needs most, in fp32. Bytes per parameter: 4 for the value, 4 for the gradient,
+8 for Adam's moments, and 4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of
+the blocks' matrices that autocast keeps from forward to backward pass. "bf16": on the device with --precision
+bf16; "-" for none, or if the layout does not support bf16. Activations, buckets and gathered layers come on top.
+Pass --tp, --pp and --sp to run a named layout with other degrees."""
 
 
 def purposes_text(purposes: dict[str, str]) -> str:
-    """A line a layout."""
+    """Return one line per layout."""
     width = max(map(len, purposes))
     return "\n".join(f"{name:<{width}}  {purpose.replace('`', '')}" for name, purpose in purposes.items())
 
 
 def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid], ranks_per_node: int | None, *,
                rich: bool) -> str:
-    """The named layouts, why some are not legal, and all legal degrees."""
+    """Return the tables of named layouts and of legal degrees, and the reasons why layouts are not legal."""
     rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory),
              _gigabytes(total(entry.memory_bf16, "device"))] for entry in named if entry.degrees is not None]
-    parts = [table(f"Named layouts for {model} on {world_size} ranks, GB a rank",
+    parts = [table(f"Named layouts for {model} on {world_size} ranks, GB per rank",
                    ("name", *_DEGREES, "parameters", "gradients", "optimizer", "cast", "device", "host", "files",
                     "bf16"), rows, rich=rich)]
-    refused = [entry for entry in named if entry.reason is not None]
-    if refused:
+    illegal = [entry for entry in named if entry.reason is not None]
+    if illegal:
         parts.append("Not legal:\n" + "".join(
-            f"  {entry.name}: {entry.reason}; instead: {' or '.join(entry.instead) or '-'}\n" for entry in refused))
+            f"  {entry.name}: {entry.reason}; instead: {' or '.join(entry.instead) or '-'}\n" for entry in illegal))
     columns = ["select with", *_DEGREES, *(f"zero{stage}" for stage in STAGES),
                *([] if ranks_per_node is None else ["TP group"])]
     rows = [[grid.words[min(grid.words, key=lambda stage: abs(stage - 1))], *_degree_cells(grid.degrees),
@@ -150,14 +150,14 @@ def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid
              *([] if ranks_per_node is None else
                ["crosses nodes" if crosses(grid.degrees, ranks_per_node) else "in a node"])]
             for grid in grids]
-    parts.append(table("Legal degrees, GB a rank and ZeRO stage (--ds-config zero0 to zero3)", columns, rows,
+    parts.append(table("Legal degrees, GB per rank and ZeRO stage (--ds-config zero0 to zero3)", columns, rows,
                        rich=rich))
     return "\n".join([*parts, _FOOT])
 
 
 def as_json(model: str, world_size: int, named: list[Named], grids: list[Grid],
             ranks_per_node: int | None) -> dict[str, Any]:
-    """The same as JSON values, in bytes."""
+    """Return the same lists as JSON values, in bytes."""
     return {
         "model": model,
         "world_size": world_size,

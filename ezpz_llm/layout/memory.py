@@ -1,8 +1,8 @@
 """Memory estimate of a rank: parameters, gradients, optimizer state, activations, buffers (imports no torch).
 
-4 bytes a parameter, 4 its gradient, 8 Adam's two moments; in bf16 and fp16 2 a parameter and 4 its master weight.
-Under autocast the blocks' matrices have a copy in 2 bytes from forward to backward pass. Activations, buckets,
-gathered layers and what libraries keep for themselves come on top.
+Per parameter: 4 bytes for the value, 4 for its gradient, 8 for Adam's two moments; in bf16 and fp16, 2 bytes for
+the value and 4 for its master weight. Autocast keeps 2-byte copies of the blocks' matrices from forward to
+backward pass. Activations, buckets, gathered layers and the libraries' own memory come on top.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, block_matrix_count, count
 from ezpz_llm.model.partition import stage_bounds
 
-_DEEPSPEEDS_BUCKET = 500_000_000
-"""State, where the ds_config says nothing."""
+_DEFAULT_BUCKET = 500_000_000
+"""DeepSpeed's default reduce_bucket_size, in elements."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`bytes` of one kind on the rank that has most. "copy" is of the parameters in fp32 for the optimizer to step:
-    DeepSpeed's own, or master weights; "secondary" hpZ's second copy of the parameters, "cast" autocast's
-    copies of matrices."""
+    """Bytes of one kind of state on the rank that has most.
+
+    "copy" is the fp32 copy of the parameters that the optimizer steps (DeepSpeed's flat copy or master weights),
+    "secondary" hpZ's second copy of the parameters, "cast" autocast's copies of matrices.
+    """
 
     kind: Kind
     where: Where
@@ -37,30 +39,30 @@ class Part:
 def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
                     optimizer: OptimizerName = "adamw", precision: str = "fp32",
                     gradients: GradientDtypes = FP32_GRADIENTS) -> tuple[Part, ...]:
-    """Parameters, gradients and optimizer state of the rank with most parameters, under a legal layout.
+    """Return the state of the rank with most parameters, under a legal layout.
 
-    Sequence-parallel ranks hold the same parameters, so ZeRO shards over them too. Moments in 8 bits are counted as
-    if all had them; biases and norms, which keep theirs in fp32, are less than a thousandth.
+    ZeRO also shards over sequence-parallel ranks, which have the same parameters. With adamw_8bit all moments
+    count as 8-bit; biases and norms, whose moments are fp32, are less than 0.1 % of the parameters.
     """
     layout = computed_as(layout, precision)
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
     kept: Mapping[Kind, State] = {"parameters": State("device", 4, whole), "gradients": State("device", 4, whole),
                                   "optimizer": State("device", OPTIMIZERS[optimizer].state_bytes, whole)}
-    if RECIPES[precision].has_masters and layout.engine != "fsdp2":  # whose rows are master weights themselves
+    if RECIPES[precision].has_masters and layout.engine != "fsdp2":  # its shards are the master weights
         kept = {**kept, "parameters": State("device", 2, whole), "copy": State("device", 4, whole)}
     if gradients.accumulated == "bf16":
         kept = {**kept, "gradients": State("device", 2, whole)}
     for knob in KNOBS:
         if knob.memory is not None:
             kept = knob.memory(kept, layout, whole, peers)
-    return tuple(Part(kind, one.where, one.itemsize * one.elements) for kind, one in kept.items())
+    return tuple(Part(kind, state.where, state.itemsize * state.elements) for kind, state in kept.items())
 
 
 def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
-    """Autocast's copies of the matrices on the rank that has most of them, where no block is recomputed.
+    """Return autocast's copies on the rank that has most, if no block is recomputed.
 
-    A pipeline's stage has as many micro batches on their way as stages are left, and copies for each.
+    A pipeline stage keeps copies for each micro batch in flight, as many as there are stages from it to the last.
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
     most = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
@@ -68,20 +70,20 @@ def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
 
 
 def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
-    """Autocast's copies of so many blocks' matrices, which autograd keeps from forward to backward pass.
+    """Return the bytes of autocast's copies of the matrices of `blocks` blocks.
 
-    fully_shard frees the gathered fp32 weights, not these. Under stage 3 there are none: DeepSpeed's linear layer
-    keeps the weight itself, and casts it again.
+    Autograd keeps them from forward to backward pass. fully_shard frees the gathered fp32 weights but not these
+    copies. Stage 3 has none: DeepSpeed's linear layer keeps the weight itself and casts it again.
     """
     return 0 if layout.zero.stage == 3 else 2 * blocks * block_matrix_count(model) // layout.tp
 
 
 def whole_bytes(layout: Layout, model: ModelConfig, precision: str, accumulation: int) -> int:
-    """What fsdp2 holds whole on every rank for a part of a step, beside its shards and the block that computes.
+    """Return the bytes of unsharded state in fsdp2 besides the block that computes.
 
-    Embedding, last norm and head are gathered from forward to backward pass: fully_shard keeps the outermost unit,
-    which the backward pass begins with. With fp32 parameters gradients are reduced by the last micro-step alone,
-    and are whole until then.
+    Embedding, final norm and head stay gathered from forward to backward pass, because fully_shard keeps the
+    outermost unit, with which the backward pass begins. With fp32 parameters only the last micro-step reduces
+    gradients, which are unsharded until then.
     """
     if layout.engine != "fsdp2":
         return 0
@@ -91,28 +93,28 @@ def whole_bytes(layout: Layout, model: ModelConfig, precision: str, accumulation
 
 
 def bucket_bytes(layout: Layout, model: ModelConfig, given: Mapping[str, Any], device: str) -> int:
-    """What DeepSpeed takes to collect gradients in until it reduces them, on the rank that takes most.
+    """Return the bytes of DeepSpeed's buckets for gradients, on the rank that needs most.
 
-    It allocates the whole of it whatever the model's size: once more where it collects on while one is being
-    reduced, and once more in a pipeline, for nothing. On a CPU memory is not taken before it is written to. Without
-    contiguous gradients stage 3 puts as many together when it reduces them, and no more than there are.
-    State are of the model's dtype in stages 1 and 2, in stage 3 of the dtype that gradients travel in.
+    DeepSpeed allocates a whole bucket for any model size, a second one if it fills one while it reduces the
+    other, and an unused second one in pipelines. On CPUs, memory is used only once it is written. Without
+    contiguous gradients, stage 3 concatenates up to a bucket of existing gradients when it reduces them. Buckets
+    have the model's dtype in stages 1 and 2, and the reduction's dtype in stage 3.
 
     Args:
-        given: what DeepSpeed is given, empty for other engines.
-        device: its kind, "cpu" or another.
+        given: DeepSpeed's configuration, empty for other engines.
+        device: kind of the device, such as "cpu".
     """
     zero = given.get("zero_optimization") or {}
     allocates = zero.get("contiguous_gradients", True)
     if not zero.get("stage") or (not allocates and zero["stage"] < 3):
         return 0
     if layout.pp > 1 and "bf16" in given:
-        return 0  # gradients are reduced where they lie, see pipeline_engine.py
+        return 0  # gradients are reduced in place, see pipeline_engine.py
     table = model.padded_vocab_size * model.n_embd // layout.tp
     in_bf16 = given.get("communication_data_type") == "bf16" if zero["stage"] == 3 else "bf16" in given
     most = 0
     for stage in range(layout.pp):
-        elements = int(zero.get("reduce_bucket_size", _DEEPSPEEDS_BUCKET))
+        elements = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET))
         if layout.pp > 1 and model.tied and stage in (0, layout.pp - 1):
             elements = table  # see pipeline_engine.py
         if device == "cpu" or not allocates:
@@ -125,32 +127,31 @@ def bucket_bytes(layout: Layout, model: ModelConfig, given: Mapping[str, Any], d
 
 
 def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:
-    """Bytes in one place, of these kinds or of all."""
+    """Return the bytes in one location, of these kinds or of all."""
     return sum(part.bytes for part in parts if part.where == where and (not kinds or part.kind in kinds))
 
 
 def held_parameters(layout: Layout, model: ModelConfig, stage: int) -> int:
-    """Parameters of one tensor-parallel rank in a pipeline stage, before ZeRO divides them."""
+    """Return a tensor-parallel rank's parameters in a pipeline stage, before ZeRO shards them."""
     bounds = stage_bounds(model, layout.pp, layout.partition)
-    found = (bounds[stage + 1] - bounds[stage]) * count(model, BLOCK, layout.tp)
+    parameters = (bounds[stage + 1] - bounds[stage]) * count(model, BLOCK, layout.tp)
     is_first, is_last = stage == 0, stage == layout.pp - 1
     if is_first:
-        found += count(model, BEFORE, layout.tp)
+        parameters += count(model, BEFORE, layout.tp)
     if is_last:
-        found += count(model, AFTER, layout.tp)
-        # The last of several stages has its own copy of a tied table.
-        found += model.padded_vocab_size * model.n_embd // layout.tp if model.tied and not is_first else 0
-    return found
+        parameters += count(model, AFTER, layout.tp)
+        # The last of several stages has its own copy of a tied embedding table.
+        parameters += model.padded_vocab_size * model.n_embd // layout.tp if model.tied and not is_first else 0
+    return parameters
 
 
-# Activations: the part of a forward pass that is kept for the backward pass.
 @dataclass(frozen=True)
 class Pass:
-    """One rank's forward pass.
+    """Forward pass of a rank.
 
-    `recompute` is as in the trainer, `score_bytes` what attention keeps of a layer's scores
-    (model/attention_kernels.py), `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the
-    device is one, `blockwise` whether attention is our own kernel for CPUs.
+    `recompute` is the trainer's setting, `score_bytes` the bytes of attention scores kept per layer
+    (model/attention_kernels.py), `chunk` the number of tokens whose logits exist at the same time (0: all).
+    `blockwise` is True if attention uses our own CPU kernel.
     """
 
     micro_batch: int
@@ -164,7 +165,10 @@ class Pass:
 
 
 def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
-    """On the rank that keeps most. A pipeline's stage keeps the micro batches that are on their way after it."""
+    """Return the bytes of activations on the rank that keeps most.
+
+    A pipeline stage keeps those of the micro batches in flight after it.
+    """
     bounds = stage_bounds(model, layout.pp, layout.partition)
     return max(_stage(layout, model, work, range(bounds[stage], bounds[stage + 1]), stage)
                for stage in range(layout.pp))
@@ -179,28 +183,28 @@ def _stage(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage:
         kept += cast_bytes(layout, model, len(blocks) - again)
     kept *= min(layout.pp - stage, work.accumulation)
     if again:
-        kept += whole  # the block that is being computed again
+        kept += whole  # the block that is being recomputed
     return int(kept) + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
 
 
 def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
-    """What one block keeps of one token."""
+    """Return the bytes that one block keeps per token."""
     width, queries, kv, inside = model.n_embd, model.q_width, model.kv_width, model.intermediate_size
     e = _itemsize(work.precision)
     norms = 2 * _norm_bytes(model, work)
     attention = e * width + (e * (queries + 2 * kv) + e * queries) / tp
-    if not work.blockwise:  # which keeps queries, keys and values as it takes them, and nothing else
+    if not work.blockwise:  # its kernel keeps only queries, keys and values
         attention += 4 * model.n_head / tp
         if work.cpu and model.n_kv_head != model.n_head:
-            attention += e * queries / tp  # its kernel's output lies in another order than the next layer wants
+            attention += e * queries / tp  # the kernel's output is copied into the layout of the next layer
         if model.position == "rope":
-            attention += e * (queries + kv) / tp  # turned queries and keys, beside the product they came from
+            attention += e * (queries + kv) / tp  # rotated queries and keys, besides the matmul output
     if model.qk_norm != "none":
-        # Their norms' input where it is an fp32 copy, and without a fused kernel the normalised values.
+        # The norms' input if it is an fp32 copy, and without a fused kernel the normalized values.
         copy = 4 if e < 4 and (work.cpu or RECIPES[work.precision].autocast) else 0
         attention += (copy + (4 if work.cpu else 0)) * (queries + kv) / tp
     if model.mlp == "swiglu":
-        # Autocast casts the input for each of the two layers that take it.
+        # Autocast casts the input separately for the two layers that use it.
         mlp = e * width * (2 if RECIPES[work.precision].autocast else 1) + 4 * e * inside / tp
     else:
         mlp = e * width + 2 * e * inside / tp
@@ -208,27 +212,28 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
 
 
 def head_bytes(model: ModelConfig, tp: int, work: Pass, tokens: int) -> int:
-    """The last norm, the head and the loss, with what they need at the turn from forward to backward."""
+    """Return the bytes for the final norm, head and loss at the start of the backward pass."""
     width, columns, e = model.n_embd, model.padded_vocab_size // tp, _itemsize(work.precision)
     norm = tokens * _norm_bytes(model, work)
     if work.chunk:
-        # The gradients of the hidden states and of the weight, and one chunk's logits twice.
+        # Gradients of the hidden states and of the weight, and two copies of a chunk's logits.
         logits = min(work.chunk, tokens) * columns * (4 + e)
         return norm + tokens * _stream_itemsize(work) * width + 4 * columns * width + logits
     return norm + tokens * (e * width + 8 * columns)
 
 
 def _norm_bytes(model: ModelConfig, work: Pass) -> int:
-    """A norm's input, which is the residual stream; without a fused kernel the normalised values as well.
+    """Return the bytes that a norm keeps per token.
 
-    On CPU norms compute on an fp32 copy of it.
+    It keeps its input and, without a fused kernel, the normalized values. On CPUs, norms compute on an fp32 copy
+    of the input, the residual stream.
     """
     itemsize = 4 if work.cpu else _stream_itemsize(work)
     return itemsize * model.n_embd * (2 if model.norm == "rmsnorm" and work.cpu else 1)
 
 
 def _stream_itemsize(work: Pass) -> int:
-    """Bytes an element of the residual stream, which autocast keeps in fp32."""
+    """Return the bytes per element of the residual stream, which autocast keeps in fp32."""
     return 2 if RECIPES[work.precision].has_masters else 4
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops: where they are kept, and building them ahead of a run (imports no torch)."""
+"""Cache of DeepSpeed's compiled ops, and building them before a run (imports no torch)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ezpz_llm.launch.variables import BUILDING
 from ezpz_llm.layout.layout import Layout
 
 OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
-"""The ops that the shipped layouts need, with the name of DeepSpeed's builder; each after those it is built on."""
+"""Ops that the shipped layouts need, with DeepSpeed's builder; dependencies come first."""
 
 BUILT_ON = {"async_io": ("pin_memory",)}
-"""The ops that must be loaded before another one: async_io takes its page-locked memory from pin_memory."""
+"""Ops to load before another op: async_io allocates page-locked memory with pin_memory."""
 
 
 def needed_ops(layout: Layout) -> tuple[str, ...]:
-    """The ops that a layout cannot run without."""
+    """Return the ops that a layout needs."""
     needed: tuple[str, ...] = ("cpu_adam",) if layout.zero.offload_optimizer else ()
     if "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param):
         needed += (*BUILT_ON["async_io"], "async_io")
@@ -44,10 +44,9 @@ def needed_ops(layout: Layout) -> tuple[str, ...]:
 
 
 def ops_dir() -> Path:
-    """The folder of ops for this Python, torch, DeepSpeed and processor.
+    """Return the folder of ops for this Python, torch, DeepSpeed and processor.
 
-    The processor counts because ops are compiled for the machine that builds them; another one might not have its
-    instructions.
+    Ops are compiled for the processor that builds them; another one may not support its instructions.
     """
     versions = "-".join(f"{name}{_version(name)}" for name in ("torch", "deepspeed"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
@@ -55,52 +54,52 @@ def ops_dir() -> Path:
 
 
 def building_dir() -> Path:
-    """Where ops are compiled, before they are moved to `ops_dir` whole."""
+    """Return the folder in which ops are compiled before they are moved to `ops_dir`."""
     return ops_dir() / "building"
 
 
 def built_library(name: str) -> Path | None:
-    """The file that `doctor --build-ops` made, if it is there."""
+    """Return the library that `doctor --build-ops` built, or None."""
     library = ops_dir() / name / f"{name}.so"
     return library if library.is_file() else None
 
 
 def is_built(name: str) -> bool:
-    """True if a run can use the op as it is: from the cache, or compiled into the installed DeepSpeed."""
+    """Return True if the op is in the cache or compiled into the installed DeepSpeed."""
     return built_library(name) is not None or name in _installed_ops()
 
 
 def build_lock(name: str) -> Path:
-    """What torch's extension builder holds while it compiles the op, and leaves behind when it is killed."""
+    """Return the lock that torch's extension builder holds while it compiles, and leaves if it is killed."""
     return building_dir() / name / "lock"
 
 
 def refuse_unbuilt(names: Sequence[str], needed_by: str | None = None) -> None:
-    """Raise if one of the ops is not there.
+    """Check that all of the ops are built.
 
     Raises:
-        UserError: says how to build what is missing, and names the locks of builds that go on or were killed.
+        UserError: an op is missing. Says how to build it, and names locks of running or killed builds.
     """
     missing = [name for name in names if not is_built(name)]
     if not missing:
         return
     locks = [str(build_lock(name)) for name in missing if build_lock(name).exists()]
-    unfinished = f"; a build was begun and has not ended ({', '.join(locks)})" if locks else ""
-    what = f"op {missing[0]} is" if len(missing) == 1 else f"ops {', '.join(missing)} are"
-    raise UserError(f"DeepSpeed's compiled {what} not built for this Python, torch and processor{unfinished}",
+    unfinished = f"; a build is unfinished ({', '.join(locks)})" if locks else ""
+    subject = f"op {missing[0]} is" if len(missing) == 1 else f"ops {', '.join(missing)} are"
+    raise UserError(f"DeepSpeed's compiled {subject} not built for this Python, torch and processor{unfinished}",
                     where=needed_by, instead=f"ezpz-llm doctor --build-ops {' '.join(missing)}")
 
 
 def _version(name: str) -> str:
-    if (found := installed(name)) is None:
+    if (version := installed(name)) is None:
         raise UserError(f"{name} is not installed in this Python", where=sys.executable,
                         instead=f"pip install {name}, or run inside launchers/with-env")
-    return found
+    return version
 
 
 @functools.cache
 def _processor() -> str:
-    """A short hash of the processor's model and instruction sets."""
+    """Return a short hash of the processor's model and instruction sets."""
     first = takewhile(str.strip, system_text("/proc/cpuinfo").splitlines(keepends=True))
     lines = {line.split(":")[0].strip(): line for line in first}
     if not lines:
@@ -110,7 +109,7 @@ def _processor() -> str:
 
 
 def _installed_ops() -> frozenset[str]:
-    """Ops that were compiled when DeepSpeed was installed, as its own record says."""
+    """Return the ops that were compiled when DeepSpeed was installed, from its own record."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -123,17 +122,14 @@ def _installed_ops() -> frozenset[str]:
     return frozenset()
 
 
-# Compile DeepSpeed's ops ahead of a run, with progress, and clear away what a killed build left behind.
 _PROGRESS_S = 5.0
 
 
 def build(name: str) -> None:
-    """Compile one op, and what it is built on, into the cache, unless they are there. Says what it does on
-    standard output.
+    """Compile an op and its dependencies into the cache unless they exist, with progress on stdout.
 
     Raises:
-        UserError: an unknown op, no compiler, ninja or library, another build of it under way, a compilation that
-            fails.
+        UserError: an unknown op, a missing compiler, ninja or library, another running build, a failed compilation.
     """
     if name not in OPS:
         raise unknown("op", name, OPS, where="--build-ops")
@@ -147,14 +143,14 @@ def build(name: str) -> None:
         if not is_built(other):
             build(other)
     Heartbeat(os.environ).beat(BUILDING)
-    with _alone(name):
-        _clear(name)
+    with _build_lock_held(name):
+        _remove_unfinished(name)
         _compile(name)
     print(f"{name} is built: {built_library(name)}", flush=True)
 
 
 def lock_holder(lock: Path) -> int | None:
-    """The process that works in the lock's folder, if there is one; a lock without one is stale."""
+    """Return the id of a process that works in the lock's folder; without one, the lock is stale."""
     folder = str(lock.parent)
     for process in psutil.process_iter(["cmdline", "cwd"]):
         words = process.info["cmdline"] or []
@@ -166,24 +162,24 @@ def lock_holder(lock: Path) -> int | None:
 def _check_tools() -> None:
     compiler = _compiler()[0]
     if shutil.which(compiler) is None:
-        raise UserError(f"there is no C++ compiler ({compiler})", where="PATH",
-                        instead="install g++ or load the site's compiler module; $CXX names another compiler",
+        raise UserError(f"C++ compiler {compiler} not found", where="PATH",
+                        instead="install g++, load the site's compiler module, or set CXX",
                         exit_code=1)
     if shutil.which("ninja", path=_search_path()) is None:
-        raise UserError("there is no ninja", where="PATH", instead="pip install ninja", exit_code=1)
+        raise UserError("ninja not found", where="PATH", instead="pip install ninja", exit_code=1)
 
 
 def _check_libaio() -> None:
-    """DeepSpeed's own check ends in a traceback that does not say what to install."""
+    """Check for libaio; DeepSpeed's own check fails with a traceback that does not say what to install."""
     program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
     with tempfile.TemporaryDirectory() as folder:
         words = [*_compiler(), "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
         done = subprocess.run(words, input=program, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UserError("libaio and its header, which the op async_io is made of, are not there",
+        raise UserError("libaio and its header, which the op async_io needs, are missing",
                         where=next((line for line in done.stderr.splitlines() if "error" in line), None),
                         instead="apt-get install libaio-dev (dnf install libaio-devel); without root, set CPATH "
-                                "and LIBRARY_PATH to a copy of it", exit_code=1)
+                                "and LIBRARY_PATH to a copy of libaio", exit_code=1)
 
 
 def _compiler() -> list[str]:
@@ -191,13 +187,13 @@ def _compiler() -> list[str]:
 
 
 def _search_path() -> str:
-    # The programs of a virtual environment count also where it is not activated.
+    # Also find programs of a virtual environment that is not activated.
     return os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
 
 
 @contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """Hold the op for this process; the system lets go of it however the process ends."""
+def _build_lock_held(name: str) -> Iterator[None]:
+    """Hold a file lock on the op; the system releases it however this process ends."""
     ops_dir().mkdir(parents=True, exist_ok=True)
     with open(ops_dir() / f"{name}.holder", "a+") as file:
         try:
@@ -205,7 +201,7 @@ def _alone(name: str) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise UserError(f"{name} is being built by another process ({file.read().strip()})",
-                            where=str(building_dir() / name), instead="wait for it, or end it",
+                            where=str(building_dir() / name), instead="wait for that build, or end it",
                             exit_code=1) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -213,28 +209,32 @@ def _alone(name: str) -> Iterator[None]:
         yield
 
 
-def _clear(name: str) -> None:
-    """Remove what a killed build left, which no compiler works on any more."""
+def _remove_unfinished(name: str) -> None:
+    """Remove the files of a killed build.
+
+    Raises:
+        UserError: a process is still compiling.
+    """
     lock = build_lock(name)
     if lock.exists():
         holder = lock_holder(lock)
         if holder is not None:
             raise UserError(f"{name} is being compiled by process {holder}", where=str(lock),
-                            instead=f"wait for it, or kill {holder}", exit_code=1)
+                            instead=f"wait for that process, or kill {holder}", exit_code=1)
         minutes = (time.time() - lock.stat().st_mtime) / 60
         print(f"removing the stale lock {lock}: a build was killed {minutes:.0f} minutes ago", flush=True)
     shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _compile(name: str) -> None:
-    """Let DeepSpeed's builder compile the op in a process of its own, then move it into place whole."""
+    """Compile the op with DeepSpeed's builder in a subprocess, then move it into the cache."""
     log = ops_dir() / f"{name}.log"
     loads = "".join(f"load_op({other!r}); " for other in BUILT_ON.get(name, ()))
     program = (f"from deepspeed.accelerator import get_accelerator as a; "
                f"from ezpz_llm.engine.deepspeed_import import load_op; {loads}"
                f"a().create_op_builder({OPS[name]!r}).load(verbose=True)")
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(building_dir()), "PATH": _search_path()}
-    print(f"building {name} (the compiler's output: {log})", flush=True)
+    print(f"building {name} (compiler output: {log})", flush=True)
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=output,
@@ -254,7 +254,7 @@ def _compile(name: str) -> None:
     if code != 0 or not (building_dir() / name / f"{name}.so").is_file():
         shutil.rmtree(building_dir() / name, ignore_errors=True)
         raise UserError(f"compiling {name} failed: {_reason(log)}", where=str(log), exit_code=1,
-                        instead="see the log; headers and compiler must fit the installed torch")
+                        instead="see the log; headers and compiler must match the installed torch")
     (building_dir() / name).rename(ops_dir() / name)
     print(f"building {name}: done in {time.monotonic() - started:.0f} s", flush=True)
 

@@ -1,4 +1,4 @@
-"""Precision recipes by name: what a run's parameters, products and reductions are rounded to (imports no torch)."""
+"""Precision recipes: dtypes of parameters, matmuls and gradient reductions (imports no torch)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ezpz_llm.layout.deepspeed_versions import has_bf16
 from ezpz_llm.layout.layout import Layout
 
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
-"""What the factors of matrix products are rounded to."""
+"""Format to which the inputs of matmuls are rounded."""
 
 
 GradientDtype = Literal["fp32", "bf16"]
@@ -19,10 +19,10 @@ GradientDtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """What gradients are added up in over micro-steps, and what they travel in when ranks average them.
+    """Dtypes in which gradients are accumulated over micro-steps and reduced over ranks.
 
-    The default of every engine. In `bf16_autocast` and fp32 there is no other: gradients are of their parameters'
-    dtype.
+    fp32 is the default of every engine, and the only choice in `bf16_autocast` and fp32, where gradients have the
+    dtype of their parameters.
     """
 
     accumulated: GradientDtype = "fp32"
@@ -35,8 +35,8 @@ FP32_GRADIENTS = GradientDtypes()
 class PrecisionRecipe:
     """A named precision.
 
-    `products` is the format of matrix products. With `autocast` parameters are fp32 and the forward pass casts
-    them; without it parameters, activations and what travels are of the products' dtype, under fp32 master weights.
+    `products` is the format of matmuls. With `autocast`, parameters are fp32 and the forward pass casts them.
+    Without it, parameters, activations and communicated tensors have the matmul dtype, with fp32 master weights.
     """
 
     name: str
@@ -45,7 +45,7 @@ class PrecisionRecipe:
 
     @property
     def is_half(self) -> bool:
-        """True if products are of two bytes."""
+        """True if matmuls use a 2-byte dtype."""
         return self.products in ("bf16", "fp16")
 
     @property
@@ -55,7 +55,7 @@ class PrecisionRecipe:
 
     @property
     def scales_loss(self) -> bool:
-        """True if gradients are kept in fp16's range by a dynamic loss scale."""
+        """True if a dynamic loss scale keeps gradients in fp16's range."""
         return self.products == "fp16"
 
 
@@ -68,11 +68,11 @@ SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.scales_loss)
 
 
 def computed_as(layout: Layout, name: str) -> Layout:
-    """The layout by whose settings DeepSpeed computes one in a recipe.
+    """Return the layout whose settings DeepSpeed gets for this layout and recipe.
 
-    In bf16 stage 1 is computed by stage 2's settings: with fp32 accumulation DeepSpeed 0.19 has another optimizer
-    for stage 1, which keeps whole gradients in bf16 beside whole ones in fp32 and reduces them after the backward
-    pass.
+    In bf16, ZeRO stage 1 runs with the settings of stage 2. With fp32 accumulation, DeepSpeed 0.19 would use
+    another optimizer for stage 1, which keeps all gradients in both bf16 and fp32 and reduces them after the
+    backward pass.
     """
     recipe = RECIPES.get(name)
     if recipe is not None and recipe.has_masters and layout.zero.stage == 1 and layout.pp == 1:
@@ -81,7 +81,7 @@ def computed_as(layout: Layout, name: str) -> Layout:
 
 
 def deepspeed_blocks(name: str, gradients: GradientDtypes) -> dict[str, Any]:
-    """What DeepSpeed's configuration says of a recipe: nothing, where parameters are fp32 to it."""
+    """Return the blocks of DeepSpeed's configuration for a recipe; empty if parameters are fp32."""
     recipe = RECIPES.get(name)
     if recipe is None or not recipe.has_masters:
         return {}
@@ -90,18 +90,18 @@ def deepspeed_blocks(name: str, gradients: GradientDtypes) -> dict[str, Any]:
 
 
 def has_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
-    """True if the layout's engine has a recipe of parameters in two bytes."""
+    """Return True if the layout's engine supports this recipe with 2-byte parameters."""
     if layout.engine == "deepspeed":
-        # DeepSpeed's fp16 has a loss scale of its own, which is not one for all ranks.
+        # DeepSpeed's fp16 uses its own loss scale, which is not shared by all ranks.
         return bool(layout.zero.stage) and recipe.products == "bf16" and has_bf16(layout)
     return True
 
 
 def check_engine(name: str | None, layout: Layout, where: str) -> None:
-    """Refuse a recipe that the layout's engine does not have yet; None and "auto" are any engine's.
+    """Check that the layout's engine supports a recipe; None and "auto" always pass.
 
     Raises:
-        UserError: names the engine and the recipe to take instead.
+        UserError: it does not. Names the engine and a supported recipe.
     """
     recipe = RECIPES.get(name or "")
     engine = "pipeline" if layout.pp > 1 else layout.engine
@@ -109,48 +109,48 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
         return
     if layout.zero.stage == 0 and layout.pp == 1:
         degrees = "".join(f" --{key} {size}" for key, size in (("tp", layout.tp), ("sp", layout.sp)) if size > 1)
-        raise UserError(f"DeepSpeed's stage 0 does not add gradients of {name} in fp32", where=where,
-                        instead=f"--ds-config ddp{degrees}, which does and shards as little, or "
+        raise UserError(f"DeepSpeed's stage 0 does not accumulate {name} gradients in fp32", where=where,
+                        instead=f"--ds-config ddp{degrees}, which does and also shards nothing, or "
                                 f"--precision {name}_autocast")
-    why = ": DeepSpeed's has a loss scale of its own" if engine == "deepspeed" and recipe.scales_loss else ""
+    why = ": DeepSpeed's fp16 uses its own loss scale" if engine == "deepspeed" and recipe.scales_loss else ""
     if recipe.products == "bf16":
-        why = f" (deepspeed {installed('deepspeed')}; 0.19.8 has it)"
-    raise UserError(f"engine {engine} has no {name} yet, parameters in {name} under fp32 master weights{why}",
+        why = f" (deepspeed {installed('deepspeed')}; 0.19.8 supports it)"
+    raise UserError(f"engine {engine} does not support {name} (with fp32 master weights) yet{why}",
                     where=where,
-                    instead=f"--precision {name}_autocast: fp32 parameters, the forward pass in {name}")
+                    instead=f"--precision {name}_autocast: fp32 parameters, forward pass in {name}")
 
 
 def check_gradients(gradients: GradientDtypes, name: str | None, layout: Layout,
                     sources: Mapping[str, str]) -> None:
-    """Refuse gradients in bf16 where the recipe or the layout's engine has none.
+    """Check that the recipe and the layout's engine support the dtypes of gradients.
 
     Args:
-        sources: where "grad_accum_dtype" and "reduce_dtype" came from.
+        sources: source of "grad_accum_dtype" and "reduce_dtype".
 
     Raises:
-        UserError: says why.
+        UserError: they do not.
     """
     for key, dtype in (("grad_accum_dtype", gradients.accumulated), ("reduce_dtype", gradients.reduced)):
         if dtype not in get_args(GradientDtype):
-            raise unknown("dtype of gradients", dtype, get_args(GradientDtype), where=f"{key} ({sources[key]})")
-        why = None if dtype == "fp32" else _why_not_bf16(key, name, layout)
+            raise unknown("gradient dtype", dtype, get_args(GradientDtype), where=f"{key} ({sources[key]})")
+        why = None if dtype == "fp32" else _reason_against_bf16(key, name, layout)
         if why is not None:
-            raise UserError(f"{key} is bf16, and {why}", where=f"{key} ({sources[key]})",
+            raise UserError(f"{key} is bf16, but {why}", where=f"{key} ({sources[key]})",
                             instead="--precision bf16, or fp32" if name != "bf16" else "fp32")
 
 
-def _why_not_bf16(key: str, name: str | None, layout: Layout) -> str | None:
+def _reason_against_bf16(key: str, name: str | None, layout: Layout) -> str | None:
     if name != "bf16":
-        takes = "it is the device that chooses the precision" if name is None else f"the precision is {name}"
-        return f"{takes}: gradients travel and are added in the dtype of their parameters, which must be bf16"
+        chosen = "the device chooses the precision" if name is None else f"the precision is {name}"
+        return f"{chosen}: gradients have the dtype of their parameters, which must be bf16"
     if key == "reduce_dtype":
         return None
     if layout.engine == "ddp":
-        return "ddp adds them to the gradients of the fp32 master weights, beside which a sum in bf16 saves nothing"
+        return "ddp accumulates into gradients of the fp32 master weights, so bf16 would save no memory"
     if layout.engine == "fsdp2":
-        return "fsdp2 adds what it has reduced to the gradients of its fp32 rows"
+        return "fsdp2 accumulates reduced gradients into those of its fp32 shards"
     if layout.pp > 1:
-        return "DeepSpeed adds a pipeline's in one buffer in fp32"
+        return "DeepSpeed accumulates pipeline gradients in an fp32 buffer"
     if layout.zero.offload_optimizer is not None:
-        return "DeepSpeed adds offloaded gradients in fp32, in host memory"
+        return "DeepSpeed accumulates offloaded gradients in fp32 in CPU memory"
     return None

@@ -1,6 +1,4 @@
-"""Recommend a layout for devices of a given memory, by states and activations of each in both bf16 recipes.
-
-Imports no torch.
+"""Recommend a layout that fits a device's memory, by estimates for both bf16 recipes (imports no torch).
 """
 
 from __future__ import annotations
@@ -20,47 +18,51 @@ from ezpz_llm.model.loss_chunk import chosen_chunk, most_logits
 from ezpz_llm.observe.tables import table
 
 RECIPES = ("bf16", "bf16_autocast")
-"""The one with half the bytes on the wire first."""
+"""In order of preference: "bf16" sends half the bytes."""
 USABLE = 0.85
-"""Of a device's memory: buckets, gathered layers and what the allocator leaves unused take the rest."""
+"""Fraction of a device's memory for states and activations.
+
+The rest is for buckets, gathered layers and fragmentation.
+"""
 _STAGE_ORDER = (1, 2, 3, 0)
 _SHOWN = 16
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A legal layout: what to type, and bytes on the device by recipe, None for one that its engine lacks."""
+    """Legal layout, the options that select it, and bytes on the device by recipe (None if unsupported)."""
 
     words: str
     layout: Layout
     bytes: dict[str, int | None]
 
     def recipe(self, most: float) -> str | None:
-        """The first recipe that fits."""
+        """Return the first recipe that fits."""
         return next((name for name, size in self.bytes.items() if size is not None and size <= most), None)
 
 
 def choices(model: ModelConfig, world_size: int, micro_batch: int, ranks_per_node: int | None,
             memory: float) -> list[Choice]:
-    """Legal layouts in the order in which to try them: ZeRO, tensor parallelism inside a node, pipelines, sequence
-    parallelism, and offload last.
+    """Return legal layouts in the order in which to try them.
+
+    First ZeRO, then tensor parallelism inside a node, pipelines, sequence parallelism, and offload.
 
     Args:
-        memory: bytes of a device, from which chunks of logits follow.
+        memory: bytes of a device, which determine the chunks of logits.
     """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     grids = [Layout(f"zero{stage}", "deepspeed", ZeroOptions(stage), tp, pp, sp)
              for stage in _STAGE_ORDER for tp, pp, sp in product(sizes, repeat=3)
              if not world_size % (tp * pp * sp)]
-    found: dict[str, Choice] = {}
+    by_words: dict[str, Choice] = {}
     for layout in (*shipped_layouts(), *grids):
         used, _, problem = validate(Case(layout, world_size, model))
         words = selection(used) if problem is None else None
         in_node = ranks_per_node is None or layout.tp == 1 or ranks_per_node % layout.tp == 0
-        if words is not None and in_node and words not in found:
+        if words is not None and in_node and words not in by_words:
             sizes_of = {name: _device_bytes(used, model, world_size, micro_batch, name, memory) for name in RECIPES}
-            found[words] = Choice(words, used, sizes_of)
-    return sorted(found.values(), key=lambda choice: _order(choice.layout))
+            by_words[words] = Choice(words, used, sizes_of)
+    return sorted(by_words.values(), key=lambda choice: _order(choice.layout))
 
 
 def _order(layout: Layout) -> tuple[object, ...]:
@@ -77,36 +79,36 @@ def _device_bytes(layout: Layout, model: ModelConfig, world_size: int, micro_bat
     except UserError:
         return None
     tokens, columns = micro_batch * model.block_size // layout.sp, model.padded_vocab_size // layout.tp
-    # A pipeline is full with as many micro batches as it has stages.
+    # A pipeline is full with as many micro batches as stages.
     chunk = chosen_chunk(tokens, columns, most_logits("cuda", int(memory)))
     work = Pass(micro_batch, layout.pp, recipe, chunk=chunk)
     states = total(memory_per_rank(layout, model, world_size, precision=recipe), "device")
     return states + whole_bytes(layout, model, recipe, layout.pp) + activation_bytes(layout, model, work)
 
 
-def recommendation(found: list[Choice], memory: float, command: str) -> str:
-    """One line to type, or what to change where nothing fits.
+def recommendation(legal: list[Choice], memory: float, command: str) -> str:
+    """Return the command for the first layout that fits, or what to change if none does.
 
     Args:
         memory: bytes of a device.
-        command: the words before the layout's.
+        command: the words before the layout's options.
     """
     most = USABLE * memory
-    best = next((choice for choice in found if choice.recipe(most)), None)
+    best = next((choice for choice in legal if choice.recipe(most)), None)
     if best is None:
-        return "Nothing fits: more ranks, --micro-batch-size 1, --recompute 1, or a smaller model."
+        return "No layout fits. Use more ranks, --micro-batch-size 1, --recompute 1, or a smaller model."
     recipe = best.recipe(most)
     size = best.bytes[recipe or ""] or 0
-    return (f"Take: {command} {best.words} --precision {recipe}\n"
-            f"      {size / 1e9:.3g} GB of {memory / 1e9:.3g} GB a device, by arithmetic")
+    return (f"Recommended: {command} {best.words} --precision {recipe}\n"
+            f"             estimated {size / 1e9:.3g} GB of {memory / 1e9:.3g} GB per device")
 
 
-def choices_text(found: list[Choice], memory: float, title: str, *, rich: bool) -> str:
-    """The layouts in the order in which to try them, those that fit first."""
+def choices_text(legal: list[Choice], memory: float, title: str, *, rich: bool) -> str:
+    """Return the table of layouts, the fitting ones first."""
     most = USABLE * memory
-    fitting = sorted(found, key=lambda choice: choice.recipe(most) is None)
+    fitting = sorted(legal, key=lambda choice: choice.recipe(most) is None)
     rows = [[choice.words, *("-" if size is None else f"{size / 1e9:.3g}" for size in choice.bytes.values()),
              choice.recipe(most) or "does not fit"] for choice in fitting[:_SHOWN]]
     left = len(fitting) - len(rows)
     return table(title, ("select with", *RECIPES, "fits in"), rows, rich=rich) + (
-        f"  ({left} more; without --memory all are listed)\n" if left > 0 else "")
+        f"  ({left} more; omit --memory to list all legal layouts)\n" if left > 0 else "")

@@ -1,4 +1,4 @@
-"""Decide everything about a run's layout before it starts, and keep where each value came from (imports no torch).
+"""Resolve a run's layout, batch sizes and precision, with the source of each value (imports no torch).
 
 Precedence: command line > the user's ds_config > YAML > preset > default.
 """
@@ -46,13 +46,12 @@ DEFAULT_MICRO_BATCH = 4
 class Resolved:
     """A run's layout, batch and precision, with the source of each value.
 
-    `precision` is "auto" as long as the device that decides it is not known. `clip` is the largest gradient norm, 0
-    for none. `deepspeed` is what DeepSpeed gets, None where it is not used. `adam` holds what the user's ds_config
-    says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, schedule, warmup_steps, …) and the
-    command line does not, `of_peak` what it says as shares of the peak learning rate; `recompute` likewise which
-    blocks' activations it wants recomputed. `loss_scale` is how fp16's moves, `gradients` what they are added and
-    reduced in. `nvme_path` is the folder that was
-    named for offloaded files; None leaves them in the run directory.
+    `precision` is "auto" until the device is known. `clip` is the maximum gradient norm, 0 for no clipping.
+    `deepspeed` is DeepSpeed's configuration, None for other engines. `adam` holds settings of the optimizer and
+    schedule (lr, beta1, beta2, eps, weight_decay, schedule, warmup_steps, …) that the user's ds_config sets and the
+    command line does not, and `of_peak` those set as fractions of the peak learning rate. `recompute` is the
+    ds_config's setting for activations to recompute. `loss_scale` holds fp16's settings, `gradients` the dtypes of
+    accumulation and reduction. `nvme_path` is the folder for offloaded files; None for the run directory.
     """
 
     layout: Layout
@@ -72,7 +71,7 @@ class Resolved:
     gradients: GradientDtypes = FP32_GRADIENTS
 
     def write(self, run_dir: RunDir, side: SideFiles | None = None) -> None:
-        """Write layout.json, and deepspeed.json where DeepSpeed is used."""
+        """Write layout.json and, if DeepSpeed is used, deepspeed.json."""
         side = side or SideFiles()
         side.write_json(run_dir.layout, {
             "layout": self.layout.as_record(), "batch": asdict(self.batch), "precision": self.precision,
@@ -82,7 +81,10 @@ class Resolved:
             side.write_json(run_dir.deepspeed, self.for_deepspeed(run_dir))
 
     def for_deepspeed(self, run_dir: RunDir) -> dict[str, Any]:
-        """Exactly what DeepSpeed gets, with a place in the run directory for its own curves where none is named."""
+        """Return the exact configuration for DeepSpeed.
+
+        Its monitors write into the run directory if no path is set.
+        """
         config = {**deepcopy(self.deepspeed or {}), **deepspeed_blocks(self.precision, self.gradients)}
         if "zero_optimization" in config:
             config["zero_optimization"]["stage"] = computed_as(self.layout, self.precision).zero.stage
@@ -92,7 +94,7 @@ class Resolved:
         return config
 
     def explain(self) -> str:
-        """What was decided and by whom, a line each."""
+        """Return the resolved values with their sources, one per line, and the notes."""
         batch = self.batch
         world_size = batch.dp_size * self.layout.tp * self.layout.pp * self.layout.sp
         values = {"layout": self.layout.describe(world_size), "precision": self.precision,
@@ -108,7 +110,7 @@ class Resolved:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, values: Mapping[str, Any], column: int) -> list[str]:
-        """Name, value and source, a line each."""
+        """Return name, value and source, one line per value."""
         width = max((len(str(value)) for value in values.values()), default=0)
         return [f"{name:<{column}}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
                 for name, value in values.items()]
@@ -116,24 +118,24 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Request:
-    """What a run asks of its ds_config and says besides; None where it does not say.
+    """Settings of a run; None if not set.
 
     Attributes:
         ds_config: a name in ds_configs/ or a path.
-        world_size: the number of ranks.
+        world_size: number of ranks.
         global_batch, micro_batch, accumulation: in sequences.
-        clip: the largest gradient norm, 0 for none.
-        precision: a name of `RECIPES`, or "auto" (also None) where the device is to decide.
-        device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
-        tp, pp, sp: degrees in place of the ds_config's.
-        shard_within: ranks that fsdp2 shards over, in place of the ds_config's.
-        model: the shape that is to be divided; None where it is no GPT.
+        clip: maximum gradient norm, 0 for no clipping.
+        precision: a name of `RECIPES`; "auto" or None to choose by the device.
+        device: "cpu", "cuda", "xpu" or "mps"; "auto" or None if unknown.
+        tp, pp, sp: degrees, which override the ds_config.
+        shard_within: group size for fsdp2's shards, which overrides the ds_config.
+        model: shape of the model; None for a model other than a GPT.
         optimizer: a name of `ezpz_llm.layout.optimizers`.
-        nvme_path: the folder for state that a layout offloads to files, on each node.
-        grad_accum_dtype, reduce_dtype: what gradients are added and reduced in, "fp32" or "bf16".
-        default_micro_batch: at most as many sequences a rank takes at once where nothing says how many.
-        sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
-            command line.
+        nvme_path: folder on each node for state that a layout offloads to files.
+        grad_accum_dtype, reduce_dtype: dtypes of gradient accumulation and reduction, "fp32" or "bf16".
+        default_micro_batch: maximum micro batch if the settings do not determine it.
+        sources: source of each value, by name, including lr and other hyperparameters. A value without an entry was
+            typed on the command line.
     """
 
     ds_config: str
@@ -158,17 +160,17 @@ class Request:
 
 
 def resolve(request: Request) -> Resolved:
-    """Bring a ds_config and a run's own numbers together.
+    """Resolve a ds_config and a run's own settings.
 
     Raises:
-        UserError: an unknown name or key, numbers that do not work out, a layout that cannot run here.
+        UserError: an unknown name or key, contradicting numbers, a layout that cannot run here.
     """
     config = load(request.ds_config)
     return _Inputs(request, config, split_ds_config(config)).resolved()
 
 
 class _Inputs:
-    """A request and what its ds_config says: values by precedence, each with its source."""
+    """Request and ds_config, from which each value and its source is chosen by precedence."""
 
     def __init__(self, request: Request, config: DsConfig, overrides: RunOverrides) -> None:
         self.request, self.config, self.overrides = request, config, overrides
@@ -180,12 +182,12 @@ class _Inputs:
     def resolved(self) -> Resolved:
         request, config, overrides = self.request, self.config, self.overrides
         model, world_size, device = request.model, request.world_size, request.device
-        asked = Case(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,
-                                 shard_within=request.shard_within), world_size, model,
-                     batch=lambda dp_size: self.batch(dp_size)[0], shipped=self.is_shipped)
-        layout, notes = validate_or_suggest(asked, self.origins())
-        batch, used, gave_way = self.batch(layout.dp_size(world_size))
-        notes = (*overrides.notes, *notes, *gave_way)
+        requested = Case(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,
+                                     shard_within=request.shard_within), world_size, model,
+                         batch=lambda dp_size: self.batch(dp_size)[0], shipped=self.is_shipped)
+        layout, notes = validate_or_suggest(requested, self.origins())
+        batch, used, overridden = self.batch(layout.dp_size(world_size))
+        notes = (*overrides.notes, *notes, *overridden)
         used["layout"] = self.sources.get("ds_config", COMMAND_LINE)
         used.update({knob.name: self.file for knob in KNOBS[1:] if knob.is_set(layout)})
         if request.shard_within is not None:
@@ -196,18 +198,18 @@ class _Inputs:
         check_precision(precision, used["precision"], device)
         check_engine(precision, layout, f"precision ({used['precision']})")
         gradients = self.gradients(precision, layout, used)
-        notes += self.left_out_gradients(gradients, used)
-        adam, of_peak, more = self.hyperparameters()
-        notes += (*more, *self.unsaid_precision(precision, used["precision"]))
+        notes += self.default_gradients_note(gradients, used)
+        adam, of_peak, hyperparameter_notes = self.hyperparameters()
+        notes += (*hyperparameter_notes, *self.missing_precision_note(precision, used["precision"]))
         used.update({name: source for name, (_, source) in adam.items()})
         recompute = overrides.recompute if self.sources.get("recompute") != COMMAND_LINE else None
         if recompute is not None:
             used["recompute"] = self.file
         deepspeed = None
-        if left := uncertified(overrides.rest, layout):
-            as_is = ", which DeepSpeed gets as they are" if layout.engine == "deepspeed" else ""
-            notes += (f"uncertified: {', '.join(left)} of {config.path.name}; no certificate covers these "
-                      f"keys{as_is}; ezpz-llm certify --layouts {self.file} tests them here",)
+        if keys := uncertified(overrides.rest, layout):
+            passed = ", which are passed to DeepSpeed unchanged" if layout.engine == "deepspeed" else ""
+            notes += (f"uncertified: {', '.join(keys)} of {config.path.name}; no certificate covers these "
+                      f"keys{passed}; run ezpz-llm certify --layouts {self.file} to test them",)
         if layout.engine == "deepspeed":
             require_support(layout)
             refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
@@ -220,7 +222,7 @@ class _Inputs:
             if not OPTIMIZERS[request.optimizer].is_known_to_deepspeed:
                 deepspeed["zero_allow_untested_optimizer"] = True
         elif overrides.rest:
-            notes += (f"engine {layout.engine} does not read {', '.join(overrides.rest)} of {config.path.name}",)
+            notes += (f"engine {layout.engine} ignores {', '.join(overrides.rest)} of {config.path.name}",)
         check_optimizer(request.optimizer, layout)
         nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path, ds_defaults.wished_path(config))
         notes += ds_defaults.place(layout, nvme_path, str(used["nvme_path"]))
@@ -229,83 +231,83 @@ class _Inputs:
                         recompute, request.optimizer, nvme_path, overrides.precision.scale, gradients)
 
     def gradients(self, precision: str | None, layout: Layout, used: dict[str, ValueSource]) -> GradientDtypes:
-        """What gradients are added and reduced in; where each came from is put into `used`."""
-        found: list[Any] = []
-        theirs = dict(self.overrides.gradients)
-        # DeepSpeed's own default is the dtype of the parameters; offloaded gradients, and a pipeline's, are added
-        # in fp32.
+        """Return the dtypes of gradient accumulation and reduction; add their sources to `used`."""
+        dtypes: list[Any] = []
+        from_file = dict(self.overrides.gradients)
+        # DeepSpeed's default is the parameters' dtype, but pipelines and optimizer offload accumulate in fp32.
         implied = precision == self.overrides.precision.name == "bf16" and layout.engine == "deepspeed"
         for key in ("grad_accum_dtype", "reduce_dtype"):
-            value, used[key] = self.choose(key, getattr(self.request, key), theirs.get(key))
+            value, used[key] = self.choose(key, getattr(self.request, key), from_file.get(key))
             if implied and used[key].origin in UNASKED and not (
                     key == "grad_accum_dtype" and (layout.zero.offload_optimizer or layout.pp > 1)):
-                value, used[key] = "bf16", ValueSource(Origin.FILE, f"DeepSpeed's default, left out of {self.file}")
-            found.append(value or "fp32")
-        gradients = GradientDtypes(*found)
+                value, used[key] = "bf16", ValueSource(Origin.FILE, f"DeepSpeed's default, not set in {self.file}")
+            dtypes.append(value or "fp32")
+        gradients = GradientDtypes(*dtypes)
         check_gradients(gradients, precision, layout, {key: str(source) for key, source in used.items()})
         return gradients
 
-    def left_out_gradients(self, gradients: GradientDtypes, used: Mapping[str, ValueSource]) -> tuple[str, ...]:
-        """What to say where the user's file leaves to DeepSpeed in what gradients are added and reduced."""
+    def default_gradients_note(self, gradients: GradientDtypes, used: Mapping[str, ValueSource]) -> tuple[str, ...]:
+        """Return a note if DeepSpeed's default sets the dtypes of gradients."""
         options = [f"--{key.replace('_', '-')}" for key in ("grad_accum_dtype", "reduce_dtype")
                    if used[key].detail.startswith("DeepSpeed's default")]
         if not options:
             return ()
-        what = {"fp32": "travel", "bf16": "are added and travel"}[gradients.accumulated]
-        return (f"gradients {what} in bf16, DeepSpeed's default for what {self.config.path.name} leaves out: "
-                f"{' '.join(f'{option} fp32' for option in options)} for more digits",)
+        operations = {"fp32": "reduced", "bf16": "accumulated and reduced"}[gradients.accumulated]
+        return (f"gradients are {operations} in bf16, DeepSpeed's default, because {self.config.path.name} "
+                f"sets no dtype for them; pass "
+                f"{' '.join(f'{option} fp32' for option in options)} for higher precision",)
 
     def hyperparameters(self) -> tuple[dict[str, tuple[Any, ValueSource]], dict[str, float], list[str]]:
-        """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
+        """Return the optimizer and scheduler settings: values with sources, fractions of the peak rate, notes.
 
-        DeepSpeed's default for what they leave out comes after what a YAML file says: somebody wrote that.
+        A value in a YAML file overrides DeepSpeed's default for a missing key.
         """
         blocks, notes, sources = [self.overrides.optimizer], [], self.sources
         if self.overrides.scheduler.values and sources.get("schedule") == COMMAND_LINE:
-            notes.append(f"scheduler of {self.config.path.name} gives way to --schedule")
+            notes.append(f"scheduler of {self.config.path.name} is ignored: --schedule overrides it")
         else:
             blocks.append(self.overrides.scheduler)
-        left_out = ValueSource(Origin.FILE, f"DeepSpeed's default, left out of {self.file}")
-        found: dict[str, tuple[Any, ValueSource]] = {}
+        not_set = ValueSource(Origin.FILE, f"DeepSpeed's default, not set in {self.file}")
+        values: dict[str, tuple[Any, ValueSource]] = {}
         for block in blocks:
-            found.update({name: (value, left_out) for name, value in block.defaults.items()
+            values.update({name: (value, not_set) for name, value in block.defaults.items()
                           if sources.get(name, DEFAULT).origin in UNASKED})
-            found.update({name: (value, self.file) for name, value in block.values.items()})
-        found = {name: found[name] for name in found if sources.get(name) != COMMAND_LINE}
+            values.update({name: (value, self.file) for name, value in block.values.items()})
+        values = {name: values[name] for name in values if sources.get(name) != COMMAND_LINE}
         of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
                    if sources.get(name) != COMMAND_LINE}
         filled_in = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, (value, source) in found.items() if source is left_out]
+                     for name, (value, source) in values.items() if source is not_set]
         if filled_in:
-            notes.append(f"left out of the optimizer or scheduler in {self.config.path.name}, so DeepSpeed's "
+            notes.append(f"not set in the optimizer or scheduler of {self.config.path.name}, using DeepSpeed's "
                          f"defaults: {', '.join(filled_in)}")
-        return found, of_peak, notes
+        return values, of_peak, notes
 
-    def unsaid_precision(self, precision: str | None, source: ValueSource) -> tuple[str, ...]:
-        """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
+    def missing_precision_note(self, precision: str | None, source: ValueSource) -> tuple[str, ...]:
+        """Return a note for a user's file without precision, which DeepSpeed would run in fp32."""
         if self.overrides.precision.blocks or self.is_shipped or self.config.ours or precision == "fp32":
             return ()
-        takes = precision or "auto, bf16 or bf16_autocast where the device computes in bf16"
-        return (f"{self.config.path.name} has no bf16 or fp16 block, and DeepSpeed would compute in fp32; this "
-                f"run's precision is {takes} ({source}): --precision fp32 for the same",)
+        chosen = precision or "auto (bf16 or bf16_autocast if the device supports bf16)"
+        return (f"{self.config.path.name} has no bf16 or fp16 block, so DeepSpeed would compute in fp32, but this "
+                f"run's precision is {chosen} ({source}); pass --precision fp32 for fp32",)
 
     def origins(self) -> dict[str, str]:
-        """Where the values that make a layout came from."""
+        """Return the source of each value of the layout."""
         return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS), *DEGREE_NAMES), str(self.file)),
                 **{name: str(self.sources.get(name, COMMAND_LINE)) for name in (*DEGREE_NAMES, "shard_within")
                    if getattr(self.request, name) is not None}}
 
-    def choose(self, name: str, given: Any, wish: Any) -> tuple[Any, ValueSource]:
-        """One value by precedence, of what was given and what the ds_config says, with its source."""
-        source = self.sources.get(name, COMMAND_LINE if given is not None else DEFAULT)
-        if wish is not None and (given is None or source != COMMAND_LINE):
-            return wish, self.file
-        return given, source
+    def choose(self, name: str, requested: Any, from_file: Any) -> tuple[Any, ValueSource]:
+        """Return the value of higher precedence, the request's or the ds_config's, with its source."""
+        source = self.sources.get(name, COMMAND_LINE if requested is not None else DEFAULT)
+        if from_file is not None and (requested is None or source != COMMAND_LINE):
+            return from_file, self.file
+        return requested, source
 
     def batch(self, dp_size: int) -> tuple[Batch, dict[str, ValueSource], list[str]]:
-        """The batch by precedence, the source of each of its numbers, and a note for each number that gave way.
+        """Return the batch, the source of each of its numbers, and a note for each overridden number.
 
-        A number of lower precedence gives way where it contradicts two of higher.
+        Two numbers override a third one of lower precedence that contradicts them.
         """
         levels: dict[ValueSource, dict[str, int]] = {COMMAND_LINE: {}, self.file: dict(self.overrides.batch)}
         numbers = {name: getattr(self.request, name) for name in BATCH_KEYS}
@@ -317,14 +319,14 @@ class _Inputs:
         used: dict[str, ValueSource] = {}
         notes = []
         for source, level in levels.items():
-            # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
+            # Keep the micro batch before the other numbers: it was chosen for the memory.
             for name in BATCH_KEYS:
                 if name not in level or name in known:
                     continue
                 if len(known) == 2 and set(used.values()) != {source}:
                     if getattr(self.solved(known, used, dp_size), name) != level[name]:
-                        stronger = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
-                        notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
+                        winners = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
+                        notes.append(f"{name} {level[name]} of {source} is overridden by {winners}")
                     continue
                 known[name], used[name] = level[name], source
         batch = self.solved(known, used, dp_size)
@@ -338,37 +340,37 @@ class _Inputs:
 
 
 def check_precision(precision: str | None, source: ValueSource, device: str | None) -> None:
-    """Refuse a precision that does not exist, or not on this kind of device.
+    """Check that a precision exists and that this kind of device supports it.
 
     Raises:
-        UserError: names what does.
+        UserError: names the supported ones.
     """
     if precision is not None and precision not in RECIPES:
         raise unknown("precision", precision, ("auto", *RECIPES), where=str(source))
     if precision in SCALED and device in DEVICES and not DEVICES[device].fp16:
-        raise UserError(f"{precision} on a {device.upper()}: its matrix products are about a hundred times slower "
-                        "than fp32 there", where=f"precision ({source})",
+        raise UserError(f"{precision} is unsupported on a {device.upper()}: its matmuls are about 100 times slower "
+                        "than in fp32", where=f"precision ({source})",
                         instead="--precision bf16_autocast or fp32")
     if precision == "tf32" and device in DEVICES and not DEVICES[device].tf32:
-        raise UserError(f"tf32 on a {device.upper()}: its matrix products have no such form",
+        raise UserError(f"a {device.upper()} does not support tf32",
                         where=f"precision ({source})", instead="--precision bf16_autocast or fp32")
 
 
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,
                    device: str | None) -> dict[str, Any]:
-    """Exactly what DeepSpeed gets: the user's blocks and the run's numbers."""
+    """Return DeepSpeed's configuration: the user's blocks and the run's numbers."""
     zero = {**rest.get("zero_optimization", {}), "stage": layout.zero.stage}
     if device in DEVICES and not DEVICES[device].overlaps:
         zero["overlap_comm"] = False
     return {
-        # To DeepSpeed the ranks of a sequence are data-parallel ones with samples of their own.
+        # DeepSpeed counts sequence-parallel ranks as data-parallel ranks with their own samples.
         "train_batch_size": batch.global_batch * layout.sp,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
-        # Stage 0 is clipped by the engine itself, which needs the norm that DeepSpeed does not give there.
+        # In stage 0 our engine clips itself, because DeepSpeed does not return the gradient norm.
         "gradient_clipping": clip if layout.zero.stage else 0.0,
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # else it synchronises the device twice a step
+        "timers": {"throughput": {"enabled": False}},  # enabled, it synchronizes the device twice per step
         **rest,
         "zero_optimization": zero,
     }

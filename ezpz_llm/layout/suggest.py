@@ -1,7 +1,7 @@
-"""Suggestions for a layout that cannot run: the single values to change so that it is legal (imports no torch).
+"""Suggestions for a layout that cannot run: single values to change to make it legal (imports no torch).
 
-Alternatives are searched among the values that a rule names and kept only if every rule passes, so that what an
-error offers can be typed and runs.
+The search varies the values that the failed rule names and keeps a case only if every rule passes, so that each
+suggestion in an error message runs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _STAGES = (1, 0, 2, 3)
 
 
 def validate_or_suggest(case: Case, origins: Mapping[str, str]) -> tuple[Layout, tuple[str, ...]]:
-    """The layout to run and what to say about it.
+    """Return the layout to run and the notes about it.
 
     Args:
-        origins: where each value came from, by the names that problems use.
+        origins: source of each value, by the names that problems use.
 
     Raises:
-        UserError: it cannot run, or its batch does not work out.
+        UserError: the layout cannot run, or its batch sizes contradict each other.
     """
     layout, notes, problem = validate(case)
     if problem is None:
@@ -42,7 +42,7 @@ def validate_or_suggest(case: Case, origins: Mapping[str, str]) -> tuple[Layout,
 
 
 def is_legal(case: Case) -> bool:
-    """True if a case runs exactly as it is, batch and all."""
+    """Return True if a case runs unchanged, including its batch."""
     try:
         layout, _, problem = validate(case)
         if problem is None and case.batch is not None:
@@ -53,14 +53,14 @@ def is_legal(case: Case) -> bool:
 
 
 def alternatives(case: Case, problem: Problem) -> list[Case]:
-    """Legal cases that differ from this one in one of the problem's knobs; where there is none, in several."""
-    found = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first(1, near)]
-    unique = [varied for position, varied in enumerate(found) if varied not in found[:position]]
+    """Return legal cases that differ in one of the problem's knobs, or if there are none, in several."""
+    cases = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first(1, near)]
+    unique = [varied for position, varied in enumerate(cases) if varied not in cases[:position]]
     return unique or list(_first(1, _vary_several(case)))
 
 
 def as_cli_flags(case: Case, choice: Case) -> str:
-    """What to type to come from one case to the other."""
+    """Return the options or edits that turn `case` into `choice`."""
     parts = []
     before, after = case.layout, choice.layout
     if before.at_degrees() == after.at_degrees():
@@ -83,7 +83,10 @@ def as_cli_flags(case: Case, choice: Case) -> str:
 
 
 def selection(layout: Layout) -> str | None:
-    """The options that select a layout, such as `--ds-config zero1 --tp 4`; None if no shipped ds_config does."""
+    """Return the options that select a layout, such as `--ds-config zero1 --tp 4`.
+
+    None if no shipped ds_config does.
+    """
     named = [other for other in shipped_layouts() if other.at_degrees() == layout.at_degrees()]
     if not named and layout.zero.shard_within is not None:
         words = selection(layout.with_zero(shard_within=None))
@@ -92,20 +95,20 @@ def selection(layout: Layout) -> str | None:
         return None
     flags = [[f"--{name} {getattr(layout, name)}" for name in DEGREE_NAMES
               if getattr(layout, name) != getattr(other, name)] for other in named]
-    # Degrees that are typed in full read better than a layout of other degrees whose own are taken back.
-    # Of two that are the same, pp2_tp2 and 3d, the name that says it is the last.
+    # Prefer explicit degrees over a named layout whose degrees would be overridden. Of the equal pp2_tp2 and 3d,
+    # prefer the more descriptive name, which is the last.
     best = min(reversed(range(len(named))), key=lambda i: (bool(flags[i]), named[i].tp * named[i].pp * named[i].sp))
     return " ".join([f"--ds-config {named[best].name}", *flags[best]])
 
 
 @cache
 def shipped_layouts() -> tuple[Layout, ...]:
-    """The layouts that come with the package, as their files say."""
+    """Return the layouts that come with the package."""
     return tuple(read_layout(ds_config.load(name)) for name in ds_config.names())
 
 
 def _edits(before: Layout, after: Layout) -> list[str]:
-    """The changes to a user's own ds_config."""
+    """Return the changes to a user's own ds_config."""
     edits = []
     if after.engine != before.engine:
         edits.append(f'"engine": "{after.engine}"')
@@ -124,16 +127,18 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-# What is varied for each knob: lists of cases, nearest first, of each of which the first legal one is offered.
 def _vary_degree(name: str, case: Case) -> list[Iterable[Case]]:
-    """The nearest degrees below and above."""
+    """Return the cases with smaller and with larger degrees, nearest first.
+
+    As in all `_vary_` functions, the first legal case of each list is suggested.
+    """
     value, sizes = getattr(case.layout, name), _divisors(case.world_size)
     below, above = [size for size in reversed(sizes) if size < value], [size for size in sizes if size > value]
     return [(_with(case, **{name: size}) for size in side) for side in (below, above)]
 
 
 def _vary_ranks(case: Case) -> list[Iterable[Case]]:
-    """The nearest numbers of ranks below and above."""
+    """Return the cases with fewer and with more ranks, nearest first."""
     unit = case.layout.tp * case.layout.pp * case.layout.sp
     below = case.world_size - case.world_size % unit
     return [(replace(case, world_size=size) for size in side)
@@ -141,38 +146,38 @@ def _vary_ranks(case: Case) -> list[Iterable[Case]]:
 
 
 def _vary_stage(case: Case) -> list[Iterable[Case]]:
-    """The nearest stages of the same engine."""
+    """Return the cases with other stages of the same engine, nearest first."""
     stages = _near_stages(case.layout) if case.layout.engine == "deepspeed" else [None]
-    return _of_kind(case, case.layout.engine, stages)
+    return _with_engine(case, case.layout.engine, stages)
 
 
 def _near_stages(layout: Layout) -> list[int]:
-    asked = 3 if layout.engine == "fsdp2" else layout.zero.stage or 0
-    return sorted(_STAGES, key=lambda stage: abs(stage - asked))
+    requested = 3 if layout.engine == "fsdp2" else layout.zero.stage or 0
+    return sorted(_STAGES, key=lambda stage: abs(stage - requested))
 
 
-def _of_kind(case: Case, engine: Engine, stages: Sequence[int | None]) -> list[Iterable[Case]]:
-    """An engine's stages with the other ZeRO options as they are, or else without them."""
+def _with_engine(case: Case, engine: Engine, stages: Sequence[int | None]) -> list[Iterable[Case]]:
+    """Return the cases with an engine's stages, first with the other ZeRO options unchanged, then without them."""
     return [[_with_zero(_with(start, engine=engine), stage=stage)
-             for start in (case, replace(case, layout=_bare(case.layout))) for stage in stages]]
+             for start in (case, replace(case, layout=_with_stage_only(case.layout))) for stage in stages]]
 
 
-def _bare(layout: Layout) -> Layout:
-    """The layout with no other ZeRO option than its stage."""
+def _with_stage_only(layout: Layout) -> Layout:
+    """Return the layout without ZeRO options other than its stage."""
     return replace(layout, zero=ZeroOptions(layout.zero.stage))
 
 
 def _vary_group(field: str, case: Case) -> list[Iterable[Case]]:
-    """The nearest legal sizes of groups, two below and one above; if there are none, no groups."""
-    value, none = getattr(case.layout.zero, field), getattr(ZeroOptions(), field)
+    """Return the nearest legal group sizes, two below and one above; if there are none, no groups."""
+    value, default = getattr(case.layout.zero, field), getattr(ZeroOptions(), field)
     varied = {size: [_with_zero(case, **{field: size})] for size in _divisors(case.world_size)}
     legal = [size for size in varied if size > 1 and list(_first(1, varied[size]))]
     near = [*[size for size in legal if size < value][-2:], *[size for size in legal if size > value][:1]]
-    return [varied[size] for size in near] or [[_with_zero(case, **{field: none})]]
+    return [varied[size] for size in near] or [[_with_zero(case, **{field: default})]]
 
 
 def _vary_model(name: str, case: Case) -> list[Iterable[Case]]:
-    """Models whose number `name` the degrees divide."""
+    """Return the cases with models whose number `name` is divisible by the degrees."""
     layout, model = case.layout, case.model
     if model is None:
         return []
@@ -184,7 +189,7 @@ def _vary_model(name: str, case: Case) -> list[Iterable[Case]]:
 
 
 def _vary_several(case: Case) -> Iterator[Case]:
-    """Cases that differ in degrees, and then also in kind, nearest first."""
+    """Yield cases with other degrees, then also with another engine or stage, nearest first."""
     sizes = _divisors(case.world_size)
 
     def distance(degrees: tuple[int, ...]) -> float:
@@ -195,7 +200,7 @@ def _vary_several(case: Case) -> Iterator[Case]:
                    if case.world_size % math.prod(degrees) == 0), key=distance)
     other = [replace(case.layout, engine="deepspeed", zero=ZeroOptions(stage))
              for stage in _near_stages(case.layout)]
-    for layout in (case.layout, _bare(case.layout), *other):
+    for layout in (case.layout, _with_stage_only(case.layout), *other):
         for degrees in near:
             yield _with(replace(case, layout=layout), **dict(zip(DEGREE_NAMES, degrees, strict=True)))
 
@@ -209,7 +214,7 @@ def _with_zero(case: Case, **changes: Any) -> Case:
 
 
 def _first(count: int, cases: Iterable[Case]) -> Iterator[Case]:
-    """The first legal cases that can be typed: with a shipped ds_config, or in a file of the user's own."""
+    """Yield the first `count` legal cases that options or edits of the user's own file can select."""
     return islice((case for case in cases
                    if (not case.shipped or selection(case.layout) is not None) and is_legal(case)), count)
 
@@ -218,8 +223,8 @@ _VARY: dict[str, Callable[[Case], list[Iterable[Case]]]] = {
     "ranks": _vary_ranks,
     **{name: partial(_vary_degree, name) for name in DEGREE_NAMES},
     "stage": _vary_stage,
-    # DeepSpeed, in the stage that is most like the engine that was asked for.
-    "engine": lambda case: _of_kind(case, "deepspeed", _near_stages(case.layout)),
+    # DeepSpeed, in the stage that is most similar to the requested engine.
+    "engine": lambda case: _with_engine(case, "deepspeed", _near_stages(case.layout)),
     "tiled": lambda case: [[_with_zero(case, tiled=())]],
     "offload": lambda case: [[_with_zero(case, offload_param=None),
                               _with_zero(case, offload_param=None, offload_optimizer=None)]],

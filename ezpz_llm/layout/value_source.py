@@ -1,4 +1,4 @@
-"""Source of a run's value, as a kind and in words (imports no torch)."""
+"""Source of a run's value, as a kind and as text (imports no torch)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import Enum
 
 
 class Origin(Enum):
-    """Kinds of sources, in the order in which settings are listed, and how they are put into words."""
+    """Kinds of sources, in the order in which settings are listed, with their text."""
 
     COMMAND_LINE = "command line"
     FILE = "{}"
-    """A YAML file or a ds_config, named by its path; and what has no kind of its own."""
+    """A YAML file or a ds_config by path, or a source of no other kind."""
     RUN = "run {}"
     WEIGHTS = "weights to begin with"
     PRESET = "preset {}"
@@ -25,7 +25,7 @@ class Origin(Enum):
 
     @property
     def rank(self) -> int:
-        """Place in the list; also the precedence of batch numbers, the least first."""
+        """Position in the list, which is also the precedence of batch numbers: the lowest rank wins."""
         return list(Origin).index(self)
 
 
@@ -34,10 +34,10 @@ _TYPED = " (its command line)"
 
 @dataclass(frozen=True)
 class ValueSource:
-    """Where a value came from; its words are for people, and in run.json.
+    """Source of a value; its text is shown to users and stored in run.json.
 
     Attributes:
-        detail: which file, run, preset, model or other value.
+        detail: name of the file, run, preset, model or other value.
     """
 
     origin: Origin
@@ -48,7 +48,7 @@ class ValueSource:
 
     @classmethod
     def read(cls, words: str) -> ValueSource:
-        """Return the source that run.json has in words."""
+        """Parse the text that run.json has for a source."""
         for origin in Origin:
             begin, blank, _ = origin.value.partition("{}")
             if begin and (words.startswith(begin) if blank else words == begin):
@@ -57,20 +57,20 @@ class ValueSource:
 
     @classmethod
     def read_all(cls, words: Mapping[str, str]) -> dict[str, ValueSource]:
-        """Return the sources that run.json has, by the names of values."""
-        return {name: cls.read(str(one)) for name, one in words.items()}
+        """Parse the sources in run.json, by the names of values."""
+        return {name: cls.read(str(text)) for name, text in words.items()}
 
     @classmethod
     def of_run(cls, path: object, before: ValueSource) -> ValueSource:
-        """Return the source of a value that is a resumed run's own, which had it from `before`."""
+        """Return the source of a value that a resumed run keeps, whose source was `before`."""
         return cls(Origin.RUN, f"{path}{_TYPED if before.is_typed else ''}")
 
     @property
     def is_typed(self) -> bool:
-        """Was it typed, for this run or for the one that is resumed? No ds_config wins over it."""
+        """True if the value was typed for this run or the resumed one; it then overrides the ds_config."""
         return self.origin is Origin.COMMAND_LINE or (self.origin is Origin.RUN and self.detail.endswith(_TYPED))
 
 
 COMMAND_LINE, DEFAULT = ValueSource(Origin.COMMAND_LINE), ValueSource(Origin.DEFAULT)
 UNASKED = (Origin.DEFAULT, Origin.PRESET, Origin.RECIPE)
-"""What a value that somebody wrote for this run, DeepSpeed's default for a ds_config among it, wins over."""
+"""Sources that are overridden by any value of this run's files, including DeepSpeed's default for a ds_config."""

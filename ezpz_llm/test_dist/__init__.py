@@ -1,1 +1,1 @@
-"""A short, judged training run that says whether an allocation is healthy."""
+"""Health check of an allocation: all-reduces and a short training run."""

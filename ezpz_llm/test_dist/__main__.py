@@ -1,4 +1,4 @@
-"""Say whether this allocation is healthy: check the reductions of every rank, judge a short training run."""
+"""Check that an allocation is healthy: test every rank's all-reduces and evaluate a short training run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.test_dist.options import check, parser, refuse_used
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code. torch is imported only once there is something to run."""
+    """Run the command and return its exit code. torch is imported only for a run."""
     began = time.perf_counter()
     options = parser().parse_args(argv)
     if options.check:

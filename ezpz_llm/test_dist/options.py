@@ -1,4 +1,4 @@
-"""The command line and what can be wrong with it (imports no torch)."""
+"""Command-line options of test_dist and their validation (imports no torch)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from ezpz_llm.rundir import RunDir
 DEFAULT_BATCH = 64
 LEAST_STEPS = 10
 
-_DESCRIPTION = """Is this allocation healthy? Check every rank's reductions, then train a small MLP and judge it.
+_DESCRIPTION = """Check that this allocation is healthy: test every rank's all-reduces, then train a small MLP.
 
-Exit code 0 only if the loss fell and every rank computed the right sums.
+Exit code 0 only if the loss decreased and every rank computed correct sums.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = CommandParser("test_dist", description=_DESCRIPTION, shown=(
         "launch python3 -m ezpz_llm.test_dist  on every rank of the reservation",
         "launch -n 4 python3 -m ezpz_llm.test_dist --ds-config zero2"))
     made.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
     made.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
     made.add_argument("--batch", type=int, metavar="N",
-                      help=f"samples a rank and micro-step (the ds_config's, or {DEFAULT_BATCH})")
+                      help=f"samples per rank and micro-step (default: the ds_config's, or {DEFAULT_BATCH})")
     made.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="of the weights, the map to be found and the samples (%(default)s)")
+                      help="seed of the weights, the target map and the samples (%(default)s)")
     made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
-                      help="where to compute; the backend follows (%(default)s)")
-    made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
-    made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
-    made.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
+                      help="device, which determines the backend (%(default)s)")
+    made.add_argument("--run-dir", type=Path, metavar="D",
+                      help="run directory (default: launch's, or a new one in runs/)")
+    made.add_argument("--check", action="store_true", help="only validate the options (without torch)")
+    made.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks for --check")
     return made
 
 
@@ -45,34 +46,34 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     """Validate the options for a number of ranks.
 
     Raises:
-        UserError: an unknown layout, one that cannot run here, a batch that does not work out, too few iterations
-            to judge, or a seed out of range.
+        UserError: an unknown layout, one that cannot run here, contradicting batch sizes, too few iterations, or
+            a seed out of range.
     """
     if options.steps < LEAST_STEPS:
-        raise UserError(f"{options.steps} iterations are too few to see a loss fall", where="--steps",
-                        instead=f"--steps {LEAST_STEPS}, or more")
+        raise UserError(f"--steps must be at least {LEAST_STEPS}, but is {options.steps}", where="--steps",
+                        instead=f"--steps {LEAST_STEPS} or more")
     if world_size < 1:
-        raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
+        raise UserError(f"{world_size} is not a number of ranks", where="--world-size", instead="1 or more")
     seed_for(options.seed, "init")
-    # A ds_config's own precision counts: this is only the default.
+    # The default; a ds_config's own precision overrides it.
     resolved = resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch,
                                precision="fp32", device=options.device,
                                sources={"precision": DEFAULT, "clip": DEFAULT},
                                default_micro_batch=DEFAULT_BATCH))
     layout = resolved.layout
     if layout.tp * layout.pp * layout.sp > 1 or layout.zero.tiled:
-        raise UserError(f"layout {layout.describe(world_size)} divides the layers of a GPT, and this trains an MLP",
-                        where="--ds-config", instead="ddp, or zero0 to zero3; with a GPT: python3 -m "
+        raise UserError(f"layout {layout.describe(world_size)} requires a GPT, but test_dist trains an MLP",
+                        where="--ds-config", instead="ddp, or zero0 to zero3; for a GPT, python3 -m "
                                                      f"ezpz_llm.train --ds-config {options.ds_config}")
     return resolved
 
 
 def refuse_used(folder: Path | str) -> None:
-    """Refuse to mix two runs' metrics.
+    """Check that the run directory has no metrics of another run.
 
     Raises:
-        UserError: the run directory has some already.
+        UserError: it has.
     """
     if RunDir(Path(folder)).metrics.exists():
-        raise UserError("the run directory holds another run's metrics", where=str(folder),
-                        instead="another --run-dir")
+        raise UserError("the run directory contains another run's metrics", where=str(folder),
+                        instead="pass another --run-dir")

@@ -1,4 +1,4 @@
-"""Do all-reduces give the right sums, and how fast, for all ranks and for pairs of each kind?"""
+"""Correctness and bandwidth of all-reduces, for all ranks and for pairs in and across nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ezpz_llm.dist.device import synchronize
 
 ALL, SAME, ACROSS = "all ranks", "same node", "across nodes"
 MOST_PAIRS = 32
-"""Pairs of a kind that are measured, all at the same time; of more, these are spread evenly."""
+"""Maximum number of pairs of a kind, spread evenly over the job; they are measured at the same time."""
 
 _WARM_UP, _REPEATS = 2, 5
 _BYTES = (2**12, 2**22)
-"""A message that takes as long as an empty one (the latency), and one of a gradient bucket's order."""
+"""Message sizes: one dominated by latency, and one as large as a gradient bucket."""
 
 _LARGEST = {"cpu": 2**24}
 _ACCELERATOR_LARGEST = 2**27
@@ -30,10 +30,10 @@ _ACCELERATOR_LARGEST = 2**27
 
 @dataclass(frozen=True)
 class Reduction:
-    """One size in one kind of group, the median group's numbers.
+    """Result for one message size and one kind of group, from the median group.
 
-    The algorithm's bandwidth is bytes / time, the bus bandwidth of n ranks 2(n-1)/n times that, which is what each
-    rank's link has to carry in a ring whatever n is (as in NVIDIA's nccl-tests).
+    The algorithm bandwidth is bytes / time. The bus bandwidth of n ranks is 2(n-1)/n times that, the traffic of
+    each link in a ring of any size (as in NVIDIA's nccl-tests).
     """
 
     kind: str
@@ -48,12 +48,16 @@ class Reduction:
 
 
 def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, ...]]]:
-    """Pairs of ranks on one node, and on two, no rank twice in a kind; `hosts` has the host of each rank."""
+    """Return pairs of ranks on one node and on two nodes, each rank at most once per kind.
+
+    Args:
+        hosts: hostname of each rank.
+    """
     nodes = list(grouped((host, rank) for rank, host in enumerate(hosts)).values())
     same: list[tuple[int, ...]] = [pair for ranks in nodes for pair in zip(ranks[::2], ranks[1::2], strict=False)]
     # The first node with the second, the third with the fourth, and so on.
-    across: list[tuple[int, ...]] = [pair for one, other in zip(nodes[::2], nodes[1::2], strict=False)
-                                     for pair in zip(one, other, strict=False)]
+    across: list[tuple[int, ...]] = [pair for left, right in zip(nodes[::2], nodes[1::2], strict=False)
+                                     for pair in zip(left, right, strict=False)]
     return {SAME: _spread(same), ACROSS: _spread(across)}
 
 
@@ -64,31 +68,35 @@ def _spread(pairs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def measure_reductions(dist: Dist) -> list[Reduction]:
-    """Test and time all-reduces in groups of every kind there is; empty for a single rank. Collective."""
+    """Test and time all-reduces in groups of every kind; empty for a single rank. Collective."""
     if dist.world_size == 1:
         return []
     hosts = all_gather(dist, socket.gethostname())
     kinds: dict[str, list[tuple[int, ...]]] = {ALL: [tuple(range(dist.world_size))], **pair_up(hosts)}
-    return [one for kind, groups in kinds.items() if groups for one in _test_kind(dist, kind, groups)]
+    return [reduction for kind, groups in kinds.items() if groups for reduction in _test_kind(dist, kind, groups)]
 
 
 def _test_kind(dist: Dist, kind: str, groups: list[tuple[int, ...]]) -> list[Reduction]:
-    own, made = None, []
+    own, subgroups = None, []
     for ranks in groups:
         group = None if len(ranks) == dist.world_size else torch_dist.new_group(list(ranks))
         if dist.rank in ranks:
             own = ranks, group
-            made += [group] if group is not None else []
+            subgroups += [group] if group is not None else []
     sizes = (*_BYTES, _LARGEST.get(dist.device.type, _ACCELERATOR_LARGEST))
-    found = [_test_size(dist, kind, len(groups), own, size) for size in sizes]
-    for group in made:
+    results = [_test_size(dist, kind, len(groups), own, size) for size in sizes]
+    for group in subgroups:
         torch_dist.destroy_process_group(group)
-    return found
+    return results
 
 
 def _test_size(dist: Dist, kind: str, groups: int, own: tuple[tuple[int, ...], Any] | None,
                size: int) -> Reduction:
-    """One size in all groups of a kind at once; `own` is this rank's group, None if it is in none. Collective."""
+    """Test one size in all groups of a kind at the same time. Collective.
+
+    Args:
+        own: this rank's group, None if it is in none.
+    """
     outcome = (own[0], *_reduce(dist, *own, size // 4)) if own else None
     outcomes = all_gather(dist, outcome)
     slowest_rank: dict[tuple[int, ...], float] = {}
@@ -103,14 +111,14 @@ def _test_size(dist: Dist, kind: str, groups: int, own: tuple[tuple[int, ...], A
 
 
 def _reduce(dist: Dist, ranks: tuple[int, ...], group: Any, count: int) -> tuple[bool, float]:
-    """Whether every sum was right, and the median seconds of one all-reduce of `count` floats on this rank."""
-    # Small whole numbers, whose sums floats hold exactly up to 20,000 ranks. A rank's place in the group, not its
-    # number, is what it adds: the two of a pair never add the same, so that twice the own value is not the sum.
+    """Return True if every sum was correct, and this rank's median seconds per all-reduce of `count` floats."""
+    # Small integers, whose sums are exact in fp32 for up to 20,000 ranks. Each rank adds its index in the group, so
+    # that the two ranks of a pair never add the same value and a doubled own value is detected as wrong.
     pattern = (torch.arange(count, device=dist.device) % 251).float()
-    contributions = [place % 509 for place in range(len(ranks))]
+    contributions = [index % 509 for index in range(len(ranks))]
     added = contributions[ranks.index(dist.rank)]
     expected = pattern * len(ranks) + sum(contributions)
-    right, times = True, []
+    is_correct, times = True, []
     for _ in range(_WARM_UP + _REPEATS):
         values = pattern + added
         synchronize(dist.device)
@@ -118,5 +126,5 @@ def _reduce(dist: Dist, ranks: tuple[int, ...], group: Any, count: int) -> tuple
         torch_dist.all_reduce(values, group=group)
         synchronize(dist.device)
         times.append(time.perf_counter() - start)
-        right = right and bool(torch.equal(values, expected))
-    return right, statistics.median(times[_WARM_UP:])
+        is_correct = is_correct and bool(torch.equal(values, expected))
+    return is_correct, statistics.median(times[_WARM_UP:])

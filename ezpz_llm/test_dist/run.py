@@ -1,4 +1,4 @@
-"""The run of test_dist: reductions, a short training, its judgement and report. Every rank runs it in lockstep."""
+"""Run of test_dist on every rank: all-reduces, a short training run, its evaluation and report."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ from ezpz_llm.rundir import RunDir, append_line, update_record, write_atomic
 from ezpz_llm.test_dist.options import refuse_used
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
-# What is printed, and the plots that are kept.
 LEGEND = """
-loss: mean squared error over all ranks' samples; sps: samples a second of all ranks together;
+loss: mean squared error over all ranks' samples; sps: samples per second over all ranks;
 dt: milliseconds of the iteration on rank 0, of which dtf: forward, dtb: backward"""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What is printed under `name`: a member of metrics.jsonl in another unit."""
+    """Printed metric: a field of metrics.jsonl in another unit."""
 
     name: str
     member: str
@@ -49,7 +48,7 @@ class Metric:
     scale: float = 1.0
 
     def values(self, lines: list[dict[str, Any]]) -> list[float | None]:
-        """One value a line, None where the loss is not a number."""
+        """Return one value per line, None if the loss is not finite."""
         return [None if line[self.member] is None else line[self.member] * self.scale for line in lines]
 
 
@@ -59,17 +58,18 @@ _METRICS = (Metric("loss", "loss"), Metric("sps", "samples_per_second"), Metric(
 
 def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
                 import_seconds: dict[str, float]) -> str:
-    """What runs where, before anything does."""
+    """Return the description of the run that is printed at the start."""
     batch, versions, hosts = resolved.batch, environment["versions"], environment["hosts"]
     shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     rows = [
-        ("ranks", f"{dist.world_size} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({shown}), "
+        ("ranks", f"{dist.world_size} on {len(hosts)} node{'s' * (len(hosts) > 1)} ({shown}), "
                   f"from {dist.info.source}"),
-        ("device", f"{dist.device.type}: {environment['device']['name']}, {environment['threads']} threads a rank"),
+        ("device", f"{dist.device.type}: {environment['device']['name']}, "
+                   f"{environment['threads']} threads per rank"),
         ("backend", dist.backend or "none (one rank)"),
         ("layout", f"{resolved.layout.name}, {resolved.precision}"),
-        ("batch", f"{batch.global_batch} samples ({batch.micro_batch} a rank x {batch.accumulation} micro-steps x "
-                  f"{batch.dp_size} ranks)"),
+        ("batch", f"{batch.global_batch} samples ({batch.micro_batch} per rank x {batch.accumulation} micro-steps "
+                  f"x {batch.dp_size} ranks)"),
         ("model", f"MLP {'-'.join(map(str, WIDTHS))}"),
         ("versions", ", ".join(f"{name} {versions[name]}"
                                for name in ("python", "torch", "deepspeed", "mpi4py", "ezpz_llm"))),
@@ -80,22 +80,23 @@ def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
     return "\n" + "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
 
 
-def reductions(found: list[Reduction]) -> str:
-    """A line for each kind of group and size."""
-    if not found:
+def reductions(results: list[Reduction]) -> str:
+    """Return the table of all-reduces, one row per kind of group and size."""
+    if not results:
         return "all-reduce: one rank, nothing to test"
     rows = []
-    for one in found:
-        sums = f"WRONG on ranks {', '.join(map(str, one.wrong_ranks))}" if one.wrong_ranks else "right"
-        ranks = "-".join(map(str, one.slowest))
-        rows.append((one.kind, str(one.groups), _binary(one.bytes), sums, f"{one.seconds * 1e3:.3f}",
-                     f"{one.algorithm_gigabytes_per_second:.2f}", f"{one.bus_gigabytes_per_second:.2f}",
-                     f"{ranks}: {one.slowest_bus_gigabytes_per_second:.2f}" if one.groups > 1 else ""))
-    kinds = {one.kind for one in found}
+    for result in results:
+        sums = f"WRONG on ranks {', '.join(map(str, result.wrong_ranks))}" if result.wrong_ranks else "right"
+        ranks = "-".join(map(str, result.slowest))
+        rows.append((result.kind, str(result.groups), _binary(result.bytes), sums, f"{result.seconds * 1e3:.3f}",
+                     f"{result.algorithm_gigabytes_per_second:.2f}", f"{result.bus_gigabytes_per_second:.2f}",
+                     f"{ranks}: {result.slowest_bus_gigabytes_per_second:.2f}" if result.groups > 1 else ""))
+    kinds = {result.kind for result in results}
     absent = {SAME: "no two ranks share a node", ACROSS: "all ranks are on one node"}
     drawn = table("All-reduce (algorithm GB/s = bytes / time; bus GB/s = 2(n-1)/n times that, for n ranks)",
                   ("between", "groups", "size", "sums", "ms", "algorithm", "bus", "slowest group"), rows)
-    return drawn + "".join(f"  {kind}: none, since {why}\n" for kind, why in absent.items() if kind not in kinds)
+    return drawn + "".join(f"  {kind}: not measured, because {reason}\n" for kind, reason in absent.items()
+                           if kind not in kinds)
 
 
 def _binary(size: int) -> str:
@@ -103,55 +104,58 @@ def _binary(size: int) -> str:
 
 
 def iteration(line: dict[str, Any]) -> str:
-    """One iteration's line."""
+    """Return the printed line of an iteration."""
     loss, sps, dt, dtf, dtb = (metric.values([line])[0] for metric in _METRICS)
     return (f"iter={line['step']} loss={'nan' if loss is None else format(loss, '.5f')} sps={sps:.1f} dt={dt:.2f} "
             f"dtf={dtf:.2f} dtb={dtb:.2f}")
 
 
 def spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median and 10 % and 90 % points of each metric but the loss, without the first and the last iteration."""
+    """Return median, 10 % and 90 % points of each metric except the loss, without the first and last iteration."""
     return {metric.name: asdict(spread([value for value in metric.values(lines[1:-1]) if value is not None]))
             for metric in _METRICS if metric.name != "loss"}
 
 
 def closing(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
             reasons: list[str]) -> str:
-    """Plots, the table of medians, where the files are, and the verdict.
+    """Return plots, the table of medians, paths of files, and the verdict.
 
     Args:
-        held_out: the loss on the same samples before and after the training.
+        held_out: the loss on the same samples before and after training.
     """
     width, colour = terminal_width(), wants_colour()
     shown = []
-    # The first and the last iteration carry costs of their own, and would take the scale for themselves.
+    # The first and last iterations have additional costs and would dominate the scale.
     x = [line["step"] for line in lines[1:-1]]
     for metric in _METRICS:
         y = metric.values(lines[1:-1])
         plain = series_plot(x, y, metric.name, "iter", metric.unit, width)
         write_atomic(run_dir.plots / f"{metric.name}.txt", plain)
         shown.append(series_plot(x, y, metric.name, "iter", metric.unit, width, colour=True) if colour else plain)
-    rows = [(name, *(f"{one[point]:.2f}" for point in ("median", "low", "high")))
-            for name, one in spreads(lines).items()]
+    rows = [(name, *(f"{points[point]:.2f}" for point in ("median", "low", "high")))
+            for name, points in spreads(lines).items()]
     shown.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=colour))
     shown += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
               f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}",
               *(f"error: {reason}" for reason in reasons),
-              "unhealthy" if reasons else "healthy: the loss fell, and every rank's sums and weights are right"]
+              "unhealthy" if reasons else
+              "healthy: the loss decreased, and every rank's sums and weights are correct"]
     return "\n".join(filter(None, shown))
 
 
-# What is trained: an MLP that has to find a fixed linear map from samples of it.
 WIDTHS = (128, 1024, 512, 256, 128, 128)
-_HELD_OUT = 2**24 - 1  # an index that no rank has
+_HELD_OUT = 2**24 - 1  # a data-parallel rank that does not exist
 
 
 class Mlp(nn.Module):
-    """Linear layers of WIDTHS with ReLU between, initialised alike on every rank; its forward pass is the loss."""
+    """MLP with ReLU and the same initial weights on every rank, trained to learn a linear map.
+
+    The forward pass returns the loss.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        # Only this model's initialisation is to be the same everywhere: the global generator is left as it was.
+        # Seed only the initialization of this model and keep the state of the global generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_for(seed, "init") % 2**63)
             layers = [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
@@ -159,12 +163,12 @@ class Mlp(nn.Module):
                                     layers[-1])
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """(B, 128) and (B, 128) to the mean squared error, 0-d; an MLP that says 0 has about 1."""
+        """Return the 0-d mean squared error for (B, 128) inputs and targets; predicting 0 gives about 1."""
         return nn.functional.mse_loss(self.layers(inputs).float(), targets)
 
 
 class Samples:
-    """An endless stream of (inputs, targets), another for each data-parallel rank."""
+    """Endless stream of (inputs, targets), different for each data-parallel rank."""
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(seed_for(seed, "init", 1) % 2**63)
@@ -173,29 +177,31 @@ class Samples:
         self._device = device
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
-        """The next `count` samples, (count, 128) each, on the device."""
+        """Return the next `count` samples on the device, (count, 128) each."""
         inputs = torch.randn(count, WIDTHS[0], generator=self._generator)
         return inputs.to(self._device), (inputs @ self._map).to(self._device)
 
 
 def held_out(seed: int, device: torch.device) -> Samples:
-    """A stream that is the same on every rank and trains none."""
+    """Return a stream that is the same on every rank and not used for training."""
     return Samples(seed, _HELD_OUT, device)
 
 
-# The training that is judged.
 FLUSH_EVERY = 10
 HELD_OUT_SAMPLES = 256
 LEAST_FALL = 0.01
-"""By which part the loss has to fall. Ten iterations give four times that; the same samples give no noise."""
+"""Required relative decrease of the loss.
+
+Ten iterations give four times that, and evaluation on the same samples adds no noise.
+"""
 
 _AGREE = 1e-3
-"""Relative difference up to which ranks' losses on the same samples count as equal, since their weights are."""
+"""Relative tolerance of ranks' losses on the same samples; a larger difference means different weights."""
 
 
 def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
           profile: HostProfile | None) -> list[dict[str, Any]]:
-    """Train for `steps` iterations; the lines of metrics.jsonl. Every rank gets them, each with its own times."""
+    """Train for `steps` iterations and return the lines of metrics.jsonl, on each rank with its own times."""
     timeline = StepTimeline(dist.device)
     samples, batch = Samples(seed, dist.mesh.dp_rank, dist.device), engine.batch
     lines: list[dict[str, Any]] = []
@@ -227,7 +233,7 @@ def _micro_batches(samples: Samples, batch: Batch, timeline: StepTimeline) -> It
 
 def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global_batch: int,
            dist: Dist) -> list[dict[str, Any]]:
-    """Average over ranks what was recorded since the last flush; rank 0 writes and prints it. Collective."""
+    """Average the losses since the last flush over ranks; rank 0 writes and prints them. Collective."""
     means = reduce(dist, torch.stack(losses).double())
     lines = [{"step": step, "loss": mean if math.isfinite(mean) else None,
               "samples_per_second": global_batch / times.step_time_s, "step_time_s": times.step_time_s,
@@ -242,46 +248,45 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global
 
 
 def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
-    """The loss on samples that are the same on every rank and at any time. Collective."""
+    """Return the loss on fixed samples, which are the same on every rank. Collective."""
     with engine.evaluating():
         return engine.module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
 
 
 def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
           wrong_kinds: list[str]) -> list[str]:
-    """What is wrong, on any rank; the same list on every rank. Collective.
+    """Return the problems of all ranks, the same list on every rank. Collective.
 
     Args:
-        before, after: this rank's `held_out_loss` before and after the training.
-        wrong_kinds: the groups in which this rank got wrong sums.
+        before, after: this rank's `held_out_loss` before and after training.
+        wrong_kinds: kinds of groups in which this rank got wrong sums.
     """
-    # Not by an all-reduce: that may be what is broken.
+    # Not with an all-reduce, which may be broken.
     ranks = all_gather(dist, (dist.rank, after, wrong_kinds))
     reasons = [f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})"
                for rank, _, kinds in ranks if kinds]
     reference = ranks[0][1]
-    bad = next((line["step"] for line in lines if line["loss"] is None), None)
-    if bad is not None:
-        reasons.append(f"the loss is not a number from iteration {bad} on")
+    first_non_finite = next((line["step"] for line in lines if line["loss"] is None), None)
+    if first_non_finite is not None:
+        reasons.append(f"the loss is NaN or Inf from iteration {first_non_finite}")
     elif not reference < before * (1 - LEAST_FALL):
-        reasons.append(f"the loss did not fall: {before:.6g} before the training, {reference:.6g} after it, on the "
+        reasons.append(f"the loss did not decrease: {before:.6g} before training, {reference:.6g} after it, on the "
                        "same samples")
-    reasons += [f"rank {rank} has other weights than rank 0: a loss of {loss:.6g} and {reference:.6g} on the same "
-                "samples" for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
+    reasons += [f"rank {rank} has different weights than rank 0: losses of {loss:.6g} and {reference:.6g} on the "
+                "same samples" for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
     return reasons
 
 
-# All of it.
 TIMEOUT_S = 600.0
 LR = 1e-3
 
 
 def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[str, float], began: float) -> int:
-    """Test and train; the exit code is 0 if nothing was wrong on any rank, else 1.
+    """Test and train. Return exit code 0 if no rank has a problem, else 1.
 
     Args:
-        import_seconds: what was imported so far; DeepSpeed's is added.
-        began: when the command began, by `time.perf_counter`.
+        import_seconds: import times so far; DeepSpeed's is added.
+        began: start of the command, by `time.perf_counter`.
     """
     heartbeat = Heartbeat(os.environ)
     heartbeat.beat(RENDEZVOUS)
@@ -307,12 +312,12 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
         reasons = judge(dist, lines, before, after,
-                        list(dict.fromkeys(one.kind for one in measured if dist.rank in one.wrong_ranks)))
+                        list(dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)))
         if dist.is_main:
             update_record(dist.run_dir, test_dist={
                 "healthy": not reasons, "reasons": reasons,
                 "held_out_loss": {"before": before, "after": after},
-                "reductions": [asdict(one) for one in measured], "spread": spreads(lines)})
+                "reductions": [asdict(result) for result in measured], "spread": spreads(lines)})
             print(closing(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
     return 1 if reasons else 0

@@ -1,4 +1,4 @@
-"""Preflight on four nodes with real faults: each is named, with its host, within the limit."""
+"""Tests of preflight on four nodes with injected faults; each is reported with its node within the limit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 
 CALM = {"OMP_NUM_THREADS": "1", "SLURM_MPI_TYPE": "none"}
-"""No PMI: on a busy machine Slurm 22.05's pmi2 plug-in now and then cuts MPICH's lines in two, and MPI hangs."""
+"""Environment without PMI: on a busy machine Slurm 22.05's pmi2 plug-in may split MPICH's lines, so MPI hangs."""
 ALLOCATION = ("salloc", "--quiet", "-N4", "--ntasks-per-node=2")
 PREFLIGHT = f'exec {sys.executable} -m ezpz_llm.preflight'
 
 
 @contextlib.contextmanager
 def on_node(cluster: Cluster, node: str, do: str, undo: str) -> Iterator[None]:
-    """A command on a node, and the one that takes it back."""
+    """Run a command on a node and, at exit, the one that reverts it."""
     done = cluster.run(*do.split(), node=node)
     assert done.returncode == 0, f"{do}: {done.stderr}"
     try:
@@ -33,13 +33,17 @@ def on_node(cluster: Cluster, node: str, do: str, undo: str) -> Iterator[None]:
 
 def preflight(cluster: Cluster, folder: Path, script: str = PREFLIGHT, *allocation: str, timeout: float = 120,
               **env: str) -> tuple[int, list[str], str]:
-    """Run `script` on every rank of four nodes; launch's code, the findings as `level topic: found`, all output."""
+    """Run `script` on every rank of four nodes.
+
+    Return launch's exit code, the findings as `level topic: found`, and all output.
+    """
     done = cluster.run(*(allocation or ALLOCATION), "launch", "--run-dir", "r", "bash", "-c", script, cwd=folder,
                        timeout=timeout, **{**CALM, **env})
     text = done.stdout + done.stderr
     path = folder / "r" / "preflight.json"
     findings = json.loads(path.read_text())["findings"] if path.exists() else []
-    return done.returncode, [f"{one['level']} {one['topic']}: {one['found']}" for one in findings], text
+    texts = [f"{finding['level']} {finding['topic']}: {finding['found']}" for finding in findings]
+    return done.returncode, texts, text
 
 
 def has(findings: list[str], *words: str) -> bool:
@@ -47,14 +51,14 @@ def has(findings: list[str], *words: str) -> bool:
 
 
 @pytest.mark.full
-def test_a_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> None:
-    """launch --preflight: a fit reservation, and then the user's own program on every rank."""
+def test_launch_runs_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> None:
+    """launch --preflight on a fit reservation runs the program on every rank."""
     done = cluster.run(*ALLOCATION, "launch", "--preflight", "--run-dir", "r", "hostname", cwd=tmp_path,
                        timeout=150, **CALM)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert "preflight: fit" in text
-    assert "8 of 8 ranks on 4 hosts" in text
+    assert "8 of 8 ranks on 4 nodes" in text
     hosts = [(tmp_path / "r" / "logs" / f"rank{rank:04d}.log").read_text().strip() for rank in range(8)]
     assert hosts == [f"n{1 + rank // 2}" for rank in range(8)]
     report = json.loads((tmp_path / "r" / "preflight" / "preflight.json").read_text())
@@ -63,9 +67,8 @@ def test_a_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_an_unfit_reservation_runs_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    """launch --preflight ends with 3 before the user's program: n3 has a slow link, another version and a variable
-    of its own, n4 lacks an interface, and the ranks of every host share a device."""
+def test_launch_does_not_run_the_program_on_an_unfit_reservation(cluster: Cluster, tmp_path: Path) -> None:
+    """n3 has a slow link, another version and another variable, n4 lacks an interface, ranks share a device."""
     other = tmp_path / "other" / "deepspeed-0.15.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.15.1\n")
@@ -92,15 +95,15 @@ def test_an_unfit_reservation_runs_nothing(cluster: Cluster, tmp_path: Path) -> 
                     "bad   versions: deepspeed differs: n3: 0.15.1, all others ",
                     "bad   interface: n4: no interface fab0 (NCCL_SOCKET_IFNAME=fab0)",
                     "warn  environment: NCCL_CROSS_NIC differs: n3: 0, all others unset",
-                    # SLURM_MPI_TYPE=none, as CALM says.
-                    "counts 1 rank where the environment counts 8 (ranks 0-7)",
+                    # Because of SLURM_MPI_TYPE=none in CALM.
+                    "has 1 rank, but the environment has 8 (ranks 0-7)",
                     "warn  devices: on n[1-4] local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 0)"):
         assert finding in text, text
-    assert "preflight: unfit: 3 things to mend" in text, text
+    assert "preflight: unfit: 3 problems" in text, text
 
 
 @pytest.mark.full
-def test_a_host_without_a_way_and_a_rank_that_never_comes_up(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_without_a_route_and_a_rank_that_never_starts(cluster: Cluster, tmp_path: Path) -> None:
     script = f'if [ "$SLURM_PROCID" = 5 ]; then exec sleep 200; fi; {PREFLIGHT} --limit 30'
     gateway = cluster.run("getent", "hosts", "n1").stdout.split()[0]
     with on_node(cluster, "n2", f"ip route add blackhole {gateway}/32", f"ip route del blackhole {gateway}/32"):
@@ -113,26 +116,26 @@ def test_a_host_without_a_way_and_a_rank_that_never_comes_up(cluster: Cluster, t
 
 
 @pytest.mark.slow
-def test_a_route_that_drops_everything(cluster: Cluster, tmp_path: Path) -> None:
-    """A gateway that is not there: connections time out instead of being refused."""
+def test_a_route_that_drops_packets(cluster: Cluster, tmp_path: Path) -> None:
+    """The gateway is missing, so connections time out instead of being refused."""
     address = cluster.run("getent", "hosts", "n1").stdout.split()[0]
     via = f"{address}/32 via {address.rpartition('.')[0]}.99"
     with on_node(cluster, "n2", f"ip route add {via}", f"ip route del {via}"):
         code, findings, text = preflight(cluster, tmp_path)
     assert code == 3, text
-    assert has(findings, "bad rendezvous: n2 cannot reach MASTER_ADDR", "by eth0: "), text
+    assert has(findings, "bad rendezvous: n2 cannot reach MASTER_ADDR", "over eth0: "), text
 
 
 @pytest.mark.slow
-def test_mpi_and_the_environment_count_alike_under_srun_with_its_pmi(cluster: Cluster, tmp_path: Path) -> None:
+def test_mpi_and_the_environment_agree_under_srun_with_pmi(cluster: Cluster, tmp_path: Path) -> None:
     code, findings, text = preflight(cluster, tmp_path, SLURM_MPI_TYPE="pmi2")
     assert code == 0, text
     assert "invalid client request" in text or not has(findings, "MPI"), text
 
 
 @pytest.mark.slow
-def test_rank_0_never_comes_up(cluster: Cluster, tmp_path: Path) -> None:
-    """Nobody reports, but every other rank says what it waited for, and where."""
+def test_rank_0_never_starts(cluster: Cluster, tmp_path: Path) -> None:
+    """There is no report, but every other rank prints what it waited for, and where."""
     script = f'if [ "$SLURM_PROCID" = 0 ]; then exec sleep 200; fi; {PREFLIGHT} --limit 10'
     code, findings, text = preflight(cluster, tmp_path, script)
     assert (code, findings) == (3, []), text
@@ -140,8 +143,8 @@ def test_rank_0_never_comes_up(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_with_a_hog_is_slow(cluster: Cluster, tmp_path: Path) -> None:
-    """One rank a node; n3's shares its core with a process of higher priority."""
+def test_a_busy_node_is_reported_as_slow(cluster: Cluster, tmp_path: Path) -> None:
+    """The rank on n3 shares its core with a process of higher priority."""
     hog = '(exec taskset -c 1 timeout 60 nice -n -10 sh -c "while :; do :; done") &'
     script = (f'if [ "$(hostname)" = n3 ]; then {hog} '
               f'exec taskset -c 1 {PREFLIGHT[5:]}; else exec taskset -c 0 {PREFLIGHT[5:]}; fi')

@@ -1,4 +1,4 @@
-"""The doctor command, and building DeepSpeed's ops with a real compiler."""
+"""Tests of the doctor command, and of building DeepSpeed's ops with a real compiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_help_is_quick() -> None:
+def test_help_is_fast() -> None:
     began = cpu_seconds()
     done = run_doctor("--help")
     assert cpu_seconds() - began < scaled(1)
@@ -37,7 +37,7 @@ def test_help_is_quick() -> None:
     assert "--build-ops" in done.stdout
 
 
-def test_every_line_says_how_it_is_and_what_mends_it(cache: Path, tmp_path: Path) -> None:
+def test_every_check_prints_its_level_and_remedy(cache: Path, tmp_path: Path) -> None:
     lock = tmp_path / "torch ops" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -56,9 +56,8 @@ def test_every_line_says_how_it_is_and_what_mends_it(cache: Path, tmp_path: Path
     assert last == f"doctor: 0 bad, {levels.count('warn')} warnings, {levels.count('ok')} ok"
 
 
-def test_what_is_bad_makes_the_exit_code_1(tmp_path: Path) -> None:
-    """A cache in a place without room, an interface that is not there, torch not installed, and an
-    mpiexec of Open MPI (which says its version, no more) where mpi4py has MPICH's library."""
+def test_bad_findings_give_exit_code_1(tmp_path: Path) -> None:
+    """Use an unwritable cache, a missing interface, no torch, and Open MPI's mpiexec with MPICH's library."""
     mpiexec = tmp_path / "bin" / "mpiexec"
     mpiexec.parent.mkdir()
     mpiexec.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
@@ -83,7 +82,7 @@ def test_what_is_bad_makes_the_exit_code_1(tmp_path: Path) -> None:
     assert "GLOO_SOCKET_IFNAME=nope0" in bad["interfaces"]["found"]
 
 
-def test_two_options_that_do_not_go_together(cache: Path) -> None:
+def test_build_ops_and_json_are_mutually_exclusive(cache: Path) -> None:
     done = run_doctor("--build-ops", "cpu_adam", "--json")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -96,14 +95,14 @@ CPU_BUILD, CUDA_BUILD = {"version": "2.13.0+cpu"}, {"version": "2.13.0+cu128", "
     (CPU_BUILD, {}, None, "ok", "built for CPU"),
     (CPU_BUILD, {"NVIDIA": "550.54"}, (12, 4), "bad", "this machine has NVIDIA driver 550.54"),
     (CUDA_BUILD, {"NVIDIA": "550.54"}, (12, 4), "ok", "CUDA 12.8; NVIDIA driver 550.54"),
-    ({"version": "2.13.0", "cuda": "13.0"}, {"NVIDIA": "550.54"}, (12, 4), "bad", "driver knows CUDA up to 12.4"),
-    (CUDA_BUILD, {}, None, "warn", "no such driver"),
+    ({"version": "2.13.0", "cuda": "13.0"}, {"NVIDIA": "550.54"}, (12, 4), "bad", "supports CUDA up to 12.4"),
+    (CUDA_BUILD, {}, None, "warn", "no driver for it"),
     ({"version": "2.9.0", "hip": "6.4"}, {"AMD": "6.10"}, None, "ok", "ROCm 6.4"),
     ({"version": "2.9.0", "xpu": "2025"}, {"AMD": "6.10"}, None, "bad", "AMD driver 6.10"),
     ({"version": "2.5.1"}, {}, None, "bad", "2.5.1"),
     ({}, {}, None, "bad", "not installed"),
 ])
-def test_torch_against_the_driver(build: dict, loaded: dict, driver: tuple | None, level: str, words: str) -> None:
+def test_torch_and_driver_match(build: dict, loaded: dict, driver: tuple | None, level: str, words: str) -> None:
     check = software.torch_check(build, loaded, driver)
     assert (check.level, words in check.found) == (level, True), check
     assert bool(check.instead) == (level != "ok")
@@ -116,25 +115,25 @@ def test_torch_against_the_driver(build: dict, loaded: dict, driver: tuple | Non
     ("MPI VERSION : CRAY MPICH version 8.1", "Cray PALS 1.8", "ok"),
     (None, "MPICH/Hydra 5.0.2", "warn"), ("MPICH Version: 5.0.2", None, "ok"),
 ])
-def test_the_mpi_library_against_mpiexec(library: str | None, dialect: str | None, level: str) -> None:
+def test_mpi_library_and_mpiexec_must_match(library: str | None, dialect: str | None, level: str) -> None:
     assert software.mpi(library, dialect).level == level
 
 
-def test_what_a_login_node_and_a_job_look_like(tmp_path: Path) -> None:
+def test_login_nodes_and_jobs_are_reported(tmp_path: Path) -> None:
     for name in ("sbatch", "qsub"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     assert doctor.available({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
     assert "not inside a job" in doctor.job("none", None, 1, None).found
     inside = doctor.job("slurm", "7", 2, time.time() + 3615)
-    assert inside.found == "inside slurm job 7: 2 hosts, 60 min left"
+    assert inside.found == "inside slurm job 7: 2 nodes, 60 min left"
     broken = list(doctor.reservation_checks({"PATH": "", "SLURM_JOB_ID": "7"}))
     assert [check.level for check in broken if check.topic == "job"] == ["bad"]
     assert doctor.site({"EZPZ_LLM_SITE": "polari"}).level == "bad"
     assert doctor.site({"EZPZ_LLM_SITE": "polaris"}).found.startswith("polaris (")
 
 
-def test_the_machine(tmp_path: Path) -> None:
+def test_cores_limits_and_disks(tmp_path: Path) -> None:
     check = doctor.cores([0, 1], [0, 1, 2, 3], {"0": [0, 1], "1": [2, 3]})
     assert (check.level, check.found) == ("ok", "2 of 4 (0-1), in 1 of 2 NUMA domains")
     assert doctor.cores([5], list(range(8)), {}).level == "warn"
@@ -147,7 +146,7 @@ def test_the_machine(tmp_path: Path) -> None:
     assert doctor.file_system(Path("/proc/self")) == "proc"
 
 
-def test_the_network_and_the_clock() -> None:
+def test_hostname_and_clock() -> None:
     assert [doctor.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
         "ok", "warn", "warn"]
     assert software.clock(1.8e9, True).level == "ok"
@@ -155,21 +154,21 @@ def test_the_network_and_the_clock() -> None:
     assert software.clock_is_kept() in (True, False, None)
 
 
-def test_an_unknown_op_offers_the_nearest(cache: Path) -> None:
+def test_an_unknown_op_suggests_the_nearest(cache: Path) -> None:
     done = run_doctor("--build-ops", "cpu_adm")
     assert done.returncode == 2
     assert "did you mean cpu_adam" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_compiler_is_named(cache: Path) -> None:
+def test_a_missing_compiler_is_reported(cache: Path) -> None:
     done = run_doctor("--build-ops", CXX="no-such-compiler")
     assert done.returncode == 1
     assert "no-such-compiler" in done.stderr
     assert list(cache.iterdir()) == []
 
 
-def test_missing_libaio_is_named_before_anything_is_built(cache: Path, tmp_path: Path) -> None:
+def test_missing_libaio_is_reported_before_any_build(cache: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) echo "error: no libaio.h" >&2; exit 1;; esac\n'
                         'exec c++ "$@"\n')
@@ -182,8 +181,8 @@ def test_missing_libaio_is_named_before_anything_is_built(cache: Path, tmp_path:
 
 
 @pytest.mark.full
-def test_a_build_that_fails_leaves_nothing_to_wait_for(cache: Path) -> None:
-    """The compiler is `false`: the reason is shown, the log kept, no lock left."""
+def test_a_failed_build_leaves_no_lock(cache: Path) -> None:
+    """The error of the compiler `false` is shown and its log kept."""
     done = run_doctor("--build-ops", "cpu_adam", CXX="false", timeout=120)
     assert done.returncode == 1
     assert "compiling cpu_adam failed" in done.stderr
@@ -199,19 +198,19 @@ def test_a_stale_lock_is_removed_and_a_held_one_is_not(cache: Path, capsys: pyte
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=lock.parent)
     try:
         with pytest.raises(UserError) as caught:
-            ops._clear("cpu_adam")
+            ops._remove_unfinished("cpu_adam")
         assert str(worker.pid) in str(caught.value)
         assert lock.exists()
     finally:
         worker.kill()
         worker.wait()
-    ops._clear("cpu_adam")
+    ops._remove_unfinished("cpu_adam")
     assert not lock.exists()
     assert f"removing the stale lock {lock}" in capsys.readouterr().out
 
 
-def test_two_builds_of_one_op_do_not_meet(cache: Path) -> None:
-    with ops._alone("cpu_adam"):
+def test_two_builds_of_an_op_do_not_run_at_the_same_time(cache: Path) -> None:
+    with ops._build_lock_held("cpu_adam"):
         done = run_doctor("--build-ops", "cpu_adam")
     assert done.returncode == 1
     assert f"process {os.getpid()}" in done.stderr
@@ -219,7 +218,7 @@ def test_two_builds_of_one_op_do_not_meet(cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_op_is_built_with_progress_and_then_found(cache: Path) -> None:
+def test_an_op_is_built_with_progress_and_then_used(cache: Path) -> None:
     done = run_doctor("--build-ops", "cpu_adam", timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "building cpu_adam: 5 s" in done.stdout
@@ -233,7 +232,7 @@ def test_an_op_is_built_with_progress_and_then_found(cache: Path) -> None:
 
 @pytest.mark.parametrize(("version", "level"), [(None, "bad"), ("0.17.5", "warn"), ("0.17.6", "ok"),
                                                 ("0.19.10+abc", "ok"), ("0.20.0", "warn")])
-def test_a_version_outside_the_tested_range_is_named(monkeypatch, version, level):
+def test_a_version_outside_the_tested_range_is_reported(monkeypatch, version, level):
     monkeypatch.setattr(software, "installed", lambda name: version)
     check = software.package("deepspeed", (0, 17, 6), (0, 20))
     assert check.level == level

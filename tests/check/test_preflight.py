@@ -1,4 +1,4 @@
-"""Preflight's judgements on facts made by hand: what is named, how badly, and what is not named."""
+"""Tests of preflight's findings on synthetic facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def rank_facts(rank: int, per_host: int = 2, hosts: int = 4) -> dict:
-    """What a rank of a healthy reservation tells: hosts n1, n2, …, each rank with its own GPU and four cores."""
+    """Return the facts of a healthy rank with its own GPU and four cores, on nodes n1, n2, …"""
     node, local = divmod(rank, per_host)
     return {
         "rank": rank, "world_size": per_host * hosts, "local_rank": local, "local_size": per_host,
@@ -51,13 +51,13 @@ def rank_facts(rank: int, per_host: int = 2, hosts: int = 4) -> dict:
 
 
 def healthy(**more) -> dict:
-    """The arguments of Gathered for four hosts with two ranks each."""
+    """Return the arguments of Gathered for four nodes with two ranks each."""
     return {"world_size": 8, "facts": [rank_facts(rank) for rank in range(8)], "network": "AWS Libfabric",
             "hosts": [f"n{1 + rank // 2}" for rank in range(8)], **more}
 
 
 def changed(change, ranks=range(8), **more) -> list[Finding]:
-    """The findings after `change(facts)` on some ranks."""
+    """Return the findings after `change(facts)` on some ranks."""
     case = healthy(**more)
     for rank in ranks:
         change(case["facts"][rank])
@@ -65,7 +65,7 @@ def changed(change, ranks=range(8), **more) -> list[Finding]:
 
 
 def setting(path: str, value):
-    """A change that sets a member such as "stages.compute.flops_per_second"."""
+    """Return a change that sets a value such as "stages|compute|flops_per_second"."""
     def change(facts: dict) -> None:
         *folders, name = path.split("|")
         for folder in folders:
@@ -85,8 +85,8 @@ def without(path: str):
 
 def both(*changes):
     def change(facts: dict) -> None:
-        for one in changes:
-            one(facts)
+        for single_change in changes:
+            single_change(facts)
     return change
 
 
@@ -98,85 +98,86 @@ def test_a_healthy_reservation_has_no_finding() -> None:
 N3 = (4, 5)
 CPU = setting("stages|ready|device", {"kind": "cpu", "identity": None})
 CASES = {
-    # what is changed on which ranks, the level, and the words that the only finding has to hold
-    "a rank in another world": (setting("world_size", 1), [3], "bad",
-                                ["rank 3 in a world of 1, rank 0 in one of 8"]),
-    "torch of one host": (setting("stages|ready|torch", "2.11.0"), N3, "bad",
-                          ["torch differs: n3: 2.11.0, all others 2.13.0"]),
-    "no deepspeed on one host": (without("versions|deepspeed"), N3, "bad",
-                                 ["deepspeed differs: n3: none, all others 0.19.8"]),
-    "python's third number": (setting("versions|python", "3.11.2"), N3, "warn", ["python differs: n3: 3.11.2"]),
-    "python's second number": (setting("versions|python", "3.10.2"), N3, "bad", ["python differs: n3: 3.10.2"]),
-    "kernels half and half": (setting("versions|kernel", "6.1"), [0, 1, 2, 3], "warn",
-                              ["n[1-2]: 6.1", "n[3-4]: 5.14.21"]),
-    "the driver of one host": (setting("versions|NVIDIA driver", "535.1"), N3, "warn",
-                               ["NVIDIA driver", "n3: 535.1"]),
-    "one rank's own version": (setting("versions|deepspeed", "0.15.1"), [5], "bad", ["rank 5 on n3: 0.15.1"]),
-    "MPI library of one host": (setting("stages|mpi|library", "Open MPI v5.0.11"), N3, "warn",
-                                ["MPI library differs: n3: Open MPI v5.0.11"]),
-    "a variable of one host": (setting("environment|NCCL_CROSS_NIC", "1"), N3, "warn",
+    # change, ranks, expected level, and words in the only finding
+    "another world size on a rank": (setting("world_size", 1), [3], "bad",
+                                     ["world size is 1 on rank 3, but 8 on rank 0"]),
+    "another torch on a node": (setting("stages|ready|torch", "2.11.0"), N3, "bad",
+                                ["torch differs: n3: 2.11.0, all others 2.13.0"]),
+    "no deepspeed on a node": (without("versions|deepspeed"), N3, "bad",
+                               ["deepspeed differs: n3: none, all others 0.19.8"]),
+    "another patch of python": (setting("versions|python", "3.11.2"), N3, "warn", ["python differs: n3: 3.11.2"]),
+    "another minor python": (setting("versions|python", "3.10.2"), N3, "bad", ["python differs: n3: 3.10.2"]),
+    "two kernels on two nodes each": (setting("versions|kernel", "6.1"), [0, 1, 2, 3], "warn",
+                                      ["n[1-2]: 6.1", "n[3-4]: 5.14.21"]),
+    "another driver on a node": (setting("versions|NVIDIA driver", "535.1"), N3, "warn",
+                                 ["NVIDIA driver", "n3: 535.1"]),
+    "another version on one rank": (setting("versions|deepspeed", "0.15.1"), [5], "bad", ["rank 5 on n3: 0.15.1"]),
+    "another MPI library on a node": (setting("stages|mpi|library", "Open MPI v5.0.11"), N3, "warn",
+                                      ["MPI library differs: n3: Open MPI v5.0.11"]),
+    "a variable on one node": (setting("environment|NCCL_CROSS_NIC", "1"), N3, "warn",
                                ["NCCL_CROSS_NIC differs: n3: 1, all others unset"]),
-    "a folder is missing": (setting("environment|LD_LIBRARY_PATH", "/opt/a"), N3, "warn",
-                            ["LD_LIBRARY_PATH differs: n3: lacks /opt/b"]),
-    "a folder too many": (setting("environment|LD_LIBRARY_PATH", "/opt/a:/opt/b:/opt/c"), [0, 1, 4, 5, 6, 7][2:4],
-                          "warn", ["n3: more: /opt/c"]),
+    "a folder missing in a path": (setting("environment|LD_LIBRARY_PATH", "/opt/a"), N3, "warn",
+                                   ["LD_LIBRARY_PATH differs: n3: lacks /opt/b"]),
+    "another folder in a path": (setting("environment|LD_LIBRARY_PATH", "/opt/a:/opt/b:/opt/c"), N3,
+                                 "warn", ["n3: more: /opt/c"]),
     "two ranks on one device": (setting("stages|ready|device|identity", "GPU-X"), N3, "bad",
                                 ["on n3 local ranks 0-1 share one device (GPU-X)"]),
-    "devices equal everywhere": (lambda one: setting("stages|ready|device|identity", "GPU-" + one["host"])(one),
-                                 range(8), "bad", ["on n[1-4] local ranks 0-1", "GPU-n1 and likewise elsewhere"]),
+    "shared devices on all nodes": (lambda facts: setting("stages|ready|device|identity",
+                                                          "GPU-" + facts["host"])(facts),
+                                    range(8), "bad", ["on n[1-4] local ranks 0-1", "GPU-n1 and more elsewhere"]),
     "a device in use": (setting("stages|ready|device|free", 10 * GIB), [5], "warn",
                         ["rank 5 on n3 has only 10.0 GiB of 40.0 GiB free"]),
     "another kind of GPU": (setting("stages|ready|device|name", "V100"), N3, "warn", ["n3: V100, all others A100"]),
-    "torch without the GPUs": (CPU, range(8), "bad", ["torch computes on the CPU on n[1-4]", "2 devices"]),
-    "ranks crowd on one core": (setting("cores", [0]), N3, "bad",
-                                ["on n3 2 ranks run on 1 core (0), while cores 1-7 have none"]),
+    "torch without GPU support": (CPU, range(8), "bad", ["torch computes on the CPU on n[1-4]", "2 devices"]),
+    "two ranks on one core": (setting("cores", [0]), N3, "bad",
+                              ["on n3 2 ranks run on 1 core (0), while cores 1-7 are idle"]),
     "ranks share some cores": (setting("cores", [0, 1, 2, 3]), N3, "warn",
-                               ["ranks 4-5 share cores, while cores 4-7 have no rank"]),
+                               ["ranks 4-5 share cores, while cores 4-7 are idle"]),
     "little memory": (setting("memory|free", GIB), N3, "warn", ["n3: only 1.0 GiB of memory for 2 ranks free"]),
     "Docker's /dev/shm": (setting("shm|free", 2**26), range(8), "warn", ["n[1-4]: only 64.0 MiB of /dev/shm free"]),
     "a full /tmp": (setting("tmp|free", 1000), N3, "warn", ["n3: only 1000 B of /tmp free"]),
     "a wrong clock": (setting("clock", [-65.0, 0.001]), N3[:1], "warn", ["the clock of n3 is 65.0 s behind"]),
-    "an interface is missing": (both(setting("named_interfaces", {"NCCL_SOCKET_IFNAME": "hsn"}),
-                                     setting("interfaces", {"lo": ["127.0.0.1"], "eth0": ["10.0.0.3"]})), N3, "bad",
-                                ["n3: no interface hsn (NCCL_SOCKET_IFNAME=hsn)"]),
-    "nobody has the interface": (setting("named_interfaces", {"GLOO_SOCKET_IFNAME": "ib0"}), range(8), "bad",
-                                 ["no host has interface ib0"]),
-    "the host's name is a loopback": (setting("name_resolves_to", "127.0.1.1"), N3, "warn",
-                                      ["on n3 the host's own name is a loopback"]),
-    "MASTER_ADDR of another host": (setting("master|resolves_to", "10.0.0.9"), [0], "bad",
-                                    ["MASTER_ADDR n1 (10.0.0.9) is no address of rank 0's host n1"]),
-    "one boot id": (setting("boot_id", "boot-2"), [6, 7], "warn", ["n[3-4] have one boot id"]),
+    "no interface on a node": (both(setting("named_interfaces", {"NCCL_SOCKET_IFNAME": "hsn"}),
+                                    setting("interfaces", {"lo": ["127.0.0.1"], "eth0": ["10.0.0.3"]})), N3, "bad",
+                               ["n3: no interface hsn (NCCL_SOCKET_IFNAME=hsn)"]),
+    "no interface on any node": (setting("named_interfaces", {"GLOO_SOCKET_IFNAME": "ib0"}), range(8), "bad",
+                                 ["no node has interface ib0"]),
+    "the hostname is a loopback address": (setting("name_resolves_to", "127.0.1.1"), N3, "warn",
+                                           ["on n3 the hostname resolves to a loopback"]),
+    "MASTER_ADDR of another node": (setting("master|resolves_to", "10.0.0.9"), [0], "bad",
+                                    ["MASTER_ADDR n1 (10.0.0.9) is not an address of rank 0's node n1"]),
+    "the same boot id": (setting("boot_id", "boot-2"), [6, 7], "warn", ["n[3-4] have the same boot id"]),
     "TCP where there is Slingshot": (setting("stages|network|network", "Socket"), range(8), "bad",
-                                     ["NCCL chose 'Socket' on n[1-4]", "this site has 'AWS Libfabric'", "TCP"]),
+                                     ["NCCL chose 'Socket' on n[1-4]", "of this site is 'AWS Libfabric'", "TCP"]),
     "oneCCL on TCP": (setting("stages|network", {"library": "oneCCL", "network": "tcp;ofi_rxm"}), range(8), "bad",
                       ["oneCCL chose 'tcp;ofi_rxm'"]),
-    "MPI counts otherwise": (both(setting("stages|mpi|size", 1), setting("stages|mpi|rank", 0)), range(1, 8),
-                             "warn", ["counts 1 rank where the environment counts 8 (ranks 1-7)"]),
+    "another world size in MPI": (both(setting("stages|mpi|size", 1), setting("stages|mpi|rank", 0)), range(1, 8),
+                                  "warn", ["has 1 rank, but the environment has 8 (ranks 1-7)"]),
     "MPI does not start": (setting("stages|mpi", {"error": "ImportError: libmpi.so"}), [2], "warn",
-                           ["MPI cannot be started by rank 2: ImportError: libmpi.so"]),
+                           ["rank 2 cannot start MPI: ImportError: libmpi.so"]),
     "MPI hangs": (both(setting("stuck_in", "mpi"), without("stages|mpi")), range(8), "warn",
-                  ["MPI cannot be started by ranks 0-7: it hangs"]),
+                  ["ranks 0-7 cannot start MPI: it hangs"]),
     "torch does not load": (setting("stages", {"ready": {"error": "OSError: libcudart.so"}}), N3, "bad",
                             ["ranks 4-5 on n3 failed in importing torch", "libcudart.so"]),
-    "a slow host": (setting("stages|compute|flops_per_second", 70e12), N3, "warn",
+    "a slow node": (setting("stages|compute|flops_per_second", 70e12), N3, "warn",
                     ["n3 is slow: 2.9 times slower", "70 TFLOP/s, median 200 TFLOP/s"]),
-    "a very slow host": (setting("stages|compute|flops_per_second", 20e12), N3, "bad", ["n3 is slow: 10.0 times"]),
+    "a very slow node": (setting("stages|compute|flops_per_second", 20e12), N3, "bad", ["n3 is slow: 10.0 times"]),
     "a slow device": (setting("stages|compute|flops_per_second", 70e12), [5], "warn", ["rank 5 on n3 is slow"]),
     "slow links between devices": (setting("stages|reduce node|bytes_per_second", 10e9), N3, "bad",
                                    ["all-reduces among the ranks of n3 are 15.0 times slower"]),
     "a rank was lost": (setting("lost_in", "reduce link 0"), [5], "bad",
-                        ["rank 5 on n3 ended during an all-reduce with a rank of another host"]),
+                        ["rank 5 on n3 ended during an all-reduce with a rank of another node"]),
     "a rank hangs": (both(setting("stuck_in", "ready"), setting("stages", {})), [5], "bad",
-                     ["rank 5 on n3 did not come back from importing torch"]),
+                     ["rank 5 on n3 did not finish importing torch"]),
     "torch is slow everywhere": (both(setting("stuck_in", "ready"), setting("stages", {})), range(6), "warn",
-                                 ["torch is still being imported by 6 of 8 ranks"]),
+                                 ["6 of 8 ranks are still importing torch"]),
     "two sources of ranks": (setting("rank_notes", ["srun says rank 0 of 4"]), range(8), "warn",
                              ["ranks 0-7: srun says rank 0 of 4"]),
 }
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_one_fault_makes_one_finding(name: str) -> None:
+def test_each_fault_makes_one_finding(name: str) -> None:
     change, ranks, level, words = CASES[name]
     findings = changed(change, ranks)
     assert [finding.level for finding in findings] == [level], findings
@@ -189,37 +190,37 @@ def _gloo(host: str, interface: str):
     return {"bytes_per_second": 1e9, "interfaces": [interface]}
 
 
-def test_the_interface_that_gloo_really_used() -> None:
+def test_the_interface_that_gloo_used_is_compared() -> None:
     case = healthy(network=None)
     for facts in case["facts"]:
         facts["stages"] = {"reduce link 0": _gloo(facts["host"], "eth1" if facts["host"] == "n3" else "hsn0")}
         facts["named_interfaces"] = {"GLOO_SOCKET_IFNAME": "hsn0"}
     findings = judge(Gathered(**case))
     assert [finding.found for finding in findings] == [
-        "the hosts talk over different interfaces: n3: eth1, all others hsn0",
-        "n3 talks over eth1, though GLOO_SOCKET_IFNAME is hsn0"]
+        "nodes use different interfaces: n3: eth1, all others hsn0",
+        "n3 uses eth1, although GLOO_SOCKET_IFNAME is hsn0"]
 
 
-def test_masks_tell_devices_apart_where_torch_does_not() -> None:
-    """One visible device for two ranks is shared; two visible ones are dealt out by local rank."""
+def test_masks_identify_devices_without_identity_from_torch() -> None:
+    """A single visible device is shared; of two, each local rank has one."""
     mask = {"ids": ["3"], "source": "CUDA_VISIBLE_DEVICES", "installed": 0}
-    found = changed(both(CPU, setting("devices", mask)), network=None)
-    assert [(one.level, one.topic) for one in found] == [("warn", "devices"), ("warn", "devices")]
-    assert "local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 3)" in found[0].found
+    findings = changed(both(CPU, setting("devices", mask)), network=None)
+    assert [(finding.level, finding.topic) for finding in findings] == [("warn", "devices"), ("warn", "devices")]
+    assert "local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 3)" in findings[0].found
     two = {"ids": ["2", "3"], "source": "CUDA_VISIBLE_DEVICES", "installed": 0}
-    assert not any("share" in one.found for one in changed(both(CPU, setting("devices", two))))
+    assert not any("share" in finding.found for finding in changed(both(CPU, setting("devices", two))))
 
 
-def test_ranks_that_are_missing_are_named_with_their_hosts() -> None:
+def test_missing_ranks_are_reported_with_their_nodes() -> None:
     case = healthy(waited_s=24.0)
     case["facts"] = [facts for facts in case["facts"] if facts["rank"] not in (2, 6, 7)]
-    found = [finding.found for finding in judge(Gathered(**case)) if finding.topic == "missing"]
-    assert found == ["rank 2 on n2 did not report within 24 s", "ranks 6-7 on n4 did not report within 24 s"]
+    texts = [finding.found for finding in judge(Gathered(**case)) if finding.topic == "missing"]
+    assert texts == ["rank 2 on n2 did not report within 24 s", "ranks 6-7 on n4 did not report within 24 s"]
     unknown = judge(Gathered(**{**case, "hosts": []}))
     assert "ranks 2,6-7 did not report within 24 s" in [finding.found for finding in unknown]
 
 
-def test_many_missing_hosts_make_one_finding() -> None:
+def test_many_missing_nodes_make_one_finding() -> None:
     facts = [rank_facts(0, 1, 1000)]
     findings = judge(Gathered(1000, facts, [f"nid{number:06d}" for number in range(1, 1001)], waited_s=24.0))
     assert len(findings) == 1
@@ -231,82 +232,83 @@ def unreached(host: str, rank: int, reason: str = "timed out", **more) -> dict:
             "resolves_to": "10.0.0.1", "interface": "eth0", **more}
 
 
-def test_hosts_that_cannot_reach_rank_0() -> None:
+def test_nodes_that_cannot_reach_rank_0() -> None:
     case = healthy(unreached=[unreached("n3", 4), unreached("n4", 6),
                               unreached("n2", 2, "refused", resolves_to="127.0.1.1")])
     case["facts"] = case["facts"][:2]
     for hosts in (case["hosts"], []):
-        found = [finding.found for finding in judge(Gathered(**{**case, "hosts": hosts}))]
-        assert found == ["n[3-4] cannot reach MASTER_ADDR n1:29500 by eth0: timed out",
-                         "n2 cannot reach MASTER_ADDR n1:29500, which is 127.0.1.1 there, the host itself: refused"]
+        texts = [finding.found for finding in judge(Gathered(**{**case, "hosts": hosts}))]
+        assert texts == ["n[3-4] cannot reach MASTER_ADDR n1:29500 over eth0: timed out",
+                         "n2 cannot reach MASTER_ADDR n1:29500, which resolves to the loopback address 127.0.1.1 "
+                         "there: refused"]
 
 
-def test_a_host_that_was_only_slow_to_reach_rank_0_is_not_named() -> None:
+def test_a_node_that_reached_rank_0_late_is_not_reported() -> None:
     assert judge(Gathered(**healthy(unreached=[unreached("n3", 4)]))) == []
 
 
-def test_duplicated_ranks_name_both_places() -> None:
+def test_duplicate_ranks_are_reported_with_both_processes() -> None:
     case = healthy()
     case["facts"][3] = {**copy.deepcopy(case["facts"][3]), "rank": 1}
-    found = [finding.found for finding in judge(Gathered(**case))]
-    assert found[0].startswith("2 processes say that they are rank 1: n1 (pid 1001, Hydra (PMI_RANK)), n2 (pid")
-    assert any("rank 3 on n2 did not report" in text for text in found)
+    texts = [finding.found for finding in judge(Gathered(**case))]
+    assert texts[0].startswith("2 processes have rank 1: n1 (pid 1001, Hydra (PMI_RANK)), n2 (pid")
+    assert any("rank 3 on n2 did not report" in text for text in texts)
 
 
-def test_a_taken_port_and_a_rank_that_cannot_read_its_host() -> None:
+def test_a_port_in_use_and_a_rank_without_facts() -> None:
     case = healthy(port_error="Address already in use")
     case["facts"][5] = {"rank": 5, "host": "n3", "stages": {}}
-    found = [finding.found for finding in judge(Gathered(**case))]
-    assert found == ["rank 5 on n3 came up, but could not read the host's facts in time",
-                     "MASTER_PORT 29500 cannot be bound on rank 0's host: Address already in use"]
+    texts = [finding.found for finding in judge(Gathered(**case))]
+    assert texts == ["rank 5 on n3 started, but did not read the node's facts in time",
+                     "MASTER_PORT 29500 cannot be bound on rank 0's node: Address already in use"]
 
 
 def link_case(rates: dict[tuple[str, str], float]) -> Gathered:
-    """Rates of the links of a ring of hosts with one rank each, by pair; None for one that failed."""
+    """Return a case with these rates by pair of nodes in a ring, one rank per node; None for a failed link."""
     names = list(dict.fromkeys(name for pair in rates for name in pair))
     facts = [{**rank_facts(rank, 1, len(names)), "stages": {}} for rank in range(len(names))]
     for turn, pairs in enumerate(ring_rounds(len(names))):
-        for one, other in pairs:
-            rate = rates.get((names[one], names[other]), rates.get((names[other], names[one])))
+        for left, right in pairs:
+            rate = rates.get((names[left], names[right]), rates.get((names[right], names[left])))
             answer = {"error": "timed out"} if rate is None else {"bytes_per_second": rate}
-            facts[one]["stages"][f"reduce link {turn}"] = facts[other]["stages"][f"reduce link {turn}"] = answer
+            facts[left]["stages"][f"reduce link {turn}"] = facts[right]["stages"][f"reduce link {turn}"] = answer
     return Gathered(len(names), facts)
 
 
 @pytest.mark.parametrize("count", [4, 5, 8])
-def test_the_host_with_the_slow_link_and_not_its_neighbours(count: int) -> None:
+def test_the_node_with_the_slow_link_is_reported_but_not_its_neighbors(count: int) -> None:
     names = [f"n{number}" for number in range(1, count + 1)]
-    ring = {(one, names[(place + 1) % count]): 1e9 for place, one in enumerate(names)}
+    ring = {(name, names[(index + 1) % count]): 1e9 for index, name in enumerate(names)}
     slow = {pair: 2e6 if "n3" in pair else rate for pair, rate in ring.items()}
     gathered = link_case(slow)
     assert [name for name, rate in link_rates(gathered).items() if rate < 1e7] == ["n3"]
     findings = judge(gathered)
     assert [(finding.level, finding.topic) for finding in findings] == [("bad", "links")]
-    assert "the link of n3 is slow: all-reduces with its neighbours are 500.0 times slower" in findings[0].found
+    assert "the link of n3 is slow: all-reduces with its neighbors are 500.0 times slower" in findings[0].found
     broken = judge(link_case({pair: None if "n3" in pair else rate for pair, rate in ring.items()}))
-    assert [finding.found for finding in broken] == ["all-reduces between n3 and its neighbours fail: timed out"]
+    assert [finding.found for finding in broken] == ["all-reduces between n3 and its neighbors fail: timed out"]
 
 
-def test_one_slow_link_between_two_good_hosts_names_neither() -> None:
-    """Each has another link that is fast: the fault is between them, and not theirs to be left out for."""
+def test_a_slow_link_between_two_good_nodes_is_not_reported() -> None:
+    """Each node has another fast link, so excluding one of them would be wrong."""
     assert judge(link_case({("n1", "n2"): 1e9, ("n2", "n3"): 1e6, ("n3", "n4"): 1e9, ("n4", "n1"): 1e9})) == []
 
 
-def test_noise_names_nobody() -> None:
-    """On a loaded machine rates spread by factors: nobody is called slow for it, or hardly ever."""
+def test_noise_gives_no_outliers() -> None:
+    """Rates that vary by a factor of 2, as on a loaded machine, give outliers in less than 1 % of cases."""
     numbers = random.Random(0)
-    named = 0
+    cases_with_outliers = 0
     for _ in range(1000):
         rates = {rank: 1e9 * numbers.uniform(0.5, 1.0) for rank in range(8)}
-        named += bool(outliers(rates))
-    assert named < 10
+        cases_with_outliers += bool(outliers(rates))
+    assert cases_with_outliers < 10
     assert outliers({0: 1.0}) == outliers({}) == outliers({0: 100.0, 1: 1.0}) == {}
     assert outliers({rank: 1e9 for rank in range(7)} | {7: 4e8}).keys() == {7}
     assert outliers({rank: 1e9 * numbers.uniform(0.5, 1.0) for rank in range(7)} | {7: 2e6}).keys() == {7}
     assert outliers({0: 1e9, 1: 1e9, 2: 0.0}).keys() == {2}
 
 
-def test_rings_measure_every_host_with_both_neighbours() -> None:
+def test_rings_measure_every_node_with_both_neighbors() -> None:
     assert ring_rounds(0) == ring_rounds(1) == []
     assert ring_rounds(2) == [[(0, 1)]]
     for count in (3, 4, 7, 10):
@@ -318,13 +320,13 @@ def test_rings_measure_every_host_with_both_neighbours() -> None:
             assert len(hosts) == len(set(hosts))
 
 
-def test_groups_follow_hosts_of_different_sizes() -> None:
+def test_groups_of_nodes_with_different_numbers_of_ranks() -> None:
     places = [(0, "a"), (1, "b"), (2, "a"), (3, "b"), (4, "b"), (5, "c")]
     assert node_groups(places) == [(0, 2), (1, 3, 4)]
     assert link_groups(places) == [[(0, 1), (2, 3)], [(1, 5)], [(5, 0)]]
 
 
-def test_ten_thousand_ranks_are_judged_and_folded_in_seconds() -> None:
+def test_findings_and_report_of_ten_thousand_ranks_take_seconds() -> None:
     began = time.process_time()
     case = {"world_size": 10_000, "facts": [rank_facts(rank, 4, 2500) for rank in range(10_000)]}
     for facts in case["facts"]:
@@ -339,17 +341,17 @@ def test_ten_thousand_ranks_are_judged_and_folded_in_seconds() -> None:
     assert time.process_time() - began < scaled(20)
 
 
-def test_the_report_leads_with_the_worst_and_says_what_to_do() -> None:
+def test_the_report_has_bad_findings_first_with_remedies() -> None:
     findings = changed(both(setting("shm|free", 0), setting("stages|ready|torch", "2.11.0")), N3)
     text = as_text(Report(Gathered(**healthy()), findings, 12.34))
     assert text.index("bad   versions: torch differs") < text.index("warn  room: n3")
     assert text.count("      do: ") == 2
-    assert text.splitlines()[-1] == ("preflight: unfit: 1 thing to mend, 1 warning (8 of 8 ranks on 4 "
-                                     "hosts in 12.3 s)")
+    assert text.splitlines()[-1] == ("preflight: unfit: 1 problem, 1 warning (8 of 8 ranks on 4 nodes in "
+                                     "12.3 s)")
     assert "versions  python 3.11.7" in text
 
 
-def test_the_file_holds_common_facts_once() -> None:
+def test_the_report_file_has_common_facts_once() -> None:
     common, own = split_common([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
     assert common == {"a": 1}
     assert own == [{"b": 1}, {"b": 2}, {}]
@@ -362,17 +364,17 @@ def test_the_file_holds_common_facts_once() -> None:
     (["x1c0s1b0n0", "x1c0s1b0n1"], "x1c0s1b0n[0-1]"), (["login", "n1"], "login,n1"),
     (["a1.x", "a2.x"], "a[1-2].x"), ([f"{letter}1" for letter in "abcdefgh"], "a1,b1,c1,d1,e1,f1 and 2 more"),
 ])
-def test_hosts_in_few_words(names: list[str], text: str) -> None:
+def test_hostnames_are_folded(names: list[str], text: str) -> None:
     assert host_ranges(names) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [
     (999.7e6, "1 GB/s"), (2.06e6, "2.06 MB/s"), (0, "0 B/s"), (3.5e15, "3.5 PB/s")])
-def test_rates(value: float, text: str) -> None:
+def test_rates_are_formatted(value: float, text: str) -> None:
     assert format_rate(value, "B/s") == text
 
 
-# Lines as public logs of NCCL 2.12 to 2.27, of its OFI plug-in and of oneCCL 2021.15 have them; not captured by us.
+# From public logs of NCCL 2.12 to 2.27, its OFI plug-in and oneCCL 2021.15; not captured by us.
 _LOGS = {
     "Socket": (["host:7:7 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.",
                 "host:7:7 [0] NCCL INFO NET/IB : No device found.",
@@ -397,13 +399,13 @@ _LOGS = {
 
 
 @pytest.mark.parametrize("name", _LOGS)
-def test_the_network_that_a_library_says_it_chose(name: str) -> None:
-    lines, found, kind = _LOGS[name]
-    assert read_network(["torch is imported", *lines]) == found
-    assert family(found["network"]) == kind
+def test_the_chosen_network_is_parsed_from_logs(name: str) -> None:
+    lines, network, kind = _LOGS[name]
+    assert read_network(["torch is imported", *lines]) == network
+    assert family(network["network"]) == kind
     assert read_network(["provider: the user's own print"]) == {}
 
 
 def test_oneccl_over_mpi_is_not_judged() -> None:
-    told = {"library": "oneCCL", "network": "mpi", "transport": "mpi"}
-    assert changed(setting("stages|network", told), network="ofi") == []
+    answer = {"library": "oneCCL", "network": "mpi", "transport": "mpi"}
+    assert changed(setting("stages|network", answer), network="ofi") == []

@@ -1,4 +1,4 @@
-"""Preflight for real: ranks here, strangers on the port, a torch that hangs, thousands of connections."""
+"""Tests of running preflight: ranks on this machine, invalid peers, a hanging torch, many connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*words: str, timeout: float = 90, **env: str) -> subprocess.CompletedPro
                           timeout=timeout, check=False)
 
 
-def test_its_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
+def test_check_is_fast_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     began = cpu_seconds()
     done = run(*PREFLIGHT, "--check", "--world-size", "8", PYTHONPATH=str(tmp_path))
@@ -47,8 +47,8 @@ def test_its_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     assert "--limit" in wrong.stderr
 
 
-def test_ranks_without_an_address_are_told_to_use_launch() -> None:
-    with pytest.raises(UserError, match="no MASTER_PORT") as caught:
+def test_the_error_for_a_missing_address_suggests_launch() -> None:
+    with pytest.raises(UserError, match="MASTER_PORT is not set") as caught:
         rendezvous_point({"MASTER_ADDR": "n1"}, 4)
     assert "launch python3 -m ezpz_llm.preflight" in str(caught.value)
     assert rendezvous_point({}, 1) == ("127.0.0.1", 0)
@@ -63,23 +63,22 @@ def test_two_healthy_ranks_are_fit(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r" / "preflight.json").read_text())
     assert report["fit"] is True
     assert [finding for finding in report["findings"] if finding["level"] == "bad"] == []
-    ranks = [{**report["common"], **one} for one in report["ranks"]]
-    assert [one["rank"] for one in ranks] == [0, 1]
-    for one in ranks:
-        assert one["host"] == socket.gethostname()
-        assert set(one["cores"]) <= os.sched_getaffinity(0)
-        assert one["stages"]["mpi"]["size"] == 2
-        assert one["stages"]["compute"]["flops_per_second"] > 1e8
-        assert one["stages"]["reduce node"]["bytes_per_second"] > 1e5
-        assert one["versions"]["torch"].startswith(one["stages"]["ready"]["torch"])
-        assert abs(one["clock"][0]) < 1
+    ranks = [{**report["common"], **own} for own in report["ranks"]]
+    assert [facts["rank"] for facts in ranks] == [0, 1]
+    for facts in ranks:
+        assert facts["host"] == socket.gethostname()
+        assert set(facts["cores"]) <= os.sched_getaffinity(0)
+        assert facts["stages"]["mpi"]["size"] == 2
+        assert facts["stages"]["compute"]["flops_per_second"] > 1e8
+        assert facts["stages"]["reduce node"]["bytes_per_second"] > 1e5
+        assert facts["versions"]["torch"].startswith(facts["stages"]["ready"]["torch"])
+        assert abs(facts["clock"][0]) < 1
 
 
 @pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) -> None:
-    """Under a bare mpiexec, with a stranger on MASTER_PORT who accepts and says nothing that makes sense, and a
-    torch on rank 1 whose import never ends."""
+def test_a_hanging_torch_a_port_in_use_one_core_and_one_device(tmp_path: Path) -> None:
+    """Run under mpiexec without launch, with another program on MASTER_PORT and a hanging torch on rank 1."""
     hanging = tmp_path / "hanging" / "torch"
     hanging.mkdir(parents=True)
     (hanging / "__init__.py").write_text("import time\ntime.sleep(300)\n")
@@ -105,12 +104,12 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
     assert time.monotonic() - began < scaled(60)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "2 of 2 ranks" in done.stdout
-    taken = f"bad   rendezvous: MASTER_PORT {port} cannot be bound on rank 0's host: Address already in use: "
-    for finding in (taken +
+    in_use = f"bad   rendezvous: MASTER_PORT {port} cannot be bound on rank 0's node: Address already in use: "
+    for finding in (in_use +
                     f"pid {os.getpid()} (",
                     f"2 ranks run on 1 core ({core}), while cores",
                     "local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 7)",
-                    "did not come back from importing torch and taking its device",
+                    "did not finish importing torch and selecting its device",
                     "torch differs: ", "2.11.0"):
         assert finding in done.stdout, done.stdout
 
@@ -143,18 +142,18 @@ def _fake_rank(port: int, rank: int) -> socket.socket:
     return connection
 
 
-def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
-    """Strangers that send garbage, unsigned words, or nothing at all; ranks that go away are noticed."""
+def test_the_server_accepts_a_thousand_ranks_and_no_other_peers() -> None:
+    """Peers that send garbage, unsigned frames or nothing are ignored, and lost ranks are noticed."""
     board = Board("127.0.0.1", 0, SECRET)
     strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.0\r\n\r\n")
     strangers[1].sendall(bytes(32) + (20).to_bytes(4, "big") + b'{"rank":0,"host":""}' + bytes(32))
     ranks: list[socket.socket] = []
 
-    def come() -> None:
+    def connect() -> None:
         ranks.extend(_fake_rank(board.port, rank) for rank in range(1000))
 
-    threading.Thread(target=come, daemon=True).start()
+    threading.Thread(target=connect, daemon=True).start()
     began = time.monotonic()
     assert board.wait(began + 30, lambda: len(board.accounted) == 1000)
     assert sorted(member.rank for member in board.members) == list(range(1000))
@@ -171,8 +170,8 @@ def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
         connection.close()
 
 
-def test_whoever_holds_the_port_does_not_hold_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A squatter that sends a byte now and then for ever, and one that sends back what it gets."""
+def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program sends a byte every 20 ms, or echoes its input."""
     monkeypatch.setattr("ezpz_llm.check.client.FIRST_WORDS_S", 0.3)
     ended = threading.Event()
 
@@ -199,10 +198,10 @@ def test_whoever_holds_the_port_does_not_hold_a_rank(monkeypatch: pytest.MonkeyP
     ended.set()
 
 
-def test_the_board_lets_nobody_wait_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who say nothing are dropped after a while, the oldest of too many at once."""
+def test_the_server_drops_unauthenticated_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections are dropped after a while, and the oldest of too many at once."""
     monkeypatch.setattr("ezpz_llm.check.server.FIRST_WORDS_S", 0.3)
-    monkeypatch.setattr("ezpz_llm.check.server._MOST_UNPROVEN", 5)
+    monkeypatch.setattr("ezpz_llm.check.server._MAX_UNPROVEN", 5)
     board = Board("127.0.0.1", 0, SECRET)
     idle = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(20)]
     assert board.wait(time.monotonic() + scaled(20), lambda: not board._unproven and _are_closed(idle))
@@ -212,8 +211,8 @@ def test_the_board_lets_nobody_wait_unproven(monkeypatch: pytest.MonkeyPatch) ->
     board.dismiss()
 
 
-def test_a_hundred_of_each_attack_cost_the_board_nothing() -> None:
-    """None becomes a member or makes it keep what he sends, and a rank gets in among them."""
+def test_a_hundred_of_each_attack_do_not_affect_the_server() -> None:
+    """No attacker becomes a member, and a rank connects among them."""
     evil = json.dumps({"token": "right", "rank": 1, "host": "\x1b]0;PWNED\x07"}).encode()
     attacks = (b"[" * 100_000 + b"\n", evil + b"\n", b"x" * (1 << 20), bytes(32) + b"\xff" * 100,
                bytes(32) + len(evil).to_bytes(4, "big") + evil + bytes(32), b"\0", b"GET / HTTP/1.0\r\n\r\n")
@@ -225,12 +224,12 @@ def test_a_hundred_of_each_attack_cost_the_board_nothing() -> None:
                 peer.sendall(data)
 
     attackers = [threading.Thread(target=attack, args=(data,), daemon=True) for data in attacks]
-    for one in attackers:
-        one.start()
+    for attacker in attackers:
+        attacker.start()
     ranks: list[socket.socket] = []
     threading.Thread(target=lambda: ranks.append(_fake_rank(board.port, 3)), daemon=True).start()
     assert board.wait(time.monotonic() + scaled(60), lambda: board.accounted == {3}
-                      and not any(one.is_alive() for one in attackers))
+                      and not any(attacker.is_alive() for attacker in attackers))
     board.wait(time.monotonic() + scaled(60), lambda: not board._unproven)
     assert [(member.rank, member.host, member.lost_in) for member in board.members] == [(3, "n0", None)]
     board.dismiss()
@@ -251,14 +250,14 @@ def _are_closed(connections: list[socket.socket]) -> bool:
     return True
 
 
-def test_what_hosts_left_in_the_run_directory_counts_only_whole(tmp_path: Path) -> None:
-    whole = {"rank": 1, "host": "n2", "reason": "refused", "address": "n1", "port": 1, "ranks_there": 2,
+def test_invalid_unreached_files_are_skipped(tmp_path: Path) -> None:
+    valid = {"rank": 1, "host": "n2", "reason": "refused", "address": "n1", "port": 1, "ranks_there": 2,
              "resolves_to": None, "interface": "eth0"}
-    texts = [json.dumps(whole), "{", "[" * 100_000, "[]", json.dumps({**whole, "rank": "1"}),
-             json.dumps({name: value for name, value in whole.items() if name != "reason"})]
+    texts = [json.dumps(valid), "{", "[" * 100_000, "[]", json.dumps({**valid, "rank": "1"}),
+             json.dumps({name: value for name, value in valid.items() if name != "reason"})]
     for number, text in enumerate(texts):
         (tmp_path / f"unreached-n{number}.json").write_text(text)
-    assert read_unreached(tmp_path) == [whole]
+    assert read_unreached(tmp_path) == [valid]
 
 
 def test_the_interface_of_an_open_connection_is_found() -> None:
@@ -269,8 +268,8 @@ def test_the_interface_of_an_open_connection_is_found() -> None:
             assert used_interfaces(addresses(), frozenset({port})) == []
 
 
-def test_a_worker_tells_what_failed_before_it_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's groups wait for each other's ranks when they are destroyed: after an error none is."""
+def test_a_worker_reports_an_error_before_it_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying an NCCL group waits for its ranks, so it is not destroyed after an error."""
     torch = pytest.importorskip("torch")
     dist, destroyed = torch.distributed, []
     destroy = dist.destroy_process_group

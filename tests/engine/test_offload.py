@@ -211,7 +211,7 @@ def test_the_folder_for_files_by_precedence(tmp_path: Path, ops_are_there: None)
         assert resolved.nvme_path == path
         assert any("--nvme-path DIR" in note for note in resolved.notes) == (path is None)
         assert "nvme_path" not in resolved.deepspeed["zero_optimization"]["offload_param"]
-    with pytest.raises(UserError, match="keeps nothing in files"):
+    with pytest.raises(UserError, match="offloads nothing to files"):
         plan_run(parse(["--ds-config", "zero1", "--nvme-path", "/ours"]), 2)
 
 

@@ -1,4 +1,4 @@
-"""Layouts under other versions of DeepSpeed: rejected by the check, for what the layout itself needs."""
+"""Tests of layouts under other versions of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def check(folder: Path, *layout: str) -> subprocess.CompletedProcess[str]:
 
 
 def copy_deepspeed(folder: Path) -> Path:
-    """Make a package of links to the installed one's modules. Return its folder."""
-    own = Path(importlib.util.find_spec("deepspeed").origin).parent
-    for path in own.rglob("*.py"):
-        link = folder / "deepspeed" / path.relative_to(own)
+    """Make a package of symlinks to the modules of the installed DeepSpeed and return its folder."""
+    installed = Path(importlib.util.find_spec("deepspeed").origin).parent
+    for path in installed.rglob("*.py"):
+        link = folder / "deepspeed" / path.relative_to(installed)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(path)
     return folder / "deepspeed"
 
 
-def test_a_missing_name_concerns_only_the_layouts_that_use_it(tmp_path: Path) -> None:
+def test_a_missing_name_fails_only_the_layouts_that_use_it(tmp_path: Path) -> None:
     module = copy_deepspeed(tmp_path) / "runtime" / "zero" / "stage3.py"
     text = module.read_text()
     module.unlink()
@@ -44,7 +44,7 @@ def test_a_missing_name_concerns_only_the_layouts_that_use_it(tmp_path: Path) ->
     assert check(tmp_path, "zero1").returncode == 0
 
 
-def test_without_deepspeed_other_engines_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_work_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_versions.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(deepspeed_versions, "installed", lambda name: None)
     deepspeed_versions._words.cache_clear()
@@ -56,13 +56,13 @@ def test_without_deepspeed_other_engines_remain(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("version", "layout", "problem"), [
     ("0.17.6", ("zero2",), "computes wrong gradients in ZeRO stage 2"),
-    ("0.17.6", ("pp2",), "does not divide the gradients of all pipeline stages"),
-    ("0.18.5", ("pp2_tp2",), "does not divide the gradients of all pipeline stages"),
-    ("0.17.6", ("zero1", "--precision", "bf16"), "engine deepspeed has no bf16 yet"),
-    ("0.18.5", ("zero2", "--precision", "bf16"), "(deepspeed 0.18.5; 0.19.8 has it)"),
+    ("0.17.6", ("pp2",), "by the accumulation steps inconsistently across pipeline stages"),
+    ("0.18.5", ("pp2_tp2",), "by the accumulation steps inconsistently across pipeline stages"),
+    ("0.17.6", ("zero1", "--precision", "bf16"), "engine deepspeed does not support bf16"),
+    ("0.18.5", ("zero2", "--precision", "bf16"), "(deepspeed 0.18.5; 0.19.8 supports it)"),
     ("0.17.6", ("zero1",), None), ("0.17.6", ("zero3", "--precision", "bf16"), None), ("0.18.5", ("zero2",), None),
 ])
-def test_what_an_old_version_computes_wrongly_is_rejected_before_ranks_start(
+def test_layouts_that_an_old_version_computes_incorrectly_are_rejected(
         tmp_path: Path, version: str, layout: tuple[str, ...], problem: str | None) -> None:
     metadata = tmp_path / f"deepspeed-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Reading a ds_config: its text, its keys by the shipped table, its precision and loss scale."""
+"""Tests of reading a ds_config: syntax, keys and values, precision, loss scale."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 
 SAME = version("deepspeed") == table().version
-THEIRS = pytest.mark.skipif(not SAME, reason=f"the table is that of DeepSpeed {table().version}")
+NEEDS_TABLE_VERSION = pytest.mark.skipif(not SAME, reason=f"the table is for DeepSpeed {table().version}")
 
 
 @pytest.fixture
 def own(tmp_path: Path):
-    """Resolve a ds_config of one's own, from its values or its text."""
+    """Resolve a ds_config given by its values or its text."""
     def own(values: dict[str, Any] | str | bytes, **given: Any) -> Resolved:
         path = tmp_path / "mine.json"
         if isinstance(values, bytes):
@@ -58,7 +58,7 @@ ANNOTATED = """\ufeff{
 """
 
 
-def test_comments_trailing_commas_and_a_byte_order_mark_are_read_over(own) -> None:
+def test_comments_trailing_commas_and_a_byte_order_mark_are_allowed(own) -> None:
     resolved = own(ANNOTATED.encode())
     assert (resolved.layout.zero.stage, resolved.clip) == (2, 0.5)
     assert resolved.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5_000_000
@@ -78,13 +78,13 @@ def test_comments_trailing_commas_and_a_byte_order_mark_are_read_over(own) -> No
     ('{"fp16": {},, }', "not JSON"),
     ('{"fp16": {}, // once\n"fp16": {}}', "occurs twice"),
 ])
-def test_what_is_no_json_is_refused_by_line_and_column(own, text: str, words: str) -> None:
+def test_invalid_json_is_rejected_with_line_and_column(own, text: str, words: str) -> None:
     with pytest.raises(UserError) as raised:
         own(text)
     assert words in str(raised.value), raised.value
 
 
-def test_other_names_of_a_setting_are_read_as_the_first(own) -> None:
+def test_aliases_of_a_key_are_read_as_the_primary_key(own) -> None:
     resolved = own({"zero_optimization": {
         "stage": 3, "max_live_parameters": 5, "max_reuse_distance": 6, "prefetch_bucket_size": 7,
         "param_persistence_threshold": 8, "gather_16bit_weights_on_model_save": True}})
@@ -92,38 +92,38 @@ def test_other_names_of_a_setting_are_read_as_the_first(own) -> None:
     assert {key: zero[key] for key in zero if key.startswith("stage3")} == {
         "stage3_max_live_parameters": 5, "stage3_max_reuse_distance": 6, "stage3_prefetch_bucket_size": 7,
         "stage3_param_persistence_threshold": 8, "stage3_gather_16bit_weights_on_model_save": True}
-    assert "stage3_prefetch_bucket_size" not in resolved.explain()  # it is not ours to choose
-    with pytest.raises(UserError, match="two names of one setting"):
+    assert "stage3_prefetch_bucket_size" not in resolved.explain()  # ezpz_llm does not choose it
+    with pytest.raises(UserError, match="two names for the same setting"):
         own({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}})
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; DeepSpeed takes a whole number > 0"),
-    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "DeepSpeed takes true or false"),
-    ({"zero_optimization": {"stage": 3, "sub_group_size": 1.5}}, "takes a whole number"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; DeepSpeed requires a whole number > 0"),
+    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "DeepSpeed requires true or false"),
+    ({"zero_optimization": {"stage": 3, "sub_group_size": 1.5}}, "requires a whole number"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "number <= 1"),
     ({"zero_optimization": True}, '"zero_optimization": {"stage": 1}'),
     ({"fp16": {"initial_scale_power": "high"}}, "initial_scale_power"),
 ])
-def test_values_that_deepspeed_refuses_are_refused_before(own, values: dict[str, Any], words: str) -> None:
+def test_values_that_deepspeed_rejects_are_rejected(own, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as raised:
         own(values)
     assert words in str(raised.value), raised.value
 
 
-def test_a_block_that_is_null_is_not_there(own) -> None:
+def test_a_null_block_counts_as_missing(own) -> None:
     resolved = own({"zero_optimization": {"stage": 3, "offload_optimizer": None}, "fp16": None})
     assert resolved.layout.zero.offload_optimizer is None
 
 
-def test_a_key_that_only_a_newer_deepspeed_may_know_is_a_warning(own, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_is_a_warning_under_a_newer_deepspeed(own, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"zero_optimization": {"stage": 1, "overlap_com": True}, "brand_new": {"a": 1}}
     with pytest.raises(UserError, match="unknown key"):
         own(values)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.0")
     resolved = own(values)
     assert "did you mean overlap_comm" in resolved.warnings[0]
-    assert "brand_new of mine.json is not known to DeepSpeed" in resolved.warnings[1]
+    assert "brand_new of mine.json is unknown to DeepSpeed" in resolved.warnings[1]
     assert resolved.deepspeed["brand_new"] == {"a": 1}
     assert resolved.deepspeed["zero_optimization"]["overlap_com"] is True
     with pytest.raises(UserError, match="removed"):
@@ -132,8 +132,8 @@ def test_a_key_that_only_a_newer_deepspeed_may_know_is_a_warning(own, monkeypatc
         own({"ezpz_llm": {"motor": "torch"}})
 
 
-@THEIRS
-def test_the_table_of_keys_is_that_of_the_installed_deepspeed(
+@NEEDS_TABLE_VERSION
+def test_the_table_of_keys_matches_the_installed_deepspeed(
         recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     if recording:
@@ -142,9 +142,9 @@ def test_the_table_of_keys_is_that_of_the_installed_deepspeed(
     assert removed() == set(REMOVED)
 
 
-@THEIRS
-def test_values_are_taken_as_deepspeed_takes_them() -> None:
-    """Each key of a kind, with values of all sorts, against DeepSpeed's own model."""
+@NEEDS_TABLE_VERSION
+def test_values_are_converted_as_deepspeed_converts_them() -> None:
+    """Compare various values for a key of each kind with DeepSpeed's pydantic model."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
@@ -164,14 +164,14 @@ def test_values_are_taken_as_deepspeed_takes_them() -> None:
             except ValueError:
                 ours = ValidationError
             if key == "overlap_comm" and value is None:
-                theirs = None  # by the stage
+                theirs = None  # depends on the stage
             assert (ours, type(ours)) == (theirs, type(theirs)), (key, kind, value)
 
 
-@THEIRS
+@NEEDS_TABLE_VERSION
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "zero3_nvme",
                                   "zero3_offload_all", "tiled"])
-def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_parses_the_resolved_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -188,14 +188,14 @@ def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyP
     ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, "fp32", "no precision is enabled"),
     ({"torch_autocast": {"enabled": False}}, "fp32", "no precision is enabled"),
     ({"bf16": {}}, "fp32", "no precision is enabled"),
-    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, "auto", "is filled by the run"),
-    ({"fp16": {"enabled": "auto"}}, "auto", "is filled by the run"),
+    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, "auto", "is set by the run"),
+    ({"fp16": {"enabled": "auto"}}, "auto", "is set by the run"),
     ({}, "auto", "DeepSpeed would compute in fp32"),
     ({"ezpz_llm": {"tp": 1}}, "auto", ""),
     ({"bfloat16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": 2}}, "bf16",
-     "is skipped nevertheless"),
+     "is still skipped"),
     ({"bf16": {"enabled": True, "immediate_grad_update": True}, "zero_optimization": {"stage": 1}}, "bf16",
-     "gradients are added as they come"),
+     "gradients are always accumulated immediately"),
     ({"fp16": {"enabled": True, "auto_cast": True}, "ezpz_llm": {"engine": "ddp"}}, "fp16", "inputs are tokens"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
       }, "bf16_autocast", "covers the whole forward pass"),
@@ -209,7 +209,7 @@ def test_the_precision_of_a_ds_config(own, values: dict[str, Any], precision: st
     assert own(values, precision="fp16_autocast").precision == "fp16_autocast"  # the command line comes first
 
 
-def test_fp16_is_scaled_as_the_block_says(own) -> None:
+def test_the_fp16_block_sets_the_loss_scale(own) -> None:
     block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4,
              "min_loss_scale": 2, "consecutive_hysteresis": True}
     ddp = {"engine": "ddp"}
@@ -218,11 +218,11 @@ def test_fp16_is_scaled_as_the_block_says(own) -> None:
     assert own({}, precision="fp16_autocast").loss_scale == DynamicScale()
 
 
-@THEIRS
+@NEEDS_TABLE_VERSION
 @pytest.mark.parametrize("settings", [
     DynamicScale(), DynamicScale(2.0**8, 3, 2, 1.0), DynamicScale(2.0**8, 3, 3, 4.0, True),
     DynamicScale(2.0**5, 1, 1)])
-def test_the_loss_scale_moves_as_deepspeeds(settings: DynamicScale) -> None:
+def test_the_loss_scale_changes_as_in_deepspeed(settings: DynamicScale) -> None:
     import random
 
     from deepspeed import comm
@@ -230,7 +230,7 @@ def test_the_loss_scale_moves_as_deepspeeds(settings: DynamicScale) -> None:
 
     draw = random.Random(0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(comm, "get_rank", lambda: 1)  # it prints on rank 0 alone
+        patched.setattr(comm, "get_rank", lambda: 1)  # it prints only on rank 0
         theirs = DynamicLossScaler(settings.start, settings.window, settings.least, settings.hysteresis,
                                    settings.consecutive)
         ours = LossScale(settings)
@@ -246,7 +246,7 @@ def test_the_loss_scale_moves_as_deepspeeds(settings: DynamicScale) -> None:
             assert ours.scale == theirs.cur_scale
 
 
-def test_a_default_of_deepspeeds_comes_after_what_somebody_wrote(own) -> None:
+def test_settings_of_the_run_override_deepspeeds_defaults(own) -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "eps": "auto"}}}
     resolved = own(values, sources=ValueSource.read_all({"beta2": "recipe of gpt2-124m"}))
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
@@ -257,18 +257,18 @@ def test_a_default_of_deepspeeds_comes_after_what_somebody_wrote(own) -> None:
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9}
 
 
-def test_the_commands_schedule_comes_before_the_files(own) -> None:
+def test_a_schedule_on_the_command_line_overrides_the_file(own) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
               "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 7}}}
     assert own(values).adam["lr"] == 3e-4
     resolved = own(values, sources={"schedule": COMMAND_LINE})
     assert (resolved.adam["lr"], resolved.adam.keys() & {"schedule", "warmup_steps"}) == (1e-4, set())
-    assert "gives way to --schedule" in " ".join(resolved.notes)
+    assert "is ignored: --schedule overrides it" in " ".join(resolved.notes)
 
 
-@THEIRS
-def test_defaults_are_deepspeeds() -> None:
-    """The numbers that a block's omissions stand for, against the constructors that have them."""
+@NEEDS_TABLE_VERSION
+def test_defaults_equal_deepspeeds() -> None:
+    """Compare the defaults for missing keys with the signatures of DeepSpeed and torch."""
     import inspect
 
     import torch
@@ -296,7 +296,7 @@ def test_defaults_are_deepspeeds() -> None:
     assert DeepSpeedFP16Config().dynamic_loss_scale_args() == {
         "init_scale": 2**16, "scale_window": 1000, "delayed_shift": 2, "consecutive_hysteresis": False,
         "min_scale": 1}
-    assert GRADIENT_CLIPPING_DEFAULT == _DEFAULT_CLIP  # a file without the key is clipped as DeepSpeed clips it
+    assert GRADIENT_CLIPPING_DEFAULT == _DEFAULT_CLIP  # without the key, gradients are clipped as by DeepSpeed
 
 
 @pytest.mark.parametrize(("values", "world_size", "words"), [
@@ -309,14 +309,14 @@ def test_defaults_are_deepspeeds() -> None:
     ({"wandb": {"enabled": True}}, 1, "--track wandb"),
     ({"comet": {"enabled": True}}, 1, "delete the key"),
 ])
-def test_what_deepspeed_would_refuse_on_every_rank_is_refused_before(
+def test_settings_that_deepspeed_rejects_on_every_rank_are_rejected_before_the_start(
         own, values: dict[str, Any], world_size: int, words: str) -> None:
     with pytest.raises(UserError) as raised:
         own(values, world_size=world_size)
     assert words in str(raised.value), raised.value
 
 
-def test_what_deepspeed_would_take_is_not_refused(own) -> None:
+def test_settings_that_deepspeed_accepts_are_accepted(own) -> None:
     for world_size in (1, 2, 4, 8):
         resolved = own({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, world_size=world_size)
         assert resolved.deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 8
@@ -330,19 +330,19 @@ def test_what_deepspeed_would_take_is_not_refused(own) -> None:
     assert (stages.layout.pp, stages.layout.zero.stage) == (2, 1)
 
 
-def test_keys_that_change_nothing_here_are_left_out_with_a_note(own) -> None:
+def test_keys_without_effect_are_removed_with_a_note(own) -> None:
     resolved = own({"checkpoint": {"tag_validation": "Fail"}, "dataloader_drop_last": True,
                     "seq_parallel_communication_data_type": "bf16", "pipeline": {"partition": "uniform"}})
     notes = " ".join(resolved.notes)
-    for word in ("layout-neutral form", "whole global batch", "over sequence-parallel ranks as over",
+    for word in ("layout-neutral form", "whole global batch", "ranks reduce gradients in the same dtype",
                  "partition uniform"):
         assert word in notes
     assert not {"checkpoint", "dataloader_drop_last", "pipeline"} & resolved.deepspeed.keys()
 
 
 @pytest.mark.full
-def test_a_foreign_ds_config_runs_as_it_says_and_writes_into_the_run_directory(tmp_path: Path) -> None:
-    """fp32 because it says so, WarmupLR's rates, its own values of AdamW, DeepSpeed's curves beside the run's."""
+def test_a_users_ds_config_sets_the_run_and_output_goes_to_the_run_directory(tmp_path: Path) -> None:
+    """Train with fp32, WarmupLR and AdamW settings from the file, and with DeepSpeed's CSV monitor."""
     config = tmp_path / "mine.json"
     config.write_text('''{
       "bf16": {"enabled": false}, // an old GPU
@@ -370,8 +370,8 @@ def test_a_foreign_ds_config_runs_as_it_says_and_writes_into_the_run_directory(t
     assert "no precision is enabled in mine.json" in done.stdout
 
 
-def test_fp16_where_only_cpus_are_is_found_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any rank starts, where launch says that all will run on this host, which has no accelerator."""
+def test_the_check_rejects_fp16_without_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """launch says that all ranks will run on this node, which has no accelerator."""
     config = tmp_path / "mine.json"
     config.write_text('{"fp16": {"enabled": true}, "ezpz_llm": {"engine": "ddp"}}')
 
@@ -380,7 +380,7 @@ def test_fp16_where_only_cpus_are_is_found_by_the_check(tmp_path: Path, monkeypa
         return main(["--ds-config", str(config), "--check", "--world-size", "2", *argv])
 
     monkeypatch.setattr(train, "has_none", lambda env: True)
-    with pytest.raises(UserError, match="fp16 on a CPU"):
+    with pytest.raises(UserError, match="fp16 is unsupported on a CPU"):
         check(f"{socket.gethostname()} 2")
     assert check("elsewhere 2") == 0
     assert check(f"{socket.gethostname()} 2", "--device", "cuda") == 0

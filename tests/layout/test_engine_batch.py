@@ -1,4 +1,4 @@
-"""Batch arithmetic."""
+"""Tests of batch sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = st.integers(1, 64)
 
 
 @given(SMALL, SMALL, SMALL)
-def test_any_two_numbers_give_the_third(micro: int, accumulation: int, dp_size: int) -> None:
+def test_two_sizes_determine_the_third(micro: int, accumulation: int, dp_size: int) -> None:
     total = micro * accumulation * dp_size
     expected = Batch(total, micro, accumulation, dp_size)
     assert solve_batch(total, micro, None, dp_size) == expected
@@ -22,12 +22,12 @@ def test_any_two_numbers_give_the_third(micro: int, accumulation: int, dp_size: 
 
 
 @given(st.none() | st.integers(1, 4096), st.none() | SMALL, st.none() | SMALL, SMALL, SMALL)
-def test_what_is_solved_multiplies_out_and_keeps_what_was_given(
+def test_the_product_is_right_and_given_sizes_are_kept(
         total: int | None, micro: int | None, accumulation: int | None, dp_size: int, default: int) -> None:
     try:
         batch = solve_batch(total, micro, accumulation, dp_size, default_micro_batch=default)
     except UserError:
-        assert total is not None  # without a total there is nothing to contradict
+        assert total is not None  # only a total can be contradicted
         return
     assert batch.micro_batch * batch.accumulation * batch.dp_size == batch.global_batch
     for given_value, solved in ((total, batch.global_batch), (micro, batch.micro_batch),
@@ -36,19 +36,19 @@ def test_what_is_solved_multiplies_out_and_keeps_what_was_given(
 
 
 @given(st.integers(1, 2048), SMALL, SMALL)
-def test_the_valid_totals_that_are_offered_are_valid(total: int, micro: int, dp_size: int) -> None:
+def test_suggested_totals_are_valid(total: int, micro: int, dp_size: int) -> None:
     try:
         solve_batch(total, micro, None, dp_size)
     except UserError as error:
         if "cannot feed" in error.found:
             assert total < dp_size
             return
-        offered = error.instead.removeprefix("a global batch of ").split(",")[0].split(" or ")
-        for value in map(int, offered):
+        suggested = error.instead.removeprefix("a global batch of ").split(",")[0].split(" or ")
+        for value in map(int, suggested):
             solve_batch(value, micro, None, dp_size)
 
 
-def test_a_global_batch_alone_takes_the_largest_micro_batch_that_divides_it() -> None:
+def test_a_global_batch_alone_uses_the_largest_micro_batch_that_divides_it() -> None:
     assert solve_batch(12, None, None, 2, default_micro_batch=4) == Batch(12, 3, 2, 2)
     assert solve_batch(12, None, None, 1, default_micro_batch=4) == Batch(12, 4, 3, 1)
     assert solve_batch(None, None, None, 3, default_micro_batch=4) == Batch(12, 4, 1, 3)
@@ -61,11 +61,11 @@ def test_a_global_batch_alone_takes_the_largest_micro_batch_that_divides_it() ->
     ((7, None, None), 2, ("6 or 8",)),
     ((4, None, None), 8, ("cannot feed 8", "at least 8", "at most 4")),
     ((64, 4, 2), 2, ("64", "16", "only two")),
-    ((64, 4, 2), 1, ("launch -n 8",)),  # the world of a program started without its launcher
+    ((64, 4, 2), 1, ("launch -n 8",)),  # the world size of a program started without its launcher
     ((0, None, None), 1, ("0", "1 or more")),
     ((8, None, -1), 1, ("-1", "1 or more")),
 ])
-def test_what_does_not_work_out_is_refused_with_what_does(
+def test_contradicting_sizes_are_rejected_with_suggestions(
         numbers: tuple[int | None, ...], dp_size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         solve_batch(*numbers, dp_size, where="--global-batch-size")

@@ -1,4 +1,4 @@
-"""The resolver: reading a ds_config, precedence, refusals, and what is written."""
+"""Tests of the resolver: ds_configs, precedence, rejected settings, and records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHIPPED = ("3d", "ddp", "fsdp2", "fsdp2_within2", "pp2", "pp2_tp2", "sp2", "tile
 
 @pytest.fixture
 def write(tmp_path: Path):
-    """Write a ds_config and give its path."""
+    """Write a ds_config and return its path."""
     def write(values: dict[str, Any] | str) -> str:
         path = tmp_path / "mine.json"
         path.write_text(values if isinstance(values, str) else json.dumps(values))
@@ -41,13 +41,13 @@ def write(tmp_path: Path):
     return write
 
 
-def refused(name: str, world_size: int = 2, **given: Any) -> str:
+def rejection(name: str, world_size: int = 2, **given: Any) -> str:
     with pytest.raises(UserError) as caught:
         resolve(Request(name, world_size=world_size, **given))
     return str(caught.value)
 
 
-def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_layouts_contain_no_run_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     assert ds_config.names() == sorted(SHIPPED)
     purposes = (ds_config.data_dir("ds_configs") / "README.md").read_text()
@@ -57,7 +57,7 @@ def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPat
         assert f"| `{name}` |" in purposes
         resolved = resolve(Request(name, world_size=8, global_batch=64, device="cpu"))
         assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2", "fsdp2_within2"))
-        # Where its files go; that a key of theirs has no certificate yet.
+        # Notes about the folder for files and about keys without a certificate.
         assert bool(resolved.notes) == (name in ("zero3_nvme", "zero3_hpz2", "fsdp2_within2"))
 
 
@@ -67,18 +67,18 @@ def test_nothing_heavy_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=scaled(60), check=False).returncode == 0
 
 
-def test_an_unknown_name_offers_the_nearest() -> None:
-    assert "did you mean zero3" in refused("zero_3")
-    assert "there is no file" in refused("configs/zero3.json")
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    assert "did you mean zero3" in rejection("zero_3")
+    assert "does not exist" in rejection("configs/zero3.json")
 
 
-def test_json_that_does_not_parse_is_shown_by_line_and_column(write) -> None:
-    message = refused(write('{ // one\n  /* two */ "zero_optimization": {"stage": one,}\n}'))
+def test_invalid_json_is_reported_with_line_and_column(write) -> None:
+    message = rejection(write('{ // one\n  /* two */ "zero_optimization": {"stage": one,}\n}'))
     assert "line 2, column 44" in message
     assert "mine.json" in message
     assert "double quotes" in message
-    assert "twice" in refused(write('{"fp16": {"enabled": false, "enabled": true}}'))
-    assert "a JSON object" in refused(write("[1]"))
+    assert "twice" in rejection(write('{"fp16": {"enabled": false, "enabled": true}}'))
+    assert "a JSON object" in rejection(write("[1]"))
 
 
 @pytest.mark.parametrize(("values", "words"), [
@@ -93,8 +93,8 @@ def test_json_that_does_not_parse_is_shown_by_line_and_column(write) -> None:
     ({"elasticity": {"enabled": True}}, ("removed elastic training", "delete")),
     ({"zero_optimization": {"mics_shard_size": 2}}, ("removed MiCS",)),
 ])
-def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tuple[str, ...]) -> None:
-    message = refused(write(values))
+def test_unknown_keys_are_rejected(write, values: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = rejection(write(values))
     assert all(word in message for word in words), message
 
 
@@ -106,20 +106,20 @@ def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tupl
     ({"ezpz_llm": {"tiled": {"mlp.c_fc": 4}}}, {}, ("tiled", "along the output")),
     ({"tensor_parallel": {"autotp_size": 2}, "ezpz_llm": {"tp": 4}}, {}, ("autotp_size is 2", "is 4")),
     ({"ezpz_llm": {"engine": "dpp"}}, {}, ("did you mean ddp",)),
-    ({"ezpz_llm": {"engine": "ddp"}, "zero_optimization": {"stage": 2}}, {}, ("no ZeRO stage 2",)),
+    ({"ezpz_llm": {"engine": "ddp"}, "zero_optimization": {"stage": 2}}, {}, ("does not support ZeRO stage 2",)),
     ({"zero_optimization": {"stage": 4}}, {}, ("stage is 4",)),
     ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, ("stage 0",)),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}}, {}, ('"none" or "cpu" or',)),
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, ("needs ZeRO stage 3",)),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, ("dynamic", "loss_scale")),
-    ({"fp16": {"enabled": True}}, {"device": "cpu"}, ("fp16 on a CPU",)),
+    ({"fp16": {"enabled": True}}, {"device": "cpu"}, ("fp16 is unsupported on a CPU",)),
     ({"zero_optimization": {"stage": 1}}, {"precision": "fp16"}, ("engine deepspeed", "--precision fp16_autocast")),
     ({"zero_optimization": {"stage": 0}}, {"precision": "bf16"}, ("stage 0", "--ds-config ddp")),
     ({"zero_optimization": {"stage": 0}, "ezpz_llm": {"tp": 2}}, {"precision": "bf16"},
      ("--ds-config ddp --tp 2",)),
     ({"zero_optimization": {"stage": 1}, "ezpz_llm": {"pp": 2}}, {"precision": "fp16"}, ("engine pipeline",)),
     ({"zero_optimization": {"stage": 1}, "ezpz_llm": {"pp": 2}},
-     {"precision": "bf16", "grad_accum_dtype": "bf16"}, ("grad_accum_dtype is bf16", "a pipeline's")),
+     {"precision": "bf16", "grad_accum_dtype": "bf16"}, ("grad_accum_dtype is bf16", "pipeline gradients")),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, ("several precisions", "bf16, fp16")),
     ({"optimizer": {"type": "Lamb"}}, {}, ("Lamb", "AdamW")),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {}, ("adam_w_mode false",)),
@@ -148,32 +148,32 @@ def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tupl
     ({}, {"precision": "bfloat16"}, ("did you mean bf16",)),
     ({"train_batch_size": 9}, {}, ("8 or 10", "mine.json")),
 ])
-def test_what_cannot_run_is_refused_with_the_reason(
+def test_unsupported_settings_are_rejected_with_the_reason(
         write, values: dict[str, Any], given: dict[str, Any], words: tuple[str, ...]) -> None:
-    message = refused(write(values), **given)
+    message = rejection(write(values), **given)
     assert all(word in message for word in words), message
 
 
-def test_more_ranks_than_the_batch_can_feed_are_refused() -> None:
-    assert "cannot feed 8" in refused("zero2", 8, global_batch=4)
+def test_more_ranks_than_sequences_are_rejected() -> None:
+    assert "cannot feed 8" in rejection("zero2", 8, global_batch=4)
 
 
-def test_a_layout_whose_op_is_not_built_says_how_to_build_it(
+def test_the_error_for_a_missing_op_says_how_to_build_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path))
     monkeypatch.setattr(ops, "_installed_ops", frozenset)
-    assert "ezpz-llm doctor --build-ops cpu_adam" in refused("zero3_offload_optimizer")
+    assert "ezpz-llm doctor --build-ops cpu_adam" in rejection("zero3_offload_optimizer")
     lock = ops.build_lock("cpu_adam")
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert str(lock) in refused("zero3_offload_optimizer")
+    assert str(lock) in rejection("zero3_offload_optimizer")
     library = ops.ops_dir() / "cpu_adam" / "cpu_adam.so"
     library.parent.mkdir()
     library.touch()
     assert resolve(Request("zero3_offload_optimizer", world_size=2)).layout.zero.offload_optimizer == "cpu"
 
 
-FOREIGN = {
+USER_CONFIG = {
     "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
     "gradient_clipping": 0.5, "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW",
@@ -183,12 +183,12 @@ FOREIGN = {
 }
 
 
-def resolve_foreign(write, **given: Any) -> Resolved:
-    return resolve(Request(write(FOREIGN), world_size=2, **given))
+def resolve_user_config(write, **given: Any) -> Resolved:
+    return resolve(Request(write(USER_CONFIG), world_size=2, **given))
 
 
-def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
-    resolved = resolve_foreign(write, device="cuda")
+def test_a_users_ds_config_is_applied_and_reported(write) -> None:
+    resolved = resolve_user_config(write, device="cuda")
     assert resolved.batch == Batch(32, 4, 4, 2)
     assert (resolved.clip, resolved.precision, resolved.layout.zero.stage) == (0.5, "bf16", 2)
     assert resolved.gradients == GradientDtypes("bf16", "bf16")
@@ -207,10 +207,10 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     assert "auto" not in json.dumps(resolved.deepspeed)
 
 
-def test_the_command_line_comes_before_the_ds_config_and_that_before_the_rest(write) -> None:
+def test_precedence_is_command_line_then_ds_config_then_the_rest(write) -> None:
     sources = {"clip": "command line", "precision": "run.yaml", "lr": "command line", "eps": "default",
                "global_batch": "preset small", "micro_batch": "command line"}
-    resolved = resolve_foreign(write, clip=2.0, precision="fp32", global_batch=64, micro_batch=8,
+    resolved = resolve_user_config(write, clip=2.0, precision="fp32", global_batch=64, micro_batch=8,
                                sources=ValueSource.read_all(sources))
     assert (resolved.clip, resolved.sources["clip"]) == (2.0, COMMAND_LINE)
     assert resolved.precision == "bf16"
@@ -220,17 +220,17 @@ def test_the_command_line_comes_before_the_ds_config_and_that_before_the_rest(wr
     assert resolved.sources["accumulation"].origin is Origin.DERIVED
 
 
-def test_a_number_of_lower_precedence_gives_way(write) -> None:
-    """The command line's batch keeps the file's micro batch, which was sized for the memory, and not its steps."""
+def test_batch_numbers_of_lower_precedence_are_overridden(write) -> None:
+    """A global batch on the command line keeps the file's micro batch, not its accumulation steps."""
     path = write({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2})
     resolved = resolve(Request(path, world_size=2, global_batch=64))
     assert resolved.batch == Batch(64, 4, 8, 2)
     assert "accumulation 2" in " ".join(resolved.notes)
-    assert "64 is not" in refused(write({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
+    assert "64 is not" in rejection(write({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
                                          "gradient_accumulation_steps": 2}))
 
 
-def test_yaml_comes_before_a_preset(write) -> None:
+def test_yaml_overrides_a_preset(write) -> None:
     sources = {"global_batch": "preset small", "micro_batch": "run.yaml", "accumulation": "run.yaml"}
     resolved = resolve(Request("zero1", world_size=2, global_batch=64, micro_batch=2, accumulation=3,
                                sources=ValueSource.read_all(sources)))
@@ -238,7 +238,7 @@ def test_yaml_comes_before_a_preset(write) -> None:
     assert "global_batch 64 of preset small" in " ".join(resolved.notes)
 
 
-def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
+def test_deepspeed_json_is_what_deepspeed_gets(tmp_path: Path) -> None:
     resolved = resolve(Request("zero2", world_size=2, global_batch=16, accumulation=2, clip=1.0,
                                precision="bf16_autocast"))
     run_dir = RunDir(tmp_path)
@@ -260,7 +260,7 @@ def test_ddp_leaves_no_deepspeed_file(tmp_path: Path) -> None:
     assert not RunDir(tmp_path).deepspeed.exists()
 
 
-def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> None:
+def test_bucket_sizes_depend_on_the_model_unless_the_user_sets_them(write) -> None:
     small, large = get_model_config("tiny-gpt2", vocab_size=256), get_model_config("llama3-1b")
     size = parameter_count(small)
     assert zero_of(resolve(Request("zero2", world_size=2, model=small))) == (size, size, None, None)
@@ -269,9 +269,9 @@ def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> No
     assert (reduce, gather, persists) == (50_000_000, None, 100_000)
     assert prefetch == 50_000_000  # a block has 61 million
     assert "stage3_prefetch_bucket_size" in resolved.explain()
-    divided = zero_of(resolve(Request("tp2_zero3", world_size=4, model=large)))
-    assert divided[2] < prefetch
-    # What tensor parallelism leaves whole is in the bucket as well; of a pipeline the largest stage.
+    sharded = zero_of(resolve(Request("tp2_zero3", world_size=4, model=large)))
+    assert sharded[2] < prefetch
+    # The bucket also holds parameters that tensor parallelism replicates. In a pipeline the largest stage counts.
     for name in ("tp2_zero1", "pp2", "3d"):
         resolved = resolve(Request(name, world_size=8, model=small))
         held = [held_parameters(resolved.layout, small, stage) for stage in range(resolved.layout.pp)]
@@ -285,7 +285,7 @@ def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> No
     assert "reduce_bucket_size" not in resolved.explain()
 
 
-def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(write) -> None:
+def test_gradients_are_copied_once_on_cpus_unless_the_user_chose_otherwise(write) -> None:
     def copying(source: str, device: str = "cpu") -> tuple[bool | None, ...]:
         zero = resolve(Request(source, world_size=2, device=device)).deepspeed["zero_optimization"]
         return zero.get("reduce_scatter"), zero.get("contiguous_gradients")
@@ -296,13 +296,13 @@ def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(
     assert re.search(r"^reduce_scatter +false +\w", resolve(Request("zero1", world_size=2,
                                                                     device="cpu")).explain(), re.M)
     assert copying(write({"zero_optimization": {"stage": 3, "contiguous_gradients": True}})) == (None, True)
-    # Reduced to its owner alone a gradient is really scattered; all-reduced, stage 3 needs its bucket.
+    # With one owner per gradient it is really scattered; with all-reduce, stage 3 needs its bucket.
     owners = {"stage": 2, "use_multi_rank_bucket_allreduce": False}
     assert copying(write({"zero_optimization": owners})) == (None, None)
     assert copying(write({"zero_optimization": {"stage": 3, "reduce_scatter": False}})) == (False, None)
 
 
-def test_gradients_are_reduced_beside_the_backward_pass_on_devices_with_streams(write) -> None:
+def test_gradients_are_reduced_during_the_backward_pass_on_devices_with_streams(write) -> None:
     small, large = get_model_config("gpt2-124m"), get_model_config("llama3-1b")
 
     def reducing(source: str, device: str | None = "cuda", model: ModelConfig = large,
@@ -315,19 +315,19 @@ def test_gradients_are_reduced_beside_the_backward_pass_on_devices_with_streams(
     tiny = get_model_config("tiny-gpt2", vocab_size=256)
     assert reducing("zero1", model=tiny) == (True, parameter_count(tiny))
     assert reducing("zero1", model=replace(small, n_layer=1, n_embd=96)) == (True, 1_000_000)  # of 5 million
-    # Stages that do it untold, that cannot, or whose gradients leave the device; and where it is not known.
+    # Stage 3 overlaps by default, pipelines and CPUs cannot overlap, and the device may be unknown.
     assert reducing("zero3") == reducing("zero1", None) == (None, 50_000_000)
     assert reducing("pp2") == (None, 50_000_000)
     assert reducing("zero1", "cpu") == reducing("zero2", "mps") == (False, 50_000_000)
     offloaded = Layout("mine", "deepspeed", ZeroOptions(2, offload_optimizer="cpu"))
     assert "overlap_comm" not in sized({}, offloaded, large, "cuda")
-    # What the user says stays.
+    # The user's settings are kept.
     assert resolve_zero(write, {"stage": 1, "overlap_comm": False}) == {
         "stage": 1, "overlap_comm": False, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
     assert resolve_zero(write, {"stage": 2, "reduce_bucket_size": 7})["reduce_bucket_size"] == 7
     for slow in ("contiguous_gradients", "use_multi_rank_bucket_allreduce"):
         assert "overlap_comm" not in resolve_zero(write, {"stage": 2, slow: False})
-    assert re.search(r"^overlap_comm +true +gradients", resolve(Request("zero1", world_size=2, model=large,
+    assert re.search(r"^overlap_comm +true +reduces gradients", resolve(Request("zero1", world_size=2, model=large,
                                                                        device="cuda")).explain(), re.M)
 
 
@@ -344,8 +344,8 @@ def zero_of(resolved: Resolved) -> tuple[int | None, ...]:
                                            "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"))
 
 
-def test_bf16_is_deepspeeds_own_with_gradients_in_fp32(tmp_path: Path) -> None:
-    """zero1 by stage 2's settings (docs/reference/layouts.md); under autocast DeepSpeed is told nothing."""
+def test_bf16_uses_deepspeeds_bf16_with_fp32_gradients(tmp_path: Path) -> None:
+    """zero1 uses stage 2's settings (docs/reference/layouts.md). Under autocast DeepSpeed gets no dtypes."""
     for layout, stage in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
         resolved = resolve(Request(layout, world_size=2, precision="bf16"))
         config = resolved.for_deepspeed(RunDir(tmp_path))

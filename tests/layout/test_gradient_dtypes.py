@@ -1,4 +1,4 @@
-"""Dtypes in which gradients are added and reduced: combinations that engines refuse, and lines of the plan."""
+"""Tests of the dtypes of gradient accumulation and reduction."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ TINY = get_model_config("tiny-gpt2")
 
 
 @pytest.mark.parametrize(("layout", "precision", "key", "reason"), [
-    ("ddp", "bf16", "grad_accum_dtype", "fp32 master weights"), ("fsdp2", "bf16", "grad_accum_dtype", "fp32 rows"),
-    ("zero3_offload_optimizer", "bf16", "grad_accum_dtype", "in host memory"),
+    ("ddp", "bf16", "grad_accum_dtype", "fp32 master weights"),
+    ("fsdp2", "bf16", "grad_accum_dtype", "fp32 shards"),
+    ("zero3_offload_optimizer", "bf16", "grad_accum_dtype", "in CPU memory"),
     ("zero1", "fp32", "reduce_dtype", "the precision is fp32"), ("ddp", "fp16", "reduce_dtype", "fp16"),
     ("zero1", "bf16_autocast", "grad_accum_dtype", "bf16_autocast"), ("zero2", None, "reduce_dtype", "the device")])
-def test_gradients_in_bf16_are_refused_with_the_reason(
+def test_unsupported_bf16_gradients_are_rejected_with_the_reason(
         monkeypatch: pytest.MonkeyPatch, layout: str, precision: str | None, key: str, reason: str) -> None:
-    asked: dict[str, Any] = {key: "bf16"}
+    dtype: dict[str, Any] = {key: "bf16"}
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     with pytest.raises(UserError) as raised:
-        resolve(Request(layout, world_size=2, precision=precision, **asked))
+        resolve(Request(layout, world_size=2, precision=precision, **dtype))
     assert reason in raised.value.found
     assert key in raised.value.where
     assert "fp32" in raised.value.instead
 
 
-def test_what_gradients_are_added_and_reduced_in_is_shown_with_its_source() -> None:
+def test_gradient_dtypes_are_printed_with_their_source() -> None:
     resolved = resolve(Request("zero2", world_size=2, precision="bf16", reduce_dtype="bf16"))
     assert resolved.gradients == GradientDtypes("fp32", "bf16")
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in resolved.explain().splitlines()}
@@ -46,24 +47,24 @@ def test_what_gradients_are_added_and_reduced_in_is_shown_with_its_source() -> N
         2 * parameter_count(TINY)
 
 
-@pytest.mark.parametrize(("values", "found"), [
+@pytest.mark.parametrize(("values", "expected"), [
     ({}, ("bf16", "bf16")), ({"data_types": {"grad_accum_dtype": "fp32"}}, ("fp32", "bf16")),
     ({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}, ("fp32", "fp32")),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, ("fp32", "bf16")),
     ({"ezpz_llm": {"engine": "fsdp2"}, "zero_optimization": {"stage": 0}}, ("fp32", "fp32"))])
-def test_a_bf16_block_means_what_deepspeed_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                values: dict[str, Any], found: tuple[str, str]) -> None:
-    """Its default is the dtype of the parameters, for what gradients are added in and for what they travel in."""
+def test_gradient_dtypes_of_a_bf16_block_are_deepspeeds_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                values: dict[str, Any], expected: tuple[str, str]) -> None:
+    """DeepSpeed accumulates and reduces in the dtype of the parameters by default."""
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **values}))
     resolved = resolve(Request(str(path), world_size=2))
-    assert (resolved.gradients.accumulated, resolved.gradients.reduced) == found
+    assert (resolved.gradients.accumulated, resolved.gradients.reduced) == expected
     given = resolved.for_deepspeed(RunDir(tmp_path)) if resolved.deepspeed is not None else None
     if given is not None:
         assert given["bf16"] == {"enabled": True}
-        assert (given["data_types"]["grad_accum_dtype"], given["communication_data_type"]) == found
-    assert any("DeepSpeed's default for what mine.json" in note for note in resolved.notes) == \
-        ("bf16" in found)
+        assert (given["data_types"]["grad_accum_dtype"], given["communication_data_type"]) == expected
+    assert any("DeepSpeed's default, because mine.json" in note for note in resolved.notes) == \
+        ("bf16" in expected)
     typed = resolve(Request(str(path), world_size=2, grad_accum_dtype="fp32", reduce_dtype="fp32"))
     assert typed.gradients == GradientDtypes()

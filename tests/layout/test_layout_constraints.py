@@ -1,4 +1,4 @@
-"""Layouts that are refused or repaired; every suggestion is legal itself."""
+"""Tests of rejected and repaired layouts and of the suggestions, which must be legal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ZERO3 = Layout("zero3", "deepspeed", ZeroOptions(3))
 HPZ2_TP2 = replace(ZERO3.with_zero(hpz_partition_size=2), tp=2)
 TILED = ZERO3.with_zero(tiled=(("mlp.c_fc", 1, 4),))
 
-REFUSED = {
+REJECTED = {
     "ranks": ("check_world_size", Case(replace(ZERO1, tp=2), 7, TINY), {"--tp 1", "6 ranks", "8 ranks"}),
     "ranks below the degrees": ("check_world_size", Case(replace(ZERO1, tp=2, pp=2), 2, TINY),
                                 {"4 ranks", "--tp 1", "--pp 1"}),
@@ -70,42 +70,42 @@ REFUSED = {
                          {"--ds-config pp2", "--pp 1"}),
     "stage 3 pipeline with tp": ("check_pipeline_stage", Case(replace(ZERO3, pp=2, tp=2), 4, TINY),
                                  {"--ds-config pp2_tp2", "--pp 1"}),
-    "stage 3 pipeline of one's own": ("check_pipeline_stage", Case(replace(ZERO3, pp=2), 2, TINY, shipped=False),
-                                      {'"stage": 1', "--pp 1"}),
+    "stage 3 pipeline in a file": ("check_pipeline_stage", Case(replace(ZERO3, pp=2), 2, TINY, shipped=False),
+                                   {'"stage": 1', "--pp 1"}),
     "offloaded pipeline": ("check_pipeline_stage",
                            Case(Layout("mine", "deepspeed", ZeroOptions(1, offload_optimizer="cpu"), pp=2), 2,
                                 shipped=False),
                            {"no offload_optimizer", "--pp 1"}),
-    "pipeline of parts of sequences": ("check_pipeline_sequences", Case(replace(ZERO1, pp=2, sp=2), 4, TINY),
-                                       {"--sp 1", "--pp 1"}),
+    "pipeline with sequence parallel": ("check_pipeline_sequences", Case(replace(ZERO1, pp=2, sp=2), 4, TINY),
+                                        {"--sp 1", "--pp 1"}),
     "tiles without stage 3": ("check_tiled_stage", Case(TILED.with_zero(stage=1), 2, TINY, shipped=False),
                               {'"stage": 3', "no tiled"}),
     "tiles with tensor parallel": ("check_tiled_stage", Case(replace(TILED, tp=2), 2, TINY, shipped=False),
                                    {"--tp 1", "no tiled"}),
     "tiles with a pipeline": ("check_pipeline_stage", Case(replace(TILED, pp=2), 2, TINY, shipped=False),
                               {'"stage": 1 and no tiled', "--pp 1"}),
-    "tiles of nothing": ("check_tiled_names", Case(ZERO3.with_zero(tiled=(("mlp.up", 1, 4),)), 2, shipped=False),
-                         {"no tiled"}),
-    "tiles of a gate that is not there": ("check_tiled_names",
-                                          Case(ZERO3.with_zero(tiled=(("mlp.c_gate", 1, 4),)), 2, TINY,
-                                               shipped=False), {"no tiled"}),
+    "unknown tiled layer": ("check_tiled_names", Case(ZERO3.with_zero(tiled=(("mlp.up", 1, 4),)), 2, shipped=False),
+                            {"no tiled"}),
+    "tiles of a missing gate": ("check_tiled_names",
+                                Case(ZERO3.with_zero(tiled=(("mlp.c_gate", 1, 4),)), 2, TINY,
+                                     shipped=False), {"no tiled"}),
     "more tiles than rows": ("check_tiled_sizes", Case(ZERO3.with_zero(tiled=(("mlp.c_fc", 1, 513),)), 2, TINY,
                                                shipped=False), {"no tiled"}),
     "more tiles than columns": ("check_tiled_sizes", Case(ZERO3.with_zero(tiled=(("attn.c_attn", 129, 1),)), 2,
                                                           LLAMA, shipped=False), {"no tiled"}),
-    "a second copy over groups that do not divide": (
+    "hpZ groups that do not divide the ranks": (
         "check_hpz", Case(ZERO3.with_zero(hpz_partition_size=4), 6, TINY, shipped=False),
         {*(f'"zero_hpz_partition_size": {size}' for size in (2, 3, 6)), "4 ranks", "8 ranks"}),
-    "a second copy over other weights": ("check_hpz", Case(HPZ2_TP2, 4, TINY, shipped=False),
-                                         {"--tp 1", "no zero_hpz_partition_size"}),
-    "shards within groups that do not divide": (
+    "hpZ with tensor parallel": ("check_hpz", Case(HPZ2_TP2, 4, TINY, shipped=False),
+                                 {"--tp 1", "no zero_hpz_partition_size"}),
+    "shard_within that does not divide the ranks": (
         "check_shard_within", Case(Layout("fsdp2", "fsdp2", ZeroOptions(shard_within=4)), 6, TINY),
         {*(f"--shard-within {size}" for size in (2, 3, 6)), "4 ranks", "8 ranks"}),
     "heads": ("check_heads", Case(replace(ZERO1, tp=8), 8, TINY), {"--tp 4"}),
     "25 heads": ("check_heads", Case(replace(ZERO1, tp=2), 4, MODELS["gpt2-1558m"]), {"--tp 1"}),
     "key/value heads": ("check_heads", Case(replace(ZERO1, tp=4), 8, LLAMA), {"--tp 2"}),
-    "key/value heads over sequence parts": ("check_heads", Case(replace(ZERO1, sp=2, tp=2), 4, LLAMA),
-                                            {"--tp 1", "--sp 1"}),
+    "key/value heads with sequence parallel": ("check_heads", Case(replace(ZERO1, sp=2, tp=2), 4, LLAMA),
+                                               {"--tp 1", "--sp 1"}),
     "MLP width": ("check_widths", Case(replace(ZERO1, tp=4), 4, replace(TINY, intermediate_size=510)), {"--tp 2"}),
     "vocabulary": ("check_widths", Case(replace(ZERO1, tp=2), 2, replace(TINY, vocab_size=65, vocab_multiple=1)),
                    {"--tp 1", "--vocab-multiple 2"}),
@@ -117,47 +117,47 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("title", REFUSED)
-def test_a_layout_that_cannot_run_is_refused_with_choices_that_can(title: str) -> None:
-    rule, case, offered = REFUSED[title]
+@pytest.mark.parametrize("title", REJECTED)
+def test_an_illegal_layout_is_rejected_with_legal_suggestions(title: str) -> None:
+    rule, case, suggested = REJECTED[title]
     _, _, problem = validate(case)
     assert problem is not None
-    assert problem == next({one.__name__: one for one in constraints.RULES}[rule](case))
-    found = alternatives(case, problem)
-    assert {as_cli_flags(case, choice) for choice in found} == offered
-    for choice in found:
+    assert problem == next({check.__name__: check for check in constraints.RULES}[rule](case))
+    choices = alternatives(case, problem)
+    assert {as_cli_flags(case, choice) for choice in choices} == suggested
+    for choice in choices:
         assert is_legal(choice)
     with pytest.raises(UserError) as raised:
         validate_or_suggest(case, {"tp": "command line"})
     assert raised.value.found == problem.message
-    assert all(flags in raised.value.instead for flags in offered)
+    assert all(flags in raised.value.instead for flags in suggested)
 
 
-def test_each_rule_is_shown_to_fire() -> None:
+def test_every_rule_has_a_test_case() -> None:
     repairs = {"check_pipeline_bubble"}
-    assert {rule.__name__ for rule in constraints.RULES} == {rule for rule, *_ in REFUSED.values()} | repairs
+    assert {rule.__name__ for rule in constraints.RULES} == {rule for rule, *_ in REJECTED.values()} | repairs
 
 
 def test_stage_0_under_a_pipeline_becomes_stage_1() -> None:
     layout, notes, problem = validate(Case(Layout("zero0", "deepspeed", ZeroOptions(0), pp=2), 2, TINY))
     assert (layout.zero.stage, problem) == (1, None)
-    assert "stage 1 in place of 0" in notes[0]
+    assert "stage 1 instead of 0" in notes[0]
     resolved = resolve(Request("zero0", world_size=2, pp=2, global_batch=64, model=TINY))
     assert resolved.deepspeed["zero_optimization"]["stage"] == 1
     assert resolved.notes == notes
 
 
-def test_a_pipeline_with_few_micro_batches_is_told_of_its_bubble() -> None:
+def test_a_pipeline_with_few_micro_batches_gets_a_note_about_its_bubble() -> None:
     def notes(accumulation: int) -> tuple[str, ...]:
         return resolve(Request("pp2", world_size=4, accumulation=accumulation, pp=4, model=TINY)).notes
 
     assert "idle 75% of the time with 1 micro" in notes(1)[0]
-    assert "--gradient-accumulation-steps 16 would make it 16%" in notes(1)[0]
+    assert "--gradient-accumulation-steps 16 reduces it to 16%" in notes(1)[0]
     assert notes(4) == ()
 
 
-def test_every_choice_for_every_case_is_legal_and_can_be_typed() -> None:
-    """A sweep: what is offered passes every rule; and only cases that no number can mend have no choice."""
+def test_all_suggestions_in_a_sweep_are_legal_options() -> None:
+    """Every illegal case has suggestions, each of which passes every rule."""
     models: list[ModelConfig | None] = [None, TINY, LLAMA, MODELS["gpt2-1558m"], replace(TINY, n_layer=3)]
     fired = 0
     for base, world, model, tp, pp, sp in product(shipped_layouts(), (1, 6, 8), models, (1, 2, 3), (1, 2),
@@ -168,9 +168,9 @@ def test_every_choice_for_every_case_is_legal_and_can_be_typed() -> None:
         if problem is None:
             continue
         fired += 1
-        found = alternatives(case, problem)
-        assert found, (case, problem)
-        for choice in found:
+        choices = alternatives(case, problem)
+        assert choices, (case, problem)
+        for choice in choices:
             assert is_legal(choice)
             assert re.search(r"--ds-config|--tp|--pp|--sp|ranks|--\w+", as_cli_flags(case, choice))
     assert fired > 500
@@ -181,8 +181,8 @@ def _ops_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
 
 
-def test_what_is_offered_on_the_command_line_is_accepted_there() -> None:
-    """Each message's options, typed in place of what they replace, make a run that is planned without a word."""
+def test_suggested_options_are_accepted_on_the_command_line() -> None:
+    """Add each message's suggested options to the command line; the run can then be planned."""
     for argv, world in ((["--ds-config", "zero3", "--pp", "2"], 4), (["--ds-config", "fsdp2", "--tp", "2"], 4),
                         (["--tp", "8"], 8), (["--model", "tiny-llama", "--tp", "4"], 4), (["--pp", "8"], 8),
                         (["--sp", "4", "--block-size", "250"], 4),
@@ -190,16 +190,16 @@ def test_what_is_offered_on_the_command_line_is_accepted_there() -> None:
                         (["--ds-config", "sp2", "--pp", "2"], 4), (["--ds-config", "zero3_nvme", "--pp", "2"], 2)):
         with pytest.raises(UserError) as raised:
             plan_run(parse(argv), world)
-        for offer in raised.value.instead.split(" or "):
-            plan_run(parse([*argv, *shlex.split(offer), "--gradient-accumulation-steps", "8"]), world)
+        for suggestion in raised.value.instead.split(" or "):
+            plan_run(parse([*argv, *shlex.split(suggestion), "--gradient-accumulation-steps", "8"]), world)
 
 
-def test_a_mistake_ends_the_check_with_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_fails_with_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError) as raised:
         main(["--ds-config", "tp2_zero3", "--pp", "2", "--check", "--world-size", "8"])
     message = str(raised.value)
     assert raised.value.exit_code == 2
-    assert "ZeRO stage 3, which divides them, is refused" in message
+    assert "DeepSpeed rejects ZeRO stage 3 in pipelines" in message
     assert "tp2_zero3.json, pp from command line" in message
     assert "instead: --ds-config pp2_tp2 or --pp 1" in message
 
@@ -211,7 +211,7 @@ def test_the_page_shows_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.replace(f"{data_dir('ds_configs').parent}/", "") == shown
 
 
-def test_more_rows_are_another_model_only_when_asked_for() -> None:
+def test_vocab_multiple_pads_the_vocabulary() -> None:
     argv = ["--model", "shakespeare-char", "--n-head", "4", "--tp", "2", "--vocab-multiple", "2"]
     plan = plan_run(parse(argv), 2)
     assert plan.model.padded_vocab_size == 66
@@ -219,7 +219,7 @@ def test_more_rows_are_another_model_only_when_asked_for() -> None:
 
 def test_every_shipped_layout_selects_itself() -> None:
     for layout in shipped_layouts():
-        # One layout has two names; the third dimension of 3d is what ranks are left.
+        # 3d and pp2_tp2 are the same layout.
         assert selection(layout) == f"--ds-config {layout.name}".replace("3d", "pp2_tp2")
     assert selection(replace(ZERO1, tp=4, pp=2)) == "--ds-config zero1 --tp 4 --pp 2"
     assert selection(Layout("mine", "deepspeed", ZeroOptions(2, offload_optimizer="cpu"))) is None
@@ -227,7 +227,7 @@ def test_every_shipped_layout_selects_itself() -> None:
 
 @pytest.fixture
 def own(tmp_path: Path):
-    """Resolve a ds_config of one's own."""
+    """Resolve a ds_config with these values."""
     def own(values: dict[str, Any], world_size: int = 4, **given: Any) -> Resolved:
         path = tmp_path / "mine.json"
         path.write_text(json.dumps(values))
@@ -235,26 +235,26 @@ def own(tmp_path: Path):
     return own
 
 
-def test_deepspeeds_own_degrees_become_ours(own) -> None:
+def test_degrees_in_deepspeeds_keys_are_translated(own) -> None:
     resolved = own({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2},
                     "pipeline": {"stages": 2, "partition": "best"}})
     assert (resolved.layout.tp, resolved.layout.pp, resolved.batch.dp_size) == (2, 2, 1)
     assert not {"tensor_parallel", "pipeline"} & resolved.deepspeed.keys()
     notes = " ".join(resolved.notes)
-    assert "tensor_parallel.autotp_size 2 of mine.json is our tp 2" in notes
-    assert "pipeline.stages 2 of mine.json is our pp 2" in notes
+    assert "tensor_parallel.autotp_size 2 of mine.json becomes tp 2" in notes
+    assert "pipeline.stages 2 of mine.json becomes pp 2" in notes
     resolved = own({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2})
     assert resolved.layout.sp == 2
     assert "sequence_parallel_size" not in resolved.deepspeed
-    assert "sequence_parallel_size 2 of mine.json is our sp 2" in " ".join(resolved.notes)
+    assert "sequence_parallel_size 2 of mine.json becomes sp 2" in " ".join(resolved.notes)
     typed = own({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}, sp=4)
     assert typed.layout.sp == 4
-    for quiet in ({"tensor_parallel": {"autotp_size": 0}}, {"pipeline": {"stages": "auto"}},
+    for degree_1 in ({"tensor_parallel": {"autotp_size": 0}}, {"pipeline": {"stages": "auto"}},
                   {"sequence_parallel_size": 1}):
-        assert own(quiet).layout == Layout("mine", "deepspeed", ZeroOptions(0))
+        assert own(degree_1).layout == Layout("mine", "deepspeed", ZeroOptions(0))
 
 
-@pytest.mark.parametrize(("values", "found"), [
+@pytest.mark.parametrize(("values", "message"), [
     ({"tensor_parallel": {"autotp_size": -1}}, "autotp_size is -1"),
     ({"tensor_parallel": {"autotp_size": 2}, "ezpz_llm": {"tp": 4}}, 'tp in "ezpz_llm" is 4'),
     ({"sequence_parallel_size": "2"}, "not a whole number"),
@@ -263,6 +263,6 @@ def test_deepspeeds_own_degrees_become_ours(own) -> None:
     ({"pipeline": {"partition": "type:Block"}}, "pipeline.partition"),
     ({"pipeline": {"seed_layers": True}}, "seed_layers"),
 ])
-def test_deepspeeds_own_degrees_that_fight_ours_are_refused(own, values: dict[str, Any], found: str) -> None:
-    with pytest.raises(UserError, match=re.escape(found)):
+def test_invalid_degrees_in_deepspeeds_keys_are_rejected(own, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         own(values)

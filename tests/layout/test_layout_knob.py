@@ -1,4 +1,4 @@
-"""A layout knob from rule to memory and traffic, shown with hpZ in a ds_config from outside the package."""
+"""Tests of ZeRO options from rule to memory and traffic, with hpZ in a user's ds_config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def zeropp(tmp_path: Path):
     return zeropp
 
 
-def test_the_check_names_the_option_and_refuses_groups_that_do_not_divide(zeropp) -> None:
+def test_hpz_is_noted_and_must_divide_the_ranks(zeropp) -> None:
     resolved = zeropp(4)
     assert resolved.layout.zero == ZeroOptions(3, hpz_partition_size=2)
     assert "zero_hpz_partition_size" in resolved.explain()
@@ -44,37 +44,37 @@ def test_the_check_names_the_option_and_refuses_groups_that_do_not_divide(zeropp
         zeropp(3)
 
 
-def test_the_second_copy_is_memory_and_its_gathers_are_traffic(zeropp) -> None:
+def test_hpz_changes_the_estimates_of_memory_and_traffic(zeropp) -> None:
     resolved, zero3 = zeropp(8, accumulation=2), resolve(Request("zero3", world_size=8, model=TINY, accumulation=2))
     held = held_parameters(zero3.layout, TINY, 0)
     more = {part.kind: part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)}
     assert more.pop("secondary") == 4 * held // 2
     assert more == {part.kind: part.bytes for part in memory_per_rank(zero3.layout, TINY, 8)}
-    volume, whole = (textbook(one.layout, TINY, one.batch) for one in (resolved, zero3))
+    volume, whole = (textbook(run.layout, TINY, run.batch) for run in (resolved, zero3))
     assert whole["all_gather"] == 4 * (4 * held)
     assert (volume["all_gather"], volume["all_gather (2 ranks)"]) == (4 * held, 3 * (4 * held))
 
 
-def test_a_key_that_no_certificate_covers_is_named(tmp_path: Path) -> None:
+def test_a_key_that_no_certificate_covers_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}))
-    said = " ".join(resolve(Request(str(path), world_size=4, model=TINY)).notes)
-    assert "uncertified: round_robin_gradients of mine.json; no certificate covers" in said
+    notes = " ".join(resolve(Request(str(path), world_size=4, model=TINY)).notes)
+    assert "uncertified: round_robin_gradients of mine.json; no certificate covers" in notes
 
 
-def test_hpz_of_two_has_a_name(zeropp) -> None:
+def test_hpz_with_groups_of_two_is_a_shipped_layout(zeropp) -> None:
     assert resolve(Request("zero3_hpz2", world_size=8)).layout == zeropp(8).layout
     assert suggest.selection(zeropp(8).layout) == "--ds-config zero3_hpz2"
 
 
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16_autocast", 4), ("bf16", 2)])
-def test_the_second_copy_is_of_the_parameters_dtype(zeropp, precision: str, itemsize: int) -> None:
+def test_the_second_copy_has_the_parameters_dtype(zeropp, precision: str, itemsize: int) -> None:
     layout = zeropp(8).layout
     held = {part.kind: part.bytes for part in memory_per_rank(layout, TINY, 8, precision=precision)}
     assert held["secondary"] == itemsize * held_parameters(layout, TINY, 0) // 2
 
 
-def test_shards_of_fsdp2_within_groups_are_memory_and_traffic() -> None:
+def test_shard_within_changes_the_estimates_of_memory_and_traffic() -> None:
     fsdp2 = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2))
     resolved = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2, shard_within=4))
     held = held_parameters(fsdp2.layout, TINY, 0)
@@ -88,18 +88,18 @@ def test_shards_of_fsdp2_within_groups_are_memory_and_traffic() -> None:
     assert suggest.selection(resolve(Request("fsdp2_within2", world_size=8)).layout) == "--ds-config fsdp2_within2"
 
 
-@pytest.mark.parametrize(("layout", "world_size", "within", "says", "instead"), [
+@pytest.mark.parametrize(("layout", "world_size", "within", "message", "instead"), [
     ("fsdp2", 6, 4, "shard_within 4 does not divide the 6 ranks", "--shard-within 2 or --shard-within 3 or "),
-    ("zero3", 4, 2, "engine deepspeed does not shard", "no shard_within"),
+    ("zero3", 4, 2, "engine deepspeed does not support shard_within", "no shard_within"),
     ("fsdp2", 4, 1, "shard_within is 1", "2 or more")])
-def test_groups_that_cannot_be_are_refused(layout: str, world_size: int, within: int, says: str,
-                                           instead: str) -> None:
-    with pytest.raises(UserError, match=says) as error:
+def test_invalid_shard_within_is_rejected(layout: str, world_size: int, within: int, message: str,
+                                          instead: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
         resolve(Request(layout, world_size=world_size, model=TINY, shard_within=within))
     assert instead in (error.value.instead or "")
 
 
-def test_a_new_file_changes_no_other_layouts_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_layout_keeps_the_options_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ds_configs"
     shutil.copytree(data_dir("ds_configs"), folder)
     before = [suggest.selection(layout) for layout in suggest.shipped_layouts()]
@@ -107,13 +107,13 @@ def test_a_new_file_changes_no_other_layouts_suggestion(tmp_path: Path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(ds_config, "data_dir", lambda name: folder)
         suggest.shipped_layouts.cache_clear()
-        found = {layout.name: suggest.selection(layout) for layout in suggest.shipped_layouts()}
+        selections = {layout.name: suggest.selection(layout) for layout in suggest.shipped_layouts()}
     suggest.shipped_layouts.cache_clear()
-    assert found.pop("zeropp") == "--ds-config zeropp"
-    assert list(found.values()) == before
+    assert selections.pop("zeropp") == "--ds-config zeropp"
+    assert list(selections.values()) == before
 
 
-def test_layouts_are_values_and_their_record_is_read_back() -> None:
+def test_layouts_compare_by_value_and_round_trip_through_a_record() -> None:
     layout = Layout("mine", "deepspeed", ZeroOptions(3, tiled=(("mlp.c_fc", 1, 4),), hpz_partition_size=2), sp=2)
     record = json.loads(json.dumps(layout.as_record()))
     assert Layout.from_record(record, "layout.json") == layout == Layout("other", "deepspeed", layout.zero, sp=2)
@@ -121,16 +121,16 @@ def test_layouts_are_values_and_their_record_is_read_back() -> None:
     assert Layout.from_record(record, "layout.json") == layout.with_zero(hpz_partition_size=1)
 
 
-def test_the_page_prints_the_table_which_has_each_option_once() -> None:
+def test_the_page_has_the_table_with_each_option_once() -> None:
     assert [knob.field for knob in KNOBS] == [item.name for item in fields(ZeroOptions)]
     page = (ROOT / "docs" / "reference" / "layouts.md").read_text()
     for row in knob_rows():
         assert f"| {' | '.join(row)} |" in page
 
 
-def test_an_option_is_certified_where_a_layout_with_a_certificate_sets_it() -> None:
-    kept = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
-    certified = {one["layout"] for one in kept["results"] if one["passed"]}
+def test_options_of_certified_layouts_are_marked_certified() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+    certified = {result["layout"] for result in record["results"] if result["passed"]}
     layouts = [layout for layout in suggest.shipped_layouts() if layout.name in certified]
     for knob in KNOBS:
         assert knob.certified == any(knob.is_set(layout) for layout in layouts), knob.key

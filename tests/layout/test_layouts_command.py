@@ -1,4 +1,4 @@
-"""`ezpz-llm layouts`: what it lists, that its bytes are those of the real parts, and its page."""
+"""Tests of `ezpz-llm layouts`: its lists, its memory estimates, and its page in the docs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_layout_has_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_has_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys).splitlines()
     assert sorted(line.split()[0] for line in lines) == ds_config.names()
     assert all(len(line.split()) > 4 for line in lines)
@@ -48,12 +48,12 @@ def test_every_layout_has_its_purpose(capsys: pytest.CaptureFixture[str]) -> Non
     assert sorted(json.loads(printed(capsys, "--json"))) == ds_config.names()
 
 
-def test_other_versions_are_tried_under_each_that_needs_no_op() -> None:
+def test_other_versions_are_tested_with_each_layout_that_needs_no_op() -> None:
     assert sorted(LAYOUTS) == sorted(layout.name for layout in shipped_layouts() if not ops.needed_ops(layout))
 
 
 def resolved(typed: str, model: str, world: int) -> Resolved:
-    """What a run resolves to with these words on its command line."""
+    """Resolve a run with these words on its command line."""
     words = shlex.split(typed)
     given = {name.lstrip("-"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     name = given.pop("ds-config")
@@ -61,13 +61,13 @@ def resolved(typed: str, model: str, world: int) -> Resolved:
                            **{degree: int(value) for degree, value in given.items()}))
 
 
-def test_what_it_says_is_legal_is_planned_and_what_it_refuses_is_not(
+def test_legal_layouts_resolve_and_illegal_ones_do_not(
         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     for model, world in (("llama3-8b", 64), ("gpt2-1558m", 6), ("tiny-llama", 1)):
-        said = json.loads(printed(capsys, "--world", str(world), "--model", model, "--json"))
-        assert sorted(entry["name"] for entry in said["named"]) == ds_config.names()
-        for entry in said["named"]:
+        output = json.loads(printed(capsys, "--world", str(world), "--model", model, "--json"))
+        assert sorted(entry["name"] for entry in output["named"]) == ds_config.names()
+        for entry in output["named"]:
             typed = f"--ds-config {entry['name']}"
             if entry["reason"] is None:
                 assert resolved(typed, model, world).batch.dp_size == entry["degrees"]["dp"]
@@ -77,17 +77,17 @@ def test_what_it_says_is_legal_is_planned_and_what_it_refuses_is_not(
             for offer in entry["instead"]:
                 ranks = re.fullmatch(r"(\d+) ranks", offer)
                 resolved(f"{typed} {'' if ranks else offer}", model, int(ranks[1]) if ranks else world)
-        for grid in said["degrees"]:
+        for grid in output["degrees"]:
             for stage, entry in grid["stages"].items():
                 layout = resolved(entry["words"], model, world).layout
                 assert (layout.tp, layout.pp, layout.sp) == (grid["tp"], grid["pp"], grid["sp"])
                 assert layout.zero.stage == int(stage)
 
 
-def test_degrees_that_are_left_out_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = json.loads(printed(capsys, "--world", "8", "--model", "tiny-llama", "--json"))
+def test_unlisted_degrees_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    output = json.loads(printed(capsys, "--world", "8", "--model", "tiny-llama", "--json"))
     listed = {(grid["tp"], grid["pp"], grid["sp"], int(stage))
-              for grid in said["degrees"] for stage in grid["stages"]}
+              for grid in output["degrees"] for stage in grid["stages"]}
     for tp, pp, sp, stage in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (0, 1, 2, 3)):
         try:
             layout = resolved(f"--ds-config zero{stage} --tp {tp} --pp {pp} --sp {sp}", "tiny-llama", 8).layout
@@ -99,8 +99,8 @@ def test_degrees_that_are_left_out_are_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-llama"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
-def test_the_arithmetic_counts_what_ranks_really_hold(model: str, tp: int, pp: int) -> None:
-    """Against the parts that are assembled for training, on every rank."""
+def test_estimated_parameters_equal_those_of_each_rank(model: str, tp: int, pp: int) -> None:
+    """Compare with the model that each rank assembles for training."""
     from ezpz_llm.engine.build import assemble
 
     config, layout = MODELS[model], Layout("x", "deepspeed", ZeroOptions(1), tp=tp, pp=pp)
@@ -119,7 +119,7 @@ def test_the_arithmetic_counts_what_ranks_really_hold(model: str, tp: int, pp: i
     ("zero1", 8 + 12 / 4, 0, 0), ("zero2", 4 + 16 / 4, 0, 0), ("zero3", 5, 0, 0), ("zero3_hpz2", 7, 0, 0),
     ("zero3_offload_optimizer", 1, 4, 0),
     ("zero3_offload_all", 0, 5, 0), ("zero3_nvme", 0, 1, 4), ("sp2", 8 + 12 / 4, 0, 0), ("tiled", 5, 0, 0)])
-def test_bytes_a_parameter_on_four_ranks(name: str, device: float, host: float, files: float) -> None:
+def test_bytes_per_parameter_on_four_ranks(name: str, device: float, host: float, files: float) -> None:
     config = MODELS["gpt2-124m"]
     layout = next(layout for layout in shipped_layouts() if layout.name == name)
     parts = memory_per_rank(layout, config, 4)
@@ -128,10 +128,10 @@ def test_bytes_a_parameter_on_four_ranks(name: str, device: float, host: float, 
         assert total(parts, where) == pytest.approx(expected * count, rel=1e-6)
 
 
-def test_named_layouts_have_their_bytes_in_bf16_too(capsys: pytest.CaptureFixture[str]) -> None:
-    said = json.loads(printed(capsys, "--world", "8", "--model", "gpt2-124m", "--json"))
+def test_named_layouts_have_bf16_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    output = json.loads(printed(capsys, "--world", "8", "--model", "gpt2-124m", "--json"))
     count = parameter_count(MODELS["gpt2-124m"])
-    held = {entry["name"]: sum(part["bytes"] for part in entry["memory_bf16"]) / count for entry in said["named"]}
+    held = {entry["name"]: sum(part["bytes"] for part in entry["memory_bf16"]) / count for entry in output["named"]}
     assert {name: round(held[name], 2) for name in ("ddp", "zero1", "zero3", "zero3_hpz2", "fsdp2",
                                                          "fsdp2_within2")} == {
         "ddp": 18, "zero1": 4, "zero3": 2.25, "zero3_hpz2": 3.25, "fsdp2": 2, "fsdp2_within2": 8}
@@ -144,9 +144,11 @@ def test_named_layouts_have_their_bytes_in_bf16_too(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.full
-def test_casts_are_counted_where_autograd_keeps_them(tmp_path: Path) -> None:
-    """Against one forward pass in bf16 on two ranks: FSDP2 keeps as much as DDP, ZeRO-3 nothing, and
-    FSDP2 nothing where parameters are gathered in bf16."""
+def test_estimated_casts_equal_what_autograd_keeps(tmp_path: Path) -> None:
+    """Compare with a forward pass in bf16 on two ranks.
+
+    FSDP2 keeps as much as DDP, but nothing if parameters are gathered in bf16. ZeRO-3 keeps nothing.
+    """
     layouts = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
     kept = results_of(HELPERS / "cast_ranks.py", tmp_path, [*layouts, "bf16:fsdp2"], 2)
     config = MODELS["gpt2-124m"]
@@ -158,8 +160,8 @@ def test_casts_are_counted_where_autograd_keeps_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_fsdp2_holds_whole_for_a_time_what_the_arithmetic_says(tmp_path: Path) -> None:
-    """Against the first of two micro-steps: parameters after its forward pass, gradients after the backward one."""
+def test_estimated_unsharded_state_of_fsdp2_equals_the_measured_one(tmp_path: Path) -> None:
+    """Compare with the first of two micro-steps: parameters after its forward pass, gradients after backward."""
     seen = results_of(HELPERS / "whole_ranks.py", tmp_path, ["fp32", "bf16_autocast", "bf16"], 2)
     fsdp2 = next(layout for layout in shipped_layouts() if layout.name == "fsdp2")
     config = CONFIGS["llama"]
@@ -169,7 +171,7 @@ def test_fsdp2_holds_whole_for_a_time_what_the_arithmetic_says(tmp_path: Path) -
     assert seen["bf16"][1] == 0 < seen["fp32"][1]
 
 
-def test_each_micro_batch_on_its_way_has_casts_of_its_own() -> None:
+def test_each_micro_batch_in_flight_has_its_own_casts() -> None:
     config, kept = MODELS["tiny-llama"], {}
     model = GPT(config)
     autocast_forward(model, torch.device("cpu"), "bf16_autocast")
@@ -188,9 +190,9 @@ def test_each_micro_batch_on_its_way_has_casts_of_its_own() -> None:
             assert elements == number * config.n_layer * block_matrix_count(config)
 
 
-def test_groups_that_cross_nodes_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:
-    said = json.loads(printed(capsys, "--world", "16", "--model", "llama3-1b", "--ranks-per-node", "4", "--json"))
-    assert {grid["tp"] for grid in said["degrees"] if grid["crosses_nodes"]} == {8}
+def test_groups_that_cross_nodes_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    output = json.loads(printed(capsys, "--world", "16", "--model", "llama3-1b", "--ranks-per-node", "4", "--json"))
+    assert {grid["tp"] for grid in output["degrees"] if grid["crosses_nodes"]} == {8}
     text = printed(capsys, "--world", "16", "--model", "llama3-1b", "--ranks-per-node", "6")
     assert re.search(r"zero1 --tp 4 .*crosses nodes", text)
     assert re.search(r"tp2_zero1 .*in a node", text)
@@ -198,7 +200,7 @@ def test_groups_that_cross_nodes_are_said_to(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("argv", [("--world", "0"), ("--world", "2", "--ranks-per-node", "0"),
                                   ("--ranks-per-node", "2"), ("--world", "2", "--model", "llama3-9b")])
-def test_numbers_that_are_none_are_refused(argv: tuple[str, ...]) -> None:
+def test_invalid_options_are_rejected(argv: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as raised:
         main(argv)
     assert raised.value.instead
@@ -211,8 +213,8 @@ def test_nothing_heavy_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_page_shows_what_the_command_prints(recording: bool) -> None:
-    """Each block of the page that begins with the command, run as it is typed."""
+def test_the_page_shows_the_output_of_the_command(recording: bool) -> None:
+    """Run each command on the page and compare its output."""
     def run(block: re.Match[str]) -> str:
         program = "from ezpz_llm.cli import main; raise SystemExit(main())"
         done = subprocess.run([sys.executable, "-c", program, *shlex.split(block[1])], capture_output=True,
@@ -225,4 +227,4 @@ def test_the_page_shows_what_the_command_prints(recording: bool) -> None:
     if recording:
         PAGE.write_text(now)
     else:
-        assert now == text, "it prints something else: python3 benchmarks/record.py layouts-page"
+        assert now == text, "the output has changed; run python3 benchmarks/record.py layouts-page"

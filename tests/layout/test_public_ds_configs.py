@@ -1,4 +1,4 @@
-"""Other people's ds_configs: each is honoured as it says, or refused with a reason that is true."""
+"""Tests with public ds_configs: each is applied, or rejected for a true reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ezpz_llm.trainer.plan import RunPlan, check_run
 
 
 def plan(public: Public, folder: Path) -> RunPlan:
-    """What `launch` checks before a run of 100 steps with that ds_config."""
+    """Plan a run of 100 steps with a ds_config, as `launch` does."""
     text = json.dumps(public.values)
     for plain, written in public.text.items():
         assert plain in text
@@ -31,8 +31,8 @@ def plan(public: Public, folder: Path) -> RunPlan:
     return check_run(parse(["--ds-config", str(path), "--steps", "100", *public.argv]), public.world_size)
 
 
-def found(run: RunPlan, name: str) -> Any:
-    """A setting of the run by its name in the table."""
+def setting(run: RunPlan, name: str) -> Any:
+    """Return a setting of the run by its name in the table."""
     resolved = run.resolved
     if name == "stage":
         return resolved.layout.zero.stage
@@ -56,31 +56,31 @@ def test_a_public_ds_config(public: Public, tmp_path: Path, monkeypatch: pytest.
         return
     typed = public.expected.get("precision")
     if typed in AUTOCAST:
-        # DeepSpeed's fp16, and its stage 0 in bf16, are refused with the precision to type instead.
+        # DeepSpeed's fp16, and its stage 0 in bf16, are rejected with a suggested precision.
         with pytest.raises(UserError, match=r"fp16|bf16") as raised:
             plan(public, tmp_path)
         assert f"--precision {typed}" in str(raised.value)
         public = replace(public, argv=(*public.argv, "--precision", typed))
     run = plan(public, tmp_path)
-    assert {name: found(run, name) for name in public.expected} == public.expected
+    assert {name: setting(run, name) for name in public.expected} == public.expected
     notes = " ".join(run.resolved.notes)
     for words in public.notes:
         assert words in notes, notes
 
 
-def test_there_are_enough_of_each_project() -> None:
+def test_the_table_has_enough_files_of_each_project() -> None:
     projects = Counter(public.repo.split("/")[1] for public in PUBLIC)
     assert set(projects) == {"axolotl", "accelerate", "transformers", "DeepSpeedExamples", "Megatron-DeepSpeed"}
     assert min(projects.values()) >= 6
     assert len({(public.repo, public.path, public.commit) for public in PUBLIC}) == len(PUBLIC) >= 40
 
 
-@pytest.mark.skipif(version("deepspeed") != table().version, reason="another DeepSpeed")
+@pytest.mark.skipif(version("deepspeed") != table().version, reason="the table is for another DeepSpeed")
 @pytest.mark.parametrize("public", [public for public in PUBLIC if isinstance(public.expected, str) and (
-    "unknown key" in public.expected or "DeepSpeed takes" in public.expected or "removed" in public.expected)],
+    "unknown key" in public.expected or "DeepSpeed requires" in public.expected or "removed" in public.expected)],
     ids=lambda public: public.title)
-def test_a_refusal_that_names_deepspeed_is_deepspeeds_own(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said to be no key of DeepSpeed's, or removed, DeepSpeed itself refuses, or ignores in silence."""
+def test_deepspeed_rejects_what_we_say_it_rejects(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed itself rejects or silently ignores keys that we call unknown or removed."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
 

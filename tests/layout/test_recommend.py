@@ -1,4 +1,4 @@
-"""`ezpz-llm layouts --memory`: which layout is recommended, and that its line is one that the trainer accepts."""
+"""Tests of `ezpz-llm layouts --memory`: the recommended layout, and that the trainer accepts it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(argv) == 0
     return capsys.readouterr().out
 
 
-def line(text: str) -> list[str]:
-    found = re.search(r"^Take: launch python3 -m ezpz_llm.train (.*)$", text, re.MULTILINE)
-    assert found, text
-    return shlex.split(found[1])
+def recommended_options(text: str) -> list[str]:
+    match = re.search(r"^Recommended: launch python3 -m ezpz_llm.train (.*)$", text, re.MULTILINE)
+    assert match, text
+    return shlex.split(match[1])
 
 
 @pytest.mark.parametrize(("model", "world", "memory", "words"), [
@@ -35,22 +35,22 @@ def line(text: str) -> list[str]:
     ("llama3-8b", 64, 80, "--ds-config zero3 --precision bf16"),
 ])
 def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory, words, capsys):
-    text = said(capsys, "--world", str(world), "--model", model, "--memory", str(memory), "--micro-batch-size", "1",
-                "--ranks-per-node", "8")
-    typed = line(text)
+    text = printed(capsys, "--world", str(world), "--model", model, "--memory", str(memory),
+                   "--micro-batch-size", "1", "--ranks-per-node", "8")
+    typed = recommended_options(text)
     assert " ".join(typed).endswith(words), text
     plan = check_run(parse(typed), world, "cuda")
     assert plan.resolved.batch.micro_batch == 1
 
 
-def test_bf16_is_taken_in_pipelines_too() -> None:
-    found = choices(MODELS["gpt2-124m"], 8, 1, None, 40e9)
-    recipes = {choice.words: choice.recipe(0.85 * 40e9) for choice in found}
+def test_bf16_is_recommended_in_pipelines_too() -> None:
+    legal = choices(MODELS["gpt2-124m"], 8, 1, None, 40e9)
+    recipes = {choice.words: choice.recipe(0.85 * 40e9) for choice in legal}
     assert (recipes["--ds-config zero1"], recipes["--ds-config pp2"]) == ("bf16", "bf16")
 
 
 @pytest.mark.parametrize(("memory", "logits"), [(80e9, 2**29), (40e9, 2**28)])
-def test_chunks_of_logits_are_the_trainers_on_such_a_device(memory: float, logits: int) -> None:
+def test_chunks_of_logits_have_the_trainers_size(memory: float, logits: int) -> None:
     model = MODELS["llama3-8b"]
     (ddp,) = (choice for choice in choices(model, 8, 4, None, memory) if choice.words == "--ds-config ddp")
     chunk = chosen_chunk(4 * model.block_size, model.padded_vocab_size, logits)
@@ -59,10 +59,10 @@ def test_chunks_of_logits_are_the_trainers_on_such_a_device(memory: float, logit
     assert ddp.bytes["bf16"] == states + activation_bytes(ddp.layout, model, Pass(4, 1, "bf16", chunk=chunk))
 
 
-def test_bytes_are_states_and_activations_of_the_recipe():
+def test_estimates_are_states_and_activations_of_the_recipe():
     model = MODELS["gpt2-1558m"]
-    found = {choice.words: choice for choice in choices(model, 8, 2, None, 80e9)}
-    zero2 = found["--ds-config zero2"]
+    by_words = {choice.words: choice for choice in choices(model, 8, 2, None, 80e9)}
+    zero2 = by_words["--ds-config zero2"]
     for recipe, size in zero2.bytes.items():
         work = Pass(2, 1, recipe, chunk=2 * model.block_size)
         states = total(memory_per_rank(zero2.layout, model, 8, precision=recipe), "device")
@@ -74,14 +74,14 @@ def test_tensor_parallel_groups_stay_inside_a_node():
     assert degrees == {1, 2, 4}
 
 
-def test_where_nothing_fits_that_is_said(capsys):
-    text = said(capsys, "--world", "1", "--model", "llama3-8b", "--memory", "1")
-    assert "Nothing fits: more ranks" in text
+def test_the_output_says_if_nothing_fits(capsys):
+    text = printed(capsys, "--world", "1", "--model", "llama3-8b", "--memory", "1")
+    assert "No layout fits. Use more ranks" in text
     assert "does not fit" in text
 
 
 @pytest.mark.parametrize("words", [["--memory", "80"], ["--memory", "-1", "--world", "8"],
                                    ["--memory", "80", "--world", "8", "--micro-batch-size", "0"]])
-def test_numbers_that_are_none_are_refused(words):
+def test_invalid_numbers_are_rejected(words):
     with pytest.raises(UserError, match="--memory"):
         main(words)

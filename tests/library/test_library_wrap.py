@@ -102,7 +102,7 @@ def test_notes_of_layout_are_printed(tmp_path: Path):
                           capture_output=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     assert "note: uncertified: round_robin_gradients of mine.json; no certificate covers" in done.stderr
-    assert "note: gradients are added and travel in bf16" in done.stderr
+    assert "note: gradients are accumulated and reduced in bf16" in done.stderr
 
 
 _TRY = """

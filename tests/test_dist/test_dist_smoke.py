@@ -1,4 +1,4 @@
-"""test_dist as a user runs it: under launch, torchrun, two hosts, alone; and with planted faults."""
+"""Tests of test_dist under launch, torchrun, two hostnames and alone, and with injected faults."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_PO
        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
 PLOTS = {"loss.txt", "sps.txt", "dt.txt", "dtf.txt", "dtb.txt"}
 
-# Rank 1's all-reduces leave its tensor as it was (it still takes part, so that nobody waits), and its loss after
-# the training is not the others'.
-DEAF = """
+# Rank 1's all-reduces do not change its tensor (it takes part with a copy, so that no rank hangs), and its loss
+# after training differs.
+FAULTY_RANK = """
 import sys, torch, torch.distributed as dist
 from ezpz_llm.base.errors import run_command
 from ezpz_llm.test_dist import run
 from ezpz_llm.test_dist.__main__ import main
 original, measured = dist.all_reduce, run.held_out_loss
-def deaf(tensor, *args, **kwargs):
+def faulty(tensor, *args, **kwargs):
     return original(tensor.clone() if dist.get_rank() == 1 else tensor, *args, **kwargs)
-dist.all_reduce = deaf
+dist.all_reduce = faulty
 run.held_out_loss = lambda engine, me, seed: measured(engine, me, seed) * (1 + 0.002 * me.rank)
 raise SystemExit(run_command(main))
 """
@@ -57,13 +57,13 @@ def free_port() -> str:
 
 def iterations(text: str) -> list[dict[str, float]]:
     pattern = r"iter=(\d+) loss=([\d.]+) sps=([\d.]+) dt=([\d.]+) dtf=([\d.]+) dtb=([\d.]+)$"
-    return [dict(zip(("iter", "loss", "sps", "dt", "dtf", "dtb"), map(float, found), strict=True))
-            for found in re.findall(pattern, text, re.MULTILINE)]
+    return [dict(zip(("iter", "loss", "sps", "dt", "dtf", "dtb"), map(float, values), strict=True))
+            for values in re.findall(pattern, text, re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> RunDir:
-    """35 iterations of two ranks under DDP."""
+    """Run 35 iterations of two ranks under DDP."""
     folder = tmp_path_factory.mktemp("launched")
     done = launch(folder, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--steps", "35",
                   timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
@@ -71,7 +71,7 @@ def launched(tmp_path_factory) -> RunDir:
     return RunDir(folder / "out")
 
 
-def test_what_two_ranks_print(launched):
+def test_output_of_two_ranks(launched):
     for rank in (0, 1):
         log = launched.rank_log(rank).read_text()
         assert f"[cpu][rank={rank}/1][{rank}][{socket.gethostname()}]" in log
@@ -83,19 +83,19 @@ def test_what_two_ranks_print(launched):
     assert [line["iter"] for line in lines] == list(range(1, 36))
     for line in lines:
         assert line["dtf"] + line["dtb"] <= line["dt"] + 0.02
-        # Samples of both ranks count.
+        # sps includes the samples of both ranks.
         assert line["sps"] * line["dt"] / 1e3 == pytest.approx(128, rel=0.05)
     assert sum(line["loss"] for line in lines[-7:]) < 0.9 * sum(line["loss"] for line in lines[:7])
     for kind in ("all ranks", "same node"):
         for size in ("4 KiB", "4 MiB", "16 MiB"):
             assert re.search(rf"^  {kind} +1 +{size} +right +[\d.]+ +[\d.]+ +[\d.]+$", text, re.MULTILINE)
-    assert "  across nodes: none, since all ranks are on one node" in text
+    assert "  across nodes: not measured, because all ranks are on one node" in text
     assert re.search(r"^imports +torch \d+\.\d\d s$", text, re.MULTILINE)
     assert "backend   gloo" in text
     assert text.rstrip().splitlines()[-1].startswith("[0] runtime=")
 
 
-def test_what_two_ranks_leave_behind(launched):
+def test_files_of_two_ranks(launched):
     text = launched.rank_log(0).read_text()
     assert {path.name for path in launched.plots.iterdir()} == PLOTS
     for name in PLOTS:
@@ -104,18 +104,20 @@ def test_what_two_ranks_leave_behind(launched):
     assert (launched.profile / "host.html").stat().st_size > 10_000
     written = list(read_lines(launched.metrics))
     assert [line["step"] for line in written] == list(range(1, 36))
-    assert [line["loss"] for line in written] == pytest.approx([one["loss"] for one in iterations(text)], abs=1e-5)
+    printed = [line["loss"] for line in iterations(text)]
+    assert [line["loss"] for line in written] == pytest.approx(printed, abs=1e-5)
     record = read_record(launched)
     assert record["launch"]["world_size"] == 2
     assert record["exit"]["code"] == 0
     result = record["test_dist"]
     assert (result["healthy"], result["reasons"]) == (True, [])
-    assert [one["kind"] for one in result["reductions"]] == ["all ranks"] * 3 + ["same node"] * 3
-    assert [one["bytes"] for one in result["reductions"]] == [2**12, 2**22, 2**24] * 2
-    for one in result["reductions"]:
-        assert one["wrong_ranks"] == []
-        assert one["algorithm_gigabytes_per_second"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
-        assert one["bus_gigabytes_per_second"] == pytest.approx(one["algorithm_gigabytes_per_second"])  # of two
+    assert [reduction["kind"] for reduction in result["reductions"]] == ["all ranks"] * 3 + ["same node"] * 3
+    assert [reduction["bytes"] for reduction in result["reductions"]] == [2**12, 2**22, 2**24] * 2
+    for reduction in result["reductions"]:
+        rate = reduction["algorithm_gigabytes_per_second"]
+        assert reduction["wrong_ranks"] == []
+        assert rate == pytest.approx(reduction["bytes"] / reduction["seconds"] / 1e9)
+        assert reduction["bus_gigabytes_per_second"] == pytest.approx(rate)  # for groups of two
     assert set(result["spread"]) == {"sps", "dt", "dtf", "dtb"}
     assert record["config"] == {"ds_config": "ddp", "steps": 35, "seed": 0, "device": "auto", "batch": {
         "global_batch": 128, "micro_batch": 64, "accumulation": 1, "dp_size": 2}}
@@ -148,7 +150,7 @@ def test_zero1_under_launch_gives_the_same_losses(launched, tmp_path):
 
 
 @pytest.mark.full
-def test_one_process_has_nothing_to_reduce(launched, tmp_path):
+def test_one_process_skips_all_reduces(launched, tmp_path):
     done = run(sys.executable, *COMMAND, "--steps", "30", "--batch", "16", "--seed", "7", "--run-dir", "out",
                folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -164,16 +166,16 @@ def test_one_process_has_nothing_to_reduce(launched, tmp_path):
     for words in ([], ["--check"]):
         done = run(sys.executable, *COMMAND, "--run-dir", "out", *words, folder=tmp_path)
         assert done.returncode == 2
-        assert "error: the run directory holds another run's metrics" in done.stderr
+        assert "error: the run directory contains another run's metrics" in done.stderr
         assert "Traceback" not in done.stderr
     assert (tmp_path / "out/metrics.jsonl").read_bytes() == written
 
 
-def test_a_directory_of_another_run_is_refused_before_any_rank_starts(launched):
+def test_a_run_directory_with_metrics_is_rejected_before_ranks_start(launched):
     written = launched.metrics.read_bytes()
     done = run(sys.executable, *COMMAND, "--run-dir", str(launched.path), "--check", folder=launched.path.parent)
     assert done.returncode == 2
-    assert "error: the run directory holds another run's metrics" in done.stderr
+    assert "error: the run directory contains another run's metrics" in done.stderr
     assert "Traceback" not in done.stderr
     assert launched.metrics.read_bytes() == written
 
@@ -184,67 +186,68 @@ def _has_uts() -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not _has_uts(), reason="no right to give a process another host name")
-def test_ranks_of_two_host_names_are_paired_across(tmp_path):
-    """Two and one rank; the odd one out of the first host has no partner on the second."""
+@pytest.mark.skipif(not _has_uts(), reason="no permission to set the hostname of a process")
+def test_ranks_of_two_hostnames_are_paired_across_nodes(tmp_path):
+    """The second of two ranks on one node has no partner on a node with one rank."""
     words = [sys.executable, *COMMAND, "--steps", "10", "--run-dir", "out"]
     done = run(shutil.which("mpiexec", path=ENV["PATH"]), "-n", "2", *words, ":",
                "-n", "1", "unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", *words,
                folder=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[rank=2/2][2][elsewhere]" in done.stdout
-    found = {one["kind"]: one for one in read_record(RunDir(tmp_path / "out"))["test_dist"]["reductions"]}
-    assert set(found) == {"all ranks", "same node", "across nodes"}
-    assert found["same node"]["slowest"] == [0, 1]
-    assert found["across nodes"]["slowest"] == [0, 2]
+    record = read_record(RunDir(tmp_path / "out"))
+    by_kind = {reduction["kind"]: reduction for reduction in record["test_dist"]["reductions"]}
+    assert set(by_kind) == {"all ranks", "same node", "across nodes"}
+    assert by_kind["same node"]["slowest"] == [0, 1]
+    assert by_kind["across nodes"]["slowest"] == [0, 2]
     for kind, factor in (("all ranks", 4 / 3), ("same node", 1), ("across nodes", 1)):
-        one = found[kind]
-        assert one["bus_gigabytes_per_second"] == pytest.approx(factor * one["algorithm_gigabytes_per_second"])
+        rate = by_kind[kind]["algorithm_gigabytes_per_second"]
+        assert by_kind[kind]["bus_gigabytes_per_second"] == pytest.approx(factor * rate)
 
 
 @pytest.mark.full
-def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
-    (tmp_path / "deaf.py").write_text(DEAF)
-    done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, "deaf.py", "--steps", "10",
+def test_wrong_sums_or_weights_fail_the_run(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY_RANK)
+    done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, "faulty.py", "--steps", "10",
                   timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     assert done.returncode == 1
     log = RunDir(tmp_path / "out").rank_log(0).read_text()
     assert "error: rank 1 got wrong sums in all-reduces (all ranks, same node)" in log
     assert log.count("WRONG on ranks 1") == 6  # three sizes of two kinds
-    assert "error: rank 1 has other weights than rank 0: a loss of " in log
+    assert "error: rank 1 has different weights than rank 0: losses of " in log
     assert "healthy: " not in log
     assert read_record(RunDir(tmp_path / "out"))["test_dist"]["healthy"] is False
 
 
 @pytest.mark.full
-def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
-    (tmp_path / "still.json").write_text(json.dumps({
+def test_a_loss_that_does_not_decrease_fails_the_run(tmp_path):
+    (tmp_path / "zero_lr.json").write_text(json.dumps({
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "ddp"}}))
-    done = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "still.json", "--run-dir", "out",
+    done = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "zero_lr.json", "--run-dir", "out",
                folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "error: the loss did not fall: 1.01" in done.stdout
+    assert "error: the loss did not decrease: 1.01" in done.stdout
 
 
-@pytest.mark.parametrize(("options", "found"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--ds-config", "zero7"], "unknown ds_config 'zero7'"),
-    (["--ds-config", "tp2"], "layout tp2: dp 1 x tp 2 divides the layers of a GPT"),
-    (["--steps", "3"], "3 iterations are too few"),
+    (["--ds-config", "tp2"], "layout tp2: dp 1 x tp 2 requires a GPT"),
+    (["--steps", "3"], "--steps must be at least 10, but is 3"),
     (["--batch", "0"], "a micro batch of 0 sequences"),
     (["--seed", "-1"], "seed -1 is out of range"),
     (["--device", "gpu"], "invalid choice: 'gpu'"),
     (["--step", "30"], "did you mean --steps"),
 ])
-def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
+def test_invalid_options_are_rejected_before_ranks_start(options, message, tmp_path):
     done = launch(tmp_path, "-n", "2", sys.executable, *COMMAND, *options, timeout=120)
     assert done.returncode == 2
-    assert found in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_ds_configs_own_batch_beats_the_default(tmp_path):
-    """64 does not divide 100 samples of two ranks, 50 does; a batch that was asked for has to."""
+def test_the_batch_of_a_ds_config_overrides_the_default(tmp_path):
+    """The default of 64 becomes 50, which divides 100 samples on two ranks; --batch must divide them."""
     (tmp_path / "hundred.json").write_text(json.dumps({"train_batch_size": 100, "zero_optimization": {"stage": 1}}))
     words = ["--ds-config", str(tmp_path / "hundred.json")]
     batch = check(parser().parse_args(words), 2).batch
@@ -255,7 +258,7 @@ def test_a_ds_configs_own_batch_beats_the_default(tmp_path):
     assert check(parser().parse_args([]), 2).batch.micro_batch == 64
 
 
-def test_the_check_and_the_help_import_no_torch():
+def test_check_and_help_do_not_import_torch():
     for options in ("['--check', '--world-size', '4', '--ds-config', 'zero2']", "['--help']"):
         code = f"""
 import sys
@@ -272,8 +275,8 @@ finally:
 
 
 @pytest.mark.parametrize("ranks_a_node", [1, 7, 8, 56])
-def test_twice_the_own_value_is_never_taken_for_a_sum(ranks_a_node, monkeypatch):
-    """Whatever the distance between the two of a pair, and on either side of it."""
+def test_a_doubled_own_value_is_a_wrong_sum(ranks_a_node, monkeypatch):
+    """The test includes pairs at several distances, and both ranks of a pair."""
     world = 2 * ranks_a_node
 
     def gather(into: list, own: object) -> None:
@@ -285,16 +288,16 @@ def test_twice_the_own_value_is_never_taken_for_a_sum(ranks_a_node, monkeypatch)
     monkeypatch.setattr(torch_dist, "all_reduce", lambda values, group: values.mul_(2))
     for rank in (0, ranks_a_node):
         alone = Dist(RankInfo(rank, world, 0, ranks_a_node, 0, "test"), torch.device("cpu"), "gloo", None, None)
-        across = [one for one in measure_reductions(alone) if one.kind == ACROSS]
+        across = [reduction for reduction in measure_reductions(alone) if reduction.kind == ACROSS]
         assert len(across) == 3
-        assert all(one.wrong_ranks for one in across)
+        assert all(reduction.wrong_ranks for reduction in across)
 
 
-def test_pairs():
+def test_pair_up():
     assert pair_up(["a"] * 5) == {SAME: [(0, 1), (2, 3)], ACROSS: []}
     assert pair_up(["a", "a", "b", "b"]) == {SAME: [(0, 1), (2, 3)], ACROSS: [(0, 2), (1, 3)]}
     assert pair_up(["a", "b", "c", "d", "e"]) == {SAME: [], ACROSS: [(0, 1), (2, 3)]}
-    assert pair_up(["a", "b", "a", "b"])[SAME] == [(0, 2), (1, 3)]  # ranks dealt round the hosts
+    assert pair_up(["a", "b", "a", "b"])[SAME] == [(0, 2), (1, 3)]  # ranks assigned to nodes in turn
     many = pair_up([f"n{rank // 8}" for rank in range(1024)])
     for pairs in many.values():
         assert len(pairs) == MOST_PAIRS

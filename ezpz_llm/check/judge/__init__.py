@@ -1,4 +1,4 @@
-"""Findings from gathered facts: pure functions, worst first. Nothing here reads a machine."""
+"""Findings from gathered facts, as pure functions that read no machine state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _JUDGES = (*hosts.RANK_JUDGES, *network.REACH_JUDGES, *hosts.NODE_JUDGES, *netwo
 
 
 def judge(gathered: Gathered) -> list[Finding]:
-    """Everything that is wrong (`bad`), then everything that is odd (`warn`)."""
-    found = [finding for one in _JUDGES for finding in one(gathered)]
-    return sorted(dict.fromkeys(found), key=lambda finding: finding.level != "bad")
+    """Return all findings, `bad` ones first."""
+    findings = [finding for check in _JUDGES for finding in check(gathered)]
+    return sorted(dict.fromkeys(findings), key=lambda finding: finding.level != "bad")

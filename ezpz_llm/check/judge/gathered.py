@@ -1,4 +1,4 @@
-"""Input and output of the judges as plain values, and many ranks or nodes in few words."""
+"""Input and output of the judges, and compact texts for many ranks or nodes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ezpz_llm.base.shell_commands import typable_text
 from ezpz_llm.launch.hostlist import fold_numbers
 
 Facts = Mapping[str, Any]
-"""What one rank told (`client.gather_facts`), with what was measured with it (`stages`)."""
+"""Facts of a rank (`client.gather_facts`) and its measurements by stage (`stages`)."""
 
 Level = Literal["bad", "warn", "ok"]
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"
-"""Stages of measuring; a link stage's name ends in the number of its round."""
+"""Stages of measurement; the name of a link stage ends with its round number."""
 
-_STAGE_NAMES = {READY: "importing torch and taking its device", COMPUTE: "a matrix product",
-                NODE: "an all-reduce with the ranks of its host", LINK: "an all-reduce with a rank of another host",
-                NETWORK: "telling its network", MPI: "starting MPI"}
+_STAGE_NAMES = {READY: "importing torch and selecting its device", COMPUTE: "a matmul",
+                NODE: "an all-reduce with the ranks of its node", LINK: "an all-reduce with a rank of another node",
+                NETWORK: "reporting its network", MPI: "starting MPI"}
 
 
 def stage_name(stage: str) -> str:
-    """What a stage does, in words."""
+    """Return a description of a stage."""
     return _STAGE_NAMES.get(stage.rstrip("0123456789").strip(), stage)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong (`bad`: the reservation is unfit), odd (`warn`) or well (`ok`), and what mends it."""
+    """Result of a check and its remedy; `bad` makes the reservation unfit."""
 
     level: Level
     topic: str
@@ -40,29 +40,30 @@ class Finding:
 
 
 def judged(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
-    """The first problem that holds, as (holds, level, what mends it); `ok` where none does."""
-    return next((Finding(level, topic, found, instead) for holds, level, instead in problems if holds),
+    """Return a finding for the first true problem, given as (is true, level, remedy); `ok` if there is none."""
+    return next((Finding(level, topic, found, instead) for is_true, level, instead in problems if is_true),
                 Finding("ok", topic, found))
 
 
 def findings_text(findings: Iterable[Finding]) -> str:
-    """A line a finding, its remedy under it; empty without any."""
-    return "".join(f"{one.level:<5} {one.topic}: {one.found}\n"
-                   + (f"      do: {typable_text(one.instead)}\n" if one.instead else "") for one in findings)
+    """Return one line per finding, each followed by its remedy."""
+    return "".join(f"{finding.level:<5} {finding.topic}: {finding.found}\n"
+                   + (f"      do: {typable_text(finding.instead)}\n" if finding.instead else "")
+                   for finding in findings)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that is known.
+    """Everything that rank 0 gathered.
 
     Args:
-        world_size: the number of ranks that rank 0 believes there are.
-        facts: of the ranks that reported, in order of the ranks.
-        hosts: the host of each rank as planned; empty where no plan is at hand.
-        unreached: what hosts wrote that could not reach rank 0.
-        port_error: why MASTER_PORT itself could not be bound; None where it could, or was not to be.
-        network: what the site says that the communication library should choose.
-        waited_s: how long rank 0 waited for the last rank.
+        world_size: number of ranks according to rank 0.
+        facts: facts of the ranks that reported, in rank order.
+        hosts: planned hostname of each rank; empty if unknown.
+        unreached: reports of nodes that could not reach rank 0.
+        port_error: why MASTER_PORT could not be bound; None if it was bound or not needed.
+        network: network that the communication library should choose, from the site file.
+        waited_s: seconds that rank 0 waited for the last rank.
     """
 
     world_size: int
@@ -75,21 +76,21 @@ class Gathered:
 
     @property
     def told(self) -> list[Facts]:
-        """The facts of ranks that came as far as telling any."""
+        """Facts of the ranks that sent them (others only connected)."""
         return [facts for facts in self.facts if "cores" in facts]
 
     def by_host(self) -> dict[str, list[Facts]]:
-        """The ranks of each host, hosts in order of their first rank."""
+        """Return the facts of ranks by hostname, in order of the first rank."""
         return grouped((facts["host"], facts) for facts in self.told)
 
     def measured(self, stage: str) -> Iterator[tuple[Facts, Mapping[str, Any]]]:
-        """The ranks that answered in a stage without an error, with their answers."""
+        """Yield the ranks that answered in a stage without an error, with their answers."""
         for facts in self.told:
             if (answer := answer_of(facts, stage)) and "error" not in answer:
                 yield facts, answer
 
     def linked(self) -> Iterator[tuple[str, str, Facts]]:
-        """(node, stage, answer) of every rank in every round of all-reduces between nodes."""
+        """Yield (hostname, stage, answer) of every rank in every round of all-reduces between nodes."""
         for facts in self.told:
             for stage, answer in facts.get("stages", {}).items():
                 if stage.startswith(LINK):
@@ -97,17 +98,16 @@ class Gathered:
 
 
 def answer_of(facts: Facts, stage: str) -> Facts:
-    """What a rank answered in a stage; empty where it was not asked, or has not answered."""
+    """Return a rank's answer in a stage; empty without an answer."""
     return facts.get("stages", {}).get(stage, {})
 
 
-# Many ranks and hosts in few words.
-_NAMED = 6
+_MAX_NAMES = 6
 
 
 def host_ranges(names: Iterable[str]) -> str:
-    """`n[1-3],login` for n1, n2, n3, login: Slurm's own way, in the order of first appearance."""
-    # Names without a number stand for themselves.
+    """Return `n[1-3],login` for n1, n2, n3, login: Slurm's format, in order of first appearance."""
+    # Names without a number are kept unchanged.
     parts = [match.groups() if (match := re.fullmatch(r"(.*?)(\d+)(\D*)", name)) else (name, "", "")
              for name in dict.fromkeys(names)]
     words = []
@@ -117,8 +117,8 @@ def host_ranges(names: Iterable[str]) -> str:
             words.append(f"{prefix}{numbers[0]:0{width}d}{suffix}" if width else prefix)
             continue
         words.append(f"{prefix}[{_ranges(sorted(numbers), width)}]{suffix}")
-    shown = words[:_NAMED]
-    return ",".join(shown) + (f" and {len(words) - _NAMED} more" if len(words) > _NAMED else "")
+    shown = words[:_MAX_NAMES]
+    return ",".join(shown) + (f" and {len(words) - _MAX_NAMES} more" if len(words) > _MAX_NAMES else "")
 
 
 def _ranges(numbers: Sequence[int], width: int) -> str:
@@ -127,9 +127,9 @@ def _ranges(numbers: Sequence[int], width: int) -> str:
 
 
 def differing(values: Mapping[str, str]) -> str | None:
-    """`n3: 2.11, all others 2.13` for the value of each host; None where all agree.
+    """Return text such as `n3: 2.11, all others 2.13` for values by hostname; None if all agree.
 
-    Without a majority every value is given with its hosts.
+    Without a majority, the text lists every value with its hostnames.
     """
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:
@@ -146,7 +146,7 @@ def _with(values: Mapping[str, str], wanted: str) -> list[str]:
 
 
 def format_bytes(count: float | None) -> str:
-    """Bytes as `3.2 GiB`."""
+    """Format bytes, such as `3.2 GiB`."""
     if count is None:
         return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -157,7 +157,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_rate(value: float, unit: str) -> str:
-    """A rate with its prefix: `3.1 GB/s`, `250 MFLOP/s`."""
+    """Format a rate with a prefix, such as `3.1 GB/s` or `250 MFLOP/s`."""
     for prefix in ("", "k", "M", "G", "T"):
         if value < 999.5:
             return f"{value:.3g} {prefix}{unit}"

@@ -1,4 +1,4 @@
-"""Judges the network: every node reaches rank 0, over the network that this machine has for that."""
+"""Judges of the network: routes to rank 0, interfaces, chosen network, and speed."""
 
 from __future__ import annotations
 
@@ -31,78 +31,78 @@ from ezpz_llm.launch.hostlist import rank_ranges
 def _chosen(gathered: Gathered) -> Iterator[Finding]:
     if gathered.network is None or len(gathered.by_host()) < 2:
         return
-    # oneCCL over MPI does not know what MPI talks over.
-    told = [(facts, answer) for facts, answer in gathered.measured(NETWORK)
+    # oneCCL over MPI does not know which network MPI uses.
+    chosen = [(facts, answer) for facts, answer in gathered.measured(NETWORK)
             if answer.get("network", "mpi") != "mpi"]
-    wrong = [((answer["library"], answer["network"]), facts) for facts, answer in told
+    wrong = [((answer["library"], answer["network"]), facts) for facts, answer in chosen
              if family(answer["network"]) != family(gathered.network)]
     for (library, network), numbers in grouped((key, facts["rank"]) for key, facts in wrong).items():
         names = host_ranges(facts["host"] for key, facts in wrong if key == (library, network))
-        silent = ", which is TCP: many times slower" if family(network) == "tcp" else ""
-        yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({rank_ranges(numbers)}), this "
-                                        f"site has {gathered.network!r}{silent}",
+        consequence = ", which is TCP and many times slower" if family(network) == "tcp" else ""
+        yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({rank_ranges(numbers)}), but "
+                                        f"the network of this site is {gathered.network!r}{consequence}",
                       "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin) and put it on "
-                      f"LD_LIBRARY_PATH; NCCL_NET={gathered.network!r} makes a missing one an error")
+                      f"LD_LIBRARY_PATH; with NCCL_NET={gathered.network!r}, NCCL fails without it")
 
 
 def _differing(gathered: Gathered) -> Iterator[Finding]:
     values = {facts["host"]: answer["network"] for facts, answer in gathered.measured(NETWORK)
               if "network" in answer}
     if text := differing(values):
-        yield Finding("bad", "network", f"the hosts chose different networks: {text}",
-                      "the same modules and variables on every host")
+        yield Finding("bad", "network", f"nodes chose different networks: {text}",
+                      "use the same modules and variables on every node")
 
 
 def talks_over(gathered: Gathered) -> dict[str, str]:
-    """The interfaces over which each host was seen to talk to others, joined by commas."""
-    seen = [(host, interface) for host, _, answer in gathered.linked()
-            for interface in answer.get("interfaces", ())]
-    seen += [(facts["host"], interface) for facts in gathered.told
-             if (interface := answer_of(facts, NETWORK).get("interface"))]
-    return {host: ",".join(sorted(set(names))) for host, names in grouped(seen).items()}
+    """Return the interfaces that each node used to communicate with others, joined by commas."""
+    observed = [(host, interface) for host, _, answer in gathered.linked()
+                for interface in answer.get("interfaces", ())]
+    observed += [(facts["host"], interface) for facts in gathered.told
+                 if (interface := answer_of(facts, NETWORK).get("interface"))]
+    return {host: ",".join(sorted(set(names))) for host, names in grouped(observed).items()}
 
 
 def _interfaces(gathered: Gathered) -> Iterator[Finding]:
     used = talks_over(gathered)
     if text := differing(used):
-        yield Finding("warn", "network", f"the hosts talk over different interfaces: {text}",
-                      "launch --interface NAME, with one that every host has")
+        yield Finding("warn", "network", f"nodes use different interfaces: {text}",
+                      "pass launch --interface NAME with an interface that every node has")
     for host, ranks in gathered.by_host().items():
         wanted = ranks[0].get("named_interfaces", {}).get("GLOO_SOCKET_IFNAME")
         if wanted and not set(used.get(host, wanted).split(",")) <= set(wanted.split(",")):
             yield Finding("warn", "network",
-                          f"{host} talks over {used[host]}, though GLOO_SOCKET_IFNAME is {wanted}",
-                          "an interface that the host has")
+                          f"{host} uses {used[host]}, although GLOO_SOCKET_IFNAME is {wanted}",
+                          "set GLOO_SOCKET_IFNAME to an interface that the node has")
 
 
-# Can every host reach rank 0, and has each the interfaces that it is to talk on?
 def _port(gathered: Gathered) -> Iterator[Finding]:
     if gathered.port_error:
         master = _master(gathered)
         port = master.get("port", "")
-        yield Finding("bad", "rendezvous", f"MASTER_PORT {port} cannot be bound on rank 0's host: "
+        yield Finding("bad", "rendezvous", f"MASTER_PORT {port} cannot be bound on rank 0's node: "
                                            f"{gathered.port_error}",
-                      "another MASTER_PORT, or end the program that holds it (ss -ltnp)")
+                      "set another MASTER_PORT, or end the program that uses the port (ss -ltnp)")
 
 
 def _unreached(gathered: Gathered) -> Iterator[Finding]:
     reported = {facts["rank"] for facts in gathered.facts}
-    groups = grouped(((f"{one['address']}:{one['port']}", one["reason"], _way(one)), one["host"])
-                     for one in gathered.unreached if one["rank"] not in reported)
-    for (master, reason, way), names in groups.items():
-        instead = "an address of rank 0's host that every host reaches: launch --interface NAME, or set MASTER_ADDR"
+    groups = grouped(((f"{report['address']}:{report['port']}", report["reason"], _route(report)), report["host"])
+                     for report in gathered.unreached if report["rank"] not in reported)
+    for (master, reason, route), names in groups.items():
+        instead = ("pass launch --interface NAME, or set MASTER_ADDR to an address of rank 0's node that every "
+                   "node reaches")
         if reason == "timed out":
-            instead = "a firewall or a route drops it: " + instead
-        yield Finding("bad", "rendezvous", f"{host_ranges(names)} cannot reach MASTER_ADDR {master}{way}: {reason}",
-                      instead)
+            instead = "check for a firewall or a route that drops packets, or " + instead
+        yield Finding("bad", "rendezvous",
+                      f"{host_ranges(names)} cannot reach MASTER_ADDR {master}{route}: {reason}", instead)
 
 
-def _way(one: Facts) -> str:
-    if not one["resolves_to"]:
-        return ", a name without an address there"
-    if is_loopback(one["resolves_to"]):
-        return f", which is {one['resolves_to']} there, the host itself"
-    return f" by {one['interface']}" if one.get("interface") else ", to which it has no route"
+def _route(report: Facts) -> str:
+    if not report["resolves_to"]:
+        return ", which does not resolve there"
+    if is_loopback(report["resolves_to"]):
+        return f", which resolves to the loopback address {report['resolves_to']} there"
+    return f" over {report['interface']}" if report.get("interface") else ", to which there is no route"
 
 
 def _master(gathered: Gathered) -> Facts:
@@ -117,19 +117,19 @@ def _master_address(gathered: Gathered) -> Iterator[Finding]:
     own = {address for addresses in first["interfaces"].values() for address in addresses}
     if address is None or (address not in own and not is_loopback(address)):
         text = f"{master['address']} ({address or 'which does not resolve'})"
-        yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is no address of rank 0's host {first['host']}",
-                      "unset MASTER_ADDR, so that launch sets it, or name an address of that host")
+        yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is not an address of rank 0's node {first['host']}",
+                      "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
 
 
 def _interface_findings(gathered: Gathered) -> Iterator[Finding]:
     hosts = gathered.by_host()
-    lacking = grouped(((missing, f"{variable}={wanted}"), host) for host, ranks in hosts.items()
+    without_interface = grouped(((missing, f"{variable}={wanted}"), host) for host, ranks in hosts.items()
                       for variable, wanted in ranks[0].get("named_interfaces", {}).items()
                       if (missing := missing_interface(variable, wanted, ranks[0]["interfaces"])))
-    for (missing, source), names in lacking.items():
-        who = "no host has" if len(names) == len(hosts) > 1 else f"{host_ranges(names)}: no"
-        yield Finding("bad", "interface", f"{who} interface {missing} ({source})",
-                      "an interface that every host has (ip -br address): launch --interface NAME")
+    for (missing, source), names in without_interface.items():
+        text = "no node has" if len(names) == len(hosts) > 1 else f"{host_ranges(names)}: no"
+        yield Finding("bad", "interface", f"{text} interface {missing} ({source})",
+                      "pass launch --interface NAME with an interface that every node has (ip -br address)")
 
 
 def _names(gathered: Gathered) -> Iterator[Finding]:
@@ -140,39 +140,38 @@ def _names(gathered: Gathered) -> Iterator[Finding]:
               if ranks[0]["name_resolves_to"] and is_loopback(ranks[0]["name_resolves_to"])
               and "GLOO_SOCKET_IFNAME" not in ranks[0].get("named_interfaces", {})]
     if looped:
-        yield Finding("warn", "interface", f"on {host_ranges(looped)} the host's own name is a loopback address",
-                      "launch --interface NAME, since gloo listens on the address of the host's name otherwise")
+        yield Finding("warn", "interface", f"on {host_ranges(looped)} the hostname resolves to a loopback address",
+                      "pass launch --interface NAME, or gloo listens on that address")
     boots = grouped((boot, host) for host, ranks in hosts.items() if (boot := ranks[0]["boot_id"]))
     for names in boots.values():
         if len(names) > 1:
-            yield Finding("warn", "hosts", f"{host_ranges(names)} have one boot id, as one machine has",
-                          "containers on one kernel: NCCL and UCX may try shared memory between them "
-                          "(NCCL_HOSTID, a boot id of its own for each)")
+            yield Finding("warn", "hosts", f"{host_ranges(names)} have the same boot id",
+                          "if they are containers on one kernel, set NCCL_HOSTID or separate boot ids: NCCL and "
+                          "UCX may try shared memory between them")
 
 
-# Slow ranks, nodes and links, by comparison with the others only.
 SLOW, VERY_SLOW = 2.0, 5.0
-"""Times slower than the median: worth a word, and not worth a start."""
+"""Slowdowns relative to the median that make a warning, and that make the reservation unfit."""
 _SPREADS = 3.0
 _MAD_TO_DEVIATION = 1.4826
 Key = TypeVar("Key", bound=Hashable)
 
 
 def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
-    """Who is slow, and how many times slower than the median.
+    """Return the slow keys and how many times slower than the median they are.
 
-    On a logarithmic scale, since load makes rates differ by factors: at least SLOW times below the median, and
-    three robust standard deviations (1.4826 x the median absolute deviation, which outliers do not move). So two
-    values name nobody, and neither does noise that spreads all values.
+    A key is slow if it is at least SLOW times and three robust standard deviations (1.4826 x the median absolute
+    deviation, which outliers do not affect) below the median, on a logarithmic scale, because load changes rates by
+    factors. Two values alone, or noise in all values, give no outlier.
     """
     if not rates:
         return {}
-    # What did not move at all within the time is slower than any number.
+    # A rate of 0 counts as extremely slow.
     logs = {key: math.log(max(rate, 1e-9)) for key, rate in rates.items()}
     middle = statistics.median(logs.values())
     spread = _MAD_TO_DEVIATION * statistics.median(abs(value - middle) for value in logs.values())
-    least = max(math.log(SLOW), _SPREADS * spread)
-    return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > least}
+    threshold = max(math.log(SLOW), _SPREADS * spread)
+    return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > threshold}
 
 
 def _level(times: float) -> Level:
@@ -187,32 +186,33 @@ def _compute(gathered: Gathered) -> Iterator[Finding]:
     usual = format_rate(statistics.median(rates.values()), "FLOP/s")
     hosts = {facts["rank"]: facts["host"] for facts in gathered.told}
     for host, numbers in grouped((hosts[rank], rank) for rank in slow).items():
-        all_of_it = all(facts["rank"] in slow for facts in gathered.by_host()[host])
-        who = host if all_of_it else f"{rank_ranges(numbers)} on {host}"
+        is_whole_node = all(facts["rank"] in slow for facts in gathered.by_host()[host])
+        subject = host if is_whole_node else f"{rank_ranges(numbers)} on {host}"
         worst = max(numbers, key=slow.__getitem__)
-        verb = "is" if all_of_it or len(numbers) == 1 else "are"
+        verb = "is" if is_whole_node or len(numbers) == 1 else "are"
         yield Finding(_level(slow[worst]), "speed",
-                      f"{who} {verb} slow: {slow[worst]:.1f} times slower in a matrix product than the median rank "
+                      f"{subject} {verb} slow: {slow[worst]:.1f} times slower in a matmul than the median rank "
                       f"({format_rate(rates[worst], 'FLOP/s')}, median {usual})",
                       f"look for other processes, heat or a power limit on {host} (top, nvidia-smi -q -d "
-                      "PERFORMANCE), or leave it out with launch --hosts")
+                      "PERFORMANCE), or exclude it with launch --hosts")
 
 
 def _nodes(gathered: Gathered) -> Iterator[Finding]:
-    rates = {host: min(found) for host, found in grouped(
+    rates = {host: min(of_host) for host, of_host in grouped(
         (facts["host"], answer["bytes_per_second"]) for facts, answer in gathered.measured(NODE)).items()}
     for host, times in outliers(rates).items():
         yield Finding(_level(times), "links",
-                      f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median host "
+                      f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median node "
                       f"({format_rate(rates[host], 'B/s')})",
-                      "look at the links between its devices (nvidia-smi topo -m, nvlink -s), or leave it out")
+                      "check the links between its devices (nvidia-smi topo -m, nvlink -s), or exclude it with "
+                      "launch --hosts")
 
 
 def link_rates(gathered: Gathered) -> dict[str, float]:
-    """The bandwidth of each host to its neighbours, bytes a second.
+    """Return the bandwidth of each node to its neighbors in bytes per second.
 
-    Of its two neighbours the better one counts: a host with a bad link is slow with both, its neighbours only with
-    it. Of the ranks of a host the slowest counts.
+    It is the rate of the node's slowest rank to the better of its two neighbors: a node with a bad link is slow
+    with both neighbors, but its neighbors are slow only with it.
     """
     rounds = grouped(((host, stage), answer["bytes_per_second"]) for host, stage, answer in gathered.linked()
                      if "bytes_per_second" in answer)
@@ -227,9 +227,9 @@ def _links(gathered: Gathered) -> Iterator[Finding]:
     usual = format_rate(statistics.median(rates.values()), "B/s")
     for host, times in outliers(rates).items():
         yield Finding(_level(times), "links",
-                      f"the link of {host} is slow: all-reduces with its neighbours are {times:.1f} times slower "
-                      f"than on the median host ({format_rate(rates[host], 'B/s')}, median {usual})",
-                      f"look at the network adapter of {host} (ethtool, ip -s link), or leave it out with "
+                      f"the link of {host} is slow: all-reduces with its neighbors are {times:.1f} times slower "
+                      f"than on the median node ({format_rate(rates[host], 'B/s')}, median {usual})",
+                      f"check the network adapter of {host} (ethtool, ip -s link), or exclude it with "
                       "launch --hosts")
 
 
@@ -240,20 +240,20 @@ def _failed(gathered: Gathered) -> Iterator[Finding]:
         for (host, error), numbers in grouped(errors).items():
             yield Finding("bad", "torch" if stage == READY else "links",
                           f"{rank_ranges(numbers)} on {host} failed in {stage_name(stage)}: {error}",
-                          "the same command on that host alone shows more: python3 -m ezpz_llm.test_dist")
+                          "for details, run python3 -m ezpz_llm.test_dist on that node alone")
 
 
 def _failed_links(gathered: Gathered) -> Iterator[Finding]:
-    """Hosts whose every link failed; where both ends of one have no other that works, both are named."""
-    worked = set(link_rates(gathered))
+    """Find nodes without a working link; both ends of a failed link if neither has a working one."""
+    working = set(link_rates(gathered))
     failed = grouped((host, answer["error"]) for host, _, answer in gathered.linked()
-                     if "error" in answer and host not in worked)
+                     if "error" in answer and host not in working)
     for host, errors in failed.items():
-        yield Finding("bad", "links", f"all-reduces between {host} and its neighbours fail: {errors[0]}",
-                      "the interface that ranks talk on has to reach every host: launch --interface NAME")
+        yield Finding("bad", "links", f"all-reduces between {host} and its neighbors fail: {errors[0]}",
+                      "pass launch --interface NAME with an interface that reaches every node")
 
 
 REACH_JUDGES = (_port, _unreached, _master_address, _interface_findings, _names)
-"""Findings on the way to MASTER_ADDR:MASTER_PORT, and on interfaces."""
+"""Judges of the route to MASTER_ADDR:MASTER_PORT, and of interfaces."""
 LINK_JUDGES = (_chosen, _differing, _interfaces, _failed, _failed_links, _compute, _nodes, _links)
-"""Findings on the network that NCCL, RCCL or oneCCL chose, the interfaces that gloo talked over, and on speed."""
+"""Judges of the network that NCCL, RCCL or oneCCL chose, of the interfaces that gloo used, and of speed."""

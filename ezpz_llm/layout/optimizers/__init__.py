@@ -1,7 +1,7 @@
-"""Optimizers, a file each: its state in bytes, the layouts it supports and how it is built (imports no torch).
+"""Optimizers: bytes of state, supported layouts and construction (imports torch only inside methods).
 
-Every `Optimizer` of a module of this folder can be chosen, and those that other packages name in their entry points
-under "ezpz_llm.optimizers"; nothing else has to know of one. Torch is imported inside the methods.
+To add one, define an `Optimizer` in a module of this folder, or name it in another package's entry points under
+"ezpz_llm.optimizers".
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """One optimizer: what is known of it without torch, how it is built, and where its state lies.
+    """Properties, construction and state of an optimizer.
 
     Attributes:
         name: the value of `--optimizer`.
         printed: its name in the start-up text and in help.
-        state: kinds of state, by the names that checkpoints use, and their bytes an element.
-        can_offload: whether DeepSpeed's CPU Adam makes the same step where a layout offloads optimizer state.
-        is_known_to_deepspeed: whether ZeRO takes it without being told to.
-        package, install: the module that it is imported from, and what pip is given to install it.
+        state: kinds of state, by the names that checkpoints use, and their bytes per element.
+        can_offload: True if DeepSpeed's CPU Adam computes the same step in layouts that offload optimizer state.
+        is_known_to_deepspeed: True if ZeRO accepts it without `zero_allow_untested_optimizer`.
+        package, install: the imported module, and its requirement for pip.
     """
 
     name: str
@@ -46,33 +46,33 @@ class Optimizer(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state an element. Small tensors may take more."""
+        """Bytes of state per element. Small tensors may need more."""
         return sum(self.state.values())
 
     def unsupported(self, layout: Layout) -> str | None:
-        """Why a layout cannot have it; None where it can."""
+        """Return why a layout does not support it, or None if it does."""
         return None
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:
-        """Build it.
+        """Build the torch optimizer.
 
         Args:
             groups: parameter groups, each with "params" and "weight_decay".
             settings: lr, betas and eps.
-            fused: False where a fused kernel must not be used.
+            fused: False if a fused kernel must not be used.
 
         Raises:
-            UserError: it does not run on the device of the parameters.
+            UserError: the parameters' device is unsupported.
         """
 
     def begin(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Make the state of a parameter that has none as its first step would, zero."""
+        """Initialize the state of a parameter with zeros, as its first step would."""
         import torch
 
         state = optimizer.state[parameter]
-        # torch counts steps in a tensor, on the device only where its kernel reads it there; DeepSpeed's own
-        # optimizers (CPU Adam, fused Adam) count in an int.
+        # torch counts steps in a tensor, which is on the device only for kernels that read it there. DeepSpeed's
+        # optimizers (CPU Adam, fused Adam) use an int.
         if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             on_device = group.get("fused") or group.get("capturable")
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
@@ -82,11 +82,11 @@ class Optimizer(ABC):
             state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
 
     def stored(self, optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter by kind as it is stored, each in the parameter's shape."""
+        """Return the state of a parameter by kind as stored, each in the parameter's shape."""
         return {kind: optimizer.state[parameter][kind] for kind in self.state}
 
     def in_fp32(self, optimizer: Any, parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        """The same in fp32 for as long as one works on it; what was written to it by then is kept."""
+        """Return a context with the state in fp32; changes to it are stored at exit."""
         return nullcontext(self.stored(optimizer, parameter))
 
 
@@ -99,16 +99,16 @@ def _built_in() -> Iterator[Optimizer]:
 def _all() -> dict[str, Optimizer]:
     known = {optimizer.name: optimizer for optimizer in _built_in()}
 
-    def wrong(plugin: Any) -> str | None:
+    def invalid(plugin: Any) -> str | None:
         if not isinstance(plugin, Optimizer):
             return f"it is a {type(plugin).__name__}, not an ezpz_llm.layout.optimizers.Optimizer"
         if not isinstance(plugin.name, str) or not re.fullmatch(r"[\w.-]{1,64}", plugin.name):
             return "its name is not a word of at most 64 characters"
         if known.setdefault(plugin.name, plugin) is not plugin:
-            return f"there is an optimizer {plugin.name} already"
+            return f"optimizer {plugin.name} already exists"
         return None
 
-    entry_points("ezpz_llm.optimizers", wrong)
+    entry_points("ezpz_llm.optimizers", invalid)
     return known
 
 
@@ -117,19 +117,19 @@ if TYPE_CHECKING:
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
-"""The names of all of them."""
+"""Names of all optimizers."""
 
 
 def check_optimizer(name: OptimizerName, layout: Layout) -> None:
-    """Refuse an optimizer that a layout cannot have, or that is not installed.
+    """Check that a layout supports an optimizer and that it is installed.
 
     Raises:
-        UserError: says why.
+        UserError: it is unsupported or not installed.
     """
     optimizer = OPTIMIZERS[name]
     where, instead = f"--optimizer {name}", "--optimizer adamw"
     if not optimizer.can_offload and layout.zero.offload_optimizer is not None:
-        raise UserError("offloaded state is stepped by DeepSpeed's own AdamW on the CPU", where=where,
+        raise UserError("DeepSpeed's CPU AdamW steps offloaded optimizer state", where=where,
                         instead=f"{instead}, or a layout without offload")
     if (why := optimizer.unsupported(layout)) is not None:
         raise UserError(why, where=where, instead=instead)

@@ -1,4 +1,4 @@
-"""AdamW by torch, in one fused kernel or without one."""
+"""torch.optim.AdamW, with and without a fused kernel."""
 
 from __future__ import annotations
 

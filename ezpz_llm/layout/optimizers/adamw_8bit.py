@@ -1,6 +1,6 @@
-"""AdamW with moments in 8 bits, by bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861).
+"""AdamW with 8-bit moments from bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861).
 
-A block of 256 elements shares one scale; tensors with fewer than 4096 elements keep moments in fp32.
+Blocks of 256 elements share a scale. Tensors with fewer than 4096 elements keep fp32 moments.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _AdamW8bit(Optimizer):
     def unsupported(self, layout: Layout) -> str | None:
         if layout.tp == layout.pp == 1:
             return None
-        return ("with moments in 8 bits, copies of a parameter on tensor-parallel ranks or pipeline stages "
-                "would come apart: a block's scale depends on its neighbours")
+        return ("8-bit moments of a parameter replicated over tensor-parallel ranks or pipeline stages would "
+                "diverge, because a block's scale depends on neighboring elements")
 
     def build(self, groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:
         import bitsandbytes
 
-        # "meta": what ZeRO-3 shards has no values yet. DeepSpeed gives it some before the first step.
+        # "meta": parameters that ZeRO-3 shards get values only before the first step.
         kind = groups[0]["params"][0].device.type
         if kind not in ("cuda", "xpu", "cpu", "meta"):
             raise UserError(f"bitsandbytes has no 8-bit AdamW for {kind}", where=f"--optimizer {self.name}",
@@ -39,23 +39,23 @@ class _AdamW8bit(Optimizer):
         return bitsandbytes.optim.AdamW8bit(groups, **settings)
 
     def begin(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        # It looks the parameter up among its group's, where DeepSpeed's stage 3 has it only while it steps it.
-        kept, group["params"] = group["params"], [parameter]
+        # init_state looks the parameter up in its group, where DeepSpeed's stage 3 has it only during its step.
+        parameters, group["params"] = group["params"], [parameter]
         try:
-            number = next(number for number, one in enumerate(optimizer.param_groups) if one is group)
+            number = next(number for number, other in enumerate(optimizer.param_groups) if other is group)
             optimizer.init_state(group, parameter, number, 0)
         finally:
-            group["params"] = kept
+            group["params"] = parameters
 
     def stored(self, optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Both moments: fp32 where the parameter is small, else the numbers of codes."""
+        """Return both moments: fp32 for small parameters, else uint8 indices of codes."""
         return {kind: optimizer.state[parameter][f"state{number}"] for kind, number in _MOMENTS.items()}
 
     @contextmanager
     def in_fp32(self, optimizer: Any, parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-        """Copies of both moments; what was written to them is rounded when one leaves.
+        """Yield fp32 copies of both moments; changes to them are rounded and stored at exit.
 
-        Reading changes nothing. Written back as they were read, they are the same but for the last place of some.
+        Reading changes nothing. Writing unchanged values back may change the last bit of some.
         """
         from bitsandbytes import functional
 
@@ -63,24 +63,24 @@ class _AdamW8bit(Optimizer):
         if "absmax1" not in state:
             yield stored
             return
-        found = {kind: functional.dequantize_blockwise(stored[kind], absmax=state[f"absmax{number}"],
-                                                       code=state[f"qmap{number}"], blocksize=_BLOCK)
-                 for kind, number in _MOMENTS.items()}
-        versions = {kind: tensor._version for kind, tensor in found.items()}
-        yield found
+        moments = {kind: functional.dequantize_blockwise(stored[kind], absmax=state[f"absmax{number}"],
+                                                         code=state[f"qmap{number}"], blocksize=_BLOCK)
+                   for kind, number in _MOMENTS.items()}
+        versions = {kind: tensor._version for kind, tensor in moments.items()}
+        yield moments
         for kind, number in _MOMENTS.items():
-            if found[kind]._version != versions[kind]:
-                rounded, scales = _rounded(found[kind], state[f"qmap{number}"])
+            if moments[kind]._version != versions[kind]:
+                rounded, scales = _rounded(moments[kind], state[f"qmap{number}"])
                 stored[kind].copy_(rounded)
                 state[f"absmax{number}"].copy_(scales)
 
 
 def _rounded(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers (uint8) of the nearest codes, in the shape of `values`, and each block's scale.
+    """Return the indices (uint8) of the nearest codes, in the shape of `values`, and each block's scale.
 
-    Unlike bitsandbytes' own rounding it gives back what was rounded before. The codes go from a little more than -1
-    up to 1, so that a block's largest value tells its scale by its sign; where both signs have it, the negative one
-    had been cut.
+    Unlike bitsandbytes' own rounding, this reproduces values that were rounded before. The codes range from
+    slightly above -1 to 1, so the sign of a block's largest value determines its scale. If both signs have the
+    largest value, the negative one had been clipped.
     """
     import torch
 
@@ -92,5 +92,5 @@ def _rounded(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, t
     return numbers.to(torch.uint8).flatten()[:values.numel()].view(values.shape), scales
 
 
-ADAMW_8BIT = _AdamW8bit("adamw_8bit", "AdamW (moments in 8 bits)", {"exp_avg": 1, "exp_avg_sq": 1},
+ADAMW_8BIT = _AdamW8bit("adamw_8bit", "AdamW (8-bit moments)", {"exp_avg": 1, "exp_avg_sq": 1},
                         package="bitsandbytes", install="ezpz_llm[8bit]")
