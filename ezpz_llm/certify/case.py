@@ -75,19 +75,19 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
             **computed(resolved, config, case.world), "seconds": time.perf_counter() - began}
 
 
-def result_of(case: Case, found: dict[str, list[verdict.Finding]], failures: list[str], ours: verdict.Numbers,
+def result_of(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str], ours: verdict.Numbers,
               theirs: verdict.Numbers, reference: Reference) -> dict[str, Any]:
     """Return the case with its verdict and the compared numbers."""
     return {
         **asdict(case), "passed": not failures, "failures": failures,
-        "kinds": [kind for kind, entries in found.items() if any(one.failed for one in entries)],
-        "worst": verdict.as_json(found), "losses": ours["losses"], "held_out": ours["held_out"],
+        "kinds": [kind for kind, entries in findings.items() if any(finding.failed for finding in entries)],
+        "worst": verdict.as_json(findings), "losses": ours["losses"], "held_out": ours["held_out"],
         "norms": [ranks[0] for ranks in ours["norms"]],
         "reference": {"losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
                       "sight": verdict.sight(theirs), "zero_by_symmetry": reference.symmetric,
                       "one_process": reference.one_process},
-        "by_parameter": {kind: {one.what: [one.value, one.bound] for one in found[kind]}
+        "by_parameter": {kind: {finding.what: [finding.value, finding.bound] for finding in findings[kind]}
                          for kind in ("gradient", "weight")},
     }
 
@@ -120,10 +120,10 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     ours["weight"] = compare(engine, config, reference, "weight", "weight", dist)
     ours["copy"] = copies_apart(engine, dist)
     everyone = all_gather(dist, (seen.losses, seen.norms, watcher.counter.totals(), watcher.memory))
-    ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(one[0] for one in everyone), strict=True)]
-    ours["norms"] = list(zip(*(one[1] for one in everyone), strict=True))
+    ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(rank[0] for rank in everyone), strict=True)]
+    ours["norms"] = list(zip(*(rank[1] for rank in everyone), strict=True))
     ours["held_out"] = seen.held_out
-    return ours, {"collectives": by_ranks([one[2] for one in everyone]), "memory": [one[3] for one in everyone]}
+    return ours, {"collectives": by_ranks([rank[2] for rank in everyone]), "memory": [rank[3] for rank in everyone]}
 
 
 def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
@@ -150,11 +150,11 @@ def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[
     for name, size in expected.items():
         by_kind[name.partition(" (")[0]] += size  # "reduce_scatter (2 ranks)" among others
     least = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
-    sent = max(sum(one["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
-               for one in watch["collectives"])
+    sent = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
+               for group in watch["collectives"])
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
     requested = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
-    held = max(one["gradients"] for one in watch["memory"])
+    held = max(rank["gradients"] for rank in watch["memory"])
     return [verdict.Finding(f"bytes of gradients that {what}", max(0, need - seen), 0.0, f": {seen} of {need}")
             for what, seen, need in (("are reduced", sent, least), ("are held", held, requested))]
 

@@ -142,16 +142,16 @@ def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -
     return comparisons, spread
 
 
-def complaint(found: Sequence[Judged]) -> str | None:
+def complaint(comparisons: Sequence[Judged]) -> str | None:
     """Return the first failure and the number of failures as text, or None."""
-    failed = [comparison for comparison in found if comparison.finding.failed]
+    failed = [comparison for comparison in comparisons if comparison.finding.failed]
     if not failed:
         return None
     phases = ", ".join(dict.fromkeys(comparison.phase for comparison in failed))
-    return f"{failed[0]} ({len(failed)} of {len(found)} comparisons fail, in {phases})"
+    return f"{failed[0]} ({len(failed)} of {len(comparisons)} comparisons fail, in {phases})"
 
 
-def refuse(found: Sequence[Judged], what: str, which: str) -> None:
+def refuse(comparisons: Sequence[Judged], what: str, which: str) -> None:
     """Raise an error if a comparison failed.
 
     Args:
@@ -161,15 +161,15 @@ def refuse(found: Sequence[Judged], what: str, which: str) -> None:
     Raises:
         UserError: names the phase, the step and the module.
     """
-    if (why := complaint(found)) is not None:
+    if (why := complaint(comparisons)) is not None:
         raise UserError(f"{what}: {which}: {why}", where="certify", exit_code=1,
                         instead="fix this first: every layout is compared with the single process")
 
 
-def worst_by_phase(found: Sequence[Judged]) -> dict[str, dict[str, object]]:
+def worst_by_phase(comparisons: Sequence[Judged]) -> dict[str, dict[str, object]]:
     """Return the comparison with the largest ratio of each phase, for certify.json."""
     return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(mine)}
-            for phase in PHASES if (mine := [comparison for comparison in found if comparison.phase == phase])
+            for phase in PHASES if (mine := [comparison for comparison in comparisons if comparison.phase == phase])
             for top in (max(mine, key=lambda comparison: comparison.finding.ratio),)}
 
 

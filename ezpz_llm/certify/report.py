@@ -30,7 +30,7 @@ _WIDTH = 180
 
 def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
     """Return True if every requested case passed, except cases that no machine can run."""
-    return bool(results) and all(one["passed"] for one in results) and all(one.illegal for one in skipped)
+    return bool(results) and all(result["passed"] for result in results) and all(skip.illegal for skip in skipped)
 
 
 def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
@@ -39,8 +39,8 @@ def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
     Gradients and weights are in units of their bounds. Two columns show the sensitivity: the bound of the loss
     relative to its decrease, and the bound of weights relative to their movement (median over parameters).
     """
-    return table("certify", _COLUMNS, [_row(one) for one in results], rich=rich, width=_WIDTH,
-                 marked=[number for number, one in enumerate(results) if not one["passed"]])
+    return table("certify", _COLUMNS, [_row(result) for result in results], rich=rich, width=_WIDTH,
+                 marked=[number for number, result in enumerate(results) if not result["passed"]])
 
 
 def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict[str, str] | None = None) -> str:
@@ -50,18 +50,19 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict
         refused: reason why the single-process reference is unusable, from `lead.refusal`.
     """
     lines = [refused["why"], f"    {refused['instead']}"] if refused else []
-    for one in results:
-        if not one["passed"]:
-            lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
-    reasons = grouped(((left.case.layout, left.reason, left.illegal), left.case.world) for left in skipped)
+    for result in results:
+        if not result["passed"]:
+            lines += [f"{title(result)}:", *(f"    {line}" for line in result["failures"])]
+    reasons = grouped(((skip.case.layout, skip.reason, skip.illegal), skip.case.world) for skip in skipped)
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
-    quiet = dict.fromkeys(name for one in results for name in one.get("reference", {}).get("zero_by_symmetry", ()))
+    quiet = dict.fromkeys(name for result in results
+                          for name in result.get("reference", {}).get("zero_by_symmetry", ()))
     if quiet:
         lines.append(f"gradient is zero by symmetry, so only the losses were compared: {', '.join(quiet)}")
-    failed = sum(not one["passed"] for one in results)
-    missing = sum(not one.illegal for one in skipped)
+    failed = sum(not result["passed"] for result in results)
+    missing = sum(not skip.illegal for skip in skipped)
     compared = (f"{len(results) - failed} of {len(results)} case{'s' * (len(results) != 1)} passed: "
                 "same results as a single process")
     lines.append(("no layout was compared" if refused and not results else compared)
@@ -69,15 +70,15 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict
     return "\n".join(lines)
 
 
-def injected_fault(one: Result) -> str | None:
+def injected_fault(result: Result) -> str | None:
     """Return the name of the fault injected into a result's layout. Results of older releases call it `plant`."""
-    return one["fault"] if "fault" in one else one["plant"]
+    return result["fault"] if "fault" in result else result["plant"]
 
 
-def title(one: Result) -> str:
+def title(result: Result) -> str:
     """Return the description of a result for a line of output."""
-    fault = f" with {name}" if (name := injected_fault(one)) else ""
-    return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{fault}"
+    fault = f" with {name}" if (name := injected_fault(result)) else ""
+    return f"{result['layout']} {result['model']} {result['dtype']} on {result['world']} ranks{fault}"
 
 
 def basis(steps: int) -> dict[str, Any]:
@@ -105,24 +106,24 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
     """
     machine = {name: value for name, value in environment.items()
                if name in ("versions", "platform", "device", "threads")}
-    references = {_reference(one, work): one["reference"] for one in results if "reference" in one}
+    references = {_reference(result, work): result["reference"] for result in results if "reference" in result}
     return {
         "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
         "passed": refused is None and all_passed(results, work.skipped),
         "refused": refused, "environment": machine,
         **({"definitions": held} if held else {}),
         **(basis(work.steps) if work.target is None else target_file.basis(work.target, work.steps)),
-        "skipped": [{**vars(one.case), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
+        "skipped": [{**vars(skip.case), "reason": skip.reason, "illegal": skip.illegal} for skip in work.skipped],
         "references": references,
-        "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
-                    for one in results],
+        "results": [{key: value for key, value in result.items() if key not in ("by_parameter", "reference")}
+                    for result in results],
     }
 
 
-def _reference(one: Result, work: Work) -> str:
+def _reference(result: Result, work: Work) -> str:
     """Return the name of a result's reference; targets have one per world size."""
-    ranks = "" if work.target is None else f" for {one['world']} ranks"
-    return f"{one['model']} {one['dtype']}{ranks}"
+    ranks = "" if work.target is None else f" for {result['world']} ranks"
+    return f"{result['model']} {result['dtype']}{ranks}"
 
 
 def as_json(kept: dict[str, Any]) -> str:
@@ -141,17 +142,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row(one: Result) -> tuple[str, ...]:
-    worst = one["worst"]
-    name = one["layout"] + (f" +{fault}" if (fault := injected_fault(one)) else "")
-    return (name, one["model"], str(one["world"]), one["dtype"],
+def _row(result: Result) -> tuple[str, ...]:
+    worst = result["worst"]
+    name = result["layout"] + (f" +{fault}" if (fault := injected_fault(result)) else "")
+    return (name, result["model"], str(result["world"]), result["dtype"],
             *(f"{worst[kind]['value']:.1e} / {worst[kind]['bound']:.1e}" if kind in worst else "-"
               for kind in ("loss", "norm")),
             *(f"{worst[kind]['ratio']:.2f} {_short(worst[kind]['what'])}" if kind in worst else "-"
               for kind in ("gradient", "weight")),
-            *(f"{sight[what]:.2g}" if (sight := one.get("reference", {}).get("sight")) else "-"
+            *(f"{sight[what]:.2g}" if (sight := result.get("reference", {}).get("sight")) else "-"
               for what in ("loss", "weights")),
-            "passed" if one["passed"] else "FAILED")
+            "passed" if result["passed"] else "FAILED")
 
 
 def _short(what: str) -> str:
@@ -209,11 +210,11 @@ def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
 
 def certified(kept: dict[str, Any]) -> str:
     """Format the table as Markdown, with an explanation of its numbers."""
-    results = [one for one in kept["results"] if not injected_fault(one)]
-    layouts = dict.fromkeys([one["layout"] for one in results] + [one["layout"] for one in kept["skipped"]])
+    results = [result for result in kept["results"] if not injected_fault(result)]
+    layouts = dict.fromkeys(each["layout"] for each in (*results, *kept["skipped"]))
     versions = kept["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
-    passed = sum(one["passed"] for one in results)
+    passed = sum(result["passed"] for result in results)
     about = (
         f"`{kept['command']}`, {kept['date']}, {named}: {passed} of {len(results)} cases passed in "
         f"{kept['seconds'] / 60:.0f} minutes. Memory and collectives are measured with certify's "
@@ -231,7 +232,7 @@ def certified(kept: dict[str, Any]) -> str:
 
 def _sights(kept: dict[str, Any]) -> list[str]:
     """Format the sensitivity table: the bounds relative to the decrease of the loss and the movement of weights."""
-    sights = {name: one["sight"] for name, one in kept["references"].items() if "sight" in one}
+    sights = {name: reference["sight"] for name, reference in kept["references"].items() if "sight" in reference}
     if not sights:
         return []
     rows = [("reference", "loss: bound / decrease", "weights: bound / movement, median", "largest"), ("---",) * 4,
@@ -242,9 +243,10 @@ def _sights(kept: dict[str, Any]) -> list[str]:
 
 
 def _docs_row(name: str, results: list[dict[str, Any]], kept: dict[str, Any]) -> tuple[str, ...]:
-    mine = [one for one in results if one["layout"] == name]
-    shown = [one for one in mine if one["dtype"] == "fp32" and one["model"] == recipe.MODELS[0] and one["worst"]]
-    best = max(shown, key=lambda one: one["world"], default=None)
+    mine = [result for result in results if result["layout"] == name]
+    shown = [result for result in mine
+             if result["dtype"] == "fp32" and result["model"] == recipe.MODELS[0] and result["worst"]]
+    best = max(shown, key=lambda result: result["world"], default=None)
     return (f"`{name}`", legal_with(name), _certified(name, mine, kept),
             *(("-", "-", "-") if best is None else (_memory(best), _issued(best), _volume(best["textbook"]))))
 
@@ -269,24 +271,25 @@ def legal_with(name: str) -> str:
 
 def _certified(name: str, mine: list[dict[str, Any]], kept: dict[str, Any]) -> str:
     if not mine:
-        reason = next((one["reason"] for one in kept["skipped"] if one["layout"] == name), "not run")
+        reason = next((skip["reason"] for skip in kept["skipped"] if skip["layout"] == name), "not run")
         return f"no: {reason}"
-    failed = [one for one in mine if not one["passed"]]
+    failed = [result for result in mine if not result["passed"]]
     if failed:
         return f"**no**: {len(failed)} of {len(mine)} failed"
-    worlds = ", ".join(str(world) for world in sorted({one["world"] for one in mine}))
-    return f"{kept['date']}: {worlds} ranks; {', '.join(sorted({one['dtype'] for one in mine}, reverse=True))}"
+    worlds = ", ".join(str(world) for world in sorted({result["world"] for result in mine}))
+    dtypes = ", ".join(sorted({result["dtype"] for result in mine}, reverse=True))
+    return f"{kept['date']}: {worlds} ranks; {dtypes}"
 
 
-def _memory(one: dict[str, Any]) -> str:
-    measured = one["memory"][0]
-    estimated = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
+def _memory(result: dict[str, Any]) -> str:
+    measured = result["memory"][0]
+    estimated = sum(part["bytes"] for part in result["arithmetic"] if part["where"] != "files")
     extra = measured["gathered"] + measured["other"]
-    return f"{sum(measured.values()) - extra:,} / {estimated:,} (+{extra:,}) on {one['world']}"
+    return f"{sum(measured.values()) - extra:,} / {estimated:,} (+{extra:,}) on {result['world']}"
 
 
-def _issued(one: dict[str, Any]) -> str:
-    kinds = one["collectives"][0]["kinds"]
+def _issued(result: dict[str, Any]) -> str:
+    kinds = result["collectives"][0]["kinds"]
     return "; ".join(f"{kind} {entry['count']} x, {entry['bytes']:,} B" for kind, entry in kinds.items()) or "none"
 
 

@@ -114,7 +114,7 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: About,
     ours["weight"] = compare(model.engine, None, reference, "weight", "weight", dist)
     ours["copy"] = {**copies_apart(model.engine, dist), **_buffers_apart(everyone)}
     ours["losses"] = mean_losses(everyone)
-    ours["norms"] = list(zip(*(one.norms for one in everyone), strict=True))
+    ours["norms"] = list(zip(*(rank.norms for rank in everyone), strict=True))
     ours["held_out"] = mean_held_out(everyone)
     apart = {name: (value.float().cpu() - reference.tensors[f"{STATISTIC}{name}"]).norm().item()
              for name, value in statistics_of(model.module).items()}
@@ -127,7 +127,7 @@ def _buffers_apart(ranks: Sequence[Seen]) -> dict[str, dict[str, Any]]:
     """Compare buffers over the ranks bit by bit, like `copies_apart`: a checkpoint only saves those of rank 0."""
     differences = {}
     for name, content in ranks[0].buffers.items():
-        other = [rank for rank, one in enumerate(ranks) if one.buffers[name] != content]
+        other = [rank for rank, seen in enumerate(ranks) if seen.buffers[name] != content]
         differences[f"buffer {name}"] = {"compared": 1, "apart": bool(other),
                                          "where": f" on ranks 0 and {other[0]}" if other else ""}
     return differences
@@ -167,7 +167,7 @@ def _data(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]])
 
 def _random(ranks: Sequence[Seen], drops: bool) -> list[Finding]:
     """Check that ranks have different random states, if the module uses dropout."""
-    alike = [step for step, states in enumerate(zip(*(one.random for one in ranks), strict=True), 1)
+    alike = [step for step, states in enumerate(zip(*(seen.random for seen in ranks), strict=True), 1)
              if drops and len(set(states)) < len(states)]
     return [_Count("steps end with the same random state on several ranks, so their dropout masks are equal",
                    len(alike), 0.0, f"; first after step {alike[0]}" if alike else "")]
@@ -175,15 +175,15 @@ def _random(ranks: Sequence[Seen], drops: bool) -> list[Finding]:
 
 def _evaluation(ranks: Sequence[Seen]) -> list[Finding]:
     """Check that an evaluation does not change the training state."""
-    changed = list(dict.fromkeys(what for one in ranks for what in one.changed))
+    changed = list(dict.fromkeys(what for seen in ranks for what in seen.changed))
     return [_Count("parts of the state were changed by an evaluation", len(changed), 0.0,
                    f": {', '.join(changed[:3])}" if changed else "")]
 
 
-def _likely(found: dict[str, list[Finding]], ours: verdict.Numbers, theirs: verdict.Numbers,
+def _likely(findings: dict[str, list[Finding]], ours: verdict.Numbers, theirs: verdict.Numbers,
             world: int) -> Iterator[str]:
     """Name the likely cause, if the first gradient norm is wrong by a factor with a common cause."""
-    if not any(finding.failed for finding in found["norm"]):
+    if not any(finding.failed for finding in findings["norm"]):
         return
     ratio = ours["norms"][0][0] / theirs["norms"][0]
     causes = {1 / world: f"the loss is divided by the number of ranks ({world}) twice",

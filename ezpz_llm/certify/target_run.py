@@ -240,12 +240,12 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
 
 def mean_losses(ranks: Sequence[Seen]) -> list[float]:
     """Return the losses of the steps, averaged over the ranks."""
-    return [sum(losses) / len(ranks) for losses in zip(*(one.losses for one in ranks), strict=True)]
+    return [sum(losses) / len(ranks) for losses in zip(*(seen.losses for seen in ranks), strict=True)]
 
 
 def mean_held_out(ranks: Sequence[Seen]) -> float:
     """Return the loss of the last evaluation, averaged over the ranks."""
-    return sum(one.held_out for one in ranks) / len(ranks)
+    return sum(seen.held_out for seen in ranks) / len(ranks)
 
 
 def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByPlace,

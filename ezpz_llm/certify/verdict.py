@@ -88,28 +88,28 @@ def _share(bound: float, effect: float) -> float:
     return bound / effect if effect > 0 else math.inf
 
 
-def worst(found: list[Finding]) -> Finding:
+def worst(entries: list[Finding]) -> Finding:
     """Return the comparison with the largest ratio."""
-    return max(found, key=lambda finding: finding.ratio)
+    return max(entries, key=lambda finding: finding.ratio)
 
 
-def failures(found: dict[str, list[Finding]], phases: Mapping[str, str] = PHASES) -> list[str]:
+def failures(by_kind: dict[str, list[Finding]], phases: Mapping[str, str] = PHASES) -> list[str]:
     """Return one line per kind with failures: the first failure in the order of computation, and how many follow.
 
     The first failure is closer to the bug than the one with the largest ratio.
     """
     lines = []
-    for kind, entries in found.items():
+    for kind, entries in by_kind.items():
         if failed := [finding for finding in entries if finding.failed]:
             others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             lines.append(f"{phases[kind]}: {failed[0]}{others}")
     return lines
 
 
-def as_json(found: dict[str, list[Finding]]) -> dict[str, Any]:
+def as_json(by_kind: dict[str, list[Finding]]) -> dict[str, Any]:
     """Return the comparison with the largest ratio of each kind, with the number of comparisons."""
     return {kind: {**asdict(worst(entries)), "ratio": worst(entries).ratio, "compared": len(entries)}
-            for kind, entries in found.items() if entries}
+            for kind, entries in by_kind.items() if entries}
 
 
 def _cover(ours: Numbers, theirs: Numbers) -> list[Finding]:
