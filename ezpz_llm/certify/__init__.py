@@ -1,1 +1,1 @@
-"""`certify`: compare every parallel layout with one process, within stated tolerances."""
+"""`certify`: compare every parallel layout with a single-process run, within stated tolerances."""

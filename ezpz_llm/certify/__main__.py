@@ -1,4 +1,4 @@
-"""Say whether parallel layouts compute what one process computes."""
+"""Check that parallel layouts compute the same as a single process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code: 0 only if everything is the same maths."""
+    """Run the command and return its exit code: 0 only if every case passes."""
     options = parser().parse_args(argv)
     if options.check:
         if options.recheck is None:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     info = find_rank(os.environ)
     if options.recheck is not None:
         if info.source != ALONE:
-            raise UserError("a certificate is re-checked by one process, which starts the ranks", where="--recheck",
+            raise UserError("--recheck starts its own ranks and cannot run under launch", where="--recheck",
                             instead="ezpz-llm certify --recheck FILE.json, without launch")
         return _recheck(options, began)
     if info.source != ALONE or RUN_DIR_VARIABLE in os.environ:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     run_dir = RunDir((options.run_dir or default_run_dir("certify").path).absolute()).create()
     if results(run_dir.path) or refusal(run_dir.path):
-        raise UserError("the run directory holds another certify's results", where=str(run_dir.path),
+        raise UserError("the run directory already has results of certify", where=str(run_dir.path),
                         instead="another --run-dir")
     signal.signal(signal.SIGTERM, _end)
     environment = lead(work, run_dir.path)
@@ -52,19 +52,19 @@ def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> 
 
 
 def _recheck(options: Namespace, began: float) -> int:
-    """Run a certificate's command again: 0 if it holds here."""
+    """Run a certificate's command again; return 0 if the certificate holds on this machine."""
     certificate = read_certificate(options.recheck)
     again = parser().parse_args(certificate.words)
     run_dir = again.run_dir = (options.run_dir or default_run_dir("recheck").path).absolute()
     again.json, again.write_docs = options.json, False
     _lead(plan(again), again, certificate.words, began)
-    holds, said = compare(certificate, read_json(run_dir / "certify.json"))
-    print(said, flush=True)
+    holds, message = compare(certificate, read_json(run_dir / "certify.json"))
+    print(message, flush=True)
     return 0 if holds else 1
 
 
 def _end(number: int, frame: object) -> None:
-    """Leave by way of what ends the launch that is under way."""
+    """Exit through `finally` blocks, so that the running launch is stopped too."""
     raise SystemExit(128 + number)
 
 

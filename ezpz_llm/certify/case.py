@@ -1,4 +1,4 @@
-"""Certify one case: train a layout from the seed checkpoint, compare it and its traffic. Collective."""
+"""Certify one case: train a layout from the seed checkpoint and compare it with the reference. Collective."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
 _STEADY = 1
-"""The step (from 0) that is looked at for collectives and memory: the first one has set everything up."""
+"""Step (from 0) at which memory is measured; collectives are counted one step later. Step 0 includes setup."""
 
 
 def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, Any]:
-    """Run a case and judge it. Collective; every rank gets the same answer.
+    """Run a case and compare it with the reference. Collective; every rank gets the same result.
 
     Args:
         root: where `make_reference` wrote the reference of this model, dtype and number of steps.
 
     Returns:
-        The case with its numbers, `failures` (what failed, a sentence each) and `passed`.
+        The case with its numbers, `failures` (one sentence each) and `passed`.
     """
     if case.fault and find_fault(case.fault).shared:
         return one_process_with(case, dist)
@@ -68,26 +68,26 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     ours, watch = _run(case, config, resolved, dist, reference, seed, steps)
     release(dist.device)
     theirs = numbers_of(reference, config)
-    found = {**verdict.findings(ours, theirs, config.n_layer, case.dtype),
-             "format": formats(resolved, config, case.world, watch)}
-    return {**result_of(case, found, verdict.failures(found), ours, theirs, reference),
+    findings = {**verdict.findings(ours, theirs, config.n_layer, case.dtype),
+                "format": formats(resolved, config, case.world, watch)}
+    return {**result_of(case, findings, verdict.failures(findings), ours, theirs, reference),
             "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
             **computed(resolved, config, case.world), "seconds": time.perf_counter() - began}
 
 
-def result_of(case: Case, found: dict[str, list[verdict.Finding]], failures: list[str], ours: verdict.Numbers,
+def result_of(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str], ours: verdict.Numbers,
               theirs: verdict.Numbers, reference: Reference) -> dict[str, Any]:
-    """The case with its verdict and what was compared."""
+    """Return the case with its verdict and the compared numbers."""
     return {
         **asdict(case), "passed": not failures, "failures": failures,
-        "kinds": [kind for kind, entries in found.items() if any(one.failed for one in entries)],
-        "worst": verdict.as_json(found), "losses": ours["losses"], "held_out": ours["held_out"],
+        "kinds": [kind for kind, entries in findings.items() if any(finding.failed for finding in entries)],
+        "worst": verdict.as_json(findings), "losses": ours["losses"], "held_out": ours["held_out"],
         "norms": [ranks[0] for ranks in ours["norms"]],
         "reference": {"losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
                       "sight": verdict.sight(theirs), "zero_by_symmetry": reference.symmetric,
                       "one_process": reference.one_process},
-        "by_parameter": {kind: {one.what: [one.value, one.bound] for one in found[kind]}
+        "by_parameter": {kind: {finding.what: [finding.value, finding.bound] for finding in findings[kind]}
                          for kind in ("gradient", "weight")},
     }
 
@@ -120,14 +120,14 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     ours["weight"] = compare(engine, config, reference, "weight", "weight", dist)
     ours["copy"] = copies_apart(engine, dist)
     everyone = all_gather(dist, (seen.losses, seen.norms, watcher.counter.totals(), watcher.memory))
-    ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(one[0] for one in everyone), strict=True)]
-    ours["norms"] = list(zip(*(one[1] for one in everyone), strict=True))
+    ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(rank[0] for rank in everyone), strict=True)]
+    ours["norms"] = list(zip(*(rank[1] for rank in everyone), strict=True))
     ours["held_out"] = seen.held_out
-    return ours, {"collectives": by_ranks([one[2] for one in everyone]), "memory": [one[3] for one in everyone]}
+    return ours, {"collectives": by_ranks([rank[2] for rank in everyone]), "memory": [rank[3] for rank in everyone]}
 
 
 def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
-    """What a result has that is computed, not measured: the arithmetic of memory and the textbook's traffic."""
+    """Return the computed part of a result: estimated memory and the traffic that the papers give."""
     precision, gradients = resolved.precision, resolved.gradients
     return {"arithmetic": [asdict(part) for part in memory_per_rank(resolved.layout, config, world,
                                                                     precision=precision, gradients=gradients)],
@@ -135,66 +135,67 @@ def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, A
 
 
 def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[str, Any]) -> list[verdict.Finding]:
-    """Whether gradients travel and are held in no fewer bytes than what was asked for takes.
+    """Check that gradients are reduced and held in at least as many bytes as the requested dtypes need.
 
-    In recipes with master weights, where a sum in bf16 instead of fp32 is lost in the noise of bf16's products.
+    Only for recipes with master weights: there, a sum in bf16 instead of fp32 is hidden by the noise of bf16
+    matmuls.
     """
     layout, batch, gradients = resolved.layout, resolved.batch, resolved.gradients
     if not RECIPES[resolved.precision].has_masters:
         return []
     expected = textbook(layout, config, batch, resolved.precision, gradients)
-    # Stages 1 and 2 are computed by stage 2's settings, which reduce in each micro-step; pipelines reduce once.
+    # `textbook` uses stage 2's settings for stages 1 and 2, which reduce in each micro-step; pipelines reduce once.
     times = batch.accumulation if layout.zero.stage in (1, 2) and layout.pp == 1 else 1
     by_kind: Counter[str] = Counter()
     for name, size in expected.items():
         by_kind[name.partition(" (")[0]] += size  # "reduce_scatter (2 ranks)" among others
     least = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
-    sent = max(sum(one["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
-               for one in watch["collectives"])
+    sent = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
+               for group in watch["collectives"])
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
-    asked = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
-    held = max(one["gradients"] for one in watch["memory"])
+    requested = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
+    held = max(rank["gradients"] for rank in watch["memory"])
     return [verdict.Finding(f"bytes of gradients that {what}", max(0, need - seen), 0.0, f": {seen} of {need}")
-            for what, seen, need in (("are reduced", sent, least), ("are held", held, asked))]
+            for what, seen, need in (("are reduced", sent, least), ("are held", held, requested))]
 
 
 @torch.no_grad()
 def _spoil(engine: Engine) -> None:
-    """Make every weight NaN, so that one which a checkpoint does not bring back is not overlooked.
+    """Set every weight to NaN, so that a weight that the checkpoint does not restore is noticed.
 
-    The parameters that ranks compute with, too: an engine that does not copy what it has loaded into them would
-    else go on from the initial weights, which are the checkpoint's.
+    This includes the parameters that ranks compute with. An engine that does not copy the loaded master weights
+    into them would otherwise train from the initial weights, which equal those of the checkpoint.
     """
     for part in engine.training_state().slices():
         part.tensors["weight"].fill_(torch.nan)
     for parameter in engine.module.parameters():
         parameter.fill_(torch.nan)
-        if hasattr(parameter, "ds_tensor"):  # ZeRO-3's share, of which the parameter itself has nothing
+        if hasattr(parameter, "ds_tensor"):  # ZeRO-3 keeps the shard here; the parameter itself is empty
             parameter.ds_tensor.fill_(torch.nan)
 
 
 class _Watcher:
-    """Looks at one steady step for the most that is in memory, and at the next for its collectives."""
+    """Records the peak memory of one steady-state step and the collectives of the next."""
 
     def __init__(self, engine: Engine, before: dict[int, int]) -> None:
         self.engine, self.before = engine, before
         self.counter = CollectiveCounter()
         self.memory: dict[str, int] = {}
-        self._looking = False
+        self._measures = False
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Count the collectives of one step; see `training.train`."""
-        self._looking = step == _STEADY
-        # Looking at memory reads through tensors, which a dispatch mode would slow down: the step after is counted.
+        """Count the collectives of one step; see `around` of `reference.train`."""
+        self._measures = step == _STEADY
+        # Measuring memory touches many tensors, which is slow under a dispatch mode: count on the step after.
         with self.counter if step == _STEADY + 1 else nullcontext():
             yield
 
     def span(self, phase: str) -> AbstractContextManager[None]:
-        """Look at memory where a phase of the steady step begins."""
-        if self._looking and phase in ("backward", "optimizer"):
-            # Whole gradients may live until they are reduced, shares of them from then on: the most of each counts.
-            # Activations, which live when a backward pass begins, are no engine's: others are those at the end.
+        """Measure memory at the start of the backward and optimizer phases of the steady-state step."""
+        if self._measures and phase in ("backward", "optimizer"):
+            # Full gradients may live until they are reduced and shards afterwards, so take the maximum per kind.
+            # "other" is taken before the optimizer only: when a backward pass begins, it includes activations.
             now = live_tensor_memory(self.engine, self.before)
             self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
                            for kind, size in now.items()}
@@ -202,12 +203,12 @@ class _Watcher:
 
 
 def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numbers:
-    """What a reference has to be compared with; `config` is None for a module that is not ours."""
+    """Return the numbers of a reference to compare with; `config` is None for a user's module."""
     tensors = {key: value.double() for key, value in reference.tensors.items()}
     names = [key.removeprefix("weight/") for key in tensors if key.startswith("weight/")]
 
     def movement(name: str) -> float:
-        """How far the steps took a parameter, but for elements that rounding alone moves."""
+        """Distance from the initial to the last weights, without elements that are zero by symmetry."""
         moved = tensors[f"weight/{name}"] - tensors[f"first/{name}"]
         mask = counted(config, name, tuple(moved.shape))
         return (moved if mask is None else moved * mask).norm().item()
@@ -221,24 +222,23 @@ def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numb
     }
 
 
-# The communication of a layout as its papers have it, beside what is issued.
 _FP32 = 4
 
 
 def textbook(layout: Layout, model: ModelConfig, batch: Batch, precision: str = "fp32",
              gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
-    """Bytes of the buffers of one step on the rank with most parameters, by kind.
+    """Return the bytes of communication buffers per step, by kind, according to the papers.
 
-    Parameters and activations are fp32, but in recipes with master weights of two bytes.
+    The rank with the most parameters. Parameters and activations have 4 bytes, or 2 in recipes with master weights.
 
-    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced whole; in ZeRO stages 1 and 2
-    reduce-scattered, and new parameters gathered; in stage 3 (and FSDP) parameters are gathered in both passes of
-    each micro-step. Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the activations a
-    layer in each pass, one after the embedding, one before the head. Pipeline (Huang et al. 2019,
-    arXiv:1811.06965): the activations sent to the next stage or received, and their gradient. Sequence parallel
-    (Jacobs et al. 2023, arXiv:2309.14509): queries, keys, values and the product exchanged all to all in each pass.
+    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced; in ZeRO stages 1 and 2 reduce-scattered, and
+    the new parameters all-gathered; in stage 3 (and FSDP) parameters are all-gathered in both passes of each
+    micro-step. Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the activations per
+    layer and pass, one after the embedding, one before the head. Pipeline (Huang et al. 2019, arXiv:1811.06965):
+    activations and their gradients, sent and received between stages. Sequence parallel (Jacobs et al. 2023,
+    arXiv:2309.14509): all-to-all of queries, keys, values and attention output in each pass.
     """
-    found: Counter[str] = Counter()
+    traffic: Counter[str] = Counter()
     held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     itemsize = 2 if RECIPES[precision].has_masters else _FP32
     peers = batch.dp_size * layout.sp
@@ -248,15 +248,15 @@ def textbook(layout: Layout, model: ModelConfig, batch: Batch, precision: str = 
         for knob in KNOBS:
             if knob.traffic is not None:
                 volume = knob.traffic(volume, layout, batch.accumulation, peers)
-        found.update(volume)
+        traffic.update(volume)
     layers = -(-model.n_layer // layout.pp)
     tokens = batch.micro_batch * batch.accumulation * (model.block_size // layout.sp)
     activations = itemsize * tokens * model.n_embd
     if layout.tp > 1:
-        found["all_reduce"] += (4 * layers + (2 if layout.pp == 1 else 1)) * activations
+        traffic["all_reduce"] += (4 * layers + (2 if layout.pp == 1 else 1)) * activations
     if layout.pp > 1:
-        found["send"] += activations
-        found["recv"] += activations
+        traffic["send"] += activations
+        traffic["recv"] += activations
     if layout.sp > 1:
-        found["all_to_all"] += 2 * layers * itemsize * tokens * (2 * model.q_width + 2 * model.kv_width)
-    return dict(sorted(found.items()))
+        traffic["all_to_all"] += 2 * layers * itemsize * tokens * (2 * model.q_width + 2 * model.kv_width)
+    return dict(sorted(traffic.items()))

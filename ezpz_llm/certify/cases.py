@@ -1,6 +1,4 @@
-"""Cases to certify: a layout with a model, a precision and a world size each; and the options that choose them
-(imports no torch).
-"""
+"""Cases to certify (layout, model, precision, world size) and the command-line options (imports no torch)."""
 
 from __future__ import annotations
 
@@ -26,20 +24,20 @@ from ezpz_llm.model.config import MODELS
 _DP_SIZES = (1, 2, 4)
 _MOST_RANKS = 4
 _WORLDS = {"3d": (8,), "zero3_hpz2": (4,), "fsdp2_within2": (4,)}
-"""World sizes that the degrees of a ds_config do not say: the third dimension of 3d is data-parallel, and on two
-ranks groups of two are all of them."""
+"""Exceptions to `natural_worlds`: the third dimension of 3d is data-parallel, and subgroups of two ranks need more
+than two ranks to differ from the whole group."""
 
 _ROUNDED = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1", "tp2_zero3", "sp2",
             "pp2", "pp2_tp2")
-"""One layout of each kind: what --quick certifies in bf16 too."""
+"""Layouts that --quick also certifies in bf16, one of each kind."""
 
-_NEVER_ON = "dropout, recomputation, fp16, the data reader, targets that are ignored, 3 ranks"
-"""Paths that no layout has switched on, with --quick or without."""
+_NEVER_ON = "dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks"
+"""Code paths that no case exercises, with --quick or without."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout with one model in one precision on one number of ranks, perhaps with an injected fault."""
+    """Layout, world size, model, precision and optional injected fault."""
 
     layout: str
     world: int
@@ -49,14 +47,17 @@ class Case:
 
     @property
     def title(self) -> str:
-        """In words, for a line of output."""
+        """Description for a line of output."""
         fault = f" with {self.fault}" if self.fault else ""
         return f"{self.layout} {self.model} {self.dtype} on {self.world} rank{'s' * (self.world > 1)}{fault}"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A case that cannot run, and why; `illegal` where no machine could run it, else there is something to type."""
+    """A case that cannot run, and why.
+
+    `illegal` means that no machine can run it. Otherwise this machine lacks something, and `reason` has a command.
+    """
 
     case: Case
     reason: str
@@ -64,22 +65,22 @@ class Skipped:
 
 
 def layout_of(name: str) -> Layout:
-    """The layout of a ds_config, by name or path."""
+    """Return the layout of a ds_config, by name or path."""
     return read_layout(ds_config.load(name))
 
 
 def natural_worlds(name: str) -> tuple[int, ...]:
-    """The worlds of up to four ranks in which a layout has one, two or four data-parallel ranks; 3d's is eight."""
+    """Return the world sizes to certify by default: 1, 2 or 4 data-parallel ranks, at most 4 ranks (3d: 8)."""
     layout = layout_of(name)
     others = layout.tp * layout.pp * layout.sp
     return _WORLDS.get(layout.name) or tuple(others * size for size in _DP_SIZES if others * size <= _MOST_RANKS)
 
 
 def resolve_case(case: Case, device: str | None) -> Resolved:
-    """The case's layout with the recipe's numbers.
+    """Resolve the case's layout with the recipe's batch, clipping and model.
 
     Raises:
-        UserError: it cannot run.
+        UserError: the case cannot run.
     """
     pipeline = layout_of(case.layout).pp > 1
     resolved = resolve(Request(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH,
@@ -97,8 +98,8 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
 
 def scaled_down(zero: dict[str, Any], stage: int | None,
                 parameters: int = recipe.SCALED_FOR) -> dict[str, Any]:
-    """A block "zero_optimization" with buckets and thresholds for a small model of so many parameters."""
-    # DeepSpeed wants buckets that are a multiple of 2 (nccl_start_alignment_factor).
+    """Return a "zero_optimization" block with buckets and thresholds scaled down to a model of `parameters`."""
+    # DeepSpeed requires buckets that are a multiple of 2 (nccl_start_alignment_factor).
     most = {key: max(2, value * parameters // recipe.SCALED_FOR // 2 * 2) for key, value in recipe.SCALED.items()}
     return {**zero, **{key: min(zero.get(key, value), value) for key, value in most.items()
                        if stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}}
@@ -106,7 +107,7 @@ def scaled_down(zero: dict[str, Any], stage: int | None,
 
 def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
               dtypes: Sequence[str]) -> list[Case]:
-    """Every combination, by world; each layout in its natural worlds where none are asked for."""
+    """Return every combination, sorted by world size; without `worlds`, each layout in its natural world sizes."""
     cases = [Case(layout, world, model, dtype) for layout in layouts
              for world in worlds or natural_worlds(layout) for model in models for dtype in dtypes]
     return sorted(cases, key=lambda case: case.world)
@@ -114,10 +115,11 @@ def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequ
 
 def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
                 dtypes: Sequence[str]) -> list[Case]:
-    """Each layout in its smallest world of several ranks (of those asked for, if any), the first precision and each
-    model; and one of each kind in the last precision that it has, with the first model.
+    """Return the cases of --quick.
 
-    That is `tiny-gpt2`: rounding moves its gradients in bf16 by a sixth of what it does to `tiny-llama`'s.
+    Each layout runs in its smallest multi-rank world (among `worlds`, if given) with the first dtype and each
+    model. One layout of each kind also runs in the last dtype that it supports, with the first model. By default
+    this is `tiny-gpt2`, whose gradients rounding to bf16 moves by a sixth of what it does to those of `tiny-llama`.
     """
     cases = []
     for layout in layouts:
@@ -126,30 +128,30 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
         cases += [Case(layout, world, model, dtypes[0]) for model in models]
         if layout in _ROUNDED:
             rounded = [Case(layout, world, models[0], dtype) for dtype in reversed(dtypes[1:])]
-            # One whose op is not built is no other's place: it is missing.
-            illegal = {one.case for one in divide(rounded, None)[1] if one.illegal}
+            # Keep a case that only lacks a compiled op: it must be reported as missing, not replaced by another
+            # dtype.
+            illegal = {skipped.case for skipped in divide(rounded, None)[1] if skipped.illegal}
             cases += [case for case in rounded if case not in illegal][:1]
     return sorted(cases, key=lambda case: case.world)
 
 
 def left_out(work: Work) -> str:
-    """What of the whole matrix --quick does not have, and what no cell has, as lines to print."""
+    """Return lines that name the cases omitted by --quick and the code paths that no case exercises."""
     layouts = list(dict.fromkeys(case.layout for case in work.cases))
     whole, _ = divide(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
     rest = [case for case in whole if case not in work.cases]
-    never = (f"no layout has switched on: {_NEVER_ON}\n"
-             "one process alone is held to the definition of these, but of fp16 only its loss scale and skipped "
-             "steps, and not of 3 ranks")
+    never = (f"not covered by any layout: {_NEVER_ON}\n"
+             "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
     if not work.quick or not rest:
         return never
     worlds = ", ".join(map(str, sorted({case.world for case in rest})))
     dtypes = ", ".join(dict.fromkeys(case.dtype for case in rest))
-    return (f"--quick leaves out {len(rest)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
-            f"in {dtypes} (without it all are run)\n{never}")
+    return (f"--quick omits {len(rest)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
+            f"in {dtypes} (omit --quick to run them)\n{never}")
 
 
 def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
-    """Those that can run here, and those that cannot."""
+    """Split cases into those that can run on this machine and those that cannot."""
     legal: list[Case] = []
     skipped: list[Skipped] = []
     for case in cases:
@@ -163,19 +165,18 @@ def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[
 
 
 def _skipped(case: Case, why: UserError) -> Skipped:
-    # An op that is not built is a state of this machine, and has a command that mends it.
+    # A missing op depends on the machine, and has a command that builds it.
     illegal = not (why.instead or "").startswith("ezpz-llm doctor")
-    mend = "" if illegal or not why.instead else f" (type: {why.instead})"
-    return Skipped(case, why.found + mend, illegal)
+    fix = "" if illegal or not why.instead else f" (type: {why.instead})"
+    return Skipped(case, why.found + fix, illegal)
 
 
-# The command line, validated.
-_DESCRIPTION = """Is every parallel layout the same maths as one process?
+_DESCRIPTION = """Check that every parallel layout computes the same as a single process.
 
-Each starts from one checkpoint and takes the same steps on the same tokens. Compared are the loss and the gradient
-norm of each step, every parameter's first gradient, and the weights after the last step. Started alone, certify
-runs the reference and then every world that is needed, one launch each; under launch it does what fits its ranks.
-Exit code 0 only if all pass.
+All layouts start from one checkpoint and train on the same tokens. certify compares the loss and gradient norm of
+each step, the first gradient of every parameter, and the weights after the last step. Without launch, certify runs
+the reference and then one launch per world size; under launch, it runs the cases that fit the world size.
+Exit code 0 only if every case passes.
 """
 
 
@@ -192,66 +193,67 @@ class Work:
 
 
 class _OldName(argparse.Action):
-    """The name that an option had in the last release: works, and says the new one on stderr."""
+    """Deprecated name of an option: prints the new name to stderr and works otherwise."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
-        print(f"note: {option_string} is now --{self.dest.replace('_', '-')}; the old name goes with the next "
-              "release", file=sys.stderr)
+        print(f"note: {option_string} is now --{self.dest.replace('_', '-')}; the next release removes the old "
+              "name", file=sys.stderr)
         setattr(namespace, self.dest, values)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command-line parser."""
     made = CommandParser("certify", description=_DESCRIPTION, shown=(
-        "ezpz-llm certify  every layout, on ranks of this machine",
-        "launch -n 4 python3 -m ezpz_llm.certify --layouts pp2_tp2,zero3  on the ranks of a reservation"))
+        "ezpz-llm certify  every layout, on this machine",
+        "launch -n 4 python3 -m ezpz_llm.certify --layouts pp2_tp2,zero3  on the nodes of an allocation"))
     made.add_argument("--layouts", default="all", metavar="all|NAME,…",
-                      help="names in ds_configs/, or paths (%(default)s)")
+                      help="ds_configs by name (in ds_configs/) or path (%(default)s)")
     made.add_argument("--world", metavar="N,…",
-                      help="numbers of ranks (each layout's natural ones, up to 4; 8 for 3d)")
+                      help="world sizes (default: those that suit each layout, up to 4; 8 for 3d)")
     made.add_argument("--model", default=",".join(recipe.MODELS), metavar="NAME,…",
-                      help="shapes (%(default)s; these two in a still smaller size)")
+                      help="model shapes (%(default)s; certify scales the tiny ones down further)")
     made.add_argument("--target", metavar="FILE.py:FUNCTION",
-                      help=f"certify a training of your own, which FUNCTION() gives as an ezpz_llm.Target, under "
+                      help=f"certify your own training: FUNCTION() returns an ezpz_llm.Target. Layouts: "
                            f"{', '.join(LAYOUTS)}")
     made.add_argument("--recheck", type=Path, metavar="FILE.json",
-                      help="run what a certificate is of once more, here, and say whether it holds")
+                      help="run a certificate's command again and check that the certificate holds on this machine")
     made.add_argument("--dtype", metavar="NAME,…",
-                      help=f"({','.join(recipe.DTYPES)}; of a --target {','.join(DTYPES)})")
+                      help=f"precisions ({','.join(recipe.DTYPES)}; with --target {','.join(DTYPES)})")
     made.add_argument("--steps", type=int, metavar="K",
                       help=f"optimizer steps ({recipe.STEPS}, with --quick {recipe.QUICK_STEPS})")
     made.add_argument("--quick", action="store_true",
-                      help="each layout in every --model, in the first --dtype and its smallest world of several "
-                           "ranks; and one of each kind of layout in bf16")
+                      help="run each layout with every --model, in the first --dtype, in its smallest multi-rank "
+                           "world; and one layout of each kind in bf16")
     made.add_argument("--inject-fault", metavar="NAME,…",
-                      help=f"inject faults, one after the other; it must then fail: {', '.join(FAULTS)}")
+                      help=f"inject faults, one at a time; certify must then fail: {', '.join(FAULTS)}")
     made.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
     made.add_argument("--write-docs", action="store_true", help="write the table into docs/reference/layouts.md")
     made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
-                      help="where to compute (%(default)s)")
-    made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
-    made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
-    made.add_argument("--world-size", type=int, metavar="N", help="the number of ranks, for --check under launch")
+                      help="device type (%(default)s)")
+    made.add_argument("--run-dir", type=Path, metavar="D",
+                      help="output directory (default: launch's, or a new one in runs/)")
+    made.add_argument("--check", action="store_true", help="only validate the options (imports no torch)")
+    made.add_argument("--world-size", type=int, metavar="N", help="world size, for --check under launch")
     return made
 
 
 def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
-    """Return the cases that the options ask for.
+    """Return the cases that the options select.
 
     Args:
-        world_size: the number of ranks where they are given: only what runs on exactly so many is kept.
+        world_size: world size under launch; only cases with this world size are kept.
 
     Raises:
-        UserError: an unknown name, a number that makes no sense, a fault that cannot be injected, nothing to do.
+        UserError: an unknown name, an invalid number, a fault that cannot be injected, or no case left.
     """
     steps = options.steps
     if steps is None:
         steps = recipe.QUICK_STEPS if options.quick else recipe.STEPS
     if steps < 3:
-        raise UserError(f"{steps} steps are too few to see a steady one", where="--steps",
-                        instead="3 or more")
+        raise UserError(f"--steps {steps} is too few: certify measures a steady-state step", where="--steps",
+                        instead="--steps 3 or more")
     _check_outputs(options)
     if options.target is not None:
         return _plan_target(options, world_size, steps)
@@ -262,8 +264,8 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     worlds = _worlds(options.world, world_size)
     device = "cpu" if options.device == "auto" else options.device
     cases, skipped = divide((quick_cases if options.quick else all_cases)(layouts, worlds, models, dtypes), device)
-    if not cases and not any(not one.illegal for one in skipped):
-        reasons = "; ".join(dict.fromkeys(f"{one.case.layout}: {one.reason}" for one in skipped))
+    if not cases and not any(not each.illegal for each in skipped):
+        reasons = "; ".join(dict.fromkeys(f"{each.case.layout}: {each.reason}" for each in skipped))
         natural = sorted({world for name in layouts for world in natural_worlds(name)})
         raise UserError(f"there is nothing to certify ({reasons})", where="--layouts, --world",
                         instead=f"--world {' or '.join(map(str, natural))}")
@@ -273,20 +275,19 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
 
 
 def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int) -> Work:
-    """Return the cases of a target: each layout in its smallest world of several ranks, or in those asked for."""
+    """Return the cases of a target: each layout in the requested worlds, or in its smallest multi-rank world."""
     file = find_target(options.target)
     for name, other in {"--model": options.model != ",".join(recipe.MODELS), "--quick": options.quick,
                         "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
         if other:
-            raise UserError("a target is a training of its own, with faults of its own", where=name,
-                            instead=f"--target without {name}")
+            raise UserError(f"{name} does not work with --target", where=name, instead=f"--target without {name}")
     layouts = list(LAYOUTS) if options.layouts == "all" else _words(options.layouts, "--layouts")
     _check_layouts(layouts)
     for name in layouts:
         layout = layout_of(name)
         if layout.pp * layout.sp > 1 or layout.zero.tiled:
-            raise UserError(f"{name} cuts layers, of which certify knows those of the trainer's own models alone",
-                            where="--layouts", instead=",".join(LAYOUTS))
+            raise UserError(f"{name} splits layers, which certify supports only for the trainer's own models",
+                            where="--layouts", instead=f"--layouts {','.join(LAYOUTS)}")
     dtypes = _dtypes(options, DTYPES)
     worlds = _worlds(options.world, world_size)
     cases = [Case(name, world, file.title, dtype) for name in layouts
@@ -303,7 +304,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
             legal.append(case)
     if not cases or not legal:
         raise UserError("there is nothing to certify ("
-                        + "; ".join(dict.fromkeys(f"{one.case.layout}: {one.reason}" for one in skipped)) + ")",
+                        + "; ".join(dict.fromkeys(f"{each.case.layout}: {each.reason}" for each in skipped)) + ")",
                         where="--layouts, --world", instead="--world 2")
     return Work(tuple(legal), tuple(skipped), steps, options.device, target=file)
 
@@ -324,47 +325,53 @@ def _dtypes(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     if options.write_docs and (options.layouts != "all" or options.quick or options.inject_fault or options.world):
-        raise UserError("the page has a row for every layout, from a whole matrix", where="--write-docs",
-                        instead="no --layouts, --world, --quick or --inject-fault")
+        raise UserError("the table in the docs has a row for every layout and needs the whole matrix",
+                        where="--write-docs", instead="no --layouts, --world, --quick or --inject-fault")
     if options.json is not None and options.json.is_dir():
-        raise UserError(f"{options.json} is a folder", where="--json", instead=f"{options.json / 'certify.json'}")
+        raise UserError(f"{options.json} is a directory", where="--json",
+                        instead=f"--json {options.json / 'certify.json'}")
 
 
 def _with_faults(names: Sequence[str], cases: Sequence[Case]) -> list[Case]:
-    """Each case with each of the faults that it can have; every fault in one case at least."""
-    found = []
+    """Return each case with each fault that applies to it.
+
+    Raises:
+        UserError: a fault applies to no case.
+    """
+    faulty = []
     for name in names:
         fault = find_fault(name)
-        reasons = {case: "its precision has no master weights"
+        reasons = {case: f"{case.dtype} has no master weights"
                    if fault.of_masters and not RECIPES[case.dtype].has_masters
                    else fault.needs(layout_of(case.layout), case.world) for case in cases}
-        found += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
+        faulty += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
         if None not in reasons.values():
             why = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"
                                           for case, reason in reasons.items()))
-            raise UserError(f"{name} cannot be injected into {why}", where="--inject-fault",
+            raise UserError(f"cannot inject {name} into {why}", where="--inject-fault",
                             instead="other --layouts, or --world 2")
-    return sorted(found, key=lambda case: case.world)
+    return sorted(faulty, key=lambda case: case.world)
 
 
 def _words(text: str, where: str) -> list[str]:
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
-        raise UserError("an empty list", where=where, instead="one or more names with commas between")
+        raise UserError(f"{where} is an empty list", where=where, instead=f"{where} NAME,NAME")
     return words
 
 
 def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
-    """The world sizes of `--world`; those of the ranks that are there, if any are."""
+    """Return the world sizes of `--world`, or under launch the actual one."""
     words = [] if text is None else _words(text, "--world")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{text!r} is not a list of world sizes", where="--world", instead="--world 2,4")
-    asked = tuple(map(int, words))
+    requested = tuple(map(int, words))
     if world_size is None:
-        return asked or None
-    if asked and world_size not in asked:
-        raise UserError(f"started on {world_size} ranks, but asked for {text}", where="--world",
-                        instead="no --world under launch, or certify alone, which starts ranks itself")
+        return requested or None
+    if requested and world_size not in requested:
+        raise UserError(f"launch started {world_size} ranks, but --world is {text}", where="--world",
+                        instead="launch without --world, or certify without launch, which starts its own ranks")
+
     return (world_size,)
 
 

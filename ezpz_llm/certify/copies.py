@@ -1,4 +1,4 @@
-"""Copies of weights, moments and whole parameters on several ranks, which must be the same bits."""
+"""Bitwise comparison of weights, moments and full parameters that are replicated on several ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ezpz_llm.engine.optimizer_state import Slice, cut
 from ezpz_llm.model.parameters import placement_of, size
 
 _BLOCK = 64
-"""Elements of a copy that one number stands for."""
+"""Elements per checksum."""
 Blocks = dict[tuple[str, str, Any, int, int], int]
-"""What a rank holds: by kind, parameter, its box and the first and last element of a block, the number."""
+"""Checksums of a rank, by kind, parameter, its box, and the first and last element of the block."""
 _BITS = {2: torch.int16, 4: torch.int32}
-"""What the bits of an element are read as, by its bytes."""
+"""Integer type to view elements as, by element size in bytes."""
 
 
 def whole_parameters(engine: Engine) -> Iterator[Slice]:
-    """The parameters that this rank computes with, of any dtype, as far as it has them whole now.
+    """Yield the parameters that this rank computes with, of any dtype, if they are not partitioned at the moment.
 
-    In ZeRO the slices of the state are the masters, of which no rank has another's. Stage 3 and FSDP2 have those
-    whole that the last pass has left gathered.
+    Under ZeRO, the slices of the training state are master weights, which are not replicated. Under stage 3 and
+    FSDP2, only parameters that the last pass left gathered are yielded.
     """
     for name, parameter in engine.module.named_parameters():
         at, held = placement_of(name, parameter), parameter.detach()
@@ -38,42 +38,43 @@ def whole_parameters(engine: Engine) -> Iterator[Slice]:
 
 
 def copies_apart(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
-    """Copies of a parameter and its optimizer state on several ranks that are not the same bits. Collective.
+    """Compare the replicas of each parameter and of its optimizer state bit by bit. Collective.
 
     Returns:
-        By "KIND of NAME": "compared", the blocks of elements that several ranks hold; "apart", how many of them are
-        not the same on all; "where", the first two ranks that differ, in words. Nothing of what only one rank has.
+        By "KIND of NAME": "compared", the number of blocks that several ranks hold; "apart", the number of blocks
+        that differ; "where", text that names the first two ranks that differ. Tensors on a single rank are left
+        out.
     """
     mine: Blocks = {}
     for pieces in (engine.training_state().slices(), whole_parameters(engine)):
         for piece in pieces:
             for kind, tensor in piece.tensors.items():
                 mine.update(_blocks(kind, piece, tensor.detach().cpu()))
-    found: dict[str, dict[str, Any]] = {}
+    differences: dict[str, dict[str, Any]] = {}
     first: dict[Any, tuple[int, int]] = {}
     for rank, blocks in enumerate(all_gather(dist, mine)):
-        for key, number in blocks.items():
+        for key, checksum in blocks.items():
             if key not in first:
-                first[key] = rank, number
+                first[key] = rank, checksum
                 continue
-            entry = found.setdefault(f"{key[0]} of {key[1]}", {"compared": 0, "apart": 0, "where": ""})
+            entry = differences.setdefault(f"{key[0]} of {key[1]}", {"compared": 0, "apart": 0, "where": ""})
             entry["compared"] += 1
-            if number != first[key][1]:
+            if checksum != first[key][1]:
                 entry["apart"] += 1
                 entry["where"] = entry["where"] or f" on ranks {first[key][0]} and {rank}"
-    return found
+    return differences
 
 
 def _blocks(kind: str, piece: Slice, tensor: Tensor) -> Blocks:
-    """A number of the bits of each block of a slice, which differs where one element does.
+    """Return a checksum of each block of a slice, which changes if a single element does.
 
-    Blocks begin at multiples of their size in the box, so that ranks whose slices begin elsewhere have the same.
+    Blocks begin at multiples of their size within the box, so that they match on ranks with other slice boundaries.
     """
     odd = np.arange(1, 2 * _BLOCK, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
     bits = tensor.contiguous().view(_BITS[tensor.element_size()]).numpy().astype(np.uint64)
-    found: Blocks = {}
+    checksums: Blocks = {}
     edges = [piece.start, *range(-(-(piece.start + 1) // _BLOCK) * _BLOCK, piece.stop, _BLOCK), piece.stop]
     for start, stop in pairwise(edges):
         part = bits[start - piece.start:stop - piece.start]
-        found[kind, piece.name, piece.box, start, stop] = int((part * odd[:len(part)]).sum())
-    return found
+        checksums[kind, piece.name, piece.box, start, stop] = int((part * odd[:len(part)]).sum())
+    return checksums

@@ -1,7 +1,7 @@
-"""Definitions of what is around a step and beneath it, checked in a process of its own before any layout is.
+"""Checks of the code around and beneath a training step, against its definition, before any layout is certified.
 
-The trainer's loop sets a process's handlers, seeds and settings, and none of that may reach the ranks. The cheap
-ones come first, and the first that is broken ends it. They are checked on a CPU, whatever the ranks have.
+They run in a separate process, because the trainer's loop sets signal handlers, seeds and global settings that must
+not reach the ranks; and always on CPU. Cheap checks come first, and the first failure ends the run.
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ from ezpz_llm.rundir import write_json
 
 TOPICS = {"rates": "schedule_rates", "parts": "tensor_parts", "loss scale": "loss_scaling",
           "dropout": "dropout_masks", "sums": "wide_sums", "trainer": "trainer_run"}
-"""By what a complaint of it is called: the module, whose `complaints` are what is wrong."""
+"""Modules by topic name; `complaints` of a module yields what is wrong."""
 LIMIT_S = 200
-"""Ten times what they take on two cores; ranks wait a little longer for each other."""
+"""Time limit: ten times the duration on two cores, and less than the timeout of collectives."""
 
 
 def hold_to_definitions(root: Path) -> None:
-    """Check all topics and write what was found below `root`. One rank calls it.
+    """Check all topics and write the outcome below `root`. Call on one rank.
 
     Raises:
-        UserError: one of them is not what its definition says.
+        UserError: a topic disagrees with its definition.
     """
-    from ezpz_llm.certify.one_process import DISAGREES  # with torch, which rates do without
+    from ezpz_llm.certify.one_process import DISAGREES  # imports torch, which the first topic does not need
 
-    found = definitions_file(root)
-    found.parent.mkdir(parents=True, exist_ok=True)
-    # What is left of a reservation is no reason for the small runs of it to end early.
+    path = definitions_file(root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without this, the small training runs would stop early when the allocation is about to end.
     env = {name: value for name, value in os.environ.items() if name != ENDS_AT_VARIABLE}
     with tempfile.TemporaryFile("w+") as output:
         try:
-            code = subprocess.run([sys.executable, "-m", "ezpz_llm.certify.definitions", str(found)], env=env,
+            code = subprocess.run([sys.executable, "-m", "ezpz_llm.certify.definitions", str(path)], env=env,
                                   stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False).returncode
         except subprocess.TimeoutExpired:
             code = EXIT_IDLE
         output.seek(0)
-        said = output.read().strip().splitlines()
-    wrong = [f"{one['what']}: {one['wrong']}" for one in definitions(root) if one["wrong"] is not None]
+        lines = output.read().strip().splitlines()
+    wrong = [f"{topic['what']}: {topic['wrong']}" for topic in definitions(root) if topic["wrong"] is not None]
     if code and not wrong:
-        last = said[-1] if said else "its start"
-        wrong = [f"no end in {LIMIT_S} s, in {last}" if code == EXIT_IDLE
-                 else f"exit code {code} of what checks them: {last}"]
+        last = lines[-1] if lines else "startup"
+        wrong = [f"the checks did not finish within {LIMIT_S} s (last: {last})" if code == EXIT_IDLE
+                 else f"the checks ended with exit code {code} (last line: {last})"]
     if wrong:
         raise UserError(f"{DISAGREES}: {wrong[0]}", where="certify", exit_code=1,
-                        instead="no certificate of any layout before one process is right")
+                        instead="fix this first: every layout is compared with the single process")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check every topic until one is wrong, and write them to a file; 1 if one is."""
-    held: list[Definition] = []
+    """Check the topics up to the first failure and write the outcome to a file; return 1 on failure."""
+    checked: list[Definition] = []
     for what, name in TOPICS.items():
-        print(what, flush=True)  # the last line of one that does not end
+        print(what, flush=True)  # names the topic if the check hangs
         began = time.monotonic()
         try:
             wrong = next(import_module(f"ezpz_llm.certify.{name}").complaints(), None)
-        except Exception as error:  # so wrong that it cannot be asked
+        except Exception as error:  # broken code may raise anything
             traceback.print_exc()
             wrong = f"{type(error).__name__}: {error}"
-        held.append({"what": what, "wrong": wrong, "seconds": round(time.monotonic() - began, 2)})
+        checked.append({"what": what, "wrong": wrong, "seconds": round(time.monotonic() - began, 2)})
         if wrong is not None:
             break
-    write_json(Path(argv[0]), held)
-    return int(held[-1]["wrong"] is not None)
+    write_json(Path(argv[0]), checked)
+    return int(checked[-1]["wrong"] is not None)
+
 
 
 if __name__ == "__main__":

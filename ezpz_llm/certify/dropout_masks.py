@@ -1,9 +1,9 @@
-"""Dropout and recomputation, held to their definition.
+"""Checks of dropout and activation recomputation.
 
-Each element is dropped with the same probability p, kept ones are 1/(1 - p) times as large; every pass has masks of
-its own, an evaluation none. Tensor-parallel peers draw alike where they hold the same activations and each its own
-where they hold different heads; all other ranks draw differently. A block that is computed again in the backward
-pass has the masks of the first time, and all gradients their bits.
+Each element is dropped with the same probability p, and kept elements are scaled by 1/(1 - p). Every forward pass
+draws new masks; evaluation uses no dropout. Tensor-parallel peers draw equal masks for replicated activations and
+different masks for different heads. All other ranks draw different masks. A recomputed block uses the masks of its
+first forward pass, and gradients are bitwise equal with and without recomputation.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DEGREES = Degrees(dp=2, tp=2, pp=2, sp=2)
 
 
 def complaints() -> Iterator[str]:
-    """What is wrong with dropout."""
-    yield from _of_rates()
-    yield from _of_attention(CausalProduct(P), "attention")
-    yield from _of_passes()
-    yield from _of_heads_of_ranks()
-    yield from _of_ranks()
-    yield from _of_recomputation()
+    """Yield what is wrong with dropout."""
+    yield from _check_rates()
+    yield from _check_attention(CausalProduct(P), "attention")
+    yield from _check_passes()
+    yield from _check_heads_of_ranks()
+    yield from _check_ranks()
+    yield from _check_recomputation()
 
 
 def _model(dropout: float = P) -> GPT:
@@ -50,24 +50,24 @@ def _loss(model: GPT, number: int = 0) -> Tensor:
     return model(*micro_batches(number)[0])
 
 
-def _of_rates() -> Iterator[str]:
-    """Every dropout of the model drops its share, and scales what it keeps."""
+def _check_rates() -> Iterator[str]:
+    """Check the drop probability and the scale of every dropout module."""
     wrong: list[str] = []
     model, called = _model(), set()
     torch.manual_seed(1)
 
-    def look(name: str, given: Tensor, got: Tensor) -> None:
-        """Compare what a dropout was given and what it gave."""
+    def compare(name: str, x: Tensor, y: Tensor) -> None:
+        """Compare the input and output of a dropout module."""
         called.add(name)
-        there = given != 0
-        wrong.extend(_of_mask(name, (got != 0)[there]))
-        kept = there & (got != 0)
-        if not torch.allclose(got[kept], given[kept] / (1 - P), rtol=1e-6):
-            wrong.append(f"{name}: what is kept is not {1 / (1 - P):.4g} times as large")
+        nonzero = x != 0
+        wrong.extend(_check_mask(name, (y != 0)[nonzero]))
+        kept = nonzero & (y != 0)
+        if not torch.allclose(y[kept], x[kept] / (1 - P), rtol=1e-6):
+            wrong.append(f"{name}: kept elements are not scaled by {1 / (1 - P):.4g}")
 
     drops = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     for name, module in drops.items():
-        module.register_forward_hook(lambda _, inputs, output, name=name: look(name, inputs[0], output))
+        module.register_forward_hook(lambda _, inputs, output, name=name: compare(name, inputs[0], output))
     _loss(model)
     yield from wrong
     expected = 1 + 2 * model.config.n_layer
@@ -75,29 +75,29 @@ def _of_rates() -> Iterator[str]:
         yield f"a model of {model.config.n_layer} layers has dropout in {len(called)} places, not {expected}"
 
 
-def _of_mask(name: str, kept: Tensor) -> Iterator[str]:
-    """Six standard deviations of the number that is dropped: once in 5e8 masks."""
+def _check_mask(name: str, kept: Tensor) -> Iterator[str]:
+    """Check the share of dropped elements, to six standard deviations: a false alarm in 5e8 masks."""
     dropped, number = 1 - kept.float().mean().item(), kept.numel()
     if abs(dropped - P) > 6 * math.sqrt(P * (1 - P) / number):
         yield f"{name} drops {dropped:.3f} of {number} elements, not {P:g}"
 
 
-def _of_attention(product: nn.Module, name: str) -> Iterator[str]:
-    """Equal scores and the unit matrix as values show the probabilities themselves."""
+def _check_attention(product: nn.Module, name: str) -> Iterator[str]:
+    """Check the dropout of attention probabilities, which equal scores and an identity as values expose."""
     torch.manual_seed(2)
     product.train()
     rows = _probabilities(product)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     whole = (1 / torch.arange(1, LENGTH + 1.0))[:, None].expand(LENGTH, LENGTH)
     kept = rows[..., seen] != 0
-    yield from _of_mask(name, kept)
+    yield from _check_mask(name, kept)
     if not torch.allclose(rows[..., seen][kept], (whole[seen] / (1 - P)).expand_as(kept)[kept], rtol=1e-5):
-        yield f"{name}: probabilities that are kept are not {1 / (1 - P):.4g} times as large"
+        yield f"{name}: kept probabilities are not scaled by {1 / (1 - P):.4g}"
     if rows[..., ~seen].any():
-        yield f"{name} sees what follows"
+        yield f"{name} attends to later tokens"
     product.eval()
     if not torch.allclose(_probabilities(product), whole * seen, rtol=1e-5):
-        yield f"{name} has dropout in evaluation mode"
+        yield f"{name} applies dropout in evaluation mode"
     product.train()
 
 
@@ -106,37 +106,37 @@ def _probabilities(product: nn.Module) -> Tensor:
     return product(zeros, zeros, torch.eye(LENGTH).expand(4, 2, LENGTH, LENGTH))
 
 
-def _of_passes() -> Iterator[str]:
+def _check_passes() -> Iterator[str]:
     model, plain = _model(), _model(dropout=0.0)
     torch.manual_seed(3)
     if _loss(model).item() == _loss(model).item():
-        yield "two passes of one batch have the same masks"
+        yield "two forward passes have the same masks"
     model.eval()
     if _loss(model).item() != _loss(plain).item():
-        yield "an evaluation has another loss than a model without dropout"
+        yield "the loss of an evaluation differs from that of a model without dropout"
 
 
-def _of_heads_of_ranks() -> Iterator[str]:
-    """Attention of tensor-parallel ranks, whose generators are alike, and stay so."""
-    found, states = [], []
+def _check_heads_of_ranks() -> Iterator[str]:
+    """Check that tensor-parallel ranks draw different masks for their heads and keep equal generator states."""
+    outputs, states = [], []
     for rank in (0, 1, 1):
         torch.manual_seed(4)
         product = RankedDropout(CausalProduct(P), rank)
-        found.append(_probabilities(product.train()))
+        outputs.append(_probabilities(product.train()))
         states.append(torch.get_rng_state())
-    if torch.equal(found[0], found[1]):
+    if torch.equal(outputs[0], outputs[1]):
         yield "the heads of two tensor-parallel ranks have the same masks"
-    if not torch.equal(found[1], found[2]) or not torch.equal(states[0], states[1]):
-        yield "the random numbers of tensor-parallel ranks do not stay alike"
-    yield from _of_attention(RankedDropout(CausalProduct(P), 1), "attention of a tensor-parallel rank")
+    if not torch.equal(outputs[1], outputs[2]) or not torch.equal(states[0], states[1]):
+        yield "the random number generators of tensor-parallel ranks diverge"
+    yield from _check_attention(RankedDropout(CausalProduct(P), 1), "attention of a tensor-parallel rank")
 
 
-def _of_ranks() -> Iterator[str]:
-    """Peers, which hold the same activations, draw alike, and no other ranks."""
+def _check_ranks() -> Iterator[str]:
+    """Check that tensor-parallel peers, and no other ranks, have the same dropout seed."""
     world = range(DEGREES.dp * DEGREES.tp * DEGREES.pp * DEGREES.sp)
 
     def seed_of(rank: int) -> int:
-        """The trainer's, of a rank in a mesh that has no process groups."""
+        """Return the trainer's dropout seed of a rank, from a mesh without process groups."""
         def place(*axes: Any) -> tuple[int, int]:
             ranks = DEGREES.peers(rank, *axes)
             return ranks.index(rank), len(ranks)
@@ -147,14 +147,14 @@ def _of_ranks() -> Iterator[str]:
     for rank, seed in enumerate(seeds):
         alike = {other for other in world if seeds[other] == seed}
         if alike != (peers := set(DEGREES.peers(rank, "tp"))):
-            yield (f"rank {rank} of {DEGREES} draws the masks of ranks {sorted(alike)}, not those of its "
-                   f"tensor-parallel peers {sorted(peers)} alone")
+            yield (f"rank {rank} of {DEGREES} draws the masks of ranks {sorted(alike)}, but only its "
+                   f"tensor-parallel peers {sorted(peers)} should share them")
             return
 
 
-def _of_recomputation() -> Iterator[str]:
-    """The loss and every gradient have the same bits with it and without, dropout included."""
-    found: list[dict[str, Tensor | None]] = []
+def _check_recomputation() -> Iterator[str]:
+    """Check that recomputation leaves the loss and every gradient bitwise equal, with dropout."""
+    outcomes: list[dict[str, Tensor | None]] = []
     for every in (0, 1):
         model = _model()
         recompute_blocks(model, every)
@@ -163,11 +163,11 @@ def _of_recomputation() -> Iterator[str]:
         torch.manual_seed(5)
         loss = _loss(model)
         loss.backward()
-        found.append({"the loss": loss.detach(), **{f"the gradient of {name}": one.grad
-                                                    for name, one in model.named_parameters()}})
+        outcomes.append({"the loss": loss.detach(), **{f"the gradient of {name}": parameter.grad
+                                                       for name, parameter in model.named_parameters()}})
         if len(passes) != 1 + every:
             yield f"with --recompute {every} a block is computed {len(passes)} times a step, not {1 + every}"
-    for what, one in found[0].items():
-        if not torch.equal(one, found[1][what]):
-            yield f"{what} is not the same bits where blocks are computed again"
+    for what, tensor in outcomes[0].items():
+        if not torch.equal(tensor, outcomes[1][what]):
+            yield f"{what} changes bitwise with recomputation"
             return

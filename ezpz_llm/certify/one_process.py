@@ -1,8 +1,8 @@
-"""Hold one process to the definition of the step: every step it made, from the state it made it from.
+"""Comparison of the steps of a single process with the step definition (`plain_step`).
 
-Each phase is judged on what the phase before it gave, so that a bound is that of one phase's rounding alone: the
-loss and the gradients are those of the weights before the step, the moments those of the gradients, the new
-weights those of the moments.
+Each phase is compared given the actual output of the phase before it, so that its bound covers the rounding of one
+phase only. The loss and the gradients are recomputed from the weights before the step, the moments from the
+gradients, and the new weights from the moments.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ezpz_llm.model.config import ModelConfig
 DISAGREES = "one process disagrees with the definition of the step"
 WITH_ITSELF = "one process disagrees with itself"
 PHASES = ("resume", "forward", "backward", "reduction", "optimizer", "evaluation")
-"""In the order of computation: a step begins with the state that it finds, and may be followed by an evaluation."""
+"""In the order of computation. Only some steps follow a resume or are followed by an evaluation."""
 
 FACTOR = 2.0
-"""Times the distance of the plain step in another order: what vectors (gradients) may be apart."""
+"""Bound of gradients, as a multiple of the difference between two plain steps with different summation orders."""
 SCALAR_FACTOR = 6.0
-"""The same for single numbers (loss, norm, clipping), whose distances are pooled over the steps."""
+"""Like FACTOR, for scalars (loss, gradient norm, clip factor), whose differences are pooled over the steps."""
 _U = 2.0 ** -24
 _LEAST = 2.0 ** -120
-"""A second moment below it may be a denormal number."""
+"""Absolute tolerance: smaller second moments may be denormal."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Batches that are never trained on, and the loss that a process said they have."""
+    """Held-out batches, and the loss that the process computed for them."""
 
     batches: Sequence[MicroBatch]
     loss: float
@@ -45,12 +45,12 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Observed:
-    """A step that a process made: from `before` to `after`, and what it said of it.
+    """A step of a process: its input, the states before and after it, and the reported loss and gradient norm.
 
     Attributes:
-        title: in words, as "step 2".
-        resumed: the state that was saved, where the one before this step was loaded.
-        evaluated: with the weights after the step, where that was done.
+        title: "step 2", for example.
+        resumed: the saved state, if `before` was loaded from a checkpoint.
+        evaluated: an evaluation with the weights after the step, if there was one.
     """
 
     title: str
@@ -79,8 +79,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class Spread:
-    """How far the plain step is from itself in another order, relatively: root mean squares over steps for numbers,
-    the largest for the gradients, by parameter."""
+    """Relative difference between two plain steps with different summation orders.
+
+    For scalars, the root mean square over the steps; for gradients, the maximum over the steps by parameter.
+    """
 
     loss: float
     norm: float
@@ -89,23 +91,22 @@ class Spread:
 
 
 def settings_of(config: ModelConfig, clip: float, z_loss: float = 0.0) -> Settings:
-    """The recipe's numbers for the plain step."""
+    """Return the settings of the plain step for the recipe's hyperparameters."""
     return Settings(config.n_head, config.n_kv_head, config.norm, config.norm_eps, config.rope_theta, clip,
                     recipe.BETAS, recipe.EPS, recipe.WEIGHT_DECAY, z_loss)
 
 
 def state_of(engine: Engine) -> State:
-    """A copy of what one process holds, on CPU. Only for engines of one rank."""
+    """Copy the training state of a single-rank engine to the CPU."""
     parts: dict[str, dict[str, Tensor]] = {"weight": {}, "exp_avg": {}, "exp_avg_sq": {}}
     state = engine.training_state()
     for piece in state.slices():
-        for kind, found in parts.items():
-            found.setdefault(piece.name, torch.full(piece.shape, torch.nan)).view(-1)[piece.start:piece.stop] = (
+        for kind, tensors in parts.items():
+            tensors.setdefault(piece.name, torch.full(piece.shape, torch.nan)).view(-1)[piece.start:piece.stop] = (
                 piece.tensors[kind].detach().cpu())
     return State(parts["weight"], parts["exp_avg"], parts["exp_avg_sq"], state.optimizer_step)
 
 
-# The plain step of what was observed, in the recipe's arithmetic.
 @dataclass(frozen=True)
 class _Plain:
     loss: float
@@ -113,68 +114,72 @@ class _Plain:
     gradients: Tensors
 
 
-def _plain(one: Observed, dtype: str, seed: int | None = None) -> _Plain:
+def _plain(step: Observed, dtype: str, seed: int | None = None) -> _Plain:
+    """Recompute a step by definition, in the arithmetic of the precision recipe."""
     arithmetic = ARITHMETIC[dtype] if seed is None else ARITHMETIC[dtype].reordered(seed)
-    loss, found = plain_step.gradients(one.before.weights, one.micro_batches, one.settings, arithmetic)
-    return _Plain(loss, plain_step.global_norm(found), found)
+    loss, gradients = plain_step.gradients(step.before.weights, step.micro_batches, step.settings, arithmetic)
+    return _Plain(loss, plain_step.global_norm(gradients), gradients)
 
 
 def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -> tuple[list[Judged], Spread]:
-    """Compare steps of one process with the plain step; in order of steps, phases and modules.
+    """Compare the steps of one process with the plain step.
 
     Args:
-        spread: of the plain step, where it was measured for this shape and dtype; else it is, on these steps.
+        spread: spread of the plain step for this shape and dtype; by default, measured on these steps.
+
+    Returns:
+        The comparisons in the order of steps, phases and modules; and the spread.
     """
-    plain = [_plain(one, dtype) for one in steps]
+    plain = [_plain(step, dtype) for step in steps]
     if spread is None:
-        spread = _spread(plain, [_plain(one, dtype, seed) for seed, one in enumerate(steps, 1)])
-    found: list[Judged] = []
-    for one, theirs in zip(steps, plain, strict=True):
-        by_phase = {"resume": _resumed(one), "forward": [_loss("loss", one.loss, theirs.loss, spread)],
-                    **_backward(one, theirs, spread), "optimizer": _optimizer(one),
-                    "evaluation": _evaluation(one, dtype, spread)}
-        found += [Judged(one.title, phase, finding) for phase in PHASES for finding in by_phase[phase]]
-    return found, spread
+        spread = _spread(plain, [_plain(step, dtype, seed) for seed, step in enumerate(steps, 1)])
+    comparisons: list[Judged] = []
+    for step, theirs in zip(steps, plain, strict=True):
+        by_phase = {"resume": _resumed(step), "forward": [_loss("loss", step.loss, theirs.loss, spread)],
+                    **_backward(step, theirs, spread), "optimizer": _optimizer(step),
+                    "evaluation": _evaluation(step, dtype, spread)}
+        comparisons += [Judged(step.title, phase, finding) for phase in PHASES for finding in by_phase[phase]]
+    return comparisons, spread
 
 
-def complaint(found: Sequence[Judged]) -> str | None:
-    """What is wrong, the first of it with the number of the others, None if nothing is."""
-    failed = [one for one in found if one.finding.failed]
+def complaint(comparisons: Sequence[Judged]) -> str | None:
+    """Return the first failure and the number of failures as text, or None."""
+    failed = [comparison for comparison in comparisons if comparison.finding.failed]
     if not failed:
         return None
-    phases = ", ".join(dict.fromkeys(one.phase for one in failed))
-    return f"{failed[0]} ({len(failed)} of {len(found)} comparisons fail, in {phases})"
+    phases = ", ".join(dict.fromkeys(comparison.phase for comparison in failed))
+    return f"{failed[0]} ({len(failed)} of {len(comparisons)} comparisons fail, in {phases})"
 
 
-def refuse(found: Sequence[Judged], what: str, which: str) -> None:
-    """End certify where a comparison failed.
+def refuse(comparisons: Sequence[Judged], what: str, which: str) -> None:
+    """Raise an error if a comparison failed.
 
     Args:
         what: DISAGREES or WITH_ITSELF.
-        which: the run that was judged.
+        which: name of the run that was compared.
 
     Raises:
         UserError: names the phase, the step and the module.
     """
-    if (why := complaint(found)) is not None:
+    if (why := complaint(comparisons)) is not None:
         raise UserError(f"{what}: {which}: {why}", where="certify", exit_code=1,
-                        instead="no certificate of any layout before one process is right")
+                        instead="fix this first: every layout is compared with the single process")
 
 
-def worst_by_phase(found: Sequence[Judged]) -> dict[str, dict[str, object]]:
-    """The largest ratio of each phase, for the record."""
+def worst_by_phase(comparisons: Sequence[Judged]) -> dict[str, dict[str, object]]:
+    """Return the comparison with the largest ratio of each phase, for certify.json."""
     return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(mine)}
-            for phase in PHASES if (mine := [one for one in found if one.phase == phase])
-            for top in (max(mine, key=lambda one: one.finding.ratio),)}
+            for phase in PHASES if (mine := [comparison for comparison in comparisons if comparison.phase == phase])
+            for top in (max(mine, key=lambda comparison: comparison.finding.ratio),)}
 
 
 def _spread(plain: Sequence[_Plain], others: Sequence[_Plain]) -> Spread:
     pairs = list(zip(plain, others, strict=True))
     return Spread(
-        _rms([other.loss / one.loss - 1 for one, other in pairs]),
-        _rms([other.norm / one.norm - 1 for one, other in pairs]),
-        _rms([_scale(other.gradients, one.gradients) - 1 for one, other in pairs]),
-        {name: max(_apart(other.gradients[name], one.gradients[name]) for one, other in pairs)
+        _rms([other.loss / first.loss - 1 for first, other in pairs]),
+        _rms([other.norm / first.norm - 1 for first, other in pairs]),
+        _rms([_scale(other.gradients, first.gradients) - 1 for first, other in pairs]),
+        {name: max(_apart(other.gradients[name], first.gradients[name]) for first, other in pairs)
          for name in plain[0].gradients})
 
 
@@ -191,43 +196,42 @@ def _ratio(value: float, scale: float) -> float:
 
 
 def _scale(mine: Tensors, theirs: Tensors) -> float:
-    """How many times as large gradients are: the median over the parameters, which a wrong one does not move."""
+    """Return the common factor between two sets of gradients: the median over parameters, robust to a wrong one."""
     each = [(mine[name] * value).sum() / value.square().sum() for name, value in theirs.items() if value.any()]
     return torch.stack(each).median().item()
 
 
-# The phases. Bounds of what fp32 rounds, element by element: _U a rounding, times how many of which numbers.
-def _resumed(one: Observed) -> list[Finding]:
-    """What was loaded is what was saved, to the last bit."""
-    if one.resumed is None:
+def _resumed(step: Observed) -> list[Finding]:
+    """Check that the loaded state equals the saved one bitwise."""
+    if step.resumed is None:
         return []
-    kinds = (("weights", one.resumed.weights, one.before.weights),
-             ("first moments", one.resumed.first, one.before.first),
-             ("second moments", one.resumed.second, one.before.second))
-    steps = Finding("the optimizer's step count after the resume", abs(one.before.step - one.resumed.step), 0.0)
+    kinds = (("weights", step.resumed.weights, step.before.weights),
+             ("first moments", step.resumed.first, step.before.first),
+             ("second moments", step.resumed.second, step.before.second))
+    steps = Finding("the optimizer's step count after the resume", abs(step.before.step - step.resumed.step), 0.0)
     return [steps, *(Finding(f"{title} of {name} after the resume",
                              torch.nan_to_num((now[name] - value).abs().max(), nan=math.inf).item(), 0.0)
                      for title, saved, now in kinds for name, value in saved.items())]
 
 
 def _loss(what: str, mine: float, theirs: float, spread: Spread) -> Finding:
-    # The tokens' losses are fp32, and so are their sums.
+    # The losses of tokens and their sum are computed in fp32.
     bound = (SCALAR_FACTOR * spread.loss + 16 * _U) * abs(theirs)
     return Finding(what, _finite(abs(mine - theirs)), bound, f": {mine:.7g}, not {theirs:.7g}")
 
 
-def _evaluation(one: Observed, dtype: str, spread: Spread) -> list[Finding]:
-    """A forward pass rounds as much without a backward pass as with one."""
-    if one.evaluated is None:
+def _evaluation(step: Observed, dtype: str, spread: Spread) -> list[Finding]:
+    """Compare the loss of an evaluation, with the bound of a training step's loss."""
+    if step.evaluated is None:
         return []
-    theirs = plain_step.loss_of(one.after.weights, one.evaluated.batches, one.settings, ARITHMETIC[dtype])
-    return [_loss("loss of the evaluation", one.evaluated.loss, theirs, spread)]
+    theirs = plain_step.loss_of(step.after.weights, step.evaluated.batches, step.settings, ARITHMETIC[dtype])
+    return [_loss("loss of the evaluation", step.evaluated.loss, theirs, spread)]
 
 
-def _backward(one: Observed, theirs: _Plain, spread: Spread) -> dict[str, list[Finding]]:
-    """Each parameter's gradient up to one common factor; and that factor, with the norm."""
-    clipped, error = _clipped(one)
-    factor = plain_step.clip_factor(one.norm, one.settings.clip)
+def _backward(step: Observed, theirs: _Plain, spread: Spread) -> dict[str, list[Finding]]:
+    """Compare gradients up to a common factor ("backward"), and the norm and that factor ("reduction")."""
+    clipped, error = _clipped(step)
+    factor = plain_step.clip_factor(step.norm, step.settings.clip)
     scale = _scale(clipped, theirs.gradients)
     each = []
     for name in in_order(theirs.gradients):
@@ -236,58 +240,61 @@ def _backward(one: Observed, theirs: _Plain, spread: Spread) -> dict[str, list[F
         apart = _ratio((clipped[name] - scale * theirs.gradients[name]).norm().item(), abs(scale) * length)
         each.append(Finding(f"gradient of {name}", _finite(apart), FACTOR * spread.gradient[name] + read,
                             " (relative)"))
-    norm = Finding("gradient norm", _finite(abs(one.norm / theirs.norm - 1)),
-                   SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {one.norm:.7g}, not {theirs.norm:.7g}")
+    norm = Finding("gradient norm", _finite(abs(step.norm / theirs.norm - 1)),
+                   SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {theirs.norm:.7g}")
     read = _ratio(math.sqrt(sum(value.square().sum().item() for value in error.values())),
                   plain_step.global_norm(clipped))
-    # A step that was not made has moved nothing, or says of its norm that it is infinite.
+    # A skipped step leaves the moments unchanged or reports an infinite norm: both divide by 0 without `_ratio`.
     scaled = Finding("factor of the gradients that the optimizer gets",
                      _finite(_ratio(abs(scale - factor), factor)),
                      SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + read,
-                     f" (relative): {scale:.7g}, where clipping a norm of {one.norm:.7g} to "
-                     f"{one.settings.clip:g} gives {factor:.7g}")
+                     f" (relative): {scale:.7g}, where clipping a norm of {step.norm:.7g} to "
+                     f"{step.settings.clip:g} gives {factor:.7g}")
     return {"backward": each, "reduction": [norm, scaled]}
 
 
-def _clipped(one: Observed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gradients that the optimizer got, as its first moments show them, and how far off each may be read.
+def _clipped(step: Observed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Recover the clipped gradients from the optimizer's first moments.
 
-    A first moment is two products and a sum, and 1 - beta1 is what fp32 makes of it.
+    Returns:
+        The gradients, and the error bound of each element: a first moment is two rounded products and a rounded
+        sum, and 1 - beta1 is rounded to fp32.
     """
-    share = 1 - one.settings.betas[0]
-    found, error = {}, {}
-    for name, after in one.after.first.items():
-        new, old = after.double(), one.before.first[name].double()
-        found[name] = (new - (1 - share) * old) / share
-        error[name] = (4 * _U * (new.abs() + old.abs()) + _U * found[name].abs()) / share
-    return found, error
+    share = 1 - step.settings.betas[0]
+    gradients, error = {}, {}
+    for name, after in step.after.first.items():
+        new, old = after.double(), step.before.first[name].double()
+        gradients[name] = (new - (1 - share) * old) / share
+        error[name] = (4 * _U * (new.abs() + old.abs()) + _U * gradients[name].abs()) / share
+    return gradients, error
 
 
-def _optimizer(one: Observed) -> list[Finding]:
-    """Second moments of the gradients that the first moments show; weights of both moments.
+def _optimizer(step: Observed) -> list[Finding]:
+    """Compare second moments and weights element by element, to a few fp32 roundings (_U) of the terms.
 
-    However near a gradient lies to Adam's epsilon, its own rounding is all that can move the update.
+    Second moments are recomputed from the gradients, weights from the moments after the step. The bounds hold for
+    gradients near Adam's epsilon too, because an element's update depends on its own gradient only.
     """
-    clipped, error = _clipped(one)
-    before, after = one.before.to(torch.float64), one.after.to(torch.float64)
-    due = plain_step.averaged(before, clipped, one.settings)
-    share = 1 - one.settings.betas[1]
-    # From the moments that it has, whatever these should be.
-    moved = plain_step.moved(State(before.weights, after.first, after.second, due.step), one.rate, one.settings)
-    found = [Finding("the optimizer's step count", abs(after.step - due.step), 0.0)]
+    clipped, error = _clipped(step)
+    before, after = step.before.to(torch.float64), step.after.to(torch.float64)
+    due = plain_step.averaged(before, clipped, step.settings)
+    share = 1 - step.settings.betas[1]
+    # From the actual moments: the loop below checks those.
+    moved = plain_step.moved(State(before.weights, after.first, after.second, due.step), step.rate, step.settings)
+    findings = [Finding("the optimizer's step count", abs(after.step - due.step), 0.0)]
     for name in in_order(due.weights):
         g, off, old = clipped[name].abs(), error[name], before.second[name]
         allowed = share * (2 * g * off + off ** 2) + 8 * _U * (old + due.second[name]) + 2 * _U * g ** 2 + _LEAST
-        found.append(_elements(f"second moments of {name}", after.second[name], due.second[name], allowed))
+        findings.append(_elements(f"second moments of {name}", after.second[name], due.second[name], allowed))
     for name in in_order(due.weights):
         old, new = before.weights[name], moved.weights[name]
         allowed = 2 * _U * (old.abs() + new.abs()) + 16 * _U * (new - old).abs() + _LEAST
-        found.append(_elements(f"weights of {name}", after.weights[name], new, allowed))
-    return found
+        findings.append(_elements(f"weights of {name}", after.weights[name], new, allowed))
+    return findings
 
 
 def _elements(what: str, mine: Tensor, theirs: Tensor, allowed: Tensor) -> Finding:
-    """The element that is farthest off in units of its own bound."""
+    """Return a finding for the element with the largest ratio of difference to bound."""
     apart = torch.nan_to_num((mine - theirs).abs(), nan=math.inf)
     worst = int((apart / allowed).flatten().argmax())
     return Finding(what, apart.flatten()[worst].item(), allowed.flatten()[worst].item(), f" at element {worst}")

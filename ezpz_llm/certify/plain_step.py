@@ -1,8 +1,8 @@
-"""One training step by definition, in plain torch: what one process is held to.
+"""Definition of a training step in plain torch, with which a single process is compared.
 
-Nothing of the model, the engines or the trainer is imported: a mistake there cannot be here too. The values are
-dictionaries of tensors under the names that checkpoints have. All is computed in fp64; what a precision recipe
-rounds is rounded where the recipe says so, by `Arithmetic`.
+The module imports nothing from the model, the engines or the trainer, so that it cannot share their bugs. Weights
+are dictionaries of tensors, under the names used in checkpoints. Everything is computed in fp64; `Arithmetic` adds
+the rounding of a precision recipe.
 
 Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D = C/H, V vocabulary.
 """
@@ -18,25 +18,26 @@ import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-"""By a parameter's name in checkpoints: "transformer.h.0.attn.c_attn.weight"."""
+"""Tensors by parameter name as in checkpoints: "transformer.h.0.attn.c_attn.weight"."""
 MicroBatch = tuple[Tensor, Tensor]
-"""Tokens and targets, (B, T) each; targets of -100 are ignored."""
+"""Tokens and targets, both (B, T). Targets of -100 are ignored."""
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything of a step that is not in the tensors.
+    """Settings of a step that cannot be read off the tensors.
 
-    What the tensors show is not repeated: layers, widths, biases; learned positions (a table of them), a gate
-    (`c_gate`: SwiGLU, else GELU in its tanh form), a head of its own (`lm_head`, else the embedding's table).
+    The tensors determine the number of layers, widths and biases. They also determine whether positions are learned
+    (`wpe`) or rotary, the activation (SwiGLU with `c_gate`, else GELU in tanh form), and whether the head is tied
+    (no `lm_head`).
 
     Attributes:
         norm: "layernorm" or "rmsnorm".
-        rope_theta: base of the rotary angles, used where no positions are learned.
-        clip: the largest global gradient norm; 0 for any.
-        weight_decay: of matrices and tables; vectors have none.
-        z_loss: factor of the squared log-sum-exp that the gradient has and the reported loss has not.
+        rope_theta: base of the rotary angles, unless positions are learned.
+        clip: the largest global gradient norm; 0 disables clipping.
+        weight_decay: for matrices and tables; vectors are not decayed.
+        z_loss: factor of the squared log-sum-exp, which is added to the gradient but not to the reported loss.
     """
 
     n_head: int
@@ -51,17 +52,16 @@ class Settings:
     z_loss: float = 0.0
 
 
-# What a precision recipe rounds.
 @dataclass(frozen=True)
 class Arithmetic:
-    """Where values are rounded, and by how much the same sum may differ in another order.
+    """Rounding of a precision recipe, and the error that another summation order causes.
 
     Attributes:
-        kept: the dtype of the parameters that the forward pass reads, and of a micro batch's gradients of them.
-        products: factors and results of matrix products, with what is made of them elementwise.
-        between: the sum that layers add to, and what their norms give.
-        errors: relative size of the error that another order leaves on a result, before it is rounded.
-        seed: of such errors, uniform in [-errors, errors]; None for none.
+        kept: dtype of the parameters in the forward pass, and of their gradients in a micro batch.
+        products: dtype of the inputs and outputs of matmuls and of the elementwise operations on them.
+        between: dtype of the residual stream and of the outputs of norms.
+        errors: relative error of a result in another summation order, before it is rounded.
+        seed: seed of these errors, which are uniform in [-errors, errors]; None for no errors.
     """
 
     kept: torch.dtype
@@ -71,27 +71,27 @@ class Arithmetic:
     seed: int | None = None
 
     def reordered(self, seed: int) -> Arithmetic:
-        """The same arithmetic with its sums in another order."""
+        """Return the same arithmetic with another summation order."""
         return replace(self, seed=seed)
 
 
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64)
-"""No rounding but fp64's own."""
+"""Plain fp64."""
 ARITHMETIC = {
-    # Sums of 64 to 256 terms that are rounded on each addition, to 2^-24: a random walk of half of them.
+    # Sums of 64 to 256 terms, each addition rounded to 2^-24: a random walk of half of these roundings.
     "fp32": Arithmetic(torch.float32, torch.float32, torch.float32, errors=2.0 ** -22),
-    # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8; halves of a sum that are rounded
-    # apart, or a kernel that rounds where another does not, are one more such rounding.
+    # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8. A sum of two rounded halves, or
+    # a kernel that rounds at another place, adds one such rounding.
     "bf16_autocast": Arithmetic(torch.float32, torch.bfloat16, torch.float32, errors=2.0 ** -8),
-    # Parameters of two bytes under fp32 master weights: what layers add to, and each micro batch's gradients, are
-    # rounded as well.
+    # bf16 parameters with fp32 master weights: the residual stream and each micro batch's gradients are rounded
+    # too.
     "bf16": Arithmetic(torch.bfloat16, torch.bfloat16, torch.bfloat16, errors=2.0 ** -8),
 }
-"""By recipe. Accumulated gradients, moments, weights and the loss of logits are fp32 in each."""
+"""Arithmetic by recipe. In all of them, accumulated gradients, moments, weights and the loss are fp32."""
 
 
 class _Rounding:
-    """The roundings of one step, with errors of its own on each."""
+    """Rounding operations of one step, with independent errors."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self.arithmetic = arithmetic
@@ -107,16 +107,16 @@ class _Rounding:
         return _Rounded.apply(x, self.arithmetic.between, self)
 
     def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The value as a number of `dtype`, in fp64."""
+        """Round a value to `dtype` and return it in fp64."""
         if self._noise is not None:
-            # What is kept in fp32 beside bf16 products has fp32's own errors.
+            # In recipes with bf16 products, fp32 values have the smaller errors of fp32.
             errors = min(self.arithmetic.errors, 2 * torch.finfo(dtype).eps)
             x = x * (1 + errors * (2 * torch.rand(x.shape, generator=self._noise).double() - 1))
         return x if dtype == torch.float64 else x.to(dtype).double()
 
 
 class _Rounded(torch.autograd.Function):
-    """Round a value on the way forward and its gradient on the way back: both are tensors of one dtype."""
+    """Rounding of a value in the forward pass and of its gradient in the backward pass, to the same dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, rounding: _Rounding) -> Tensor:
@@ -128,7 +128,6 @@ class _Rounded(torch.autograd.Function):
         return ctx.rounding.of(grad, ctx.dtype), None, None
 
 
-# Forward.
 def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
     y = r.product(x) @ r.product(weights[f"{name}.weight"]).T
     if (bias := weights.get(f"{name}.bias")) is not None:
@@ -139,7 +138,7 @@ def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
 def _normalised(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
     if settings.norm == "layernorm":  # Ba et al. 2016, arXiv:1607.06450
         x = x - x.mean(-1, keepdim=True)
-    # Without the mean's subtraction: Zhang and Sennrich 2019, arXiv:1910.07467.
+    # RMSNorm does not subtract the mean: Zhang and Sennrich 2019, arXiv:1910.07467.
     y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + settings.norm_eps) * weights[f"{name}.weight"]
     if (bias := weights.get(f"{name}.bias")) is not None:
         y = y + bias
@@ -147,7 +146,7 @@ def _normalised(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _
 
 
 def _rotated(x: Tensor, theta: float) -> Tensor:
-    """(B, H, T, D): the pair (i, i + D/2) at position t turned by t theta^(-2i/D) (arXiv:2104.09864)."""
+    """Rotate the pair (i, i + D/2) at position t by t theta^(-2i/D) (arXiv:2104.09864). (B, H, T, D)."""
     length, half = x.shape[-2], x.shape[-1] // 2
     angles = (torch.arange(length, dtype=torch.float64)[:, None]
               * theta ** (-torch.arange(half, dtype=torch.float64) / half))
@@ -161,9 +160,9 @@ def _attention(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _R
     parts = _linear(x, weights, f"{name}.c_attn", r).view(batch, length, heads + 2 * kv_heads, dim).transpose(1, 2)
     q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
     if "transformer.wpe.weight" not in weights:
-        q, k = (r.product(_rotated(one, settings.rope_theta)) for one in (q, k))
+        q, k = (r.product(_rotated(part, settings.rope_theta)) for part in (q, k))
     # Query head h reads key/value head h H_kv/H (Ainslie et al. 2023, arXiv:2305.13245).
-    k, v = (one.repeat_interleave(heads // kv_heads, dim=1) for one in (k, v))
+    k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
     scores = r.product(r.product(q @ k.transpose(-1, -2)) / math.sqrt(dim))
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     probabilities = r.product(torch.softmax(scores.masked_fill(future, -math.inf), dim=-1))
@@ -183,7 +182,7 @@ def _mlp(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
 
 
 def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) -> Tensor:
-    """Tokens (B, T) to logits (B, T, V)."""
+    """Compute logits (B, T, V) from tokens (B, T)."""
     weights = {name: r.kept(value.double()) for name, value in weights.items()}
     x = weights["transformer.wte.weight"][tokens]
     if "transformer.wpe.weight" in weights:
@@ -198,19 +197,18 @@ def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) 
     return r.product(r.product(x) @ r.product(head).T)
 
 
-def _losses(found: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The mean negative log-likelihood of the targets that count, and what its gradient is taken of."""
+def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the mean negative log-likelihood of the targets that are not ignored, without and with the z-loss."""
     counts = targets != IGNORED
-    normaliser = torch.logsumexp(found, dim=-1)
-    chosen = found.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
+    normaliser = torch.logsumexp(logits, dim=-1)
+    chosen = logits.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
     loss = ((normaliser - chosen) * counts).sum() / counts.sum()
     return loss, loss + z_loss * (normaliser.square() * counts).sum() / counts.sum()
 
 
-# Backward, over the micro batches of a step.
 def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: Settings,
               arithmetic: Arithmetic = EXACT) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a step, the mean of its micro batches' means, and its gradient by parameter, fp64."""
+    """Return the loss of a step (the mean of its micro batches' mean losses) and its gradients, in fp64."""
     rounding = _Rounding(arithmetic)
     leaves = {name: value.detach().double().clone().requires_grad_() for name, value in weights.items()}
     total = 0.0
@@ -223,7 +221,7 @@ def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: S
 
 def loss_of(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
             arithmetic: Arithmetic = EXACT) -> float:
-    """The loss of an evaluation: the mean over the targets that count of all batches together. Forward only."""
+    """Return the loss of an evaluation: the mean over all targets of all batches that are not ignored."""
     rounding = _Rounding(arithmetic)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -234,23 +232,23 @@ def loss_of(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
     return total / count
 
 
-def global_norm(found: Tensors) -> float:
-    """The 2-norm of all gradients as one vector."""
-    return math.sqrt(sum(value.double().square().sum().item() for value in found.values()))
+def global_norm(tensors: Tensors) -> float:
+    """Return the 2-norm of all tensors, as one vector."""
+    return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
 
 
 def clip_factor(norm: float, clip: float) -> float:
-    """What clipping multiplies gradients of this norm by: never more than 1 (Pascanu et al. 2013, arXiv:1211.5063).
-
-    The small term is that of torch.nn.utils.clip_grad_norm_.
-    """
+    """Return the factor by which clipping scales gradients, at most 1 (Pascanu et al. 2013, arXiv:1211.5063)."""
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_.
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-# Optimizer: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
 @dataclass(frozen=True)
 class State:
-    """What a step starts from and ends with; `step` counts those that were made."""
+    """Weights, AdamW moments and the number of optimizer steps made.
+
+    AdamW is algorithm 2 of Loshchilov and Hutter 2019, arXiv:1711.05101.
+    """
 
     weights: Tensors
     first: Tensors
@@ -258,20 +256,20 @@ class State:
     step: int
 
     def to(self, dtype: torch.dtype) -> State:
-        """The same in another dtype."""
+        """Convert the tensors to another dtype."""
         weights, first, second = ({name: value.to(dtype) for name, value in each.items()}
                                   for each in (self.weights, self.first, self.second))
         return State(weights, first, second, self.step)
 
 
 def fresh(weights: Tensors) -> State:
-    """The state before the first step."""
+    """Return the state before the first step."""
     zeros = {name: torch.zeros_like(value) for name, value in weights.items()}
     return State(weights, zeros, zeros, 0)
 
 
 def averaged(state: State, clipped: Tensors, settings: Settings) -> State:
-    """The state with its moments moved by clipped gradients, and its weights as they were."""
+    """Return the state with moments updated by clipped gradients and the old weights."""
     beta1, beta2 = settings.betas
     return replace(
         state, step=state.step + 1,
@@ -280,24 +278,27 @@ def averaged(state: State, clipped: Tensors, settings: Settings) -> State:
 
 
 def moved(state: State, rate: float, settings: Settings) -> State:
-    """The state with its weights moved by its moments, which have this step's gradients already."""
+    """Return the state with weights updated by its moments, which must already include this step's gradients."""
     beta1, beta2 = settings.betas
-    found = {}
+    weights = {}
     for name, weight in state.weights.items():
         decay = settings.weight_decay if weight.dim() >= 2 else 0.0
         first = state.first[name] / (1 - beta1 ** state.step)
         second = state.second[name] / (1 - beta2 ** state.step)
-        found[name] = weight * (1 - rate * decay) - rate * first / (second.sqrt() + settings.eps)
-    return replace(state, weights=found)
+        weights[name] = weight * (1 - rate * decay) - rate * first / (second.sqrt() + settings.eps)
+    return replace(state, weights=weights)
 
 
 def updated(state: State, clipped: Tensors, rate: float, settings: Settings) -> State:
-    """The state after an optimizer step with clipped gradients."""
+    """Return the state after an optimizer step with clipped gradients."""
     return moved(averaged(state, clipped, settings), rate, settings)
 
 
 def cosine_rate(step: int, peak: float, floor: float, warmup: int, decay: int) -> float:
-    """The rate of a step (from 0): up to the peak in `warmup` steps, then half a cosine to the floor at `decay`."""
+    """Return the learning rate of a step (from 0).
+
+    Rises linearly to the peak in `warmup` steps, then falls along half a cosine to the floor at step `decay`.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     share = min(1.0, (step - warmup) / (decay - warmup))
@@ -306,9 +307,10 @@ def cosine_rate(step: int, peak: float, floor: float, warmup: int, decay: int) -
 
 def train_step(state: State, micro_batches: Sequence[MicroBatch], rate: float, settings: Settings,
                arithmetic: Arithmetic = EXACT) -> tuple[float, float, State]:
-    """One whole step in fp64: the loss, the gradient norm before clipping, and the state after it."""
-    loss, found = gradients(state.weights, micro_batches, settings, arithmetic)
-    norm = global_norm(found)
+    """Make a step; return the loss, the gradient norm before clipping, and the state after the step (fp64)."""
+    loss, raw = gradients(state.weights, micro_batches, settings, arithmetic)
+    norm = global_norm(raw)
     factor = clip_factor(norm, settings.clip)
-    return loss, norm, updated(state.to(torch.float64), {name: value * factor for name, value in found.items()},
+    return loss, norm, updated(state.to(torch.float64), {name: value * factor for name, value in raw.items()},
                                rate, settings)
+

@@ -1,4 +1,4 @@
-"""Re-check a certificate: run what it is of once more, here, and say whether it holds (imports no torch)."""
+"""Re-check a certificate: run its command again on this machine and compare the results (imports no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ezpz_llm.base import UserError, as_type, is_own, read_json
 from ezpz_llm.certify.target_file import find_target
 
 _OWN = ("--json", "--run-dir", "--recheck")
-"""Options that say where a certificate was written, not what it is of."""
+"""Options that say where to write a certificate, not what to certify."""
 
 
 class _Target(TypedDict):
@@ -46,7 +46,7 @@ class _Certificate(_Kept, total=False):
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that was read: its file and content, and the words of the command that it is of."""
+    """A certificate: its file, its content, and the arguments of the command that wrote it."""
 
     path: Path
     kept: _Certificate
@@ -54,91 +54,91 @@ class Certificate:
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read a certificate, and find its target.
+    """Read a certificate and find its target.
 
     Raises:
-        UserError: it is no certificate, one that did not pass, or its target is not the file that was certified, or
-            another user's.
+        UserError: the file is not a certificate, the certificate did not pass, its target file has changed, or
+            other users can write the target file.
     """
-    found = read_json(path)
-    if not isinstance(found, dict) or not found.keys() >= _Kept.__required_keys__:
+    content = read_json(path)
+    if not isinstance(content, dict) or not content.keys() >= _Kept.__required_keys__:
         raise _no_certificate(path)
-    kept: _Certificate = as_type(_Certificate, found, str(path))
+    kept: _Certificate = as_type(_Certificate, content, str(path))
     words = _command(kept)
     if not kept["passed"]:
-        raise UserError("not everything passed in this certificate: there is nothing that could hold",
-                        where=str(path), instead="ezpz-llm certify again")
+        raise UserError("not every case of this certificate passed, so it cannot be re-checked",
+                        where=str(path), instead="ezpz-llm certify --json FILE.json for a new certificate")
     if words is None or not kept["results"]:
         raise _no_certificate(path)
     if "target" in kept:
         place = words.index("--target") + 1
         file = find_target(words[place], (Path(), path.parent))
         if not is_own(Path(file.path)):
-            raise UserError("another user owns this file, or all can write it, and to re-check is to run it",
-                            where=file.path, instead="a copy of your own, once you have read it")
+            raise UserError("another user owns this file or can write it, and --recheck would run its code",
+                            where=file.path, instead="your own copy of the file, after you have read it")
         if file.sha256 != kept["target"]["sha256"]:
-            raise UserError(f"{file.path} is not the file that was certified: its hash is {file.sha256[:12]}…, and "
-                            f"{kept['target']['sha256'][:12]}… in the certificate", where=str(path),
-                            instead="the file of then, beside the certificate or at the path of its command")
+            raise UserError(f"{file.path} is not the file that was certified: its hash is {file.sha256[:12]}…, but "
+                            f"the certificate has {kept['target']['sha256'][:12]}…", where=str(path),
+                            instead="the original file, next to the certificate or at the path in its command")
         words[place] = f"{file.path}:{file.function}"
     return Certificate(path, kept, words)
 
 
 def _no_certificate(path: Path) -> UserError:
-    return UserError("this is no certificate", where=str(path), instead="a file that certify --json wrote")
+    return UserError("not a certificate", where=str(path), instead="a file that certify --json wrote")
 
 
 def _command(kept: _Certificate) -> list[str] | None:
-    """The words after `ezpz-llm certify` of a certificate's command; None where that command writes none."""
+    """Return the arguments of a certificate's command, or None if the command cannot have written a certificate."""
     try:
         words = shlex.split(kept["command"])
     except ValueError:
         return None
-    found = _without(words[2:], _OWN)
-    if words[:2] != ["ezpz-llm", "certify"] or {"-h", "--help"} & set(found) or found[-1:] == ["--target"]:
+    arguments = _without(words[2:], _OWN)
+    if words[:2] != ["ezpz-llm", "certify"] or {"-h", "--help"} & set(arguments) or arguments[-1:] == ["--target"]:
         return None
-    return found if ("target" in kept) == ("--target" in found) else None
+    return arguments if ("target" in kept) == ("--target" in arguments) else None
 
 
 def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """The words without these options and their values; of the others each has its value as a word of its own."""
-    found: list[str] = []
-    rest = iter(word for one in words for word in (one.split("=", 1) if one.startswith("--") else [one]))
+    """Remove options and their values from a command line, and split `--option=value` into two words."""
+    kept: list[str] = []
+    rest = iter(part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word]))
     for word in rest:
         if word in options:
             next(rest, None)
         else:
-            found.append(word)
-    return found
+            kept.append(word)
+    return kept
 
 
 def compare(certificate: Certificate, here: dict[str, Any]) -> tuple[bool, str]:
-    """Whether everything that was certified passes here too, and what to say.
+    """Return True if every certified case passes on this machine too, and a message.
 
     Args:
-        here: the certificate of this machine, as `report.record` gives it.
+        here: the new certificate, as returned by `report.record`.
     """
     kept = certificate.kept
-    passes = {_key(one): one for one in here["results"]}
+    again = {_key(result): result for result in here["results"]}
     lines = []
-    for one in kept["results"]:
-        ours = passes.get(_key(one))
+    for result in kept["results"]:
+        ours = again.get(_key(result))
         if ours is None or not ours["passed"]:
-            why = here["refused"]["why"] if here["refused"] else "it did not run here"
-            lines.append(f"{' '.join(map(str, _key(one)))}: {(ours['failures'] if ours else [why])[0]}")
+            why = here["refused"]["why"] if here["refused"] else "it did not run on this machine"
+            lines.append(f"{' '.join(map(str, _key(result)))}: {(ours['failures'] if ours else [why])[0]}")
     holds = not lines
-    differences = [abs(a - b) for one in kept["results"] if _key(one) in passes
-                   for a, b in zip(one["losses"], passes[_key(one)].get("losses", []), strict=False)]
-    there, now = (_versions(one["environment"]) for one in (kept, here))
-    lines.append(f"of {kept['date']}, with {_named(there)}; here {_named(now)}")
+    differences = [abs(a - b) for result in kept["results"] if _key(result) in again
+                   for a, b in zip(result["losses"], again[_key(result)].get("losses", []), strict=False)]
+    there, now = (_versions(record["environment"]) for record in (kept, here))
+    lines.append(f"certificate of {kept['date']}: {_named(there)}; this machine: {_named(now)}")
     if differences:
-        lines.append(f"losses here differ from those of the certificate by at most {max(differences):.2g}")
+        lines.append(f"losses differ from those in the certificate by at most {max(differences):.2g}")
     lines.append(f"the certificate {'holds' if holds else 'does NOT hold'} on this machine: {certificate.path}")
     return holds, "\n".join(lines)
 
 
-def _key(one: Mapping[str, Any]) -> tuple[Any, ...]:
-    return one["layout"], one["model"], one["dtype"], one["world"]
+def _key(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    return result["layout"], result["model"], result["dtype"], result["world"]
 
 
 def _versions(environment: _Environment) -> dict[str, str]:

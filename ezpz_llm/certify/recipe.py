@@ -1,8 +1,8 @@
-"""Recipe that every layout computes: the model, the batch, the optimizer and the tokens (imports no torch).
+"""Training recipe of all layouts: model, batch, optimizer and tokens (imports no torch).
 
-The shapes are small, so that the whole matrix runs on two cores, and still have everything that a layout may get
-wrong: four layers, four heads, grouped keys and values and no biases in the one, a tied table in both, two
-micro-steps or more, decay, clipping that bites on every step and a rate that moves.
+The models are small, so that the whole matrix runs on two cores, and still have everything that a layout may get
+wrong: four layers and heads, grouped-query attention without biases in one of them, tied embeddings in both, at
+least two micro-steps, weight decay, active clipping on every step, and a changing learning rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ezpz_llm.model.config import ModelConfig, get_model_config
 MODELS = ("tiny-gpt2", "tiny-llama")
 DTYPES = ("fp32", "bf16_autocast", "bf16")
 STEPS, QUICK_STEPS = 8, 3
-"""Optimizer steps. Three have a steady one to watch, and see what benchmarks/mutations.py plants."""
+"""Optimizer steps. Three include a steady-state step, and reveal the faults of benchmarks/mutations.py."""
 GLOBAL_BATCH = 16
 ACCUMULATION, PIPELINE_ACCUMULATION = 2, 4
 SEED = 1337
@@ -24,44 +24,43 @@ DATA_SEED = 2024
 CLIP = 0.1
 BETAS = (0.9, 0.95)
 EPS = 1e-4
-"""Above what rounding makes of an element whose gradient is 0 (7e-6 in bf16), and below a tenth of the median
-gradient: with the usual 1e-8 Adam's first step has full size in a direction that rounding chose, and right runs
-differ by all of it. What Adam does with its epsilon is judged element by element, in one process."""
+"""Above the rounding of an element whose gradient is 0 (7e-6 in bf16), and below a tenth of the median gradient.
+With the usual 1e-8, rounding alone would determine the sign of full-size Adam steps, and correct runs would differ.
+The single-process checks cover epsilon element by element."""
 WEIGHT_DECAY = 0.1
 PEAK_LR, FLOOR_LR = 2e-3, 2e-4
 
 _SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size": 96, "vocab_multiple": 32}
 _PADDED = {"tiny-llama": {"vocab_size": 91}}
-"""A vocabulary that its table pads to the other's 96: the last tensor-parallel rank has five rows of no symbol."""
+"""Vocabulary that is padded to 96, as that of tiny-gpt2: the last tensor-parallel rank has five padding rows."""
 SCALED = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000,
           "stage3_param_persistence_threshold": 1_000, "stage3_prefetch_bucket_size": 20_000,
           "stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 20_000, "sub_group_size": 100_000}
-"""The most elements that DeepSpeed puts in a bucket, or keeps gathered. What is usual is more than these models
-are, and would leave untested that gradients fill several buckets and that stage 3 gathers and releases."""
+"""Upper limits of DeepSpeed's buckets and thresholds, in elements. The defaults exceed the size of these models, so
+gradients would never fill several buckets and stage 3 would never release parameters."""
 SCALED_FOR = 210_304
-"""Parameters of the smaller one of these models, that is."""
+"""Number of parameters that SCALED is meant for: the smaller of these models."""
 SMALLEST_FILE = 4096
-"""Bytes from which on parameters and optimizer state go to files, where a layout has them there; DeepSpeed's own
-least, 1 MiB, is more than any of these has."""
+"""Minimum size in bytes of tensors that are offloaded to files. DeepSpeed's 1 MiB exceeds every tensor here."""
 
 LOSS_CHUNK = 48
-"""Tokens whose logits a layout has at once: several chunks of a micro batch, and a rest. The reference has all."""
+"""Tokens per chunk of the loss in layouts: several chunks and a remainder. The reference does not use chunks."""
 
 LONG, ODD_VOCABULARY = 160, 90
-"""Tokens of a sequence and symbols of what one process alone is also held to: more rows than a block of attention
-has, and a vocabulary that its table pads."""
+"""Sequence length and vocabulary size of the single-process runs in `paths`: more rows than a block of the
+attention kernel, and a padded vocabulary."""
 LONG_BATCH, LONG_STEPS = 4, 3
 IGNORED_SHARE = 0.125
-"""Of the targets there, another number of them in each micro batch."""
+"""Mean share of ignored targets in `paths`; it differs between micro batches."""
 WIDE_CLIP, Z_LOSS = 100.0, 1e-3
-"""Of its second run: a clip that no gradient reaches."""
+"""Settings of the second run in `paths`; no gradient norm reaches this clip."""
 
 HELD_OUT = 2 ** 20
-"""Stands for the step whose batch is never trained on."""
+"""Step number of the held-out batch."""
 
 
 def model_config(name: str) -> ModelConfig:
-    """The shape that `name` has here: the tiny ones are made smaller still, others are taken as they are.
+    """Return the config of a model, without dropout; certify scales the tiny models down further.
 
     Raises:
         UserError: an unknown name.
@@ -71,17 +70,17 @@ def model_config(name: str) -> ModelConfig:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Half a cosine from the peak to the floor, another value on every step."""
+    """Return the learning rate of a step, half a cosine from the peak to the floor."""
     return FLOOR_LR + (PEAK_LR - FLOOR_LR) * (1 + math.cos(math.pi * step / max(steps, 1))) / 2
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """The same as a share of the peak, for rates that are somebody else's."""
+    """Return the factor by which to scale a target's own learning rate at a step."""
     return learning_rate(step, steps) / PEAK_LR
 
 
 def sequences(config: ModelConfig, step: int) -> np.ndarray:
-    """(GLOBAL_BATCH, T + 1) tokens of a language with two successors a symbol, so that losses fall."""
+    """Return (GLOBAL_BATCH, T + 1) tokens of a language that can be learned: each symbol has two successors."""
     generator = np.random.default_rng((DATA_SEED, step))
     rows = [generator.integers(config.vocab_size, size=GLOBAL_BATCH)]
     for choice in generator.integers(2, size=(config.block_size, GLOBAL_BATCH)):
@@ -90,11 +89,11 @@ def sequences(config: ModelConfig, step: int) -> np.ndarray:
 
 
 def zero_by_symmetry(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Parameters with elements [start, stop) whose gradient is nothing but rounding.
+    """Return parameters with an element range [start, stop) whose exact gradient is 0.
 
-    A constant added to all keys adds the same to all scores of a query, which softmax ignores; unless positions
-    turn the keys before the product. Adam makes steps of full size out of such a gradient's rounding, so that two
-    right runs differ there by as much as the values themselves.
+    A constant added to all keys shifts all scores of a query equally, which softmax ignores (except with rotary
+    positions). Adam turns the rounding error of such a gradient into full-size steps, so correct runs differ there
+    by as much as the values themselves.
     """
     if not config.bias or config.position != "learned":
         return {}

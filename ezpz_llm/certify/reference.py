@@ -1,4 +1,4 @@
-"""The reference of one process in the same precision, its baseline noise, and the comparison with it."""
+"""Single-process reference in the same precision, its baseline noise, and the comparison with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ezpz_llm.model.parameters import parameter_named, parameter_shapes
 from ezpz_llm.rundir import RunDir, write_json
 
 _SPLITS = (8, 1, 4)
-"""Micro-steps of the runs that measure noise; the reference itself has ACCUMULATION."""
+"""Micro-steps of the runs that measure noise; the reference uses ACCUMULATION."""
 
 
 class Noise(TypedDict):
@@ -61,16 +61,16 @@ class _Numbers(TypedDict):
 
 @dataclass(frozen=True)
 class Reference:
-    """Losses, norms, tensors and baseline noise of one process.
+    """Losses, gradient norms, tensors and baseline noise of one process.
 
     Attributes:
-        tensors: "first/NAME", "gradient/NAME" (of the first step, before clipping) and "weight/NAME" (after the
-            last step), each in the parameter's shape, fp32.
-        noise: over the runs in other orders of summation, the largest difference of "loss" (any step, and held
-            out), of each step's "norm", and by parameter of "gradient" and "weight" (2-norms of differences,
-            without the elements that are zero by symmetry).
-        symmetric: by name of such elements, their gradient's norm relative to the whole parameter's.
-        one_process: by phase, what of it is farthest from the definition of the step, in units of its bound.
+        tensors: "first/NAME" (initial weights), "gradient/NAME" (first step, before clipping) and "weight/NAME"
+            (after the last step), each in the parameter's shape, fp32.
+        noise: largest difference between runs with other summation orders: of "loss" (any step or held out), of
+            each step's "norm", and by parameter of "gradient" and "weight" (2-norms of differences, without the
+            elements that are zero by symmetry).
+        symmetric: for elements that are zero by symmetry, their gradient norm relative to that of the parameter.
+        one_process: by phase, the comparison with the step definition that has the largest ratio.
     """
 
     losses: list[float]
@@ -83,47 +83,49 @@ class Reference:
 
 
 def alone(dist: Dist) -> Dist:
-    """This rank as a world of its own, whatever world it is in."""
+    """Return a world that consists of this rank only."""
     return Dist(RankInfo(0, 1, 0, 1, 0, "certify"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)
 
 
 def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -> None:
-    """Train one process, hold it to the definition of the step, and write its seed checkpoint, its tensors and its
-    numbers below `root`; one rank calls it.
+    """Train one process, check it against the step definition, and write the reference below `root`.
+
+    Writes the seed checkpoint, the tensors and the numbers. Call on one rank.
 
     Raises:
-        UserError: it disagrees with the definition or, in another order of its sums, with itself; clipping was not
-            active on every step, or a parameter has no gradient.
+        UserError: the process disagrees with the step definition or, with another summation order, with itself;
+            clipping is not active on every step; or a parameter has no gradient.
     """
     numbers = reference_numbers(root, model, dtype, steps)
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
     config, me = recipe.model_config(model), alone(dist)
     seen, tensors, made = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
-    found, spread = one_process.judge(made, dtype)
-    one_process.refuse(found, DISAGREES, f"{model} {dtype}")
+    comparisons, spread = one_process.judge(made, dtype)
+    one_process.refuse(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
     if min(seen.norms) <= recipe.CLIP:
-        raise UserError(f"the gradient norm {min(seen.norms):.3g} of {model} lies below the clip {recipe.CLIP}: "
-                        "clipping is not tested", where="certify", instead="another --model, or fewer --steps")
+        raise UserError(f"the gradient norm of {model} falls to {min(seen.norms):.3g}, below the clip "
+                        f"{recipe.CLIP}, so clipping is not tested", where="certify",
+                        instead="another --model, or fewer --steps")
     others = []
     for number, accumulation in enumerate(_SPLITS):
         with other_sums(number):
             other, values, made = _run(config, dtype, steps, me, accumulation, order=number + 1)
         others.append((other, values))
-        # The noise of all of them is what the tolerances come from: none may have more than rounding gives.
-        differs, _ = one_process.judge(made, dtype, spread)
-        one_process.refuse(differs, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
+        # The tolerances come from the noise of these runs, which must not exceed rounding.
+        reordered, _ = one_process.judge(made, dtype, spread)
+        one_process.refuse(reordered, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, {
         **asdict(seen), "noise": baseline_noise(config, seen, tensors, others),
-        "symmetric": _symmetric(config, tensors), "one_process": one_process.worst_by_phase(found)})
+        "symmetric": _symmetric(config, tensors), "one_process": one_process.worst_by_phase(comparisons)})
 
 
 def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a reference in which a parameter, or one of its parts (queries, keys, values), has a gradient of 0.
+    """Check that every parameter and each of its parts (queries, keys, values) has a nonzero gradient.
 
-    A layout that loses such a gradient would compute the same. Only `recipe.zero_by_symmetry` excuses a part.
+    The loss of a zero gradient by a layout would go unnoticed. `recipe.zero_by_symmetry` lists the exceptions.
 
     Args:
         tensors: "gradient/NAME" of every parameter.
@@ -137,14 +139,14 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         for size in parameter_named(name).parts(config):
             rows, start = (start, start + size), start + size
             if symmetric.get(name) != rows and not tensors[f"gradient/{name}"][slice(*rows)].any():
-                raise UserError(f"the gradient of {name}, rows {rows[0]} to {rows[1]}, is 0 in one process: no "
-                                "layout could be seen to lose it", where="certify",
-                                instead="initial weights that let a gradient reach it, or a reason for 0 in "
-                                        "ezpz_llm/certify/recipe.py (zero_by_symmetry)")
+                raise UserError(f"the gradient of {name}, rows {rows[0]} to {rows[1]}, is 0 in one process, so "
+                                "certify could not notice a layout that loses it", where="certify",
+                                instead="initial weights that give it a gradient, or an exception in "
+                                        "zero_by_symmetry (ezpz_llm/certify/recipe.py)")
 
 
 def read_reference(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Reference:
-    """Read what `make_reference` wrote, or of a target what `make_target_reference` did for so many ranks."""
+    """Read what `make_reference` wrote, or with `world` what `make_target_reference` wrote for that world size."""
     path = reference_numbers(root, model, dtype, steps, world)
     numbers: _Numbers = as_type(_Numbers, read_json(path), str(path))
     return Reference(**numbers, tensors=load_file(path.with_name("tensors.safetensors")))
@@ -156,10 +158,10 @@ def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
 
 
 def counted(config: ModelConfig | None, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """1 for elements that are compared, 0 for those that are zero by symmetry; None where all are compared.
+    """Return a mask with 0 for elements that are zero by symmetry, or None if all elements are compared.
 
     Args:
-        config: None for a module that is not ours, of which all are.
+        config: None for a user's module, where all elements are compared.
     """
     if config is None or name not in (symmetric := recipe.zero_by_symmetry(config)):
         return None
@@ -179,14 +181,14 @@ def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: in
     states: list[State] = [state_of(engine)]
 
     def permuted(batch: np.ndarray, step: int) -> np.ndarray:
-        """This rank's rows of a step, kept in `data`; for any order but 0 in one of their own."""
+        """Return this rank's rows of a step, shuffled unless `order` is 0, and append them to `data`."""
         rows = own_rows(me)(batch, step)
         data.append(rows[np.random.default_rng((order, step)).permutation(len(rows))] if order else rows)
         return data[-1]
 
     @contextmanager
     def keep_state(step: int) -> Iterator[None]:
-        """Keep the engine's state after each step."""
+        """Record the engine's state after each step."""
         yield
         states.append(state_of(engine))
 
@@ -206,27 +208,25 @@ def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: in
 
 
 def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-    """Micro batches for the plain step."""
+    """Copy micro batches to the CPU, for the plain step."""
     return [(tokens.cpu(), targets.cpu()) for tokens, targets in batches]
 
 
 @contextmanager
 def other_sums(seed: int) -> Iterator[None]:
-    """Every linear layer adds its products in another order, as the sum of two halves that are rounded apart.
+    """Change the summation order of every linear layer: shuffle, and add two halves that are rounded separately.
 
-    Forward these are halves of the inputs, backward halves of the outputs: so does a layout that divides a layer
-    over ranks or tiles by rows or by columns. The shuffle is another one for each shape.
+    The halves are of the inputs in the forward pass and of the outputs in the backward pass, as in layouts that
+    partition a layer by rows or columns over ranks or tiles. The shuffle depends on the layer's shape.
     """
     def shuffled(self: nn.Linear, x: Tensor) -> Tensor:
-        """The layer's product, its columns summed in two halves of a random order and its rows computed in
-        another.
-        """
+        """Forward pass of the layer with shuffled and halved inputs and outputs."""
         generator = torch.Generator().manual_seed(seed)
         columns, rows = (torch.randperm(size, generator=generator).to(x.device)
                          for size in (self.in_features, self.out_features))
         outputs = []
-        for these in rows.chunk(2):
-            first, second = (functional.linear(x[..., part], self.weight[these][:, part])
+        for half in rows.chunk(2):
+            first, second = (functional.linear(x[..., part], self.weight[half][:, part])
                              for part in columns.chunk(2))
             outputs.append(first + second)
         y = torch.cat(outputs, dim=-1)[..., rows.argsort()]
@@ -242,13 +242,13 @@ def other_sums(seed: int) -> Iterator[None]:
 
 def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[str, Tensor],
                    others: Sequence[tuple[Trajectory, dict[str, Tensor]]]) -> Noise:
-    """The largest differences of other runs of one process; see `Reference`."""
+    """Return the largest differences of other runs of one process from this one; see `Reference`."""
     def apart(kind: str, name: str) -> float:
-        """The largest distance (2-norm) of a tensor in the other runs from the one in this."""
+        """Return the largest 2-norm of the difference between a tensor in this run and in another."""
         mine = tensors[f"{kind}/{name}"]
         mask = counted(config, name, tuple(mine.shape))
-        differences = [found[f"{kind}/{name}"].double() - mine.double() for _, found in others]
-        return max((one if mask is None else one * mask).norm().item() for one in differences)
+        differences = [other[f"{kind}/{name}"].double() - mine.double() for _, other in others]
+        return max((each if mask is None else each * mask).norm().item() for each in differences)
 
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
     return Noise(
@@ -261,33 +261,34 @@ def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[s
 
 
 def _symmetric(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, float]:
-    found = {}
+    shares = {}
     for name, (start, stop) in recipe.zero_by_symmetry(config).items():
         gradient = tensors[f"gradient/{name}"]
-        found[f"{name}[{start}:{stop}]"] = (gradient[start:stop].norm() / gradient.norm()).item()
-    return found
+        shares[f"{name}[{start}:{stop}]"] = (gradient[start:stop].norm() / gradient.norm()).item()
+    return shares
 
 
-# What a layout's ranks hold beside it, slice by slice; only small numbers leave a rank.
 Row = list[float]
-"""Of one rank and parameter: elements owned, squared difference of these, and of all that the rank holds."""
+"""Owned elements of a parameter on a rank; their squared difference; that of all elements that the rank holds."""
 
 
 def compare(engine: Engine, config: ModelConfig | None, reference: Reference, kind: str, against: str, dist: Dist,
             scale: float = 1.0) -> dict[str, dict[str, Any]]:
-    """The difference of every parameter from the reference. Collective.
+    """Compare every parameter with the reference. Collective.
+
+    Each rank compares its slices locally; only scalars are gathered.
 
     Args:
-        kind: what to read of the engine ("weight" or "exp_avg"), times `scale`.
-        against: what of the reference to compare it with: "first", "gradient" or "weight".
+        kind: tensor to read from the engine ("weight" or "exp_avg"); it is multiplied by `scale`.
+        against: tensor of the reference to compare with: "first", "gradient" or "weight".
 
     Returns:
-        By parameter: "elements" that the ranks own, each counted where it is owned; "difference", the 2-norm over
-        the whole parameter; "ranks", by rank that has some of it the 2-norm over what it holds, whoever owns it.
-        Infinite where a value is not a number.
+        By parameter: "elements", the number of elements over all ranks, each counted on its owner; "difference",
+        the 2-norm over the whole parameter; "ranks", by rank the 2-norm over all elements that the rank holds.
+        Infinite if a value is NaN.
     """
     def squared(part: Slice, whole: torch.Tensor) -> float:
-        """The squared distance of one part of a tensor from its share of the whole; inf where either is NaN."""
+        """Return the squared difference of a slice from the reference; inf if either has NaN."""
         box = tuple(slice(*side) for side in part.box)
         difference = part.tensors[kind].detach().cpu().double() * scale - _cut(whole, box, part).double()
         mask = counted(config, part.name, part.shape) if against != "first" else None
@@ -312,26 +313,25 @@ def _cut(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tens
 
 
 def _of_all_ranks(ranks: list[dict[str, Row]]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    parameters: dict[str, dict[str, Any]] = {}
     for rank, rows in enumerate(ranks):
         for name, (elements, own, held) in rows.items():
-            entry = found.setdefault(name, {"elements": 0, "difference": 0.0, "ranks": {}})
+            entry = parameters.setdefault(name, {"elements": 0, "difference": 0.0, "ranks": {}})
             entry["elements"] += int(elements)
             entry["difference"] += own
             entry["ranks"][rank] = held ** 0.5
-    for entry in found.values():
+    for entry in parameters.values():
         entry["difference"] **= 0.5
-    return dict(sorted(found.items()))
+    return dict(sorted(parameters.items()))
 
 
-# Train one engine for a few steps on the common tokens, and take down what it computed.
 Rows = Callable[[np.ndarray, int], np.ndarray]
-"""The sequences (n, T + 1) of this rank's micro batches, one after the other, of the global batch of a step."""
+"""Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro batch order."""
 
 
 @dataclass
 class Trajectory:
-    """Losses and norms of this rank. `losses` are its parts, whose means over the ranks are the losses."""
+    """Losses and gradient norms of this rank. The loss of a step is the mean of `losses` over the ranks."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -339,7 +339,7 @@ class Trajectory:
 
     @property
     def clip_factor(self) -> float:
-        """Factor that clipping multiplied the first step's gradient by; NaN where its norm is no number."""
+        """Clip factor of the first step's gradient; NaN if its norm is not finite."""
         norm = self.norms[0]
         return min(1.0, recipe.CLIP / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
@@ -347,7 +347,7 @@ class Trajectory:
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
                 sabotage: Callable[[torch.nn.Module], None] | None = None,
                 loss_chunk: int = recipe.LOSS_CHUNK, seed: int = recipe.SEED) -> Engine:
-    """The model with its initial weights in the engine of a layout; `sabotage` sees the model before the engine."""
+    """Build the engine of a layout around a model with initial weights; `sabotage` may change the model first."""
     model = assemble(config, resolved.layout, dist.mesh, seed, dist.device.type)
     configure_head(model, loss_chunk)
     if sabotage is not None:
@@ -359,7 +359,7 @@ def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
 
 @contextmanager
 def _small_files(dist: Dist) -> Iterator[None]:
-    """Let DeepSpeed move parameters of these models' sizes into files, which its constant keeps it from."""
+    """Lower DeepSpeed's minimum file size, so that it swaps the parameters of these small models."""
     import_deepspeed(dist.device.type)
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 
@@ -374,14 +374,14 @@ def _small_files(dist: Dist) -> Iterator[None]:
 
 
 def own_rows(dist: Dist) -> Rows:
-    """The data-parallel place's share of each batch."""
+    """Return a function that selects this data-parallel rank's rows of each batch."""
     def rows(batch: np.ndarray, step: int) -> np.ndarray:
         return np.split(batch, dist.mesh.dp_size)[dist.mesh.dp_rank]
     return rows
 
 
 def micro_batches(engine: Engine, rows: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets (B, T) on the device, for each micro-step."""
+    """Yield tokens and targets (B, T) on the device, for each micro-step."""
     for part in np.split(rows, engine.batch.accumulation):
         tensor = torch.from_numpy(part).to(engine.device)
         yield tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous()
@@ -391,12 +391,12 @@ def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: in
           around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
           span: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
           after_first: Callable[[Trajectory], None] = lambda seen: None) -> Trajectory:
-    """`steps` optimizer steps and a held-out batch. Collective.
+    """Make `steps` optimizer steps and evaluate a held-out batch. Collective.
 
     Args:
-        around: entered for each step by its number.
-        span: what the engine tells of its phases.
-        after_first: called between the first step and the second.
+        around: context manager for each step, called with its number.
+        span: context manager for each phase of a step, called with its name.
+        after_first: called between the first and the second step.
     """
     seen = Trajectory()
     for step in range(steps):
@@ -417,7 +417,8 @@ def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: in
 
 
 def release(device: torch.device) -> None:
-    """Free what a dropped engine still holds in reference cycles."""
+    """Free memory that a dropped engine still holds in reference cycles."""
+
     gc.collect()
     if DEVICES[device.type].own:
         torch.get_device_module(device).empty_cache()

@@ -1,4 +1,4 @@
-"""Verdict table, certify.json and the table in docs/reference/layouts.md from a run of certify (no torch)."""
+"""Report of certify: verdict table, certify.json, and the table in docs/reference/layouts.md (imports no torch)."""
 
 from __future__ import annotations
 
@@ -23,62 +23,66 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
 
 Result = dict[str, Any]
-_COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "gradient, worst",
-            "weights, worst", "bound / fall", "bound / moved", "verdict")
+_COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "worst gradient",
+            "worst weights", "bound / decrease", "bound / movement", "verdict")
 _WIDTH = 180
 
 
 def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
-    """Return True if every requested case passed; cases that no machine could run do not count."""
-    return bool(results) and all(one["passed"] for one in results) and all(one.illegal for one in skipped)
+    """Return True if every requested case passed, except cases that no machine can run."""
+    return bool(results) and all(result["passed"] for result in results) and all(skip.illegal for skip in skipped)
 
 
 def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
-    """One row a case. Gradients and weights in units of their bounds; then what certify could see there: the loss's
-    bound beside the loss's fall, the weights' beside their movement, in the median.
+    """Format the verdict table, with one row per case.
+
+    Gradients and weights are in units of their bounds. Two columns show the sensitivity: the bound of the loss
+    relative to its decrease, and the bound of weights relative to their movement (median over parameters).
     """
-    return table("certify", _COLUMNS, [_row(one) for one in results], rich=rich, width=_WIDTH,
-                 marked=[number for number, one in enumerate(results) if not one["passed"]])
+    return table("certify", _COLUMNS, [_row(result) for result in results], rich=rich, width=_WIDTH,
+                 marked=[number for number, result in enumerate(results) if not result["passed"]])
 
 
 def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict[str, str] | None = None) -> str:
     """Return the failures, the skipped cases and the overall verdict as text.
 
     Args:
-        refused: why one process is no reference, and what to do, as `lead.refusal` gives it.
+        refused: reason why the single-process reference is unusable, from `lead.refusal`.
     """
     lines = [refused["why"], f"    {refused['instead']}"] if refused else []
-    for one in results:
-        if not one["passed"]:
-            lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
-    reasons = grouped(((left.case.layout, left.reason, left.illegal), left.case.world) for left in skipped)
+    for result in results:
+        if not result["passed"]:
+            lines += [f"{title(result)}:", *(f"    {line}" for line in result["failures"])]
+    reasons = grouped(((skip.case.layout, skip.reason, skip.illegal), skip.case.world) for skip in skipped)
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
-    quiet = dict.fromkeys(name for one in results for name in one.get("reference", {}).get("zero_by_symmetry", ()))
+    quiet = dict.fromkeys(name for result in results
+                          for name in result.get("reference", {}).get("zero_by_symmetry", ()))
     if quiet:
-        lines.append(f"without a gradient, by symmetry, and so judged by the losses: {', '.join(quiet)}")
-    failed = sum(not one["passed"] for one in results)
-    missing = sum(not one.illegal for one in skipped)
-    compared = f"{len(results) - failed} of {len(results)} are the same maths as one process"
+        lines.append(f"gradient is zero by symmetry, so only the losses were compared: {', '.join(quiet)}")
+    failed = sum(not result["passed"] for result in results)
+    missing = sum(not skip.illegal for skip in skipped)
+    compared = (f"{len(results) - failed} of {len(results)} case{'s' * (len(results) != 1)} passed: "
+                "same results as a single process")
     lines.append(("no layout was compared" if refused and not results else compared)
-                 + (f"; {missing} could not be run" if missing else ""))
+                 + (f"; {missing} could not run" if missing else ""))
     return "\n".join(lines)
 
 
-def injected_fault(one: Result) -> str | None:
+def injected_fault(result: Result) -> str | None:
     """Return the name of the fault injected into a result's layout. Results of older releases call it `plant`."""
-    return one["fault"] if "fault" in one else one["plant"]
+    return result["fault"] if "fault" in result else result["plant"]
 
 
-def title(one: Result) -> str:
-    """A result in words, for a line of output."""
-    fault = f" with {name}" if (name := injected_fault(one)) else ""
-    return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{fault}"
+def title(result: Result) -> str:
+    """Return the description of a result for a line of output."""
+    fault = f" with {name}" if (name := injected_fault(result)) else ""
+    return f"{result['layout']} {result['model']} {result['dtype']} on {result['world']} ranks{fault}"
 
 
 def basis(steps: int) -> dict[str, Any]:
-    """What a certificate rests on, whatever was measured: the recipe and the constants of the bounds."""
+    """Return the recipe and the constants of the bounds, which are the same for all cases of a certificate."""
     return {
         "recipe": {"steps": steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
                    "pipeline_accumulation": recipe.PIPELINE_ACCUMULATION, "clip": recipe.CLIP,
@@ -94,36 +98,36 @@ def basis(steps: int) -> dict[str, Any]:
 def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
            seconds: float, refused: dict[str, str] | None = None,
            held: Sequence[Definition] = ()) -> dict[str, Any]:
-    """Return the content of certify.json: all but the numbers of each parameter, which cells.jsonl has.
+    """Return the content of certify.json: everything but the numbers of each parameter, which are in cells.jsonl.
 
     Args:
-        refused: as `lead.refusal` gives it.
-        held: the definitions that one process was held to first, as `lead.definitions` gives them.
+        refused: reason why the single-process reference is unusable, from `lead.refusal`.
+        held: outcome of the definition checks, from `lead.definitions`.
     """
     machine = {name: value for name, value in environment.items()
                if name in ("versions", "platform", "device", "threads")}
-    references = {_reference(one, work): one["reference"] for one in results if "reference" in one}
+    references = {_reference(result, work): result["reference"] for result in results if "reference" in result}
     return {
         "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
         "passed": refused is None and all_passed(results, work.skipped),
         "refused": refused, "environment": machine,
         **({"definitions": held} if held else {}),
         **(basis(work.steps) if work.target is None else target_file.basis(work.target, work.steps)),
-        "skipped": [{**vars(one.case), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
+        "skipped": [{**vars(skip.case), "reason": skip.reason, "illegal": skip.illegal} for skip in work.skipped],
         "references": references,
-        "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
-                    for one in results],
+        "results": [{key: value for key, value in result.items() if key not in ("by_parameter", "reference")}
+                    for result in results],
     }
 
 
-def _reference(one: Result, work: Work) -> str:
-    """The reference of a result, in words; a target's is of so many ranks."""
-    ranks = "" if work.target is None else f" for {one['world']} ranks"
-    return f"{one['model']} {one['dtype']}{ranks}"
+def _reference(result: Result, work: Work) -> str:
+    """Return the name of a result's reference; targets have one per world size."""
+    ranks = "" if work.target is None else f" for {result['world']} ranks"
+    return f"{result['model']} {result['dtype']}{ranks}"
 
 
 def as_json(kept: dict[str, Any]) -> str:
-    """A record as text, one line a result: a matrix has hundreds. NaN and Inf become null."""
+    """Format a record as JSON with one line per result, since a matrix has hundreds. NaN and Inf become null."""
     kept = _finite(kept)
     head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
     lines = ",\n    ".join(map(json.dumps, kept["results"]))
@@ -132,23 +136,23 @@ def as_json(kept: dict[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row(one: Result) -> tuple[str, ...]:
-    worst = one["worst"]
-    name = one["layout"] + (f" +{fault}" if (fault := injected_fault(one)) else "")
-    return (name, one["model"], str(one["world"]), one["dtype"],
+def _row(result: Result) -> tuple[str, ...]:
+    worst = result["worst"]
+    name = result["layout"] + (f" +{fault}" if (fault := injected_fault(result)) else "")
+    return (name, result["model"], str(result["world"]), result["dtype"],
             *(f"{worst[kind]['value']:.1e} / {worst[kind]['bound']:.1e}" if kind in worst else "-"
               for kind in ("loss", "norm")),
             *(f"{worst[kind]['ratio']:.2f} {_short(worst[kind]['what'])}" if kind in worst else "-"
               for kind in ("gradient", "weight")),
-            *(f"{sight[what]:.2g}" if (sight := one.get("reference", {}).get("sight")) else "-"
+            *(f"{sight[what]:.2g}" if (sight := result.get("reference", {}).get("sight")) else "-"
               for what in ("loss", "weights")),
-            "the same" if one["passed"] else "NOT the same")
+            "passed" if result["passed"] else "FAILED")
 
 
 def _short(what: str) -> str:
@@ -157,19 +161,19 @@ def _short(what: str) -> str:
 
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
-    """Print and write the outcome; the exit code. One process calls it."""
-    found, refused, held = results(run_dir.path), refusal(run_dir.path), definitions(run_dir.path)
+    """Print and write the outcome and return the exit code. Call in one process."""
+    outcome, refused, held = results(run_dir.path), refusal(run_dir.path), definitions(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
-    kept = record(work, found, environment, command, time.perf_counter() - began, refused, held)
+    kept = record(work, outcome, environment, command, time.perf_counter() - began, refused, held)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(path), as_json(kept))
     update_record(run_dir, certify={"passed": kept["passed"], "command": command})
-    if found:
-        print(verdict_table(found, rich=sys.stdout.isatty()))
-    print(closing(found, work.skipped, refused))
+    if outcome:
+        print(verdict_table(outcome, rich=sys.stdout.isatty()))
+    print(closing(outcome, work.skipped, refused))
     if held and refused is None:
-        print(f"one process was held to its definitions first: {', '.join(one['what'] for one in held)}")
+        print(f"single-process checks passed: {', '.join(topic['what'] for topic in held)}")
     if work.target is None:
         print(left_out(work))
     print(f"{kept['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
@@ -178,25 +182,25 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
     return 0 if kept["passed"] else 1
 
 
-# The table "Certified" of docs/reference/layouts.md.
 BEGIN, END = "<!-- certified: written by certify --write-docs -->", "<!-- certified: end -->"
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "layouts.md"
-_HEADER = ("layout", "legal with", "certified", "memory a rank, measured / arithmetic",
-           "collectives a step of a rank", "textbook")
+_HEADER = ("layout", "supports", "certified", "memory per rank, measured / estimated",
+           "collectives per rank and step", "collectives expected from papers")
 _EXTRA_WORLD = 8
 
 
 def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
-    """Replace the table between the marks of a page, or append it with its marks.
+    """Replace the table between the markers of a page, or append it with markers.
 
     Args:
-        kept: what `report.record` gives, also as read from its file.
+        kept: certificate, from `report.record` or certify.json.
 
     Raises:
-        UserError: there is no such page.
+        UserError: the page does not exist.
     """
     if not page.is_file():
-        raise UserError("there is no page to write to", where=str(page), instead="a checkout of the repository")
+        raise UserError("--write-docs found no page to update", where=str(page),
+                        instead="certify in a checkout of the repository")
     text = page.read_text()
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
@@ -205,20 +209,21 @@ def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
 
 
 def certified(kept: dict[str, Any]) -> str:
-    """The table as Markdown, with what its numbers are of."""
-    results = [one for one in kept["results"] if not injected_fault(one)]
-    layouts = dict.fromkeys([one["layout"] for one in results] + [one["layout"] for one in kept["skipped"]])
+    """Format the table as Markdown, with an explanation of its numbers."""
+    results = [result for result in kept["results"] if not injected_fault(result)]
+    layouts = dict.fromkeys(each["layout"] for each in (*results, *kept["skipped"]))
     versions = kept["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
-    passed = sum(one["passed"] for one in results)
+    passed = sum(result["passed"] for result in results)
     about = (
         f"`{kept['command']}`, {kept['date']}, {named}: {passed} of {len(results)} cases passed in "
-        f"{kept['seconds'] / 60:.0f} minutes. Bytes and collectives are those of {recipe.MODELS[0]} as "
-        "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
-        "gradients and optimizer (with DeepSpeed's copy of its share), the most of each that lives during a step; "
-        "after the plus sign come whole parameters that stage 3 has gathered or keeps, and buckets and other "
-        "buffers. Collectives count the bytes of whole buffers; the textbook's are of the same step. DeepSpeed's "
-        "buckets and thresholds are scaled down with the model.")
+        f"{kept['seconds'] / 60:.0f} minutes. Memory and collectives are measured with certify's "
+        f"{recipe.MODELS[0]} in fp32, on rank 0 of the largest certified world. Memory is the peak of parameters, "
+        "gradients and optimizer state (with DeepSpeed's copy of its partition) during a step. After the plus sign "
+        "are full parameters that stage 3 has gathered or keeps, buckets, and other buffers. Collectives count the "
+        "bytes of full buffers; the last column is what the papers give for the same step. DeepSpeed's buckets and "
+        "thresholds are scaled down with the model.")
+
     rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, kept) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
              *(f"| {' | '.join(row)} |" for row in rows), "", *_sights(kept)]
@@ -226,11 +231,11 @@ def certified(kept: dict[str, Any]) -> str:
 
 
 def _sights(kept: dict[str, Any]) -> list[str]:
-    """The second table: how small the bounds are beside what the recipe's steps do."""
-    sights = {name: one["sight"] for name, one in kept["references"].items() if "sight" in one}
+    """Format the sensitivity table: the bounds relative to the decrease of the loss and the movement of weights."""
+    sights = {name: reference["sight"] for name, reference in kept["references"].items() if "sight" in reference}
     if not sights:
         return []
-    rows = [("reference", "loss: bound / fall", "weights: bound / movement, median", "largest"), ("---",) * 4,
+    rows = [("reference", "loss: bound / decrease", "weights: bound / movement, median", "largest"), ("---",) * 4,
             *((name, *("-" if sight[what] is None else f"{sight[what]:.2g}"
                        for what in ("loss", "weights", "weights_largest")))
               for name, sight in sights.items())]
@@ -238,17 +243,18 @@ def _sights(kept: dict[str, Any]) -> list[str]:
 
 
 def _docs_row(name: str, results: list[dict[str, Any]], kept: dict[str, Any]) -> tuple[str, ...]:
-    mine = [one for one in results if one["layout"] == name]
-    shown = [one for one in mine if one["dtype"] == "fp32" and one["model"] == recipe.MODELS[0] and one["worst"]]
-    best = max(shown, key=lambda one: one["world"], default=None)
+    mine = [result for result in results if result["layout"] == name]
+    shown = [result for result in mine
+             if result["dtype"] == "fp32" and result["model"] == recipe.MODELS[0] and result["worst"]]
+    best = max(shown, key=lambda result: result["world"], default=None)
     return (f"`{name}`", legal_with(name), _certified(name, mine, kept),
             *(("-", "-", "-") if best is None else (_memory(best), _issued(best), _volume(best["textbook"]))))
 
 
 def legal_with(name: str) -> str:
-    """The degrees of 2 that can be added to a layout."""
+    """Return the axes along which a layout can be combined with a degree of 2."""
     own = layout_of(name)
-    found = []
+    axes = ["dp"]
     for axis in ("tp", "pp", "sp"):
         if getattr(own, axis) > 1:
             continue
@@ -259,30 +265,31 @@ def legal_with(name: str) -> str:
                             model=recipe.model_config(recipe.MODELS[0]), **degree))
         except UserError:
             continue
-        found.append(axis)
-    return ", ".join(["dp", *found])
+        axes.append(axis)
+    return ", ".join(axes)
 
 
 def _certified(name: str, mine: list[dict[str, Any]], kept: dict[str, Any]) -> str:
     if not mine:
-        reason = next((one["reason"] for one in kept["skipped"] if one["layout"] == name), "not run")
+        reason = next((skip["reason"] for skip in kept["skipped"] if skip["layout"] == name), "not run")
         return f"no: {reason}"
-    failed = [one for one in mine if not one["passed"]]
+    failed = [result for result in mine if not result["passed"]]
     if failed:
         return f"**no**: {len(failed)} of {len(mine)} failed"
-    worlds = ", ".join(str(world) for world in sorted({one["world"] for one in mine}))
-    return f"{kept['date']}: {worlds} ranks; {', '.join(sorted({one['dtype'] for one in mine}, reverse=True))}"
+    worlds = ", ".join(str(world) for world in sorted({result["world"] for result in mine}))
+    dtypes = ", ".join(sorted({result["dtype"] for result in mine}, reverse=True))
+    return f"{kept['date']}: {worlds} ranks; {dtypes}"
 
 
-def _memory(one: dict[str, Any]) -> str:
-    measured = one["memory"][0]
-    arithmetic = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
-    above = measured["gathered"] + measured["other"]
-    return f"{sum(measured.values()) - above:,} / {arithmetic:,} (+{above:,}) on {one['world']}"
+def _memory(result: dict[str, Any]) -> str:
+    measured = result["memory"][0]
+    estimated = sum(part["bytes"] for part in result["arithmetic"] if part["where"] != "files")
+    extra = measured["gathered"] + measured["other"]
+    return f"{sum(measured.values()) - extra:,} / {estimated:,} (+{extra:,}) on {result['world']}"
 
 
-def _issued(one: dict[str, Any]) -> str:
-    kinds = one["collectives"][0]["kinds"]
+def _issued(result: dict[str, Any]) -> str:
+    kinds = result["collectives"][0]["kinds"]
     return "; ".join(f"{kind} {entry['count']} x, {entry['bytes']:,} B" for kind, entry in kinds.items()) or "none"
 
 

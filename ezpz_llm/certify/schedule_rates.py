@@ -1,8 +1,8 @@
-"""Learning rates of the trainer's schedules, held to their definition: every step, by every name.
+"""Checks of the trainer's learning rate schedules, at every step.
 
-The trainer's own: a warm-up of W steps whose last one has the peak, then the schedule's curve to the floor at step
-D, and the floor from there on. DeepSpeed's: what its classes of these names set after each step, so that a step has
-the rate of the iteration before it, and the first one that which the warm-up begins with.
+The trainer's own schedules warm up for W steps, the last of which has the peak, follow their curve to the floor at
+step D, and stay there. DeepSpeed's schedulers set the rate after each step, so a step has the rate of the iteration
+before it, and the first step has the initial rate of the warm-up.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
 
 PEAK, FLOOR, BEGIN = 4e-3, 5e-4, 1e-4
 DECAY, LAST = 40, 9
-"""D, and the steps of wsd's decay before it."""
+"""Step D, and the number of decay steps of wsd before it."""
 WARMUPS = (0, 1, 7)
 STEPS = DECAY + 5
 
 
 def complaints() -> Iterator[str]:
-    """What is wrong with the rates of `ezpz_llm/trainer/schedule.py`."""
+    """Yield what is wrong with the learning rates of `ezpz_llm/trainer/schedule.py`."""
     if unknown := SCHEDULES.keys() - _CURVES.keys() - _DEEPSPEEDS.keys():
-        yield f"{', '.join(sorted(unknown))}: certify has no definition of this schedule"
+        yield f"{', '.join(sorted(unknown))}: certify has no definition of this learning rate schedule"
     names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEEDS)
     shapes: tuple[Literal["linear", "log"], ...] = ("linear", "log")
     for name, warmup, shape, begin in itertools.product(names, WARMUPS, shapes, (0.0, BEGIN)):
         if name in _DEEPSPEEDS and not warmup:
-            continue  # which DeepSpeed does not have
+            continue  # DeepSpeed's schedulers require a warm-up
         config = RunConfig(schedule=name, lr=PEAK, min_lr=FLOOR, warmup_steps=warmup, decay_steps=DECAY,
                            wsd_decay_steps=LAST, warmup_type=shape, warmup_min_lr=begin)
         rate = _deepspeeds if name in _DEEPSPEEDS else _own
         for step in range(STEPS):
             ours, theirs = learning_rate(step, config), rate(name, step, warmup, shape, begin)
             if not math.isclose(ours, theirs, rel_tol=1e-12):
-                yield (f"{name}, a {shape} warm-up of {warmup} steps from {begin:g}: the rate of step {step + 1} "
-                       f"is {ours:.7g}, not {theirs:.7g}")
+                yield (f"{name}, a {shape} warm-up of {warmup} steps from {begin:g}: the learning rate of step "
+                       f"{step + 1} is {ours:.7g}, not {theirs:.7g}")
                 break
 
 
@@ -53,11 +53,11 @@ _CURVES = {
     "constant": lambda step, gone: 1.0,
     "wsd": lambda step, gone: min(1.0, max(0.0, (DECAY - step) / LAST)),
 }
-"""By name: how far above the floor a step is, where the share `gone` of the decay has passed."""
+"""Curves by name: height above the floor (0 to 1) at a step; `gone` is the share of the decay that has passed."""
 
 
 def _own(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
-    """The rate of a step, from 0, under one of the trainer's own schedules."""
+    """Return the learning rate of a step (from 0) under one of the trainer's own schedules."""
     number = step + 1
     if number <= warmup:
         return _between(begin, PEAK, number / warmup if shape == "linear" else math.log(number + 1, warmup + 1))
@@ -71,11 +71,12 @@ _DEEPSPEEDS = {
     "WarmupCosineLR": lambda iteration, warmup, begin: _between(
         FLOOR, PEAK, (1 + math.cos(math.pi * min(1.0, (iteration - warmup + 1) / (DECAY - warmup)))) / 2),
 }
-"""By name: the rate after the warm-up."""
+"""Learning rates after the warm-up, by name."""
 
 
 def _deepspeeds(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
-    """The rate of a step, from 0, under one of DeepSpeed's schedulers."""
+    """Return the learning rate of a step (from 0) under one of DeepSpeed's schedulers."""
+
     iteration, warmup = step - 1, max(2, warmup)
     if iteration < 0:
         return 0.0 if name == "WarmupCosineLR" else begin

@@ -1,4 +1,4 @@
-"""The reference of a target: one process, held to a plain loop, with its baseline noise."""
+"""Single-process reference of a target, checked against a plain training loop, and its baseline noise."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from ezpz_llm.layout.layout import read_layout
 from ezpz_llm.rundir import write_json
 
 STATISTIC = "statistic/"
-"""Begins the name of a running statistic after the last step, among the tensors of a reference."""
+"""Prefix of running statistics (after the last step) in the tensors of a reference."""
 _ROUNDING_ALONE = 1e-6
-"""Of the norm of all gradients: a smaller one that another order of the sums changes is their rounding."""
+"""Share of the global gradient norm below which a gradient that depends on the summation order is only rounding."""
 
 
 class About(TypedDict):
-    """What one process found out about a target for all layouts: what gradients are clipped to, the number of
-    parameters, whether there is dropout, the samples of each micro batch, and by name the baseline noise of running
-    statistics.
+    """Properties of a target that all layouts need.
+
+    `clip` is the gradient clip, `parameters` the number of parameters, `drops` is True if the module has dropout,
+    `batches` are the samples of each micro batch, `statistics` is the baseline noise by running statistic.
     """
 
     clip: float
@@ -47,14 +48,14 @@ class About(TypedDict):
 
 
 def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
-    """Train one process, hold its first gradients to those of a plain loop, and write tensors and numbers; one rank
-    calls it.
+    """Train one process, compare its first gradients with a plain loop, and write tensors and numbers.
 
-    Where norms have statistics of the batch, one process takes the parts that ranks have, one after the other.
+    Call on one rank. If the module uses batch statistics (BatchNorm), the process computes the ranks' parts of each
+    micro batch one after the other.
 
     Raises:
-        UserError: a parameter gets no gradient, or is a copy of what it is to be tied to; one process disagrees
-            with the plain loop or, where its batches are divided, with itself; `wrap` refuses it.
+        UserError: a parameter gets no gradient, or starts as an untied copy of an embedding; the process disagrees
+            with the plain loop or, with split micro batches, with itself; `wrap` rejects the module.
     """
     assert job.target is not None
     target, me = load(job.target), alone(dist)
@@ -65,7 +66,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     in_parts, size = normalises_over_the_batch(module), max(2, dist.world_size)
 
     def batches(places: int, order: int = 0) -> Batches:
-        """Micro batches in so many parts, all of them."""
+        """Return all parts of the micro batches for `places` ranks."""
         return Batches(target, job.steps, dist.device, range(places), places, order, in_parts)
 
     _check_parts(batches(1), batches(size))
@@ -82,7 +83,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
         with other_sums(order) if shuffled else nullcontext():
             others.append(_run(batches(whole.size if in_parts else places, order), me, dtype, clip))
     noise = baseline_noise(None, seen, tensors, others)
-    if seen.rounded:  # two losses may agree by chance where neighbouring numbers are far apart
+    if seen.rounded:  # bf16 losses are so coarse that runs may agree by chance
         noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, seen.losses)))
     about = About(clip=clip, parameters=sum(value.numel() for value in plain.values()), drops=drops,
                   batches=whole.seen,
@@ -95,34 +96,35 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
 
 
 def check_ties(module: nn.Module) -> None:
-    """Refuse a layer whose weight begins as a copy of an embedding's: two parameters, where one was meant.
+    """Check that no linear weight starts as an untied copy of an embedding's weight.
 
     Raises:
-        UserError: names the two.
+        UserError: names both parameters.
     """
     tables = {name: part.weight for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
     for name, part in module.named_modules():
         for table, weight in tables.items():
             if (isinstance(part, nn.Linear) and part.weight is not weight and part.weight.shape == weight.shape
                     and weight.min() != weight.max() and torch.equal(part.weight, weight)):
-                raise UserError(f"{name}.weight begins as a copy of {table}.weight and is not tied to it: they go "
-                                "apart from the first step on", where="--target",
-                                instead=f"{name}.weight = {table}.weight; or initial weights of its own")
+                raise UserError(f"{name}.weight starts as a copy of {table}.weight but is not tied to it: they "
+                                "diverge from the first step on", where="--target",
+                                instead=f"{name}.weight = {table}.weight, or different initial weights")
 
 
 def _check_parts(whole: Batches, divided: Batches) -> None:
-    """Refuse batches whose parts are together not the whole, in the first step."""
+    """Check that the parts of the first step's micro batches for the ranks add up to the full micro batches."""
     whole.of_step(0), divided.of_step(0)
     for number, expected in whole.seen.items():
         drawn, wanted = Counter(divided.seen[number]), Counter(expected)
         if odd := sum(((drawn - wanted) + (wanted - drawn)).values()):
             raise UserError(f"{WITH_ITSELF}: the parts of micro batch {number} for {divided.size} ranks have {odd} "
-                            "samples more or less often than the whole", where="Target.batch", exit_code=1,
-                            instead="for dp_rank of dp_size its share of what dp_rank 0 of 1 gets, equal for all")
+                            "samples more or less often than the full micro batch", where="Target.batch",
+                            exit_code=1,
+                            instead="split the batch of dp_size 1 into dp_size equal parts and return part dp_rank")
 
 
 def _plain_gradients(batches: Batches) -> dict[str, Tensor]:
-    """The gradients of the first step in a plain loop in fp32, by name."""
+    """Compute the gradients of the first step in a plain fp32 loop, by parameter name."""
     module, _ = fresh_module(batches.target)
     module.to(batches.device)
     parts = batches.of_step(0)
@@ -131,33 +133,34 @@ def _plain_gradients(batches: Batches) -> dict[str, Tensor]:
         if not isinstance(loss, Tensor) or loss.dim():
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise UserError(f"the loss is a {type(loss).__name__}{shape}", where="Target.loss",
-                            instead="the mean loss over the samples of a batch, a tensor without dimensions")
+                            instead="return the mean loss over the samples of the batch, as a scalar tensor")
         (loss / len(parts)).backward()
     return {name: torch.zeros_like(parameter).cpu() if parameter.grad is None else parameter.grad.cpu()
             for name, parameter in module.named_parameters()}
 
 
 def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> None:
-    """Refuse one process in which a whole tensor gets no gradient, or whose batches cannot be divided over ranks.
+    """Check that every parameter gets a gradient, and that splitting the batches over ranks does not change it.
 
     Args:
-        plain, divided: the gradients of the whole micro batches, and of the parts that ranks have of them.
+        plain, divided: gradients of the full micro batches, and of their parts for the ranks.
 
     Raises:
-        UserError: names the first parameter of that kind.
+        UserError: names the first parameter that fails.
     """
     total = _norm(plain)
     for name, gradient in plain.items():
         apart = (divided[name] - gradient).norm().item()
         if not gradient.any() or (apart > SAME * gradient.norm() and gradient.norm() < _ROUNDING_ALONE * total):
-            what = "is nothing but rounding" if gradient.any() else "is 0 or there is none"
-            raise UserError(f"the gradient of {name} {what} in one process: no layout could be seen to lose it",
-                            where="--target", instead="a module without it, or a loss that depends on it")
+            what = "is only rounding noise" if gradient.any() else "is 0 or missing"
+            raise UserError(f"the gradient of {name} {what} in one process, so certify could not notice a layout "
+                            "that loses it", where="--target",
+                            instead="a module without this parameter, or a loss that depends on it")
         if not apart <= SAME * gradient.norm():
-            raise UserError(f"{WITH_ITSELF}: the gradient of {name} differs by {apart / gradient.norm():.2g} "
-                            "(relative) where micro batches are divided into the parts of ranks", where="--target",
-                            instead="a loss that is the mean over samples; parts of equal size; dropout by "
-                                    "nn.Dropout; statistics of the batch by torch's BatchNorm, which certify knows",
+            raise UserError(f"{WITH_ITSELF}: the gradient of {name} changes by {apart / gradient.norm():.2g} "
+                            "(relative) when micro batches are split over ranks", where="--target",
+                            instead="a loss that is the mean over samples, parts of equal size, nn.Dropout for "
+                                    "dropout, and torch's BatchNorm for batch statistics",
                             exit_code=1)
 
 
@@ -166,8 +169,8 @@ def _hold_to(plain: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         apart = ((tensors[f"gradient/{name}"] - gradient).norm() / gradient.norm()).item()
         if not apart <= SAME:
             raise UserError(f"{DISAGREES}: the first gradient of {name} differs by {apart:.2g} (relative) from "
-                            "that of a plain loop", where="--target", exit_code=1,
-                            instead="no certificate of any layout before one process is right")
+                            "a plain loop", where="--target", exit_code=1,
+                            instead="fix this first: every layout is compared with the single process")
 
 
 def _norm(gradients: dict[str, Tensor]) -> float:
@@ -175,31 +178,33 @@ def _norm(gradients: dict[str, Tensor]) -> float:
 
 
 def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Seen, dict[str, Tensor]]:
-    """One process, and the tensors of a reference: see `reference.Reference`."""
+    """Train one process; return its trajectory and the tensors of `reference.Reference`."""
     accumulation = ACCUMULATION * len(batches.places)
     file = write_ds_config(me.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
     model = wrapped(batches.target, me, file, accumulation, clip)
-    found = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
+    tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
 
     def keep_gradients(step: int, seen: Seen) -> None:
-        """Keep those of the first step."""
+        """Record the gradients of the first step."""
         if step == 0:
             scale, first = gradient_scale(model.optimizer, clip, seen), state_of(model.engine).first
-            found.update({f"gradient/{name}": value * scale for name, value in first.items()})
+            tensors.update({f"gradient/{name}": value * scale for name, value in first.items()})
 
     seen = train(model, batches, own=False, after=keep_gradients)
-    found.update({f"weight/{name}": value for name, value in state_of(model.engine).weights.items()})
-    found.update({f"{STATISTIC}{name}": value.float().cpu() for name, value in statistics_of(model.module).items()})
-    return seen, found
+    tensors.update({f"weight/{name}": value for name, value in state_of(model.engine).weights.items()})
+    tensors.update({f"{STATISTIC}{name}": value.float().cpu()
+                    for name, value in statistics_of(model.module).items()})
+    return seen, tensors
 
 
 def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Seen) -> float:
-    """What makes the first step's gradient of the first moment of it, which was clipped."""
+    """Return the factor from the first moments after step 1 to the gradients before clipping."""
     return 1 / (1 - optimizer.param_groups[0]["betas"][0]) / min(1.0, clip / (seen.norms[0] + 1e-6))
 
 
 def write_ds_config(folder: Path, layout: str, dtype: str, parameters: int, *, write: bool) -> Path:
-    """The file of a layout in a precision, with buckets and thresholds for a small model. One rank writes it."""
+    """Return the path of a ds_config in a precision, scaled down to a small model; one rank writes the file."""
+
     path = folder / f"{Path(layout).stem}-{dtype}.json"
     if not write:
         return path

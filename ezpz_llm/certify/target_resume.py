@@ -1,4 +1,4 @@
-"""A target that goes on from a checkpoint of the middle of its steps, as if nothing had been."""
+"""Resume a target from a checkpoint in the middle of its steps, and compare it with the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ezpz_llm.library.wrapping import Wrapped
 from ezpz_llm.rundir import RunDir
 
 Held = list[tuple[str, Tensor]]
-"""What a rank holds of the weights: the slices, each after its parameter's name."""
+"""Weights on a rank: parameter names and slices."""
 
 
 class Middle:
-    """The checkpoints of a case and of the one before it that passed, with the same precision and ranks.
+    """Checkpoints of a case and of the last case that passed with the same precision and world size.
 
     `loaded` is the layout whose checkpoint was loaded.
     """
@@ -40,16 +40,16 @@ class Middle:
         self._remove(self.own)
 
     def save(self, model: Wrapped) -> None:
-        """Write the case's own. Collective."""
+        """Save the case's checkpoint. Collective."""
         checkpoint.save(model.engine, self._dist, RunDir(self.own), {"step": self.step, "case": self._layout})
 
     def load(self, model: Wrapped) -> None:
-        """Load the one of the case before, or the case's own where there is none. Collective."""
+        """Load the previous case's checkpoint, or the case's own if there is none. Collective."""
         where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
         self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist)["case"]
 
     def close(self, *, passed: bool) -> None:
-        """Leave the case's own to the next case, unless it is wrong. Collective."""
+        """Hand the case's checkpoint over to the next case if the case passed, else delete it. Collective."""
         self._dist.barrier()
         if self._dist.is_main and passed:
             shutil.rmtree(self.passed, ignore_errors=True)
@@ -63,17 +63,17 @@ class Middle:
 
 
 def held_weights(model: Wrapped) -> Held:
-    """A copy of this rank's slices of the weights, on CPU."""
+    """Copy this rank's slices of the weights to the CPU."""
     return [(piece.name, piece.tensors["weight"].detach().cpu().clone())
             for piece in model.engine.training_state().slices()]
 
 
 def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
            middle: Middle) -> tuple[Seen, Held]:
-    """Load the checkpoint into a module with other initial weights and make the steps that are left. Collective.
+    """Load the checkpoint into a module with other initial weights and make the remaining steps. Collective.
 
     Returns:
-        What this rank saw, and its weights of the end.
+        This rank's trajectory and its weights after the last step.
     """
     assert job.target is not None
     target = load(job.target)
@@ -86,25 +86,25 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
 
 def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Seen, Held],
                     resumed: tuple[Seen, Held]) -> list[Finding]:
-    """The run that was resumed beside the one that was not, of this layout. Collective."""
+    """Compare the resumed run with the uninterrupted run of the same layout. Collective."""
     noise = reference.noise
     ours, theirs = (all_gather(dist, seen) for seen, _ in (resumed, whole))
     first = len(theirs[0].losses) - len(ours[0].losses)
 
-    def found(what: str, apart: float, size: float, noise: float) -> Finding:
-        """A difference relative to the size of what it is of; rounding has moved one process by `noise`."""
+    def finding(what: str, apart: float, size: float, noise: float) -> Finding:
+        """Return a finding for a difference relative to `size`, with a bound of at least FACTOR x `noise`."""
         size = size or 1.0
         bound = max(RESUMED, verdict.FACTOR * noise / size)
         return Finding(f"{what} after a resume", apart / size, bound, " (relative)")
 
     def steps() -> Iterator[Finding]:
-        """Of losses and norms."""
+        """Compare losses and gradient norms."""
         for step, (a, b) in enumerate(zip(mean_losses(ours), mean_losses(theirs)[first:], strict=True), first):
-            yield found(f"loss at step {step + 1}", abs(a - b), abs(b), noise["loss"])
+            yield finding(f"loss at step {step + 1}", abs(a - b), abs(b), noise["loss"])
             a, b = ours[0].norms[step - first], theirs[0].norms[step]
-            yield found(f"gradient norm at step {step + 1}", abs(a - b), b, noise["norm"][step])
+            yield finding(f"gradient norm at step {step + 1}", abs(a - b), b, noise["norm"][step])
         a, b = mean_held_out(ours), mean_held_out(theirs)
-        yield found("loss after the last step", abs(a - b), abs(b), noise["loss"])
+        yield finding("loss after the last step", abs(a - b), abs(b), noise["loss"])
 
     sums: dict[str, Any] = {}
     for (name, a), (_, b) in zip(resumed[1], whole[1], strict=True):
@@ -114,5 +114,5 @@ def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Seen, Held],
     weights = []
     for name in dict.fromkeys(name for rank in everyone for name in rank):
         apart, size = (sum(rank.get(name, (0.0, 0.0))[place] for rank in everyone) ** 0.5 for place in (0, 1))
-        weights.append(found(f"weights of {name}", apart, size, noise["weight"][name]))
+        weights.append(finding(f"weights of {name}", apart, size, noise["weight"][name]))
     return [*steps(), *weights]

@@ -1,5 +1,6 @@
-"""A target in training: its module and batches, the steps of two epochs with an evaluation after each, and what was
-seen of them. One process and the ranks of a layout run the same.
+"""Training run of a target: module, batches, two epochs with an evaluation after each, and the recorded trajectory.
+
+The single-process reference and the ranks of a layout use the same code.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def fresh_module(target: Target, seed: int = recipe.SEED) -> tuple[nn.Module, bool]:
-    """The module with its initial weights and all dropout off, and whether it had any.
+    """Return the module with initial weights and without dropout, and True if it had dropout.
 
-    Ranks draw masks of their own, as they must: with them no layout is one process.
+    With dropout, ranks draw different masks, and no layout computes the same as a single process.
     """
     torch.manual_seed(seed)
     module = target.module()
@@ -44,17 +45,17 @@ def fresh_module(target: Target, seed: int = recipe.SEED) -> tuple[nn.Module, bo
     for part in module.modules():
         if isinstance(part, _DROPOUTS):
             drops, part.p = drops or part.p > 0, 0.0
-        elif isinstance(getattr(part, "dropout", None), float):  # attention and recurrent layers have a number
+        elif isinstance(getattr(part, "dropout", None), float):  # attention and recurrent layers
             drops, part.dropout = drops or part.dropout > 0, 0.0
     return module, drops
 
 
 def wrapped(target: Target, dist: Dist, ds_config: str | Path, accumulation: int, clip: float,
             seed: int = recipe.SEED) -> Wrapped:
-    """The module under a layout, by `ezpz_llm.wrap`. Collective.
+    """Wrap the target's module in a layout, as `ezpz_llm.wrap` does. Collective.
 
     Raises:
-        UserError: `wrap` refuses it, or the moments of its optimizer cannot be read.
+        UserError: `wrap` rejects the module, or certify cannot read the moments of its optimizer.
     """
     module, _ = fresh_module(target, seed)
     optimizer = _optimizer(target, module, clip)
@@ -74,30 +75,31 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
     return optimizer
 
 
-# Batches. Their numbers count micro batches of one process: a rank has a part of each.
 def numbers(target: Target, steps: int) -> list[range]:
-    """The micro batches of each step: the first ones of two epochs, each of half of the steps.
+    """Return the micro batch numbers of each step: the first ones of two epochs, half of the steps each.
+
+    Micro batches are those of one process; each rank has a part of each.
 
     Raises:
-        UserError: an epoch has fewer.
+        UserError: an epoch has too few micro batches.
     """
-    taken = half(steps)
-    epoch = target.epoch_batches or taken * ACCUMULATION
-    if epoch < taken * ACCUMULATION:
-        raise UserError(f"an epoch has {epoch} micro batches, of which {taken * ACCUMULATION} are trained on",
+    per_epoch = half(steps)
+    epoch = target.epoch_batches or per_epoch * ACCUMULATION
+    if epoch < per_epoch * ACCUMULATION:
+        raise UserError(f"an epoch has {epoch} micro batches, but certify needs {per_epoch * ACCUMULATION}",
                         where="Target.epoch_batches", instead="larger epochs, or fewer --steps")
-    firsts = [step // taken * epoch + step % taken * ACCUMULATION for step in range(steps)]
+    firsts = [step // per_epoch * epoch + step % per_epoch * ACCUMULATION for step in range(steps)]
     return [range(first, first + ACCUMULATION) for first in firsts]
 
 
 @dataclass
 class Batches:
-    """The parts of micro batches that one process takes: those of `places` of `size` ranks.
+    """Parts of micro batches that one process computes: those of data-parallel ranks `places` out of `size`.
 
     Attributes:
-        order: of a step's parts, the usual one if 0.
-        in_turn: a place's parts stay in their order, on which its running statistics depend.
-        seen: by number the samples of each micro batch that was drawn.
+        order: seed for shuffling the parts of a step; 0 for no shuffling.
+        in_turn: keep the order of each rank's parts, on which its running statistics depend.
+        seen: sample hashes of each drawn micro batch, by its number.
     """
 
     target: Target
@@ -110,22 +112,22 @@ class Batches:
     seen: dict[int, list[str]] = field(default_factory=dict)
 
     def of_step(self, step: int) -> list[tuple[int, Any]]:
-        """All parts of a step's micro batches, each after its place."""
-        found: list[tuple[int, Any]] = []
+        """Return the parts of a step's micro batches, each with its data-parallel rank."""
+        drawn: list[tuple[int, Any]] = []
         for number in numbers(self.target, self.steps)[step]:
             parts = [self._part(number, place) for place in self.places]
             self.seen[number] = [sample for part in parts for sample in samples(part)]
-            found += zip(self.places, parts, strict=True)
+            drawn += zip(self.places, parts, strict=True)
         if not self.order:
-            return found
-        mixed = [found[index] for index in np.random.default_rng((self.order, step)).permutation(len(found))]
+            return drawn
+        shuffled = [drawn[index] for index in np.random.default_rng((self.order, step)).permutation(len(drawn))]
         if not self.in_turn:
-            return mixed
-        turns = {place: iter([part for own, part in found if own == place]) for place in self.places}
-        return [(place, next(turns[place])) for place, _ in mixed]
+            return shuffled
+        turns = {place: iter([part for own, part in drawn if own == place]) for place in self.places}
+        return [(place, next(turns[place])) for place, _ in shuffled]
 
     def evaluated(self) -> list[Any]:
-        """Equal parts of the batch that is evaluated, the first of the third epoch: a rank's, or all of it."""
+        """Return this process's parts of the evaluation batch, the first micro batch of the third epoch."""
         number = 2 * (self.target.epoch_batches or half(self.steps) * ACCUMULATION)
         if len(self.places) == 1 or self.in_turn:
             return [self._part(number, place) for place in self.places]
@@ -137,35 +139,35 @@ class Batches:
 
 
 def half(steps: int) -> int:
-    """Steps of the first epoch, the longer one."""
+    """Return the number of steps of the first epoch, rounded up."""
     return -(-steps // 2)
 
 
 def samples(batch: Any) -> list[str]:
-    """A hash of each sample of a batch, in order.
+    """Hash each sample of a batch.
 
     Raises:
-        UserError: there are no tensors in it.
+        UserError: the batch has no tensors.
     """
     tensors: list[Tensor] = []
 
-    def take(tensor: Tensor) -> Tensor:
-        """Take down a tensor that has dimensions."""
+    def collect(tensor: Tensor) -> Tensor:
+        """Collect a tensor unless it is a scalar."""
         if tensor.dim():
             tensors.append(tensor.detach().cpu())
         return tensor
 
-    on_tensors(batch, take)
+    on_tensors(batch, collect)
     if not tensors:
-        raise UserError("there is no tensor in a batch", where="Target.batch",
-                        instead="tensors, or tuples, lists and dicts of them, whose first dimension counts samples")
+        raise UserError("the batch has no tensor", where="Target.batch",
+                        instead="tensors, or tuples, lists and dicts of them, with samples along dimension 0")
     count = len(tensors[0])
     parts = [tensor for tensor in tensors if len(tensor) == count]
     return [_hash(b"".join(_bytes(part[place]) for part in parts)) for place in range(count)]
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    # A copy: storage that numpy has seen can no longer be freed by fsdp2.
+    # Copy first: FSDP2 cannot free storage that numpy has a view of.
     return tensor.detach().cpu().flatten().clone().view(torch.uint8).numpy().tobytes()
 
 
@@ -173,16 +175,15 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# The steps.
 @dataclass
 class Seen(Trajectory):
-    """What one rank saw of a run.
+    """Trajectory of a run on one rank.
 
     Attributes:
-        random: after each step, the state of the random numbers that dropout masks come from.
-        changed: what an evaluation changed, in words.
-        rounded: some loss had two bytes.
-        buffers: by name the hash of each after the last step.
+        random: hash of the random state that dropout uses, after each step.
+        changed: names of the parts of the training state that an evaluation changed.
+        rounded: True if a loss was computed in a two-byte dtype.
+        buffers: hash of each buffer after the last step, by name.
     """
 
     random: list[str] = field(default_factory=list)
@@ -193,15 +194,15 @@ class Seen(Trajectory):
 
 def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
           after: Callable[[int, Seen], None] = lambda step, seen: None) -> Seen:
-    """Two epochs, an evaluation after each. Collective.
+    """Train for two epochs, with an evaluation after each. Collective.
 
     Args:
-        own: by the target's own step function, where it has one; one process steps as it is defined.
+        own: use the target's own step function, if it has one. The reference does not.
         first: the step to begin with, from 0.
-        after: called with each step when it is made.
+        after: called after each step.
 
     Raises:
-        UserError: a step function that gives no loss, or makes no step.
+        UserError: the target's step function does not return a loss, or makes no optimizer step.
     """
     seen, target, steps = Seen(), batches.target, batches.steps
     statistics = StatisticsByPlace(model.module, batches.places)
@@ -216,11 +217,12 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
         else:
             loss = _step(target, model, parts, statistics, seen)
         if model.grad_norm is None or model.grad_norm is before:
-            raise UserError(f"the step function made no optimizer step of its {model.accumulation} micro batches",
-                            where="Target.step", instead="model.backward(loss) and model.step() for each of them")
+            raise UserError(f"the step function made no optimizer step after {model.accumulation} micro batches",
+                            where="Target.step",
+                            instead="call model.backward(loss) and model.step() for each of them")
         if not isinstance(loss, float | Tensor):
-            raise UserError(f"the step function gives {type(loss).__name__}", where="Target.step",
-                            instead="the mean loss of the step's micro batches")
+            raise UserError(f"the step function returns {type(loss).__name__}, not a loss", where="Target.step",
+                            instead="return the mean loss of the step's micro batches")
         seen.losses.append(float(loss))
         seen.norms.append(float(model.grad_norm))
         seen.random.append(_hash(_bytes(_random_state(batches.device))))
@@ -237,18 +239,18 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
 
 
 def mean_losses(ranks: Sequence[Seen]) -> list[float]:
-    """The losses of the steps, of which each rank has a part."""
-    return [sum(losses) / len(ranks) for losses in zip(*(one.losses for one in ranks), strict=True)]
+    """Return the losses of the steps, averaged over the ranks."""
+    return [sum(losses) / len(ranks) for losses in zip(*(seen.losses for seen in ranks), strict=True)]
 
 
 def mean_held_out(ranks: Sequence[Seen]) -> float:
-    """The loss of the last evaluation."""
-    return sum(one.held_out for one in ranks) / len(ranks)
+    """Return the loss of the last evaluation, averaged over the ranks."""
+    return sum(seen.held_out for seen in ranks) / len(ranks)
 
 
 def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByPlace,
           seen: Seen) -> Tensor:
-    """The step as it is defined: the mean of the micro batches' losses."""
+    """Make a step with the mean of the micro batches' losses."""
     losses = []
     for place, batch in parts:
         with statistics.of(place):
@@ -263,7 +265,7 @@ def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statisti
 
 def _evaluate(target: Target) -> Callable[[Wrapped, Any], Tensor]:
     def evaluate(model: Wrapped, batch: Any) -> Tensor:
-        """The target's loss in evaluation mode."""
+        """Compute the target's loss in evaluation mode."""
         model.eval()
         with torch.no_grad():
             loss = target.loss(model, batch)
@@ -278,7 +280,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _state(model: Wrapped) -> dict[str, str]:
-    """Hashes of what this rank holds of the training: parameters, moments, buffers, modes."""
+    """Hash the training state on this rank: parameters, moments, buffers, training mode of modules."""
     pieces: dict[str, Any] = defaultdict(hashlib.sha256)
     for piece in _pieces(model):
         for kind, tensor in piece.tensors.items():

@@ -1,4 +1,4 @@
-"""Norms that take statistics of the batch (BatchNorm), in one process that stands for several ranks."""
+"""Batch statistics (BatchNorm) in a single process that emulates several ranks."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ _OF_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def normalises_over_the_batch(module: nn.Module) -> bool:
-    """True if what it gives of a sample depends on the others of the batch: a rank's part is then not the whole."""
+    """Return True if a module uses batch statistics, so that its output depends on the split of a batch."""
     return any(isinstance(part, _OF_THE_BATCH) for part in module.modules())
 
 
 class StatisticsByPlace:
-    """Running statistics of the places of ranks: during a step each has its own, after it all have their mean.
+    """Running statistics per emulated rank: separate during a step, averaged after it.
 
-    So `ezpz_llm.wrap` has them over ranks. Where there is one place, nothing is done.
+    `ezpz_llm.wrap` does the same over real ranks. With a single rank, this does nothing.
 
     Args:
-        module: in training mode, with the statistics that all places begin with.
-        places: of the ranks that one process stands for.
+        module: module in training mode, with the initial statistics of all ranks.
+        places: the emulated data-parallel ranks.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[int]) -> None:
         self._live = list(statistics_of(module).values())
-        self._held = {place: [one.clone() for one in self._live] for place in places} if len(places) > 1 else {}
+        self._held = {place: [value.clone() for value in self._live] for place in places} if len(places) > 1 else {}
 
     @contextmanager
     def of(self, place: int) -> Iterator[None]:
-        """Compute with those of a place."""
+        """Use the statistics of one rank."""
         held = self._held.get(place, [])
         _copy(held, self._live)
         yield
         _copy(self._live, held)
 
     def average(self) -> None:
-        """Give all places the mean."""
+        """Set the statistics of all ranks to their mean."""
         if self._held:
             for live, *held in zip(self._live, *self._held.values(), strict=True):
                 mean = torch.stack(held).mean(0)
                 _copy([mean] * (1 + len(held)), [live, *held])
 
 
-def _copy(those: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     with torch.no_grad():
-        for one, other in zip(those, to, strict=False):  # none are held where there is one place
-            other.copy_(one)
+        for source, target in zip(sources, targets, strict=False):  # with a single rank, one list is empty
+            target.copy_(source)

@@ -1,8 +1,9 @@
-"""Parts of tensors, of sequences and of moments in time, held to their definition.
+"""Checks of tensor slices, sequence-parallel losses, background checkpoints, and tied weights.
 
-What two parts of a tensor have in common, however each was cut, is what a checkpoint that another layout reads is
-made of. Rows are dealt to ranks as torch does it. A copy that is written in the background is of its moment. The
-ranks of a sequence give together the loss of all of it, and a tied table stays one tensor.
+Loading a checkpoint into another layout relies on the intersection of two slices of a tensor. Rows are assigned to
+ranks as torch.chunk does. A checkpoint that is written in the background must keep the state of the time at which
+it was copied. The losses of sequence-parallel ranks add up to that of the full sequence, and tied weights stay one
+tensor.
 """
 
 from __future__ import annotations
@@ -29,47 +30,47 @@ BOXES: tuple[Box, ...] = (((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 3), (0, 3)))
 
 
 def complaints() -> Iterator[str]:
-    """What is wrong with parts."""
-    yield from _of_boxes()
-    yield from _of_rows()
-    yield from _of_sequences()
-    yield from _of_the_tie()
-    yield from _of_a_copy()
+    """Yield what is wrong."""
+    yield from _check_boxes()
+    yield from _check_rows()
+    yield from _check_sequences()
+    yield from _check_tie()
+    yield from _check_copy()
 
 
-def _of_boxes() -> Iterator[str]:
-    """Parts of a box, however they begin and end in it, with whole boxes and those but for their ends."""
+def _check_boxes() -> Iterator[str]:
+    """Check the intersections of slices of boxes; one of the two covers a box, or all but its end elements."""
     parts = [(box, start, stop) for box in BOXES for start in range(size(box))
              for stop in range(start + 1, size(box) + 1)]
     elements = {part: _elements(part) for part in parts}
     whole = [part for part in parts if (part[1], size(part[0]) - part[2]) in ((0, 0), (1, 1))]
-    for one, other in itertools.chain(itertools.product(parts, whole), itertools.product(whole, parts)):
-        ours, theirs = elements[one], elements[other]
-        runs = list(common(SHAPE, one, other))
-        mine = [element for at, _, length in runs for element in ours[at:at + length]]
-        yours = [element for _, at, length in runs for element in theirs[at:at + length]]
-        if not mine == yours == sorted(set(ours) & set(theirs)):
-            yield f"what {one} and {other} of a tensor {SHAPE} have in common is not {runs}"
+    for first, second in itertools.chain(itertools.product(parts, whole), itertools.product(whole, parts)):
+        in_first, in_second = elements[first], elements[second]
+        runs = list(common(SHAPE, first, second))
+        from_first = [element for at, _, length in runs for element in in_first[at:at + length]]
+        from_second = [element for _, at, length in runs for element in in_second[at:at + length]]
+        if not from_first == from_second == sorted(set(in_first) & set(in_second)):
+            yield f"the intersection of slices {first} and {second} of a tensor {SHAPE} is not {runs}"
             return
 
 
 def _elements(part: Part) -> list[int]:
-    """The numbers of a part's elements in the whole tensor."""
+    """Return the indices of a part's elements in the full tensor."""
     box, start, stop = part
     numbers = torch.arange(SHAPE[0] * SHAPE[1]).view(SHAPE)
     return numbers[tuple(slice(*side) for side in box)].flatten()[start:stop].tolist()
 
 
-def _of_rows() -> Iterator[str]:
+def _check_rows() -> Iterator[str]:
     for rows, ranks in itertools.product((4, 7, 61), (1, 2, 3, 4)):
         for rank, part in enumerate(torch.arange(rows * 3).view(rows, 3).chunk(ranks)):
-            if (found := first_element((rows, 3), rank, ranks)) != part[0, 0]:
-                yield f"rank {rank} of {ranks} begins at element {found} of {rows} rows, not at {part[0, 0]}"
+            if (start := first_element((rows, 3), rank, ranks)) != part[0, 0]:
+                yield f"rank {rank} of {ranks} begins at element {start} of {rows} rows, not at {part[0, 0]}"
                 return
 
 
-def _of_a_copy() -> Iterator[str]:
-    """Weights and moments that change after they were copied are in the copy what they were."""
+def _check_copy() -> Iterator[str]:
+    """Check that a checkpoint's copy does not change with the weights and moments."""
     model = nn.Linear(30, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(8, 30)).sum().backward()
@@ -82,23 +83,23 @@ def _of_a_copy() -> Iterator[str]:
             tensor.fill_(-1.0)
     for mine, theirs in zip(copied.tensors, expected, strict=True):
         if not torch.equal(mine.view(-1), theirs.view(-1)):
-            yield "what is written of a checkpoint in the background changes with the training"
+            yield "a checkpoint that is written in the background changes with the training"
             return
 
 
-def _of_sequences() -> Iterator[str]:
-    """The mean, the sum and the rows of a loss over the ranks of a sequence, some or most targets of it ignored."""
+def _check_sequences() -> Iterator[str]:
+    """Check mean, sum and per-row losses over sequence-parallel ranks, with some or most targets ignored."""
     length = 12
     tokens = torch.arange(2 * length).view(2, length)
 
     def losses(tokens: Tensor, targets: Tensor, first: int) -> Tensor:
-        """Of each token, another one at every position."""
+        """Return a loss per token that depends on its position."""
         return (tokens + 10.0 * torch.arange(first, first + tokens.shape[1])) * (targets != IGNORED)
 
     def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int) -> Tensor:
-        """A model's loss of a share that begins at position `first`."""
-        found = losses(tokens, targets, first)
-        return found.sum(dim=-1) if reduction == "rows" else found.sum()
+        """Return the loss of a rank's part of the sequence, which begins at position `first`."""
+        each = losses(tokens, targets, first)
+        return each.sum(dim=-1) if reduction == "rows" else each.sum()
 
     for ranks, ignored in itertools.product((1, 2, 4), (0, 3, length - 1)):
         targets = tokens + 1
@@ -109,17 +110,17 @@ def _of_sequences() -> Iterator[str]:
         for reduction, expected in (("sum", whole.sum()), ("rows", whole.sum(dim=-1)),
                                     ("mean", whole.sum() / (targets != IGNORED).sum())):
             parts = torch.stack([share(tokens, targets, reduction) for share in shares])
-            found = parts.mean(dim=0) if reduction == "mean" else parts.sum(dim=0)
-            if not torch.allclose(found, expected, rtol=1e-6):
-                yield f"the {reduction} of a loss over {ranks} ranks of a sequence is {found}, not {expected}"
+            total = parts.mean(dim=0) if reduction == "mean" else parts.sum(dim=0)
+            if not torch.allclose(total, expected, rtol=1e-6):
+                yield f"the {reduction} of a loss over {ranks} sequence-parallel ranks is {total}, not {expected}"
                 return
 
 
-def _of_the_tie() -> Iterator[str]:
-    """Through a start on the meta device, and a change of dtype."""
+def _check_tie() -> Iterator[str]:
+    """Check that weights stay tied after materialization from the meta device and a change of dtype."""
     with torch.device("meta"):
         model = GPT(small_config())
     for what, moved in (("from the meta device", model.to_empty(device="cpu")), ("to bf16", model.bfloat16())):
         if moved.lm_head.weight is not moved.transformer["wte"].weight:
-            yield f"after a move {what} the head has another weight than the table that it is tied to"
+            yield f"after a move {what} the head is not tied to the embedding any more"
             return

@@ -1,9 +1,9 @@
-"""The trainer's own loop, held to the definition of its steps: a run, its resume, and both with dropout.
+"""Checks of the trainer's loop against the step definition: a run, its resume, and both with dropout.
 
-Every step that the loop makes is judged as those of the reference are, from the state before it: on the samples
-that are its own, at the rate of the schedule, with the loss and the gradient norm of the run's log. One of them
-overflows first, and is to be made on the same samples. In the middle there are an evaluation on the validation
-split and a checkpoint, from which another run goes on. With dropout the losses of both are the same bits.
+Every step is compared like those of the reference, from the state before it: with the samples and the learning rate
+that it should have, and with the logged loss and gradient norm. One step overflows at first and must be repeated on
+the same samples. In the middle of the run there are an evaluation on the validation split and a checkpoint, from
+which a second run resumes. With dropout, the losses of both runs must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from ezpz_llm.trainer.session import Session
 
 LENGTH, MICRO, GLOBAL, EVALUATED, SEED = 32, 2, 4, 64, 11
 STEPS, SAVED, WARMUP, OVERFLOWS = 5, 3, 2, 1
-"""Steps in all; after how many there are a checkpoint and an evaluation; and the step, from 0, that overflows."""
+"""Number of steps, step of the checkpoint and evaluation, warm-up steps, and the step (from 0) that overflows."""
 CLIP, SPIKE_LIMIT, CHUNK = 0.5, 50.0, 24
 TOO_LARGE = 2.0 ** 70
-"""A loss scale whose gradients have squares beyond fp32."""
+"""Loss scale under which the squares of gradients overflow fp32."""
 _OPTIONS = {
     "model": "tiny-gpt2", "n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "block_size": LENGTH,
     "tokenizer": "bytes", "precision": "fp32", "device": "cpu", "ds_config": "ddp", "profile": "false",
@@ -56,25 +56,26 @@ _OPTIONS = {
 
 
 def complaints() -> Iterator[str]:
-    """What is wrong with the loop."""
+    """Yield what is wrong with the trainer's loop."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         text = folder / "text.txt"
         text.write_text("".join(map(chr, np.random.default_rng(SEED).integers(97, 123, 20_000))))
         tokens = prepare(str(text), "bytes", out=folder / "tokens", workers=1, progress=False)
-        first = _made(folder / "first", tokens, 0.0, _overflowing)
-        yield from _of_the_start(first)
-        yield from _of_steps(first, 0, None)
-        resumed = _made(folder / "resumed", tokens, 0.0, resume=first.checkpoint)
-        yield from _of_steps(resumed, SAVED, first.after[SAVED - 1])
+        first = _train(folder / "first", tokens, 0.0, _overflow_once)
+        yield from _check_start(first)
+        yield from _check_steps(first, 0, None)
+        resumed = _train(folder / "resumed", tokens, 0.0, resume=first.checkpoint)
+        yield from _check_steps(resumed, SAVED, first.after[SAVED - 1])
         if resumed.limit != SPIKE_LIMIT:
-            yield f"a resumed run skips steps of a norm above {resumed.limit:g}, not {SPIKE_LIMIT:g} as before"
-        yield from _of_masks(folder, tokens)
+            yield (f"a resumed run skips steps with a gradient norm above {resumed.limit:g}, not above "
+                   f"{SPIKE_LIMIT:g} as before")
+        yield from _check_masks(folder, tokens)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that was made: its log's lines by step, from 0, the states around its steps, what it began with."""
+    """A finished run: log lines and the states before and after each step (from 0), and initial settings."""
 
     session: Session
     lines: dict[int, dict[str, Any]]
@@ -85,19 +86,19 @@ class _Run:
     is_training: bool
 
     def split(self, name: str) -> TokenStream:
-        """The tokens of a split."""
-        found = self.session.data.split(name)
-        assert isinstance(found, TokenStream)
-        return found
+        """Return the tokens of a split."""
+        tokens = self.session.data.split(name)
+        assert isinstance(tokens, TokenStream)
+        return tokens
 
     @property
     def checkpoint(self) -> Path:
-        """That of the middle."""
+        """Checkpoint of step SAVED."""
         return self.session.dist.run_dir.checkpoints / f"step-{SAVED:08d}"
 
 
 class _Recorder:
-    """Keeps the states before and after each step."""
+    """Step hook that records the states before and after each step."""
 
     def __init__(self, session: Session, at: Callable[[Session, int], None]) -> None:
         self._session, self._at = session, at
@@ -106,34 +107,34 @@ class _Recorder:
         self.is_training = True
 
     def before_step(self, step: int) -> None:
-        """Keep the state, and whether all modules are in training mode."""
+        """Record the state, and check that all modules are in training mode."""
         self._at(self._session, step)
         self.before[step] = state_of(self._session.engine)
         self.is_training &= all(module.training for module in self._session.engine.module.modules())
 
     def after_step(self, step: int) -> None:
-        """Keep the state."""
+        """Record the state."""
         self.after[step] = state_of(self._session.engine)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
-def _overflowing(session: Session, step: int) -> None:
-    """A loss scale for one step, as fp16 has; and from the start a limit of the norm, as --spike-norm gives one."""
+def _overflow_once(session: Session, step: int) -> None:
+    """Set a loss scale for one step, as in fp16; at step 0, set a limit as with --spike-norm."""
     scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOWS else None
     session.engine._scale = scale
     if step == 0:
         session.spikes.restore({**session.spikes.state(), "limit": SPIKE_LIMIT})
 
 
-def _made(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int], None] = lambda *_: None,
-          resume: Path | None = None) -> _Run:
-    """A run of one process, as `ezpz_llm.trainer.run` makes it, without a summary at its end.
+def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int], None] = lambda *_: None,
+           resume: Path | None = None) -> _Run:
+    """Train in one process, like `ezpz_llm.trainer.run` but without the summary at the end.
 
     Args:
-        at: called with the session and the number of each step that follows.
-        resume: the checkpoint to go on from.
+        at: called before each step, with the session and the step number.
+        resume: checkpoint to resume from.
     """
     given = {**_OPTIONS, "dropout": dropout, "corpus": tokens, **({} if resume is None else {"resume": resume})}
     words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -152,13 +153,13 @@ def _made(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int
 
 
 def _pairs(windows: np.ndarray) -> list[MicroBatch]:
-    """Windows (n, T + 1) as micro batches."""
+    """Split windows (n, T + 1) into micro batches."""
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
             for part in torch.from_numpy(windows.astype(np.int64)).split(MICRO)]
 
 
 def _evaluated(run: _Run, line: dict[str, Any]) -> Evaluated | None:
-    """The first predictions of the validation split, where a line has their loss."""
+    """Return the evaluated part of the validation split, if a log line has its loss."""
     if "val_loss" not in line:
         return None
     held_out = run.split("val")
@@ -166,27 +167,27 @@ def _evaluated(run: _Run, line: dict[str, Any]) -> Evaluated | None:
     return Evaluated(_pairs(windows), line["val_loss"])
 
 
-def _of_the_start(run: _Run) -> Iterator[str]:
-    """A run begins with the weights of its seed, and without moments."""
+def _check_start(run: _Run) -> Iterator[str]:
+    """Check that a run starts with the initial weights of its seed and without moments."""
     values, state = initial_values(run.session.plan.model, SEED), run.before[0]
     for name, weight in state.weights.items():
         if not torch.equal(weight, values(name, whole(weight.shape))):
-            yield f"a run does not begin with the {name} of its seed"
+            yield f"the initial {name} of a run is not that of its seed"
     if state.step or any(value.any() for kind in (state.first, state.second) for value in kind.values()):
-        yield "a run begins with moments, or a count of steps"
+        yield "a run starts with nonzero moments or a nonzero step count"
 
 
-def _of_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
-    """Every step from `first` on, judged as a step of one process is; `saved` is the state it was resumed from."""
+def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
+    """Compare every step from `first` on with the step definition; `saved` is the state before a resume."""
     text, config = run.split("train"), run.session.plan.model
     made = []
     for step in range(first, STEPS):
         if step not in run.lines or step not in run.after:
-            yield f"a run of {STEPS} steps from step {first} has no step {step + 1}"
+            yield f"a run of {STEPS} steps from step {first + 1} does not have step {step + 1}"
             return
         line, rate = run.lines[step], cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, WARMUP, STEPS)
         if not math.isclose(line["lr"], rate, rel_tol=1e-9):
-            yield f"step {step + 1} of a run has the rate {line['lr']:.7g}, not {rate:.7g}"
+            yield f"step {step + 1} of a run has the learning rate {line['lr']:.7g}, not {rate:.7g}"
         numbers = np.arange(GLOBAL * step, GLOBAL * (step + 1))
         windows = text.windows(sample_windows(len(text), LENGTH, SEED, numbers), LENGTH + 1)
         loss, norm = (math.inf if line[name] is None else line[name] for name in ("loss", "grad_norm"))
@@ -198,30 +199,30 @@ def _of_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
         yield why
     if [step for step in range(first, STEPS) if made[step - first].evaluated] != [
             step - 1 for step in (SAVED, STEPS) if step > first]:
-        yield f"evaluations come after other steps than {SAVED} and {STEPS}"
+        yield f"evaluations do not follow steps {SAVED} and {STEPS}"
     if first == 0 and not run.session.engine.skipped_steps:
         yield f"no gradient overflows under a loss scale of {TOO_LARGE:g}"
     if run.session.position.consumed != GLOBAL * STEPS:
-        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.position.consumed}"
+        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.position.consumed} samples"
 
 
-def _of_masks(folder: Path, tokens: Path) -> Iterator[str]:
-    """Dropout is on in every step and off in evaluations, and a resumed run goes on with its random numbers."""
-    unbroken = _made(folder / "masks", tokens, 0.2)
+def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:
+    """Check that dropout is on in steps and off in evaluations, and that a resume restores the random state."""
+    unbroken = _train(folder / "masks", tokens, 0.2)
     if unbroken.seed != dropout_seed(unbroken.session.config, unbroken.session.dist):
-        yield "a run does not begin with the seed of its masks"
-    resumed = _made(folder / "masks-resumed", tokens, 0.2, resume=unbroken.checkpoint)
+        yield "a run does not start with its dropout seed"
+    resumed = _train(folder / "masks-resumed", tokens, 0.2, resume=unbroken.checkpoint)
     for run in (unbroken, resumed):
         if not run.is_training:
-            yield "a step after an evaluation has no dropout"
+            yield "a step has no dropout: a module is in evaluation mode"
         for step, line in run.lines.items():
-            if (found := _evaluated(run, line)) is None:
+            if (evaluated := _evaluated(run, line)) is None:
                 continue
-            due = plain_step.loss_of(run.after[step].weights, found.batches,
+            due = plain_step.loss_of(run.after[step].weights, evaluated.batches,
                                      settings_of(run.session.plan.model, CLIP), EXACT)
-            if not math.isclose(found.loss, due, rel_tol=1e-5):
-                yield f"an evaluation of a run with dropout gives {found.loss:.7g}, not {due:.7g}"
+            if not math.isclose(evaluated.loss, due, rel_tol=1e-5):
+                yield f"an evaluation of a run with dropout gives the loss {evaluated.loss:.7g}, not {due:.7g}"
     ours, theirs = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVED, STEPS)]
                     for run in (resumed, unbroken))
     if ours != theirs:
-        yield f"a resumed run with dropout has the losses {ours}, an unbroken one {theirs}"
+        yield f"a resumed run with dropout has the losses {ours}, the uninterrupted run {theirs}"

@@ -1,8 +1,8 @@
-"""What precision recipes keep in which dtype, and what is summed in fp32 whatever they round, held to that rule.
+"""Checks of the dtypes in precision recipes, and of sums that must be computed in fp32.
 
-Beside bf16's products, a sum over tokens, chunks or micro-steps that is itself made in bf16 hardly shows in the
-noise of a step. Here each is made alone, over so many terms that it does: a sum that is rounded once has an error
-of 2^-8, one that is rounded after each term loses most of itself.
+In a full step, the noise of bf16 matmuls hides a sum over tokens, chunks or micro-steps that is accumulated in
+bf16. Here each sum is checked alone, over many terms: rounding the result once gives an error of 2^-8, rounding
+after every term loses most of the sum.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ ROUNDING = 2.0 ** -8
 TERMS = 4096
 DTYPES = {"fp32": (torch.float32, torch.float32), "bf16_autocast": (torch.float32, torch.bfloat16),
           "bf16": (torch.bfloat16, torch.bfloat16)}
-"""By recipe: of the parameters that a pass reads, and of the products. Master weights, moments and the loss are
-fp32 in each."""
+"""Dtypes of parameters and of matmul outputs, by recipe. Master weights, moments and the loss are always fp32."""
 
 
 def complaints() -> Iterator[str]:
-    """What has the wrong dtype, or loses its sum."""
+    """Yield what has the wrong dtype or is not summed in fp32."""
     for name in recipe.MODELS:
         yield from _near_fp64(f"the norm of {name}", make_norm(get_model_config(name)),
                               lambda norm, x: norm(x), (norm_width(name),))
     for tied in (False, True):
-        yield from _of_the_lookup(tied)
-    yield from _of_the_head()
-    yield from _of_attention()
+        yield from _check_lookup(tied)
+    yield from _check_head()
+    yield from _check_attention()
     with alone_on_cpu() as me:
         for name in DTYPES:
-            yield from _of_a_recipe(name, me)
-        yield from _of_micro_steps(me)
-        yield from _of_sums_over_ranks(me)
+            yield from _check_recipe(name, me)
+        yield from _check_micro_steps(me)
+        yield from _check_sums_over_ranks(me)
 
 
 def norm_width(name: str) -> int:
-    """C of a shape."""
+    """Return the width of a model's norms (C)."""
     return get_model_config(name).n_embd
 
 
@@ -63,7 +62,7 @@ def _apart(mine: Tensor, theirs: Tensor) -> float:
 
 def _near_fp64(what: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor],
                shape: tuple[int, ...]) -> Iterator[str]:
-    """Gradients of bf16 parameters, of as many tokens as there are terms, beside those in fp64."""
+    """Compare the gradients of bf16 parameters over TERMS tokens with gradients computed in fp64."""
     generator = torch.Generator().manual_seed(0)
     rounded = module.bfloat16()
     exact = copy.deepcopy(rounded).double()
@@ -73,11 +72,11 @@ def _near_fp64(what: str, module: nn.Module, call: Callable[[nn.Module, Tensor],
     call(exact, x.double()).backward(gradient.double())
     for (name, ours), theirs in zip(rounded.named_parameters(), exact.parameters(), strict=True):
         if not (error := _apart(ours.grad, theirs.grad)) <= ROUNDING:
-            yield (f"{what}: the gradient of its {name} over {TERMS} tokens in bf16 is off by {error:.2g}, more "
-                   "than one rounding")
+            yield (f"{what}: the gradient of its {name} over {TERMS} tokens in bf16 has a relative error of "
+                   f"{error:.2g}, more than one rounding")
 
 
-def _of_the_lookup(tied: bool) -> Iterator[str]:
+def _check_lookup(tied: bool) -> Iterator[str]:
     tokens = torch.zeros(8, TERMS // 8, dtype=torch.long)
     tokens[0, :3] = torch.tensor([5, 7, 5])
     gradient = torch.rand(*tokens.shape, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -86,11 +85,13 @@ def _of_the_lookup(tied: bool) -> Iterator[str]:
     table(tokens).backward(gradient)
     exact = torch.zeros(9, 4, dtype=torch.float64).index_add_(0, tokens.flatten(), gradient.flatten(0, 1).double())
     if not (error := _apart(table.weight.grad.to_dense(), exact)) <= ROUNDING:
-        yield f"the gradient of a token that comes {TERMS - 3} times is off by {error:.2g} in bf16"
+        yield (f"the embedding gradient of a token that occurs {TERMS - 3} times has a relative error of "
+               f"{error:.2g} in bf16")
 
 
-def _of_the_head() -> Iterator[str]:
-    """Its loss in chunks, each of which adds to the gradient of the weight."""
+
+def _check_head() -> Iterator[str]:
+    """Check the gradient of the head's weight, to which each chunk of the loss adds."""
     generator = torch.Generator().manual_seed(0)
     head = Head(16, 64).bfloat16()
     exact = copy.deepcopy(head).double()
@@ -100,12 +101,13 @@ def _of_the_head() -> Iterator[str]:
     head(x, targets).backward()
     exact(x.double(), targets).backward()
     if not (error := _apart(head.weight.grad, exact.weight.grad)) <= 2 * ROUNDING:
-        yield f"the gradient of the head over {TERMS // 16} chunks is off by {error:.2g} in bf16"
+        yield f"the gradient of the head over {TERMS // 16} chunks has a relative error of {error:.2g} in bf16"
 
 
-def _of_attention() -> Iterator[str]:
-    """Our kernel for bf16, by blocks of rows, whose keys have gradients of all later blocks: in fp32 it leaves
-    nothing but the order of sums.
+def _check_attention() -> Iterator[str]:
+    """Check blockwise attention, our kernel for bf16, in which keys get gradients from all later blocks of rows.
+
+    In fp32, it differs from plain attention only by the summation order.
     """
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, length, dim = 4, 2, 300, 32
@@ -113,21 +115,21 @@ def _of_attention() -> Iterator[str]:
              for count in (heads, kv_heads, kv_heads, heads)]
 
     def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """softmax(q k / sqrt D) v of what comes before."""
-        k, v = (one.repeat_interleave(heads // kv_heads, dim=1) for one in (k, v))
+        """Compute causal attention, softmax(q k / sqrt D) v."""
+        k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         return torch.softmax((q @ k.mT / math.sqrt(dim)).masked_fill(future, -math.inf), dim=-1) @ v
 
-    found = []
+    results = []
     for attention, dtype in ((blockwise_attention, torch.float32), (by_definition, torch.float64)):
         leaves = [part.to(dtype, copy=True).requires_grad_() for part in parts[:3]]
         out = attention(*leaves)
         out.backward(parts[3].to(dtype))
-        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    whats = ("the result", "the gradient of queries", "the gradient of keys", "the gradient of values")
-    for what, ours, theirs in zip(whats, *found, strict=True):
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
+    for name, ours, theirs in zip(names, *results, strict=True):
         if not (error := _apart(ours, theirs)) <= 2e-6:
-            yield f"{what} of attention by blocks over {length} tokens is off by {error:.2g} in fp32"
+            yield f"{name} of blockwise attention over {length} tokens has a relative error of {error:.2g} in fp32"
 
 
 def _engine(precision: str, me: Dist) -> MicroStepEngine:
@@ -138,8 +140,8 @@ def _engine(precision: str, me: Dist) -> MicroStepEngine:
     return engine
 
 
-def _of_a_recipe(name: str, me: Dist) -> Iterator[str]:
-    """The dtypes of parameters, products, master weights, moments and the loss; masters begin rounded."""
+def _check_recipe(name: str, me: Dist) -> Iterator[str]:
+    """Check the dtypes of parameters, matmuls, master weights, moments and loss, and the initial master weights."""
     parameters, products = DTYPES[name]
     engine = _engine(name, me)
     start = {piece.name: piece.tensors["weight"].clone() for piece in engine.training_state().slices()}
@@ -153,31 +155,31 @@ def _of_a_recipe(name: str, me: Dist) -> Iterator[str]:
         loss = engine.module(*micro_batches(0)[0])
         where = f"{name}, in {'training' if training else 'evaluation'}"
         if set(seen) != {products}:
-            yield f"{where}: products are {', '.join(sorted(map(str, set(seen))))}, not {products}"
+            yield f"{where}: matmul outputs are {', '.join(sorted(map(str, set(seen))))}, not {products}"
         if loss.dtype != torch.float32:
-            yield f"{where}: the loss is {loss.dtype}"
-    if {one.dtype for one in engine.module.parameters()} != {parameters}:
+            yield f"{where}: the loss is {loss.dtype}, not torch.float32"
+    if {parameter.dtype for parameter in engine.module.parameters()} != {parameters}:
         yield f"{name}: parameters are not {parameters}"
     if (engine.masters is not None) != (parameters != torch.float32):
-        yield f"{name}: there are {'no ' if engine.masters is None else ''}master weights"
+        yield f"{name}: the engine has {'no ' if engine.masters is None else 'unexpected '}master weights"
     kept = {tensor.dtype for piece in engine.training_state().slices() for tensor in piece.tensors.values()}
     if kept != {torch.float32}:
-        yield f"{name}: of weights and moments some are not fp32"
+        yield f"{name}: some weights or moments are not fp32"
     if any(not torch.equal(value, value.to(parameters).float()) for value in start.values()):
-        yield f"{name}: weights do not begin as what {parameters} can hold, as they do in every other layout"
+        yield f"{name}: initial weights are not rounded to {parameters}, as they are in every other layout"
 
 
-def _of_micro_steps(me: Dist) -> Iterator[str]:
-    """The gradients of bf16 parameters over micro-steps, which are added in fp32: the bits of their sum."""
+def _check_micro_steps(me: Dist) -> Iterator[str]:
+    """Check that gradients of bf16 parameters are accumulated over micro-steps in fp32, bit by bit."""
     engine = _engine("bf16", me)
     sums: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
-        """Add one micro-step's, as the backward pass makes it."""
+        """Add the gradient of one micro-step."""
         sums[name] += gradient.float()
 
     for name, parameter in engine.module.named_parameters():
-        if name != "transformer.wte.weight":  # whose two gradients are added before one is seen
+        if name != "transformer.wte.weight":  # tied: its two gradients are added before the hook sees them
             sums[name] = torch.zeros(parameter.shape)
             parameter.register_hook(partial(add, name))
     batches = micro_batches(0)
@@ -186,17 +188,17 @@ def _of_micro_steps(me: Dist) -> Iterator[str]:
     assert engine.masters is not None
     for name, parameter in engine.module.named_parameters():
         if name in sums and not torch.equal(engine.masters[parameter].grad, sums[name]):
-            yield f"gradients of {name} are not added in fp32 over micro-steps"
+            yield f"gradients of {name} are not accumulated in fp32 over micro-steps"
             return
 
 
-def _of_sums_over_ranks(me: Dist) -> Iterator[str]:
-    """Sums over tensor-parallel ranks travel in fp32 under autocast: the dtype of what they are added to."""
+def _check_sums_over_ranks(me: Dist) -> Iterator[str]:
+    """Check that sums over tensor-parallel ranks use fp32 under autocast, the dtype of the residual stream."""
     me.ensure_group()
     for casts, expected in ((True, torch.float32), (False, torch.bfloat16)):
         x = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
             total = reduce_from_tp_region(x, None)
         if total.dtype != expected:
-            yield (f"{'under autocast ' if casts else ''}sums over tensor-parallel ranks are {total.dtype}, not "
+            yield (f"sums over tensor-parallel ranks {'under autocast ' if casts else ''}are {total.dtype}, not "
                    f"{expected}")

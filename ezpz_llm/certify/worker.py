@@ -1,4 +1,4 @@
-"""Ranks of certify: those that it starts, which do the job in a file, and those that a launcher started."""
+"""Ranks of certify: started by certify with a job file, or started by the user with launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ezpz_llm.rundir import append_line, update_record, write_json
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do the job; 0 when it came to its end, whatever the verdicts."""
+    """Run a job file; return 0 if it finished, whatever the verdicts."""
     parser = CommandParser("certify.worker", description=__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--check", action="store_true")
@@ -49,14 +49,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# A job of ranks at work: cases one after the other in one process group.
 COLLECTIVE_TIMEOUT_S = 240.0
-"""Seconds that a rank waits for another; a whole reference is computed in that time."""
+"""Timeout of collectives; other ranks wait while one rank computes a reference."""
 
 
 def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
-    """Do a job; rank 0 also appends each result to the results' file. Nothing is compared with a process that is
-    refused: then rank 0 writes down why. Collective.
+    """Run a job: references first, then the cases, all in one process group. Collective.
+
+    Rank 0 appends each result to the results file. If a reference is rejected, rank 0 records the reason, no layout
+    is compared, and the result is empty.
     """
     def say(line: str) -> None:
         if dist.is_main:
@@ -64,16 +65,14 @@ def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
 
     heartbeat = Heartbeat(os.environ)
 
-    def make_own(these: Sequence[tuple[str, str] | None]) -> None:
-        """This rank's one of some references, if there is one: one process, held to the definition of the step.
-        None stands for the definitions of what is around it.
-        """
-        for one in these[dist.rank:dist.rank + 1]:
-            if one is None:
+    def make_reference_of_rank(tasks: Sequence[tuple[str, str] | None]) -> None:
+        """Compute this rank's reference, if it has one. None stands for the definition checks."""
+        for task in tasks[dist.rank:dist.rank + 1]:
+            if task is None:
                 with _recorded(job, dist, {"definitions": "all"}):
                     hold_to_definitions(job.root)
                 continue
-            model, dtype = one
+            model, dtype = task
             with _recorded(job, dist, {"reference": f"{model} {dtype}"}):
                 if job.target is not None:
                     make_target_reference(job, model, dtype, dist)
@@ -82,54 +81,56 @@ def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
                 heartbeat.beat(EVALUATING)
                 make_reference(job.root, model, dtype, job.steps, dist)
 
-    asks = (bool(job.references) and job.target is None and not definitions_file(job.root).is_file()
-            and not all(case.fault for case in job.cases))  # a fault is planted in layouts
-    # The last round of references has often a rank to spare. What they find wrong is told first: it says where.
-    todo: list[tuple[str, str] | None] = [*job.references, *([None] if asks else [])]
+    checks_definitions = (bool(job.references) and job.target is None and not definitions_file(job.root).is_file()
+                          and not all(case.fault for case in job.cases))  # faults are injected into layouts only
+    # Definition checks come last because the last round of references often has an idle rank. References are more
+    # specific about what is wrong, so their errors should come first.
+    todo: list[tuple[str, str] | None] = [*job.references, *([None] if checks_definitions else [])]
     for start in range(0, len(todo), dist.world_size):
-        these = todo[start:start + dist.world_size]
+        tasks = todo[start:start + dist.world_size]
         heartbeat.beat(EVALUATING)
-        for one in these:
-            say("definitions of the trainer's loop and what is beneath a step, in one process" if one is None
-                else f"reference: {one[0]} {one[1]} in one process")
+        for task in tasks:
+            say("checking the trainer's loop and the parts of a step in one process" if task is None
+                else f"reference: {task[0]} {task[1]} in one process")
         try:
-            together(dist, partial(make_own, these))
+            together(dist, partial(make_reference_of_rank, tasks))
         except UserError as why:
             if dist.is_main:
                 refuse(job.root, why)
             return []
-    found = []
+    results = []
     for number, case in enumerate(job.cases):
         heartbeat.beat(TRAINING, number)
         say(f"{case.title} …")
         with _recorded(job, dist, {"case": asdict(case)}):
             result = (certify_case(case, job.root, job.steps, dist) if job.target is None
                       else certify_target(case, job, dist))
-        found.append(result)
+        results.append(result)
         if dist.is_main:
             append_line(results_file(job.root), result)
-        say(f"{case.title}: {'the same' if result['passed'] else 'NOT the same'} ({result['seconds']:.1f} s)")
+        say(f"{case.title}: {'passed' if result['passed'] else 'FAILED'} ({result['seconds']:.1f} s)")
         for line in result["failures"]:
             say(f"    {line}")
-    return found
+    return results
 
 
 def follow(todo: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
-    """Do what fits these ranks; every rank returns the same exit code. Collective."""
+    """Run the cases on the ranks of a launch; every rank returns the same exit code. Collective."""
     with setup(device=options.device, run_dir=options.run_dir, name="certify",
                timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
         job = Job(dist.run_dir.path, references_of(todo.cases), todo.cases, todo.steps, options.device, todo.target)
-        found = work(job, dist)
+        results = work(job, dist)
         if dist.is_main:
             conclude(todo, options, argv, began, dist.run_dir, environment)
         dist.barrier()
-    return 0 if all_passed(found, todo.skipped) else 1
+    return 0 if all_passed(results, todo.skipped) else 1
 
 
 @contextmanager
 def _recorded(job: Job, dist: Dist, about: dict[str, Any]) -> Iterator[None]:
-    """Leave behind why this rank failed: the other ranks may be anywhere, and this ends the job."""
+    """Record why this rank failed. The error ends the job, whatever the other ranks are doing."""
+
     try:
         yield
     except Exception as error:

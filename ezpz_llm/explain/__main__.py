@@ -1,4 +1,4 @@
-"""Say where the time of a run went, what cost most, and what to try against it."""
+"""Show where the time of a run went, rank the causes of lost time, and suggest what to try."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ from ezpz_llm.rundir import TRAINING, newest_run, write_file
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
-        UserError: the directory is none of a training run, or a trace cannot be read.
+        UserError: the directory is not that of a training run, or a trace cannot be read.
     """
     parser = CommandParser("explain", description=__doc__, shown=(
         "ezpz-llm explain  the newest run",
         "ezpz-llm explain runs/gpt2 --html explain.html",
-        "launch -n 2 python3 -m ezpz_llm.train --trace-steps 3  a run of which explain can say more"))
+        "launch -n 2 python3 -m ezpz_llm.train --trace-steps 3  record traces, so that explain can say more"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="the run (default: the newest in runs/ with a step)")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
+                        help="run directory (default: the newest in runs/ with a step)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
-                        help="also write the parts of a step as PDF, SVG and PNG, fit for a paper")
+                        help="also write the step-time breakdown as PDF, SVG and PNG, for a paper")
     parser.add_argument("--counterfactual", action="store_true",
-                        help="run a few of its steps again here, some of them without collectives")
-    parser.add_argument("--yes", action="store_true", help="start them without asking")
+                        help="train some steps again, with and without collectives, and compare their times")
+    parser.add_argument("--yes", action="store_true", help="start --counterfactual without asking")
     options = parser.parse_args(argv)
     run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()
-    found = diagnose(run_dir)
+    diagnosis = diagnose(run_dir)
     if options.counterfactual:
         again = diagnose(rerun(run_dir, options.yes))
-        found = replace(found, counterfactual=again.counterfactual)
+        diagnosis = replace(diagnosis, counterfactual=again.counterfactual)
     if options.json:
-        print(json.dumps(found.as_record(), indent=2))
+        print(json.dumps(diagnosis.as_record(), indent=2))
     else:
-        print(diagnosis_text(found, terminal_width(), colour=wants_colour()), end="")
-    # JSON stands alone on standard output.
-    said = sys.stderr if options.json else sys.stdout
+        print(diagnosis_text(diagnosis, terminal_width(), colour=wants_colour()), end="")
+    # With --json, standard output must contain nothing else.
+    notes = sys.stderr if options.json else sys.stdout
     if options.html:
-        write_file(options.html, explain_page(found), "--html")
-        print(f"\npage: {options.html}", file=said)
+        write_file(options.html, explain_page(diagnosis), "--html")
+        print(f"\npage: {options.html}", file=notes)
     if options.figures:
         from ezpz_llm.explain.figures import write_explain_figures
 
-        print("\nfigures: " + ", ".join(map(str, write_explain_figures(found, options.figures))), file=said)
+        print("\nfigures: " + ", ".join(map(str, write_explain_figures(diagnosis, options.figures))), file=notes)
     return 0
 
 
 def diagnosis_text(diagnosis: Diagnosis, width: int, *, colour: bool) -> str:
-    """Causes first, then what they were found from."""
+    """Format a diagnosis for the terminal: causes first, then the tables behind them."""
     head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}"
     parts = [cleaned(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
         milliseconds = [(name, seconds * 1e3) for name, seconds in tables.mean_step(split).items()]
-        parts.append(bars_plot(milliseconds, f"a traced step of the mean rank, ms ({split.ranks[0].steps} steps)",
+        parts.append(bars_plot(milliseconds, f"traced step, mean over ranks, ms ({split.ranks[0].steps} steps)",
                                width, colour=colour))
-    parts += [table_text(one, rich=colour) for one in _tables(diagnosis)]
+    parts += [table_text(table, rich=colour) for table in _tables(diagnosis)]
     if sentences := check_sentences(diagnosis.checks):
-        parts.append(cleaned("".join(f"  {line}\n" for line in ["Checks by other tools:", *sentences])))
+        parts.append(cleaned("".join(f"  {line}\n" for line in ["Cross-checks with other tools:", *sentences])))
     if diagnosis.wall:
         parts.append(table_text(tables.run_table(diagnosis.wall), rich=colour))
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The run's steps again, some of them without collectives, and what both measures say (imports no torch)."""
+"""Rerun of some steps of a run with and without collectives, to measure exposed communication (no torch)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from ezpz_llm.layout.precision_recipes import SCALED
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RunDir, own_record, read_json, schemas
 
-_OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second was an option of the trainer once
+_OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second is an option of older releases
 _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
-"""Sources of values that come about again by themselves."""
+"""Sources of values that need not be passed on, because the new run derives them again."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank: medians of steps with collectives and without, and of what was exposed in the traced steps. Tracing
-    makes computing longer, so that it is set against the step's time without."""
+    """Median seconds of a step on one rank: with collectives, without them, and exposed in the traced steps.
+
+    Tracing slows down computation, so the exposed time is relative to the step time without tracing.
+    """
 
     rank: int
     real_s: float
@@ -37,52 +39,53 @@ class Taken:
 
     @property
     def exposed_share(self) -> float | None:
-        """Share of the step that was exposed communication by the traces."""
+        """Exposed communication according to the traces, as a share of the step."""
         return None if self.exposed_s is None or not self.real_s else self.exposed_s / self.real_s
 
     @property
     def removed_share(self) -> float:
-        """Share of the step saved by leaving out its collectives; 0 of a step that took no time."""
+        """Share of the step time that is saved without collectives; 0 if the step took no time."""
         return 1 - self.stubbed_s / self.real_s if self.real_s else 0.0
 
 
 def rerun(run_dir: Path, yes: bool) -> Path:
-    """Start our trainer with the run's configuration for a few steps; the new run's directory, in the run's own.
+    """Train for some steps with the run's configuration; return the new run directory, inside the run's.
 
-    It needs the same reservation, and the directory in which the run was launched. Only a run of the user's own is
-    made again, and the command is shown and asked about before it starts.
+    Needs an allocation like that of the run, and the working directory from which it was launched. Only runs owned
+    by the user are rerun; the command is printed, and the user is asked before it starts.
 
     Args:
         yes: start without asking.
 
     Raises:
-        UserError: launch did not start the run, it has one rank or fp16, it is another user's, nobody said yes, or
-            the new run failed.
+        UserError: the run was not started by launch, has one rank, uses fp16 or belongs to another user; the
+            user did not confirm; or the new run failed.
     """
-    # Links on the way are followed once, and the record is read as what is checked to be the user's own.
+    # Resolve links once, so that the record that is read is the one whose owner was checked.
     run_dir = run_dir.resolve()
     record = own_record(RunDir(run_dir)) if is_own(run_dir) else None
     if record is None:
-        raise UserError("only a run of your own is made again: another user owns this, or all can write it",
+        raise UserError("--counterfactual only reruns your own runs: another user owns this run or can write it",
                         where=str(RunDir(run_dir).record),
                         instead="launch the training yourself, and explain that run")
     if not isinstance(record.get("launch"), dict):
-        raise UserError("there is no record of how the run was launched", where=str(run_dir),
+        raise UserError("the run has no record of how it was launched", where=str(run_dir),
                         instead="a run that launch started")
     if (record.get("environment") or {}).get("world_size", 1) == 1:
-        raise UserError("a single rank has nobody to communicate with", where=str(run_dir))
+        raise UserError("the run has a single rank, and so no communication", where=str(run_dir))
     if record.get("precision") in SCALED:
-        raise UserError("without collectives ranks would scale their losses apart from each other",
+        raise UserError("without collectives, the loss scales of ranks would diverge",
                         where=f"precision {record['precision']} of {run_dir}",
-                        instead="a run in bf16, which takes as long")
+                        instead="a run in bf16, which takes the same time")
     folder = run_dir / f"counterfactual-{time.strftime('%Y%m%d-%H%M%S')}"
     words = command(record, folder)
-    print(f"This starts:\n  {shlex.join(words)}", file=sys.stderr, flush=True)
+    print(f"--counterfactual starts:\n  {shlex.join(words)}", file=sys.stderr, flush=True)
     if not yes and not _says_yes():
-        raise UserError("nothing was started", where="--counterfactual", instead="--yes to start it without asking")
+        raise UserError("not confirmed, so nothing was started", where="--counterfactual",
+                        instead="--counterfactual --yes, to start without asking")
     code = run_launch(words, output=sys.stderr)
     if not list(RunDir(folder).profile.glob("counterfactual-rank*.json")):
-        raise UserError(f"the run without collectives ended with code {code}", where=str(folder),
+        raise UserError(f"the counterfactual run ended with exit code {code}", where=str(folder),
                         instead=f"ezpz-llm why {folder}", exit_code=code or 1)
     return folder
 
@@ -95,17 +98,17 @@ def _says_yes() -> bool:
 
 
 def command(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Our trainer under launch with the configuration that a record has, other steps and another run directory.
+    """Return the launch command for the trainer with a record's configuration, and a new run directory.
 
-    The record's words are values of options and nothing else: none is a program, or an option of launch.
+    The record only supplies values of trainer options. It cannot choose the program or options of launch.
 
     Raises:
-        UserError: the record has no configuration of a training, or no number of ranks.
+        UserError: the record has no trainer configuration or no world size.
     """
     ranks, hosts = record["environment"].get("world_size"), record["launch"].get("ranks_per_host")
     config, sources = record.get("config"), record.get("sources")
     if not isinstance(ranks, int) or not isinstance(config, dict) or not isinstance(sources, dict):
-        raise UserError("run.json has no configuration of a training", where=str(folder.parent))
+        raise UserError("run.json has no trainer configuration", where=str(folder.parent))
     chosen = {name: value for name, value in config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
               and ValueSource.read(str(sources.get(name, DEFAULT))).origin not in _NOT_CHOSEN}
@@ -123,13 +126,14 @@ def _word(value: Any) -> str:
 
 
 def taken(run_dir: Path, split: Split | None) -> list[Taken]:
-    """Step times of a run without collectives, by rank; empty if it has none."""
+    """Read the step times with and without collectives, by rank; empty if the run has none."""
     ranks = () if split is None else split.ranks
     exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
-    found = []
+    times = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = as_type(schemas.StepTimes, read_json(path), str(path))
         if seconds["real"] and seconds["stubbed"]:
-            found.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
+            times.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
                                statistics.median(seconds["stubbed"]), exposed.get(seconds["rank"])))
-    return found
+    return times
+

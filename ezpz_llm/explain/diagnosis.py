@@ -1,6 +1,4 @@
-"""All that a run directory tells about where time and memory went, other tools' measurements of the same steps
-among it (imports no torch).
-"""
+"""Diagnosis of a run directory: step-time breakdown, causes, memory, and cross-checks (imports no torch)."""
 
 from __future__ import annotations
 
@@ -26,68 +24,69 @@ from ezpz_llm.observe.history import PHASES, History, read_history, steady
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
 from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
 
-# Other tools' measurements of the same steps.
 _TORCH = "torch"
 
 
 def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
-    """Cross-checks: `collectives`, a step's by DeepSpeed's logger (logged) and by the traces (issued); `flops`,
-    of the matrix products in a step's forward passes on rank 0, by DeepSpeed's profiler and by our arithmetic;
-    `host`, seconds of pyinstrument's profile of rank 0 by package."""
-    found: dict[str, Any] = {}
+    """Return measurements of the same steps by other tools.
+
+    `collectives`: the number per step according to DeepSpeed's logger (logged) and to the traces (issued). `flops`:
+    of the matmuls in a step's forward passes on rank 0, according to DeepSpeed's profiler and to our formula.
+    `host`: seconds by package from pyinstrument's profile of rank 0.
+    """
+    checks: dict[str, Any] = {}
     if split is not None:
         rank = split.ranks[0]
         if logged := sum(entry["count"] for entry in (rank.notes.get("deepspeed") or {}).values()):
-            issued = sum(one.count for one in rank.exposed) / rank.steps
-            found["collectives"] = {"logged": logged, "issued": issued}
+            issued = sum(exposed.count for exposed in rank.exposed) / rank.steps
+            checks["collectives"] = {"logged": logged, "issued": issued}
         if flops := rank.notes.get("flops"):
-            found["flops"] = {**flops, "ratio": flops["deepspeed"] / flops["ours"]}
+            checks["flops"] = {**flops, "ratio": flops["deepspeed"] / flops["ours"]}
     path = RunDir(run_dir).profile / "host.json"
     host = as_type(schemas.PackageSeconds, read_json(path) or {}, str(path))
     if sum(host.values()) > 0:
-        found["host"] = host
-    return found
+        checks["host"] = host
+    return checks
 
 
-def check_sentences(found: dict[str, Any]) -> list[str]:
-    """A sentence on each."""
+def check_sentences(checks: dict[str, Any]) -> list[str]:
+    """Return one sentence per cross-check."""
     lines = []
-    if collectives := found.get("collectives"):
-        lines.append(f"DeepSpeed's own logger counted {collectives['logged']} of the {collectives['issued']:g} "
-                     "collectives of rank 0's step; what it leaves out is not called through DeepSpeed.")
-    if flops := found.get("flops"):
-        lines.append(f"DeepSpeed's FLOPs profiler counted {flops['deepspeed']:.6g} in the products of rank 0's "
-                     f"forward passes, {flops['ratio']:.4f} times our {flops['ours']:.6g}."
+    if collectives := checks.get("collectives"):
+        lines.append(f"DeepSpeed's communication logger counted {collectives['logged']} of the "
+                     f"{collectives['issued']:g} collectives in a step of rank 0; it does not see calls outside of "
+                     "DeepSpeed.")
+    if flops := checks.get("flops"):
+        lines.append(f"DeepSpeed's FLOPs profiler counted {flops['deepspeed']:.6g} FLOPs in the matmuls of rank "
+                     f"0's forward passes, {flops['ratio']:.4f} times our estimate of {flops['ours']:.6g}."
                      + _why_more(flops["ratio"]))
-    if host := found.get("host"):
+    if host := checks.get("host"):
         whole = sum(host.values())
         shares = ", ".join(f"{seconds / whole:.1%} {name}" for name, seconds in
-                           sorted(host.items(), key=lambda one: -one[1]) if name != _TORCH)
-        lines.append(f"pyinstrument found rank 0 {host.get(_TORCH, 0) / whole:.1%} of its time in torch, and "
-                     f"outside of it: {shares} (profile/host.html).")
+                           sorted(host.items(), key=lambda item: -item[1]) if name != _TORCH)
+        lines.append(f"According to pyinstrument, rank 0 spent {host.get(_TORCH, 0) / whole:.1%} of its time in "
+                     f"torch; elsewhere: {shares} (profile/host.html).")
     return lines
 
 
 def _why_more(ratio: float) -> str:
     if ratio < 1.001:
         return ""
-    return (" It also counts products of the backward pass that are made in a forward pass: the head's where the "
-            "loss is taken in chunks, and activations that are computed again.")
+    return (" It includes matmuls of the backward pass that run during a forward pass: those of the head if the "
+            "loss is computed in chunks, and recomputed activations.")
 
 
-# Memory by what it holds, measured beside the arithmetic.
 STATES = ("parameters", "gradients", "optimizer", "copy", "secondary")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by class, each on the rank that has most of it; None where there is no arithmetic, or nothing was
-    measured.
+    """Estimated and measured memory in bytes by kind, each on the rank that uses most of it.
 
-    "buffers" is what DeepSpeed's bucket for gradients takes, without one the largest that a collective moved
-    besides states; under ddp the buckets are the gradients themselves. "activations" is what a step allocates at
-    most above what is there when it begins, without buffers. "other" is what the peak has beyond all of these: on
-    a CPU the process with Python and libraries.
+    None if there is no estimate or no measurement. "buffers" is DeepSpeed's gradient bucket, or without one the
+    largest buffer of a collective other than states; under ddp, the buckets are the gradients themselves.
+    "activations" is the peak of a step above its start, without buffers. "other" is the rest of the peak; on a CPU,
+    Python and libraries.
     """
 
     expected: dict[str, int | None]
@@ -97,11 +96,11 @@ class Memory:
 
 def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Mapping[str, Any],
               run: Mapping[str, Any]) -> Memory | None:
-    """Cross-checks from a run's record and its traces; None if it has not ended.
+    """Return estimated and measured memory from a run's record and traces; None if the run has not ended.
 
     Args:
-        record: what the run's record has under "memory".
-        deepspeed: what DeepSpeed was given, empty for other engines.
+        record: entry "memory" of the run's record.
+        deepspeed: DeepSpeed's configuration, empty for other engines.
         run: facts for advice, see `described`.
     """
     if not record:
@@ -122,20 +121,22 @@ def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Map
 
 
 OWN_LAYOUT = "of its own"
-"""What is said of a program that was not wrapped into a layout of ours."""
+"""Layout shown for a program that does not use one of our layouts."""
 _SHOWN_CAUSES = 8
 _WORTH_SAYING = 0.002
-"""Of the run."""
+"""Minimum share of the run for a cause to be shown."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Attributes:
-        wall: rank 0's seconds of the whole run by what they were spent on; empty where it has not ended.
-        split: of the traced steps, None where none were.
-        phases: seconds a step of rank 0 by metrics.jsonl, over steady steps, "other" among them.
-        memory: None where the run has not ended.
-        checks: see crosschecks.
+    """Diagnosis of a run.
+
+    Attributes:
+        wall: rank 0's wall time in seconds by activity; empty if the run has not ended.
+        split: breakdown of the traced steps, or None without traces.
+        phases: seconds per steady step of rank 0 according to metrics.jsonl, by phase and "other".
+        memory: None if the run has not ended.
+        checks: see `crosschecks`.
     """
 
     run_dir: Path
@@ -148,44 +149,44 @@ class Diagnosis:
     memory: Memory | None
     checks: dict[str, Any]
     counterfactual: tuple[Taken, ...] = ()
-    """Steps without collectives, by rank, of this run or of one that was made for it."""
+    """Step times with and without collectives by rank, of this run or of its rerun."""
     is_foreign: bool = False
-    """Whether another program than the trainer ran."""
+    """True if the run is not one of our trainer."""
     times: StepTimes | None = None
-    """Of rank 0's steady steps, traced or not."""
+    """Step times of rank 0's steady steps, traced or not."""
     load: MachineLoad | None = None
-    """Of rank 0's node."""
+    """Load of rank 0's node."""
 
     @property
     def untraced(self) -> list[int]:
-        """Ranks without a trace, where others have one: not written yet, or lost."""
+        """Ranks without a trace (not written yet, or lost), if others have one."""
         there = {rank.rank for rank in self.split.ranks} if self.split else set(range(self.ranks))
         return [rank for rank in range(self.ranks) if rank not in there]
 
     @property
     def opening(self) -> list[str]:
-        """The first things to know of the run."""
+        """Sentences to print first: a busy machine, and the step times."""
         return [*([self.load.sentence()] if self.load and self.load.is_busy else []),
                 *([self.times.sentence()] if self.times else [])]
 
     @property
     def shown_causes(self) -> list[Cause]:
-        """The causes that are worth a line, the one that costs most first."""
+        """Causes with a relevant share, the most expensive first."""
         return [cause for cause in self.causes if cause.share >= _WORTH_SAYING][:_SHOWN_CAUSES]
 
     @property
     def unseen(self) -> str:
-        """The sentence on what does not show without traces, or without those of some ranks; empty otherwise."""
+        """Sentence about missing traces and what cannot be seen without them, or an empty string."""
         if self.split is None:
-            return ("Exposed communication and slow ranks show in traces alone"
+            return ("Exposed communication and slow ranks are only visible in traces"
                     + ("." if self.is_foreign else ": run with --trace-steps 10."))
         if self.untraced:
-            return (f"No trace of {rank_ranges(self.untraced)}: means are over the others, and waits for these are "
-                    "not seen.")
+            return (f"There is no trace of {rank_ranges(self.untraced)}: means are over the other ranks, and "
+                    "waiting for the missing ranks is not visible.")
         return ""
 
     def as_record(self) -> dict[str, Any]:
-        """The diagnosis as JSON."""
+        """Return the diagnosis as a JSON object."""
         record = {**asdict(self), "run_dir": str(self.run_dir)}
         if self.split is not None:
             record["split"] = {
@@ -193,24 +194,24 @@ class Diagnosis:
                            "waited_s": rank.waited_s, "per_step": rank.per_step()} for rank in self.split.ranks],
                 "straggler": self.split.straggler.rank, "per_step": self.split.per_step(),
                 "untraced": self.untraced}
-        record["counterfactual"] = [{**asdict(one), "removed_share": one.removed_share,
-                                     "exposed_share": one.exposed_share} for one in self.counterfactual]
+        record["counterfactual"] = [{**asdict(times), "removed_share": times.removed_share,
+                                     "exposed_share": times.exposed_share} for times in self.counterfactual]
         return record
 
 
 def diagnose(run_dir: Path) -> Diagnosis:
-    """Read a run directory.
+    """Diagnose a run from its directory.
 
     Raises:
-        UserError: it is none of a training run, no step has been written, or a trace cannot be read.
+        UserError: the directory is not that of a training run, has no step yet, or has an unreadable trace.
     """
     RunDir(run_dir).check_there()
     record = read_record(RunDir(run_dir))
     rows = read_history(RunDir(run_dir))
     if "config" not in record or not len(rows):
-        raise UserError("there is no step of a training run here", where=str(run_dir),
+        raise UserError("the directory has no step of a training run", where=str(run_dir),
                         instead="the directory of a run of ezpz_llm.train, or of a script that calls "
-                                "ezpz_llm.record; ezpz-llm why if it ended early")
+                                "ezpz_llm.record; ezpz-llm why if the run ended early")
     timed = steady(rows)
     phases = {name: float(np.mean(timed.column(f"{name}_s"))) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
@@ -218,8 +219,8 @@ def diagnose(run_dir: Path) -> Diagnosis:
     wall = as_type(dict[str, float], (record.get("summary") or {}).get("wall") or {}, where, "summary.wall")
     memory = as_type(schemas.Memory | None, record.get("memory") or None, where, "memory")
     run = described(run_dir, record)
-    given = RunDir(run_dir).deepspeed
-    deepspeed = as_type(schemas.DeepSpeedGiven, read_json(given) or {}, str(given))
+    deepspeed_file = RunDir(run_dir).deepspeed
+    deepspeed = as_type(schemas.DeepSpeedGiven, read_json(deepspeed_file) or {}, str(deepspeed_file))
     spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)
     causes = rank_causes(split, spent, run, deepspeed)
     if split is None:
@@ -237,24 +238,24 @@ def diagnose(run_dir: Path) -> Diagnosis:
 
 
 def _against_low_share(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
-    """Options against a low share of the matmul peak; none for another program's run."""
+    """Return options that raise the share of the matmul peak; none for other programs."""
     if run["model"] is None:
         return []
     return ["a larger --micro-batch-size", *([] if compile_is_no_option(run) else ["--compile true"]),
-            *([] if is_traced else ["--trace-steps 10 to see what it is"])]
+            *([] if is_traced else ["--trace-steps 10 to see the breakdown"])]
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts for advice: model, layout, batch, optimizer, ranks, the device and its memory, the configuration.
+    """Return facts for advice: model, layout, batch, optimizer, ranks, device and its memory, configuration.
 
-    The model is None in a run of another program's, layout and batch where such a run has none of ours.
+    The model is None for other programs; layout and batch are empty unless the program uses one of our layouts.
 
     Raises:
         UserError: layout.json is missing or damaged.
     """
     resolved = read_layout(RunDir(run_dir).layout) or {}
     if not resolved and "model" in record:
-        raise UserError("this run left no layout.json", where=str(run_dir), instead="a whole run directory")
+        raise UserError("layout.json is missing", where=str(run_dir), instead="a complete run directory")
     where = str(RunDir(run_dir).layout)
     environment = record.get("environment") or {}
     device = environment.get("device") or {}
@@ -268,7 +269,7 @@ def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _traced_wall(split: Split | None, rows: History) -> dict[str, float]:
-    """In place of a run's wall time, the traced window's; without traces, of all steps that have a line."""
+    """Return the wall time of the traced window, or without traces of all recorded steps."""
     if split is None:
         return {"training": float(np.nansum(rows.column("step_time_s")))}
     return {"training": sum(split.mean(name) for name in IN_STEP),

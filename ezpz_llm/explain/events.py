@@ -1,5 +1,4 @@
-"""Events of a torch.profiler trace: which compute, which communicate, and when (the Chrome trace format); and
-arithmetic on sets of times."""
+"""Events of a torch.profiler trace (Chrome trace format): computation, communication, and interval arithmetic."""
 
 from __future__ import annotations
 
@@ -12,76 +11,77 @@ from typing import Any, NamedTuple
 
 from ezpz_llm.base import grouped
 
-# Sets of times: sorted lists of disjoint half-open intervals (start, end).
 Interval = tuple[float, float]
+"""Half-open interval (start, end). A set of times is a sorted list of disjoint intervals."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Any intervals, overlapping and in any order, as a set. Empty ones are dropped."""
-    found: list[Interval] = []
+    """Return the union of intervals, which may overlap and be unsorted. Empty intervals are dropped."""
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
-    """The part of a set that lies between two times."""
+    """Return the part of a set between two times."""
     if end <= start:
         return []
-    first = bisect_right(intervals, start, key=lambda one: one[1])
-    last = bisect_left(intervals, end, key=lambda one: one[0])
+    first = bisect_right(intervals, start, key=lambda interval: interval[1])
+    last = bisect_left(intervals, end, key=lambda interval: interval[0])
     return [(max(a, start), min(b, end)) for a, b in intervals[first:last]]
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Difference of two sets."""
-    found, j = [], 0
+    """Return the difference of two sets."""
+    difference, j = [], 0
     for start, end in one:
         while j < len(other) and other[j][1] <= start:
             j += 1
         k = j
         while k < len(other) and other[k][0] < end:
             if start < other[k][0]:
-                found.append((start, other[k][0]))
+                difference.append((start, other[k][0]))
             start = max(start, other[k][1])
             k += 1
         if start < end:
-            found.append((start, end))
-    return found
+            difference.append((start, end))
+    return difference
 
 
 def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Intersection of two sets."""
+    """Return the intersection of two sets."""
     return subtract(one, subtract(one, other))
 
 
 def bridge(intervals: Sequence[Interval], gap: float, apart: Sequence[float] = ()) -> list[Interval]:
-    """A set without its gaps shorter than `gap`, but for those in which one of the times `apart` (sorted) lies."""
-    found: list[Interval] = []
+    """Close gaps shorter than `gap`, except gaps that contain one of the sorted times `apart`."""
+    bridged: list[Interval] = []
     for start, end in intervals:
-        if found and start - found[-1][1] < gap:
-            before = found[-1][1]
+        if bridged and start - bridged[-1][1] < gap:
+            before = bridged[-1][1]
             if bisect_left(apart, before) == bisect_right(apart, start):
-                found[-1] = (found[-1][0], end)
+                bridged[-1] = (bridged[-1][0], end)
                 continue
-        found.append((start, end))
-    return found
+        bridged.append((start, end))
+    return bridged
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """The length of a set."""
+    """Return the total length of intervals."""
     return sum(end - start for start, end in intervals)
 
 
-# Events of a trace, in such times.
 class Event(NamedTuple):
-    """One event with a duration: times in microseconds. A device's work has the `correlation` of its launch on the
-    host; `args` are those of its other arguments that are looked at."""
+    """Trace event with a duration; times in microseconds.
+
+    Device events have the `correlation` of their launch on the CPU. `args` are other arguments that we use.
+    """
 
     name: str
     ts: float
@@ -100,15 +100,15 @@ _COMMUNICATES = (_C10D, "record_param_comms")
 _AUTOGRAD = "autograd::engine"
 _COMPUTES = re.compile(r"^(?!c10d::|autograd::|torch::)\w+::|^CompiledFunction|^Torch-Compiled")
 _WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
-"""Names of process-group work on the CPU, from the call (or the start in a thread) to the end."""
+"""Names of process-group work on the CPU, which lasts from the call (or the start in a thread) to the end."""
 _COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 MARKS = "user_annotation"
 LOOKED_AT = (_OPERATORS, MARKS, *DEVICE, *LAUNCHES)
-"""Categories of events that are looked at."""
+"""Categories of events that are read."""
 _WAKING_S = 1e-3
-"""Until a thread that waited for a collective runs again, at most."""
+"""Maximum time until a thread that waited for a collective runs again."""
 _BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "gather", "scatter", "reduce",
           "sendrecv", "send", "recv", "barrier")
@@ -118,11 +118,10 @@ _SHOWN = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter":
 
 @dataclass(frozen=True)
 class Flight:
-    """From `start`, when it was called, to `end`, when it was over, on one rank.
+    """Collective on one rank, in flight from its call at `start` until `end`.
 
-    `group` names the axes of the mesh along which its `ranks` lie; both are empty where they are not known, as is
-    `size`, the bytes of the whole buffer. `peer` is the other rank of a send or receive. `step` is None outside of
-    steps.
+    `group` names the mesh axes of its `ranks`; both are empty if unknown. `size` is the size of the full buffer in
+    bytes, or None if unknown. `peer` is the other rank of a send or receive. `step` is None outside of steps.
     """
 
     kind: str
@@ -136,28 +135,28 @@ class Flight:
 
     @property
     def label(self) -> str:
-        """Its kind and group, as tables have them."""
+        """Kind and group, as shown in tables."""
         return f"{self.kind} ({self.group})" if self.group else self.kind
 
 
 def kind_of(name: str) -> str:
-    """The kind of a collective by the name that a library has for it, such as `_allgather_base_`."""
+    """Return the kind of a collective from a library's name for it, such as `_allgather_base_`."""
     word = name.lower().replace("_", "")
-    found = next((kind for kind in _KINDS if word.startswith(kind)), None)
-    return name if found is None else _SHOWN.get(found, found)
+    kind = next((kind for kind in _KINDS if word.startswith(kind)), None)
+    return name if kind is None else _SHOWN.get(kind, kind)
 
 
 def named(flights: Sequence[Flight], steps: dict[int, Interval],
           collectives: Sequence[dict[str, Any]]) -> tuple[Flight, ...]:
-    """The flights that begin in steps, by their beginnings, with what `StepTrace` says of them.
+    """Return the flights that begin in steps, sorted by start, with groups and sizes from the counted step.
 
-    A step that issues other collectives than the one that was counted keeps what its trace says.
+    If a step has other collectives than the counted step, its flights keep only what the trace says.
 
     Args:
-        flights: in the order of their calls.
-        collectives: those of that step, in order.
+        flights: flights in the order of their calls.
+        collectives: collectives of the counted step, in order; see engine/step_trace.py.
     """
-    found: list[Flight] = []
+    labelled: list[Flight] = []
     for number, (start, end) in sorted(steps.items()):
         own = [flight for flight in flights if start <= flight.start < end]
         same = len(own) == len(collectives) and all(
@@ -168,64 +167,63 @@ def named(flights: Sequence[Flight], steps: dict[int, Interval],
                 call = collectives[i]
                 flight = replace(flight, kind=kind_of(call["kind"]), group=call["axes"], size=call["bytes"],
                                  ranks=tuple(call["ranks"]), peer=call.get("peer"))
-            found.append(flight)
-    return tuple(sorted(found, key=lambda flight: flight.start))
+            labelled.append(flight)
+    return tuple(sorted(labelled, key=lambda flight: flight.start))
 
 
 def _may_be(traced: str, counted: str) -> bool:
-    """A kernel for sending may be one for receiving as well."""
+    """Return True if the kinds match; a traced send/recv kernel matches both send and recv."""
     return traced == counted or (traced == _SHOWN["sendrecv"] and counted in ("send", "recv"))
 
 
 def computes(event: Event) -> bool:
-    """True of an operator that computes, with all that is inside it."""
+    """Return True for an operator that computes; events inside it belong to it."""
     return event.cat == _OPERATORS and _COMPUTES.match(event.name) is not None
 
 
 def is_operator(event: Event) -> bool:
-    """True of an operator that is looked at for the time it takes alone: none that communicates or tells autograd's
-    thread."""
+    """Return True for an operator that neither communicates nor marks the autograd thread."""
     return event.cat == _OPERATORS and not event.name.startswith((_AUTOGRAD, *_COMMUNICATES))
 
 
 def operators(events: Sequence[Event], main: int | str, span: Span) -> list[Interval]:
-    """When the main thread or autograd's were inside an operator that computes.
+    """Return when the main thread or the autograd thread was inside an operator that computes.
 
-    Those of C++ do (`aten::mm`), with all that is inside them. Others are looked into: nodes of autograd and
-    functions in Python may as well be waiting for a collective.
+    C++ operators (`aten::mm`) compute for their whole duration. Of autograd nodes and Python functions, only leaf
+    operators count, because they may also wait for a collective.
     """
     threads = grouped((event.tid, event) for event in events if event.cat == _OPERATORS)
-    found: list[Interval] = []
+    computing: list[Interval] = []
     for thread, own in threads.items():
         if thread == main or any(event.name.startswith(_AUTOGRAD) for event in own):
             begins = sorted(event.ts for event in own)
-            found += [span(event) for event in own if computes(event) or _is_leaf(event, begins)]
-    return union(found)
+            computing += [span(event) for event in own if computes(event) or _is_leaf(event, begins)]
+    return union(computing)
 
 
 def _is_leaf(event: Event, begins: Sequence[float]) -> bool:
-    """True if the event communicates not, and none of those that begin then is inside it."""
+    """Return True if no other event begins inside the event, and it does not communicate."""
     inside = bisect_left(begins, event.ts + event.dur) - bisect_left(begins, event.ts)
     return inside == 1 and not event.name.startswith(_COMMUNICATES)
 
 
 def collective_calls(events: Sequence[Event], main: int | str, span: Span) -> list[tuple[str, Interval]]:
-    """Kind and time of every call of a collective, in order."""
+    """Return kind and time of every call of a collective, in order."""
     return sorted(((kind_of(event.name.removeprefix(_C10D)), span(event)) for event in events
-                   if event.cat == _OPERATORS and event.name.startswith(_C10D)), key=lambda one: one[1])
+                   if event.cat == _OPERATORS and event.name.startswith(_C10D)), key=lambda call: call[1])
 
 
 def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], span: Span) -> list[Flight]:
-    """Each call with the end of its work: of works that begin after the call, and are such work, the first.
+    """Match each call with the first suitable work that begins after it, and use the end of that work.
 
-    Some backends do a collective by another one (gloo scatters what it has all-reduced), so that a call is content
-    with any work but a send or receive. One without work that can be found lasts as long as its call.
+    Some backends implement a collective by another one (gloo implements reduce-scatter by all-reduce), so any work
+    except a send or receive is suitable. A call without matching work ends when the call returns.
     """
     works = sorted(((kind_of(match[1]), span(mark)) for mark in marks if (match := _WORK.match(mark.name))),
-                   key=lambda one: one[1])
-    lists = {True: [one for one in works if one[0] in ("send", "recv")],
-             False: [one for one in works if one[0] not in ("send", "recv")]}
-    found = []
+                   key=lambda work: work[1])
+    lists = {True: [work for work in works if work[0] in ("send", "recv")],
+             False: [work for work in works if work[0] not in ("send", "recv")]}
+    flights = []
     for kind, (start, end) in calls:
         is_paired = kind in ("send", "recv")
         waiting = lists[is_paired]
@@ -233,65 +231,68 @@ def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], 
                        if work[0] >= start and (other == kind or not is_paired)), None)
         if chosen is not None:
             end = max(end, waiting.pop(chosen)[1][1])
-            # What began before this call belongs to none that follows.
+            # Earlier works began before this call, so no later call can match them either.
             del waiting[:chosen]
-        found.append(Flight(kind, start, end))
-    return found
+        flights.append(Flight(kind, start, end))
+    return flights
 
 
 def awaited(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Flight]:
-    """Flights after which nothing is in flight, nor computes, last until something does: a thread that waits is not
-    awake at once. No longer than that takes, so that what a host does by itself then is not theirs.
+    """Extend flights by the time that the waiting thread takes to wake up.
+
+    A flight that is followed by idle time is extended to the next operator or flight, by at most _WAKING_S, so that
+    other work on the CPU is not counted as communication.
 
     Args:
-        computed: when operators ran, as a set.
+        computed: set of times when operators ran.
     """
-    idle = subtract([(end, end + _WAKING_S) for _, end in union((one.start, one.end) for one in flights)],
-                    union([*computed, *((one.start, one.end) for one in flights)]))
+    idle = subtract([(end, end + _WAKING_S)
+                     for _, end in union((flight.start, flight.end) for flight in flights)],
+                    union([*computed, *((flight.start, flight.end) for flight in flights)]))
     awake = dict(idle)
     return [replace(flight, end=awake.get(flight.end, flight.end)) for flight in flights]
 
 
 def device_flights(events: Sequence[Event], launched: Callable[[Event], float], span: Span) -> list[Flight]:
-    """Kernels that communicate, with what the profiler knows of them, in the order in which they were launched.
+    """Return communication kernels as flights, in the order of their launches.
 
-    Each group has a stream of its own, so that they need not begin in that order.
+    Each process group has its own stream, so kernels may begin in another order.
     """
-    found = []
+    kernels = []
     for event in events:
         if event.cat == "kernel" and _COMMUNICATION.search(event.name):
             args = event.args
-            # Such as ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
+            # For example, ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
             name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event.name)
             elements = max(args.get("In msg nelems") or 0, args.get("Out msg nelems") or 0)
             width = _BYTES.get(args.get("dtype", ""))
             flight = Flight(kind_of(name.lstrip("_")), *span(event),
                             ranks=_ranks(args.get("Process Group Ranks", "")),
                             size=elements * width if elements and width else None)
-            found.append((launched(event), flight))
-    return [flight for _, flight in sorted(found, key=lambda one: one[0])]
+            kernels.append((launched(event), flight))
+    return [flight for _, flight in sorted(kernels, key=lambda kernel: kernel[0])]
 
 
-def _ranks(written: str) -> tuple[int, ...]:
-    """Those of a list such as "[0, 1]"; none of one that the profiler has shortened."""
-    return () if "..." in written else tuple(map(int, re.findall(r"\d{1,9}", written)))
+def _ranks(text: str) -> tuple[int, ...]:
+    """Parse a list of ranks such as "[0, 1]"; empty if the profiler has truncated the list."""
+    return () if "..." in text else tuple(map(int, re.findall(r"\d{1,9}", text)))
 
 
 def device_work(events: Sequence[Event], launched: Callable[[Event], float],
                 span: Span) -> list[tuple[Interval, float]]:
-    """Device kernels other than communication, each with the time of its launch on the CPU."""
+    """Return device events other than communication, each with the time of its launch on the CPU."""
     return [(span(event), launched(event)) for event in events
             if event.cat in DEVICE and not _COMMUNICATION.search(event.name)]
 
 
 def phase_of_launches(work: Sequence[tuple[Interval, float]], phases: dict[str, list[Interval]],
                       names: Sequence[str]) -> dict[str, list[Interval]]:
-    """The device's work by the phase in which it was launched."""
+    """Return the device's work by the phase in which it was launched."""
     spans = sorted((start, end, name) for name in names for start, end in phases[name])
     starts = [start for start, _, _ in spans]
-    found: dict[str, list[Interval]] = {name: [] for name in names}
+    by_phase: dict[str, list[Interval]] = {name: [] for name in names}
     for lasted, launched in work:
         i = bisect_right(starts, launched) - 1
         if i >= 0 and launched < spans[i][1]:
-            found[spans[i][2]].append(lasted)
-    return {name: union(intervals) for name, intervals in found.items()}
+            by_phase[spans[i][2]].append(lasted)
+    return {name: union(intervals) for name, intervals in by_phase.items()}

@@ -1,4 +1,4 @@
-"""A diagnosis as figures fit for a paper: the parts of a step as stacked bars, a bar a rank."""
+"""Figures for a paper: the step-time breakdown as stacked bars, one per rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ezpz_llm.explain.diagnosis import Diagnosis
 from ezpz_llm.report.figures import COLOURS, COLUMN, PAGE, Panel, write_figure
 
 _HATCHES = ("", "////", "", "\\\\\\\\", "", "....", "xxxx")
-"""For print in grey: neighbouring parts differ in more than their colour."""
+"""Hatches, so that adjacent parts differ in grayscale too."""
 _HEIGHT = 0.8
-"""Of a bar; the rest of its place is a gap."""
+"""Height of a bar, relative to the distance between bars."""
 _IN_A_COLUMN = 8
-"""Bars whose names do not touch in a figure of one column."""
+"""Maximum number of bars in a one-column figure; more labels would overlap."""
 
 
 def write_explain_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
-    """The parts of a traced step, of the mean rank and of each; without traces the phases of rank 0. Written as
-    step.pdf, .svg and .png, one column wide, or two for many ranks.
+    """Write step.pdf, step.svg and step.png: the parts of a traced step, averaged over ranks and of each rank.
+
+    Without traces, the figure shows the phases of rank 0. It is one column wide, or two with many ranks.
 
     Raises:
         UserError: see write_figure.
@@ -28,7 +29,7 @@ def write_explain_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     names = list(rows[0][1])
 
     def draw(axes: Any) -> None:
-        """Draw the rows from the top, each part at the end of the one before."""
+        """Draw the stacked bars."""
         ends = [0.0] * len(rows)
         for i, name in enumerate(names):
             parts = [1e3 * bar[name] for _, bar in rows]
@@ -39,5 +40,5 @@ def write_explain_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         axes.grid(visible=False, axis="y")
         axes.figure.legend(loc="outside upper center", ncols=3)
 
-    return write_figure(folder, "step", (Panel(draw, "ms a step", ""),),
+    return write_figure(folder, "step", (Panel(draw, "ms per step", ""),),
                         COLUMN if len(rows) <= _IN_A_COLUMN else PAGE)

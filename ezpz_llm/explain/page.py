@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML page that needs nothing besides itself: what cost most, then what it was found from."""
+"""Diagnosis as a self-contained HTML page: the causes of lost time, then the data behind them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ezpz_llm.report.document import items, page, table_of, written_by
 
 
 def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:
-    """The page; `now` in epoch seconds."""
+    """Return the page as HTML; `now` is in epoch seconds."""
     intro = written_by("ezpz-llm explain", now) + items(
         [f"layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}", str(diagnosis.run_dir)])
-    sections = [("What cost most", _causes(diagnosis))]
+    sections = [("Causes of lost time", _causes(diagnosis))]
     if diagnosis.split is not None:
         sections += _traced(diagnosis.split)
     else:
-        sections.append(("A step", _bars("A steady step on rank 0", [("rank 0", diagnosis.phases)], "ms")
+        sections.append(("Step time", _bars("Steady step on rank 0", [("rank 0", diagnosis.phases)], "ms")
                          + table_of(tables.phases_table(diagnosis.phases))))
     if diagnosis.counterfactual:
         sections.append(("Without collectives", table_of(tables.counterfactual_table(diagnosis.counterfactual))))
@@ -33,11 +33,11 @@ def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:
                                          tables.memory_bars(diagnosis.memory), "MB")
                          + table_of(tables.memory_table(diagnosis.memory))))
     if sentences := check_sentences(diagnosis.checks):
-        sections.append(("Checks by other tools", items(sentences)))
+        sections.append(("Cross-checks with other tools", items(sentences)))
     if diagnosis.wall:
-        sections.append(("The whole run", _bars("Wall time of rank 0", [("rank 0", diagnosis.wall)], "s")
+        sections.append(("Wall time of the run", _bars("Wall time of rank 0", [("rank 0", diagnosis.wall)], "s")
                          + table_of(tables.run_table(diagnosis.wall))))
-    return page(f"Where the time of run {diagnosis.run_dir.name} went", intro, sections)
+    return page(f"Step-time breakdown of run {diagnosis.run_dir.name}", intro, sections)
 
 
 def _causes(diagnosis: Diagnosis) -> str:
@@ -59,26 +59,27 @@ def _cause(cause: Cause, length: float) -> str:
 
 
 def _traced(split: Split) -> list[tuple[str, str]]:
-    """Sections that traces alone can fill."""
-    found = [("A traced step", _bars("Parts of a traced step", tables.step_bars(split), "ms")
-              + table_of(tables.window_table(split)))]
+    """Return the sections that require traces."""
+    sections = [("Traced steps", _bars("Parts of a traced step", tables.step_bars(split), "ms")
+                 + table_of(tables.window_table(split)))]
     if split.by_label:
-        found.append(("Collectives", _bars("Time in flight in a step of the mean rank",
-                                           tables.collective_bars(split), "ms")
-                      + table_of(tables.collectives_table(split))))
+        sections.append(("Collectives", _bars("Time in flight per step, mean over ranks",
+                                              tables.collective_bars(split), "ms")
+                         + table_of(tables.collectives_table(split))))
     if len(split.ranks) > 1:
-        found.append(("Ranks", table_of(tables.ranks_table(split))))
-    return found
+        sections.append(("Ranks", table_of(tables.ranks_table(split))))
+    return sections
 
 
 _UNITS: dict[str, tuple[float, Form]] = {
     "ms": (1e3, lambda value: f"{value:.2f}"), "s": (1.0, lambda value: f"{value:.1f}"),
     "MB": (1e-6, lambda value: f"{value:,.1f}")}
-"""What base units are multiplied by, and how the result is written."""
+"""Factor from base units, and format of the result, by unit."""
 
 
 def _bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
-    """Stacked bars of values in base units. What has no length, less than nothing or no number, is left out."""
+    """Return stacked bars of values in base units, without negative and non-finite values."""
+
     scale, form = _UNITS[unit]
     drawn = [(name, {part: scale * value for part, value in parts.items() if math.isfinite(value) and value >= 0})
              for name, parts in rows]

@@ -1,6 +1,4 @@
-"""Causes in rank 0's step times alone, without traces: slow first steps, pauses, drift, an unsteady machine.
-
-Imports no torch."""
+"""Causes visible in rank 0's step times without traces: slow first steps, pauses, drift, variation (no torch)."""
 
 from __future__ import annotations
 
@@ -13,53 +11,53 @@ from ezpz_llm.explain.causes import AGAINST_DATA, Cause
 from ezpz_llm.observe.history import PHASES, History, steady
 
 _ENOUGH = 5
-"""Steady steps; of fewer nothing is said."""
+"""Minimum number of steady steps for any cause."""
 _ENOUGH_TO_DRIFT = 8
-"""Steady steps whose quarters are means of at least two."""
+"""Minimum number of steady steps for drift, so that each quarter has at least two."""
 _PAUSE = 3.0
-"""A step this many times the median one is a pause."""
+"""Ratio to the median above which a step is a pause."""
 _DRIFT = 1.1
-"""The last quarter's mean over the first's."""
+"""Minimum ratio of the last quarter's mean to that of the first."""
 _UNSTEADY = 1.25
-"""The 90 % point over the 10 % point. Idle machines have 1.1 or less."""
+"""Minimum ratio of the 90th to the 10th percentile. Idle machines have 1.1 or less."""
 _LOW = 0.2
-"""Share of the matmul peak below which most of a step is something else."""
+"""Share of the matmul peak below which advice is given."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a steady step, and the share of the matmul peak that steps reached; None where it is not known."""
+    """Seconds of a steady step (10th, 50th, 90th percentile), and the share of the matmul peak, or None."""
 
     median: float
     low: float
     high: float
     peak_share: float | None
     advice: tuple[str, ...] = ()
-    """Options against a low share that the run can still take."""
+    """Options that may raise a low share of the peak."""
 
     def sentence(self) -> str:
-        """The first thing to know of a run."""
+        """Return a summary in words."""
         spread = f"{self.low * 1e3:.3g} to {self.high * 1e3:.3g} ms for the middle 80 %"
         text = f"A step takes {self.median * 1e3:.3g} ms (median); {spread}."
         if self.peak_share is None:
             return text
         if self.peak_share > 1:
-            return f"{text} The matmul peak measured here is unreliable (the machine was busy)."
-        text += f" Steps reach {self.peak_share:.1%} of the matmul peak measured here."
+            return f"{text} The measured matmul peak is unreliable (the machine was busy)."
+        text += f" Steps reach {self.peak_share:.1%} of the measured matmul peak."
         if self.peak_share < _LOW:
-            text += " So most of a step is not matrix products" + (
-                f": {either(self.advice)}." if self.advice else ".")
+            text += " Most of a step is not spent in matmuls" + (
+                f"; try {either(self.advice)}." if self.advice else ".")
         return text
 
 
 def either(options: Sequence[str]) -> str:
-    """`a, b, or c`."""
+    """Join options as "a, b, or c"."""
     *first, last = options
     return f"{', '.join(first)}, or {last}" if first else last
 
 
 def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = ()) -> StepTimes | None:
-    """Summarise the steady steps; None where there is none with a time. See `StepTimes` for `advice`."""
+    """Summarize the steady steps, or return None if there are none. See `StepTimes` for `advice`."""
     times = steady(rows).column("step_time_s")
     times = times[np.isfinite(times)]
     if not len(times):
@@ -69,36 +67,38 @@ def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = 
 
 
 def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace: bool = True) -> list[Cause]:
-    """Causes that rank 0's step times show, by what they took beyond quick steps.
+    """Return the causes visible in rank 0's step times, with the seconds beyond fast steps.
 
     Args:
-        whole_s: seconds of the run without its set-up.
-        ranks: how many; a single one waits for no other.
-        can_trace: False of another program, which has no --trace-steps.
+        whole_s: seconds of the run without set-up.
+        ranks: world size.
+        can_trace: False for other programs, which have no --trace-steps.
     """
     kept = steady(rows)
     kept = kept[np.isfinite(kept.column("step_time_s"))]
     if len(kept) < _ENOUGH or whole_s <= 0:
         return []
     return [Cause(kind, what, seconds, seconds / whole_s, advice)
-            for kind, what, seconds, advice in _found(rows, kept, ranks, can_trace) if seconds > 0]
+            for kind, what, seconds, advice in _candidates(rows, kept, ranks, can_trace) if seconds > 0]
 
 
-def _found(rows: History, kept: History, ranks: int,
-           can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
+def _candidates(rows: History, kept: History, ranks: int,
+                can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
     times = kept.column("step_time_s")
     median = float(np.median(times))
     first = rows[rows.steps < kept.steps[0]].column("step_time_s")
     first = first[np.isfinite(first)]
-    yield ("first_steps", f"the first {len(first)} steps are slower than the median one",
+    yield ("first_steps", f"the first {len(first)} steps are slower than the median step",
            float(np.sum(first - median)) if len(first) else 0.0,
-           ("nothing in a long run: libraries, kernels and caches are set up; compare runs without them",))
+           ("nothing in a long run: libraries, kernels and caches are set up once; ignore these steps when you "
+            "compare runs",))
     paused = times > _PAUSE * median
     if count := int(paused.sum()):
-        yield ("pauses", f"{count} steps took more than {_PAUSE:g} times the median one",
+        yield ("pauses", f"{count} steps took more than {_PAUSE:g} times the median step",
                float(np.sum(times[paused] - median)),
-               ("whether a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
-                "other jobs on the nodes, file systems that stall: ezpz-llm doctor, launch --preflight"))
+               ("check if a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
+                "check for other jobs on the nodes and for file systems that stall: ezpz-llm doctor, "
+                "launch --preflight"))
     calm = kept[~paused]
     times = calm.column("step_time_s")
     quarters = np.array_split(times, 4)
@@ -108,22 +108,22 @@ def _found(rows: History, kept: History, ranks: int,
         drifted = sum(max(0.0, float(np.mean(part)) - begin) * len(part) for part in quarters)
         yield ("drift", f"steps become slower: {begin * 1e3:.3g} ms in the first quarter of the run, "
                f"{end * 1e3:.3g} ms in the last", drifted,
-               ("clocks and temperature of the devices, and memory in use (metrics.jsonl, the site's tools)",
-                "what was started on the nodes meanwhile"))
+               ("check clocks and temperature of the devices, and memory usage (metrics.jsonl, the site's tools)",
+                "check what was started on the nodes during the run"))
     low, high = np.quantile(times, (0.1, 0.9))
     if high > _UNSTEADY * low:
         by_phase = {phase: _beyond(calm.column(f"{phase}_s")) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
         advice = AGAINST_DATA if phase == "data" else (
-            "whether other programs run on the nodes (ezpz-llm doctor), and cores of its own for each rank "
+            "check for other programs on the nodes (ezpz-llm doctor), and give each rank separate cores "
             "(launch --explain shows the binding)",
-            *(["--trace-steps 10, which names a slow rank or link"] if can_trace and ranks > 1 else []))
-        reason = "the machine is shared" + (", or ranks wait for a slow one" if ranks > 1 else "")
+            *(["--trace-steps 10, to find a slow rank or link"] if can_trace and ranks > 1 else []))
+        reason = "the machine is shared" + (", or ranks wait for a slow rank" if ranks > 1 else "")
         yield ("unsteady", f"steps vary by a factor of {high / low:.2g} ({low * 1e3:.3g} to {high * 1e3:.3g} ms), "
-               f"most of it in {phase}: {reason}", _beyond(times) - drifted, advice)
+               f"mostly in {phase}: {reason}", _beyond(times) - drifted, advice)
 
 
 def _beyond(seconds: np.ndarray) -> float:
-    """Seconds beyond those of a quick step, the 10 % point."""
+    """Return the total seconds beyond the 10th percentile."""
     seconds = seconds[np.isfinite(seconds)]
     return float(np.sum(np.maximum(0.0, seconds - np.quantile(seconds, 0.1)))) if len(seconds) else 0.0

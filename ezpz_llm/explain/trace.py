@@ -1,8 +1,8 @@
-"""One rank's trace, read part by part and reduced to what its time is split by.
+"""Trace of one rank, read incrementally and reduced to the intervals that the breakdown needs.
 
-On a CPU rank the host computes, in operators of the main thread or of autograd's. A collective is in flight from
-the call until its work has ended, whichever thread does it, and the host that waited for it is awake again. On a
-device both are kernels on its streams, and the phase of a kernel is that in which the host launched it.
+On a CPU rank, operators of the main thread and the autograd thread compute. A collective is in flight from its call
+until its work has ended, on any thread, and the waiting thread has woken up. On a device, both are kernels, and a
+kernel belongs to the phase in which the CPU launched it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ from ezpz_llm.explain.events import (
 from ezpz_llm.observe.history import PHASES
 from ezpz_llm.rundir.schemas import TraceNotes
 
-# A trace's file, read part by part: what is not needed of its events is never in memory all at once.
 _MOST_US = 1e18
-"""Of a time or a duration; NaN is not below it either."""
+"""Limit of times and durations; also excludes NaN."""
 MOST_EVENTS = 2_700_000
-"""Events with a duration that are kept: with what is made of them under 1 GB."""
+"""Maximum number of events with a duration; they and the data derived from them need under 1 GB."""
 MOST_CHARACTERS = 4 << 30
-"""Of a whole trace, unpacked."""
+"""Maximum size of an unpacked trace."""
 _MOST_OF_ONE = 16 << 20
-"""Characters of one event, or of another member."""
+"""Maximum number of characters of one event or of another member."""
 _NUMBER, _ID = (int, float), (int, str)
 _ARGUMENTS = {"Collective name": str, "In msg nelems": int, "Out msg nelems": int, "dtype": str,
               "Process Group Ranks": str}
@@ -57,34 +56,38 @@ _FEWER = "fewer steps: --trace-steps 5"
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """The members of a trace; of its events those with a duration that are looked at. "launches" has the time at
-    which the host launched a device's work, by its correlation.
+    """Read the members of a trace, with only those events that the breakdown needs.
+
+    "launches" has the time at which the CPU launched device work, by correlation.
 
     Raises:
-        UserError: it is damaged, holds what no profiler writes, or is beyond the limits.
+        UserError: the trace is damaged, has events that no profiler writes, or exceeds the limits.
     """
     try:
         with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
             return parse_trace(file, str(path))
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise UserError(f"the trace cannot be read: {error}", where=str(path), instead=_AGAIN) from error
+        raise UserError(f"cannot read the trace: {error}", where=str(path), instead=_AGAIN) from error
 
 
 def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
-    """The same of a trace's text, of `where` it came from.
+    """Parse the text of a trace; see `load_trace`.
+
+    Args:
+        where: name of the file, for errors.
 
     Raises:
-        ValueError: it is no trace.
-        UserError: an event is none that a profiler writes, or there are too many.
+        ValueError: the text is not a trace.
+        UserError: no profiler writes such an event, or there are too many events.
     """
     text, events = JsonText(_limited(file, where), _MOST_OF_ONE), []
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     threads: dict[int | str, int | str] = {}
     launches: dict[int | str | None, float] = {}
     within: dict[int | str, tuple[float, float]] = {}
     while (key := text.key()) is not None:
         if key != "traceEvents":
-            found[key] = text.value()
+            members[key] = text.value()
             continue
         for read in text.items():
             if not isinstance(read, dict) or read.get("ph") != "X" or read.get("cat") not in LOOKED_AT:
@@ -94,7 +97,7 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
                 launches[event.correlation] = event.ts
                 continue
             if is_operator(event):
-                # Most lie in one that computes, with all that is inside it, and tell nothing more.
+                # Most operators are nested in one that computes, and can be dropped to save memory.
                 start, end = within.get(event.tid, (0.0, -1.0))
                 if start <= event.ts and event.ts + event.dur <= end:
                     continue
@@ -104,7 +107,7 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
             if len(events) + len(launches) > MOST_EVENTS:
                 raise UserError(f"this trace has more than {MOST_EVENTS:,} events, not counting operators within"
                                 " others", where=where, instead=_FEWER)
-    return {**found, "traceEvents": events, "launches": launches}
+    return {**members, "traceEvents": events, "launches": launches}
 
 
 def _event(read: dict[str, Any], threads: dict[int | str, int | str], where: str) -> Event:
@@ -114,7 +117,7 @@ def _event(read: dict[str, Any], threads: dict[int | str, int | str], where: str
         if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MOST_US < value < _MOST_US):
             raise UserError(f"{key} of an event is {shown(value)}", where=where, instead=_AGAIN)
     name, ts, dur, tid = values
-    # Millions of events have a few names and threads: each is kept once.
+    # Millions of events share a few names and threads: keep each string once.
     event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(read["cat"]))
     arguments = read.get("args")
     if event.cat not in (*DEVICE, *LAUNCHES) or not isinstance(arguments, dict):
@@ -130,12 +133,12 @@ def _limited(file: TextIO, where: str) -> Callable[[int], str]:
     left = MOST_CHARACTERS
 
     def read(size: int) -> str:
-        """The next `size` characters."""
+        """Read the next `size` characters."""
         nonlocal left
         part = file.read(size)
         left -= len(part)
         if left < 0:
-            raise UserError(f"this trace is larger than {MOST_CHARACTERS >> 30} GiB, unpacked", where=where,
+            raise UserError(f"this trace is larger than {MOST_CHARACTERS >> 30} GiB (unpacked)", where=where,
                             instead=_FEWER)
         return part
 
@@ -143,20 +146,20 @@ def _limited(file: TextIO, where: str) -> Callable[[int], str]:
 
 
 BETWEEN = ("evaluation", "logging", "sampling", "checkpoints")
-"""Marks in traces of work between two steps."""
+"""Names of marks for work between steps."""
 
 _DATA, *_COMPUTE = PHASES
 _STEP = "step "
 _HOST_GAP_S = 50e-6
-"""Shorter gaps between operators are Python and the dispatcher at work, unless a collective was called there."""
+"""Shorter gaps between operators count as computation (Python, dispatcher), unless they contain a collective."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Times in seconds since the beginning of the first traced step, which `began` so long after the epoch.
+    """Intervals of one rank's trace, in seconds since the start of the first traced step.
 
-    `phases` are the host's spans on a CPU rank, and on a device the device's work for each of them. `between` has
-    what was marked outside of steps; `flights` the collectives in steps, in order.
+    `began` is that start in seconds since the epoch. `phases` are the phases of a CPU rank, or on a device the
+    device's work by phase. `between` are marks outside of steps. `flights` are the collectives in steps, in order.
     """
 
     rank: int
@@ -170,32 +173,32 @@ class RankTrace:
     computing: list[Interval]
     flights: tuple[Flight, ...]
     operators: list[Interval]
-    """Of the host, without gaps closed."""
+    """Operators on the CPU, with short gaps left open."""
     notes: dict[str, Any]
-    """Metadata that the run wrote into the trace, without the list of collectives."""
+    """Metadata that the run wrote into the trace, except the list of collectives."""
 
 
 def read_trace(path: Path) -> RankTrace:
     """Read a `trace-rankNNNN.json.gz`.
 
     Raises:
-        UserError: it is damaged, or not written by this trainer.
+        UserError: the file is damaged, or was not written by our trainer.
     """
     return rank_trace(load_trace(path), where=str(path))
 
 
 class _Head(TypedDict, total=False):
-    """What the profiler writes beside the events."""
+    """Members that the profiler writes next to the events."""
 
     host_name: str
     baseTimeNanoseconds: float
 
 
 def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
-    """The same for a trace that was read.
+    """Reduce a loaded trace to its intervals.
 
     Raises:
-        UserError: it has no marked steps, or what it says of its run is not what the trainer writes.
+        UserError: the trace has no marked steps, or its metadata is invalid.
     """
     events: list[Event] = loaded["traceEvents"]
     launches: dict[int | str | None, float] = loaded["launches"]
@@ -203,13 +206,13 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     steps = [event for event in marks if _number(event) is not None]
     if not isinstance(loaded.get("ezpz_llm"), dict) or not steps:
         raise UserError("this trace has no marked steps", where=where,
-                        instead="one that python3 -m ezpz_llm.train --trace-steps N has written")
+                        instead="a trace written by python3 -m ezpz_llm.train --trace-steps N")
     notes = as_type(TraceNotes, loaded["ezpz_llm"], where, "ezpz_llm")
     head = as_type(_Head, loaded, where)
     zero, main = min(event.ts for event in steps), steps[0].tid
 
     def span(event: Event) -> Interval:
-        """An event's time in seconds since the first traced step."""
+        """Return the interval of an event in seconds since the first traced step."""
         start = (event.ts - zero) / 1e6
         return start, start + event.dur / 1e6
 
@@ -220,8 +223,9 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
         return union(span(event) for event in marks if event.name == name and event.tid == main)
 
     numbered = {number: span(event) for event in steps if (number := _number(event)) is not None}
-    between = {name: [one for one in marked(name) if one[0] >= 0] for name in BETWEEN}
-    end = max(last for _, last in (*numbered.values(), *(one for found in between.values() for one in found)))
+    between = {name: [interval for interval in marked(name) if interval[0] >= 0] for name in BETWEEN}
+    end = max(last for _, last in (*numbered.values(), *(interval for intervals in between.values()
+                                                         for interval in intervals)))
     phases = {phase: marked(phase) for phase in PHASES}
     calls = collective_calls(events, main, span)
     computed = operators(events, main, span)
@@ -232,10 +236,10 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
         computing = union([*bridge(computed, _HOST_GAP_S, apart), *phases[_DATA]])
     else:
         flights = device_flights(events, launched, span)
-        # A group of one rank launches none.
+        # Groups of one rank launch no communication kernel.
         collectives = [call for call in collectives if len(call["ranks"]) > 1]
         work = device_work(events, launched, span)
-        computing = union(one for one, _ in work)
+        computing = union(interval for interval, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
     began = zero / 1e6 + head.get("baseTimeNanoseconds", 0) / 1e9
     return RankTrace(notes["rank"], head.get("host_name", ""), began, notes["device"], numbered, (0.0, end),

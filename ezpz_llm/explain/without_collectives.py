@@ -1,8 +1,8 @@
-"""The same steps with and without collectives, in turns: the direct measure of what communication costs.
+"""Trainer that alternates between steps with and without collectives, to measure the cost of communication.
 
     python3 -m ezpz_llm.explain.without_collectives [OPTIONS OF ezpz_llm.train]
 
-This is what `explain --counterfactual` launches: the trainer for some hundred steps, of which nothing is saved.
+`explain --counterfactual` launches this module. It trains for about a hundred steps and saves no checkpoint.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 TRACED, TAKEN = 24, 64
 _STEPS = TRACED + TAKEN + 16
-# Nothing between steps, and no judgement of what is trained, which is worthless.
+# Nothing runs between steps, and loss spikes and bad steps are ignored, since the trained weights are useless.
 _FIXED = {"steps": _STEPS, "trace-steps": TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
           "sample-tokens": 0, "profile": "false", "hellaswag": "null", "track": "null", "resume": "null",
           "warmup-steps": 1, "decay-steps": _STEPS, "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0,
           "bad-steps": 10 ** 6, "on-bad-steps": "stop"}
 
 _TURN = 4
-"""Steps between changes; the first of each pays for the change, and is not counted."""
+"""Steps per turn, with or without collectives. The first step of a turn is not counted."""
 
 
 class Turns:
-    """Times the window's steps on this rank: `profile/counterfactual-rankNNNN.json`.
+    """Step hook that measures the step times of this rank and writes `profile/counterfactual-rankNNNN.json`.
 
-    Every rank leaves a barrier for each of them, so that none pays for what another did before.
+    A barrier precedes each step, so that delays of other ranks do not carry over.
     """
 
     def __init__(self, dist: Dist, window: Window) -> None:
@@ -46,7 +46,7 @@ class Turns:
         self._seconds: dict[str, list[float]] = {"real": [], "stubbed": []}
 
     def before_step(self, step: int) -> None:
-        """Meet the other ranks; leave them again where it is the turn of steps without collectives."""
+        """Wait for the other ranks, and replace collectives by stubs if it is the turn of steps without them."""
         if not self._window.first <= step <= self._window.last:
             return
         self._inside = ExitStack()
@@ -58,7 +58,7 @@ class Turns:
         self._began = time.perf_counter()
 
     def after_step(self, step: int) -> None:
-        """Note the step's time; collectives are real again."""
+        """Record the step's time and restore collectives."""
         if self._inside is None:
             return
         seconds = time.perf_counter() - self._began
@@ -70,7 +70,7 @@ class Turns:
                                        {"rank": self._dist.rank, **self._seconds})
 
     def close(self) -> None:
-        """Collectives are real again, whatever ended the step."""
+        """Restore collectives, also after an error in the step."""
         if self._inside is not None:
             self._inside.close()
             self._inside = None
@@ -80,13 +80,16 @@ class Turns:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as `argv` says, but for the options that are fixed; returns the exit code."""
+    """Train with the options in `argv`, some of which are overridden; return the exit code."""
     return train([*argv, *(f"--{name}={value}" for name, value in _FIXED.items())], TAKEN)
 
 
 def train(argv: Sequence[str], taken: int) -> int:
-    """Train, or with --check only find errors, without torch; returns the exit code. Of the steps before the last,
-    `taken` are made in turns."""
+    """Train, or with --check only validate the options without torch; return the exit code.
+
+    The last `taken` steps before the final one alternate between steps with and without collectives.
+    """
+
     options = parse(argv)
     if options.check:
         check_run(options, options.world_size or 1)

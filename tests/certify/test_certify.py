@@ -1,4 +1,4 @@
-"""Decisions of certify without torch: cases, bounds, verdicts, faults, the textbook, the page."""
+"""certify without running it: cases, bounds, verdicts, faults, expected traffic, and the table in the docs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_layouts_are_certified_in_their_natural_worlds() -> None:
     assert natural_worlds("zero3_hpz2") == natural_worlds("fsdp2_within2") == (4,)
 
 
-def test_the_quick_choice_has_every_layout_in_both_shapes_and_each_kind_in_bf16() -> None:
+def test_quick_has_every_layout_in_both_shapes_and_each_kind_in_bf16() -> None:
     names = ds_config.names()
     cases = quick_cases(names, None, recipe.MODELS, recipe.DTYPES)
     assert ({(case.layout, case.model) for case in cases if case.dtype == "fp32"}
@@ -75,24 +75,22 @@ def test_the_quick_choice_has_every_layout_in_both_shapes_and_each_kind_in_bf16(
     assert rounded["tiled"][0] == rounded["zero3_offload_optimizer"][0] == "bf16"
 
 
-def test_the_quick_choice_in_bf16_is_missed_where_its_op_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_reports_a_bf16_case_as_missing_if_its_op_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: False)
     work = planned("--quick", "--layouts", "ddp,zero3_offload_optimizer")
     assert [(one.case.dtype, one.illegal) for one in work.skipped] == [("fp32", False)] * 2 + [("bf16", False)]
 
 
-def test_the_quick_choice_says_what_it_leaves_out() -> None:
+def test_quick_prints_what_it_omits() -> None:
     assert left_out(planned("--quick", "--layouts", "pp2_tp2")) == (
-        "--quick leaves out 3 of 6 cases of these layouts: on 4 ranks, in bf16_autocast, bf16 (without it all are "
-        "run)\n"
-        "no layout has switched on: dropout, recomputation, fp16, the data reader, targets that are ignored, "
-        "3 ranks\n"
-        "one process alone is held to the definition of these, but of fp16 only its loss scale and skipped steps, "
-        "and not of 3 ranks")
-    assert left_out(planned("--layouts", "pp2_tp2")).startswith("no layout has switched on: dropout")
+        "--quick omits 3 of 6 cases of these layouts: on 4 ranks, in bf16_autocast, bf16 (omit --quick to run "
+        "them)\n"
+        "not covered by any layout: dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks\n"
+        "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
+    assert left_out(planned("--layouts", "pp2_tp2")).startswith("not covered by any layout: dropout")
 
 
-def test_every_case_steps_on_the_same_batch() -> None:
+def test_every_case_has_the_same_batch_size() -> None:
     cases, skipped = divide([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
                              for world in natural_worlds(name)], "cpu")
     assert all(not one.illegal for one in skipped)
@@ -102,20 +100,20 @@ def test_every_case_steps_on_the_same_batch() -> None:
         assert batch.accumulation > 1
 
 
-def test_the_quick_choice_keeps_to_what_is_asked_for() -> None:
+def test_quick_respects_the_other_options() -> None:
     work = planned("--quick", "--layouts", "ddp,zero3", "--dtype", "bf16_autocast", "--model", "tiny-llama",
                    "--world", "4")
     assert [(case.layout, case.world, case.model, case.dtype) for case in work.cases] == [
         ("ddp", 4, "tiny-llama", "bf16_autocast"), ("zero3", 4, "tiny-llama", "bf16_autocast")]
 
 
-def test_the_old_name_of_the_option_works_with_a_note(capsys) -> None:
+def test_the_old_option_name_works_with_a_note(capsys) -> None:
     old, new = (planned("--layouts", "ddp", option, "gradients-x2") for option in ("--plant", "--inject-fault"))
     assert old == new
     assert "--plant is now --inject-fault" in capsys.readouterr().err
 
 
-def test_a_fault_is_injected_where_it_can_be() -> None:
+def test_a_fault_is_injected_into_every_case_it_applies_to() -> None:
     work = planned("--layouts", "ddp,zero1", "--inject-fault", "early-sync,gradients-x2", "--model", "tiny-gpt2",
                    "--dtype", "fp32", "--world", "1,2")
     assert [(case.fault, case.layout, case.world) for case in work.cases if case.fault == "early-sync"] == [
@@ -123,26 +121,26 @@ def test_a_fault_is_injected_where_it_can_be() -> None:
     assert len(work.cases) == 1 + 4
 
 
-def test_nothing_to_certify_says_which_worlds_would_do() -> None:
+def test_if_nothing_can_run_the_error_names_world_sizes() -> None:
     with pytest.raises(UserError) as caught:
         planned("--layouts", "tp2,3d", "--world", "3")
     assert "3d: 3 ranks cannot be divided" in caught.value.found
     assert caught.value.instead == "--world 2 or 4 or 8"
 
 
-def test_an_illegal_world_is_skipped_with_its_reason() -> None:
+def test_an_illegal_world_size_is_skipped_with_its_reason() -> None:
     work = planned("--layouts", "ddp,tp2", "--world", "1")
     assert {case.layout for case in work.cases} == {"ddp"}
     assert all(one.illegal and "cannot be divided" in one.reason for one in work.skipped)
     assert all_passed([{"passed": True}], work.skipped)
 
 
-@pytest.mark.parametrize(("words", "found"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--layouts", "zero5"], "zero5"), (["--model", "tiny-gpt3"], "tiny-gpt3"), (["--dtype", "fp64"], "fp64"),
-    (["--world", "two"], "two"), (["--world", "0"], "0"), (["--steps", "1"], "1 steps"),
+    (["--world", "two"], "two"), (["--world", "0"], "0"), (["--steps", "1"], "--steps 1 is too few"),
     (["--inject-fault", "gradients-x3"], "gradients-x3"), (["--layouts", ","], "empty"),
     (["--write-docs", "--layouts", "ddp"], "a row for every layout"), (["--write-docs", "--quick"], "whole matrix"),
-    (["--json", "."], "is a folder"),
+    (["--json", "."], "is a directory"),
     (["--layouts", "tp2", "--world", "1"], "nothing to certify"),
     (["--layouts", "zero2", "--inject-fault", "unmarked-tp"], "not tensor-parallel"),
     (["--layouts", "zero3", "--inject-fault", "stale-second-copy"], "no second copy of the parameters"),
@@ -150,22 +148,22 @@ def test_an_illegal_world_is_skipped_with_its_reason() -> None:
     (["--layouts", "zero1", "--world", "2", "--inject-fault", "early-sync"], "only ddp"),
     (["--layouts", "tp2", "--inject-fault", "wrong-sp-scale"], "not sequence-parallel"),
     (["--layouts", "ddp", "--dtype", "fp32", "--inject-fault", "stale-masters"], "no master weights"),
-    (["--layouts", "ddp,tp2", "--world", "2", "--inject-fault", "beta2"], "ddp on 1 rank has it"),
+    (["--layouts", "ddp,tp2", "--world", "2", "--inject-fault", "beta2"], "into ddp on 1 rank only"),
 ])
-def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
+def test_invalid_options_are_rejected(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         planned(*words)
-    assert found in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_under_launch_only_what_fits_the_ranks_is_done() -> None:
+def test_under_launch_only_cases_with_its_world_size_run() -> None:
     work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
     assert {case.world for case in work.cases} == {2}
     assert len(work.cases) == 2 * (2 + 3), "two models; tp2 in two precisions, ddp in bf16 as well"
     work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
     assert [(case.layout, case.world, case.dtype) for case in work.cases] == [
         ("ddp", 2, "fp32"), ("ddp", 2, "fp32"), ("ddp", 2, "bf16"), ("tp2", 2, "fp32"), ("tp2", 2, "fp32")]
-    with pytest.raises(UserError, match="started on 2 ranks"):
+    with pytest.raises(UserError, match="launch started 2 ranks, but --world is 4"):
         planned("--world", "4", world_size=2)
 
 
@@ -177,21 +175,21 @@ def test_gradient_bounds_grow_towards_the_embedding() -> None:
     assert verdict.gradient_bound(names[3], 4, "fp32") == pytest.approx(4 * 1.03 ** 5 * 2 ** -24)
 
 
-def test_the_recipe_is_the_same_every_time_and_learnable() -> None:
+def test_the_recipe_is_deterministic_and_learnable() -> None:
     config = recipe.model_config("tiny-gpt2")
     tokens = recipe.sequences(config, 3)
     assert tokens.shape == (recipe.GLOBAL_BATCH, config.block_size + 1)
     assert (tokens == recipe.sequences(config, 3)).all()
     assert (tokens != recipe.sequences(config, 4)).any()
     following = (tokens[:, 1:] - 5 * tokens[:, :-1] - 1) % config.vocab_size
-    assert set(following.ravel()) == {0, 7}  # two successors of a symbol: log 2 nats are left of log 96
+    assert set(following.ravel()) == {0, 7}  # each symbol has two successors, so the minimum loss is log 2
     rates = [recipe.learning_rate(step, 8) for step in range(8)]
     assert len(set(rates)) == 8
     assert recipe.zero_by_symmetry(recipe.model_config("tiny-llama")) == {}
 
 
-def test_one_of_the_shapes_has_a_padded_vocabulary_which_no_degree_of_2_divides() -> None:
-    """Both have tables of the same size: what traffic and memory are is the same."""
+def test_one_model_has_a_padded_vocabulary_of_odd_size() -> None:
+    """Both models have embeddings of the same size, so traffic and memory are the same."""
     whole, padded = (recipe.model_config(name) for name in recipe.MODELS)
     assert whole.vocab_size == whole.padded_vocab_size == padded.padded_vocab_size
     assert padded.vocab_size % 2
@@ -201,7 +199,7 @@ def test_one_of_the_shapes_has_a_padded_vocabulary_which_no_degree_of_2_divides(
 
 
 def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
-    """A layout and a reference that agree but for rounding."""
+    """Return the numbers of a layout and a reference that differ only by rounding."""
     names = {"transformer.wte.weight": 6144, "transformer.h.0.ln_1.weight": 64}
     theirs = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
               "noise": {"loss": 1e-6, "norm": [1e-7, 1e-6], "gradient": dict.fromkeys(names, 1e-7),
@@ -226,9 +224,10 @@ def test_rounding_passes() -> None:
     assert judged(*numbers()) == []
 
 
-def test_a_decay_that_is_rounded_on_each_step_is_rounding() -> None:
-    """torch's AdamW multiplies by 1 - rate x decay as fp32 has it, half a spacing off at most; DeepSpeed's for CPUs
-    adds a product. Without this, right runs came to 0.97 of the bound.
+def test_rounding_of_the_decay_factor_on_each_step_passes() -> None:
+    """torch's AdamW multiplies by 1 - lr x decay, rounded to fp32 with an error of up to half a spacing.
+
+    DeepSpeed's CPU Adam adds a product instead. Without this term, correct runs reached 0.97 of the bound.
     """
     rate, decay, steps = 1.999e-3, 0.1, 8
     weights = torch.randn(4096, generator=torch.Generator().manual_seed(1))
@@ -244,7 +243,7 @@ def test_a_decay_that_is_rounded_on_each_step_is_rounding() -> None:
     assert 2.0 ** -24 * weights.norm().item() < apart <= bound, (apart, bound)
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda ours: ours["losses"].__setitem__(1, 4.41), "loss at step 2 differs by 0.01"),
     (lambda ours: ours["losses"].__setitem__(0, math.nan), "loss at step 1"),
     (lambda ours: ours.update(held_out=4.4), "loss after the last step"),
@@ -257,16 +256,16 @@ def test_a_decay_that_is_rounded_on_each_step_is_rounding() -> None:
     (lambda ours: ours["gradient"]["transformer.wte.weight"].update(elements=3072), "3072 of 6144"),
     (lambda ours: ours["weight"].pop("transformer.wte.weight"), "0 of 6144"),
     (lambda ours: ours["copy"]["weight of transformer.wte.weight"].update(apart=1, where=" on ranks 0 and 3"),
-     "the weight of transformer.wte.weight on ranks 0 and 3 is not the same bits: 1 of 96 blocks"),
+     "the weight of transformer.wte.weight on ranks 0 and 3 is not bitwise equal: 1 of 96 blocks"),
 ])
-def test_what_fails_is_named(change, said: str) -> None:
+def test_failures_name_the_tensor_and_the_difference(change, message: str) -> None:
     ours, theirs = numbers()
     change(ours)
-    assert said in "\n".join(judged(ours, theirs))
+    assert message in "\n".join(judged(ours, theirs))
 
 
-def test_of_several_the_one_nearest_to_the_loss_is_named() -> None:
-    """Whatever the ratios are: the fault lies there, and the others follow from it."""
+def test_among_several_failures_the_one_nearest_to_the_loss_is_named() -> None:
+    """Independent of the ratios, because failures propagate from the loss backwards."""
     ours, theirs = numbers()
     for name, difference in (("transformer.wte.weight", 0.4), ("transformer.h.0.ln_1.weight", 0.1)):
         ours["gradient"][name].update(difference=difference)
@@ -280,7 +279,7 @@ def test_of_several_the_one_nearest_to_the_loss_is_named() -> None:
 
 
 def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
-    """The norm is that of the gradients: where both are wrong, these were so first."""
+    """A wrong gradient comes before a wrong gradient norm."""
     ours, theirs = numbers()
     ours["weight"]["transformer.wte.weight"].update(difference=9.0)
     ours["norms"][0] = (1.0, 2.0)
@@ -291,17 +290,17 @@ def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
     assert list(verdict.findings(ours, theirs, 4, "fp32")) == list(verdict.PHASES)[:-1]
 
 
-def test_what_certify_can_see_is_a_bound_beside_what_the_steps_do() -> None:
+def test_sensitivity_is_the_bound_relative_to_the_effect_of_the_steps() -> None:
     _, theirs = numbers()
     assert verdict.sight(theirs)["loss"] == pytest.approx(1e-5 / 0.1)
-    assert verdict.sight(theirs)["weights_largest"] == math.inf, "what does not move cannot be seen to move wrongly"
+    assert verdict.sight(theirs)["weights_largest"] == math.inf, "weights that do not move have no sensitivity"
     theirs["movement"]["transformer.h.0.ln_1.weight"] = 0.005
     sight = verdict.sight(theirs)
     assert sight["weights_largest"] == pytest.approx(5e-6 / 0.005)
     assert sight["weights"] == pytest.approx((5e-6 / 0.01 + 5e-6 / 0.005) / 2)
 
 
-def test_of_several_ranks_the_first_beyond_the_bound_is_named() -> None:
+def test_among_several_ranks_the_first_beyond_the_bound_is_named() -> None:
     ours, theirs = numbers()
     ours["norms"][1] = (2.0, 2.2, 9.0)
     ours["weight"]["transformer.wte.weight"].update(ranks={0: 1e-6, 1: 0.5, 3: 8.0})
@@ -310,7 +309,7 @@ def test_of_several_ranks_the_first_beyond_the_bound_is_named() -> None:
     assert optimizer.startswith("optimizer: weights of transformer.wte.weight on rank 1 differs by 0.062,")
 
 
-def test_a_missing_op_is_no_pass() -> None:
+def test_a_case_with_a_missing_op_does_not_pass() -> None:
     work = planned("--layouts", "ddp", "--world", "1")
     from ezpz_llm.certify.cases import Skipped
 
@@ -320,7 +319,7 @@ def test_a_missing_op_is_no_pass() -> None:
     assert not all_passed([], [])
 
 
-def test_a_record_is_json_with_a_line_a_result() -> None:
+def test_a_record_is_json_with_one_line_per_result() -> None:
     kept = {"passed": True, "results": [{"layout": "ddp", "losses": [1.0, 2.0]}, {"layout": "zero1"}]}
     assert json.loads(as_json(kept)) == kept
     assert as_json(kept).count("\n") == 7
@@ -328,19 +327,19 @@ def test_a_record_is_json_with_a_line_a_result() -> None:
     assert '"bound": null' in as_json({"passed": False, "results": [{"bound": math.inf}]})
 
 
-def test_every_fault_that_was_asked_for_can_be_injected() -> None:
+def test_all_documented_faults_exist() -> None:
     assert next(iter(FAULTS)) == "gradients-x2"
     assert set(FAULTS) == {
         "gradients-x2", "dropped-bucket", "accumulation-not-divided", "early-sync", "unmarked-tp",
         "stale-optimizer", "stale-masters", "bf16-reduction", "bf16-accumulation",
         "stale-second-copy", "drifting-copy", "wrong-mask", "shifted-targets",
         "duplicated-data", "untied-head", "wrong-sp-scale",
-        # of what all layouts share
+        # shared by all layouts
         "half-the-micro-batches", "rate-of-one-group", "decay-on-norms", "clip-scales-up", "mask-beyond-64",
         "last-loss", "beta2", "eps-x10", "rate-1-percent-off", "ignored-counted", "evaluation-cut-short"}
 
 
-def test_the_textbook_has_the_papers_volumes() -> None:
+def test_expected_traffic_has_the_volumes_of_the_papers() -> None:
     config = recipe.model_config("tiny-gpt2")
     weights = 4 * parameter_count(config)
     book = {name: textbook((resolved := resolve_case(Case(name, 4, "tiny-gpt2", "fp32"), "cpu")).layout, config,
@@ -353,8 +352,8 @@ def test_the_textbook_has_the_papers_volumes() -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp2_within2", "fsdp2", "ddp", "zero3"])
-def test_gradients_that_travel_in_half_the_bytes_are_seen_in_groups_of_ranks_too(layout: str) -> None:
-    """A run that issues what the layout's textbook has, and one whose gradients are bf16."""
+def test_gradients_reduced_in_half_the_bytes_are_noticed_in_subgroups_too(layout: str) -> None:
+    """Compares a run that issues the expected collectives with one that reduces gradients in bf16."""
     case = Case(layout, 4, "tiny-gpt2", "bf16")
     config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
     right = textbook(resolved.layout, config, resolved.batch, "bf16", resolved.gradients)
@@ -362,12 +361,12 @@ def test_gradients_that_travel_in_half_the_bytes_are_seen_in_groups_of_ranks_too
     memory = [{"gradients": 2**40}] * case.world
 
     def missing(issued: dict[str, int]) -> float:
-        """Bytes that are not there; a run's collectives of all groups of ranks are one kind."""
+        """Return the number of missing bytes; a run's collectives are summed over all process groups."""
         kinds = {kind: {"bytes": sum(size for name, size in issued.items() if name.startswith(kind))}
                  for kind in ("all_reduce", "reduce_scatter")}
-        found, _ = formats(resolved, config, case.world, {"collectives": [{"kinds": kinds}], "memory": memory})
-        assert "reduced" in found.what
-        return found.value
+        finding, _ = formats(resolved, config, case.world, {"collectives": [{"kinds": kinds}], "memory": memory})
+        assert "reduced" in finding.what
+        return finding.value
 
     assert missing(right) == 0
     assert missing(wrong) >= 2 * parameter_count(config)
@@ -378,21 +377,21 @@ def committed() -> dict:
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("ddp", "bf16"), ("zero2", "bf16"), ("tp2", "bf16_autocast")])
-def test_what_is_computed_is_of_the_cases_precision_and_gradients(layout: str, dtype: str) -> None:
-    """As `formats` asks of the run: a certificate must not promise other bytes than it checks."""
+def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layout: str, dtype: str) -> None:
+    """A certificate must report the same bytes that `formats` checks."""
     case = Case(layout, 4, "tiny-gpt2", dtype)
     config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
     gradients = GradientDtypes(reduced="bf16", accumulated="bf16")
     for run in (resolved, replace(resolved, gradients=gradients)) if dtype == "bf16" else (resolved,):
-        found = computed(run, config, case.world)
-        assert found["textbook"] == textbook(run.layout, config, run.batch, dtype, run.gradients)
-        assert found["arithmetic"] == [asdict(part) for part in memory_per_rank(
+        numbers_of_run = computed(run, config, case.world)
+        assert numbers_of_run["textbook"] == textbook(run.layout, config, run.batch, dtype, run.gradients)
+        assert numbers_of_run["arithmetic"] == [asdict(part) for part in memory_per_rank(
             run.layout, config, case.world, precision=dtype, gradients=run.gradients)]
 
 
-@pytest.mark.xfail(strict=True, reason="the certificate is to be made again: then this line goes")
-def test_the_committed_certificate_is_of_todays_certify() -> None:
-    """Its recipe, bounds, precisions and kinds of findings; else it says nothing of this code."""
+@pytest.mark.xfail(strict=True, reason="the committed certificate is outdated; remove this mark after renewing it")
+def test_the_committed_certificate_matches_the_current_recipe() -> None:
+    """Compares recipe, bounds, precisions and kinds of findings, without which it would not apply to this code."""
     kept = committed()
     today = json.loads(json.dumps(basis(recipe.STEPS)))
     assert {key: kept[key] for key in today} == today
@@ -403,8 +402,9 @@ def test_the_committed_certificate_is_of_todays_certify() -> None:
             >= {(case.layout, case.world, case.model, case.dtype) for case in cases})
 
 
-def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed, not measured, is the same today, whatever is built; and the page is the certificate's."""
+def test_the_committed_certificate_matches_computed_numbers_and_docs(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed numbers must not have changed, whichever ops are built, and the docs must show the certificate."""
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     kept = committed()
     assert kept["passed"]
@@ -422,7 +422,7 @@ def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path, monkeyp
     assert page.read_text() == (ROOT / "docs" / "reference" / "layouts.md").read_text()
 
 
-def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
+def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
     page = tmp_path / "layouts.md"
     page.write_text("# Layouts\n\nprose\n")
     sight = {"loss": 0.0123, "weights": 0.04, "weights_largest": 0.2}
@@ -446,12 +446,12 @@ def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
     assert "no: async_io is not built" in text
     assert "| tiny-gpt2 bf16 | 0.012 | 0.04 | 0.2 |" in text
     assert "1 of 1 cases passed in 2 minutes" in text
-    with pytest.raises(UserError, match="no page"):
+    with pytest.raises(UserError, match="found no page to update"):
         write_docs(kept, tmp_path / "missing.md")
 
 
-def test_a_reference_without_a_gradient_is_refused() -> None:
-    """A whole tensor, or the rows of queries; the keys' bias has a reason."""
+def test_a_reference_with_a_zero_gradient_is_rejected() -> None:
+    """A full tensor, or the rows of queries. The bias of keys is an exception."""
     config = recipe.model_config("tiny-gpt2")
     tensors = {f"gradient/{name}": torch.ones(shape) for name, shape in parameter_shapes(config).items()}
     keys = recipe.zero_by_symmetry(config)["transformer.h.1.attn.c_attn.bias"]

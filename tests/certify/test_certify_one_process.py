@@ -1,4 +1,4 @@
-"""One process held to the definition of the step: a right one passes, a fault that all layouts share is named."""
+"""Single process against the step definition: a correct one passes, and faults shared by all layouts are named."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ezpz_llm.rundir import RunDir
 
 SHARED = [name for name, fault in FAULTS.items() if fault.shared]
 TOO_SMALL = {("mask-beyond-64", "bf16"): "forward"}
-"""Phases of a fault that a recipe's own rounding hides: the loss of 160 tokens hardly moves; its gradients do."""
+"""Phases in which a recipe's rounding hides a fault: the loss of 160 tokens hardly changes, its gradients do."""
 IN_MINUTES = {("half-the-micro-batches", "fp32"), ("mask-beyond-64", "fp32"), ("beta2", "fp32"),
               ("evaluation-cut-short", "fp32")}
-"""Faults that the default tests have."""
+"""Faults in the default tests."""
 IN_FULL = {("clip-scales-up", "fp32"), ("decay-on-norms", "fp32"), ("last-loss", "fp32")}
-"""One more of each phase. All of them in every recipe are a matrix of minutes: docs/evidence/testing.md has its
-last result."""
+"""Faults in the full tests, one more per phase. The matrix of all faults and recipes takes minutes;
+docs/evidence/testing.md has its last result."""
 SHAPE_OF = {"fp32": "tiny-gpt2", "bf16_autocast": "tiny-llama", "bf16": "tiny-gpt2"}
 
 
@@ -44,7 +44,7 @@ _judged: dict[str, tuple[list[Judged], Spread]] = {}
 
 
 def right(dtype: str, alone: Dist) -> tuple[list[Judged], Spread]:
-    """The process without a fault, judged once."""
+    """Return the comparisons of a process without a fault, computed once."""
     if dtype not in _judged:
         _judged[dtype] = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone), dtype)
     return _judged[dtype]
@@ -52,15 +52,16 @@ def right(dtype: str, alone: Dist) -> tuple[list[Judged], Spread]:
 
 @pytest.mark.parametrize("dtype", ["fp32", *(pytest.param(dtype, marks=pytest.mark.slow)
                                              for dtype in ("bf16", "bf16_autocast"))])
-def test_a_right_process_is_within_the_bounds_of_every_phase(alone: Dist, dtype: str) -> None:
-    found, spread = right(dtype, alone)
-    assert one_process.complaint(found) is None
-    assert set(one_process.worst_by_phase(found)) == set(one_process.PHASES)
-    assert all(math.isfinite(one.finding.bound) for one in found)
-    # What can be seen: no gradient may be off by an eighth, nor the loss by a thousandth of itself.
+def test_a_correct_process_is_within_the_bounds_of_every_phase(alone: Dist, dtype: str) -> None:
+    comparisons, spread = right(dtype, alone)
+    assert one_process.complaint(comparisons) is None
+    assert set(one_process.worst_by_phase(comparisons)) == set(one_process.PHASES)
+    findings = [comparison.finding for comparison in comparisons]
+    assert all(math.isfinite(finding.bound) for finding in findings)
+    # The bounds must be tight: an error of 1/8 in a gradient or of 1e-3 in the loss must not pass.
     most = {"fp32": (2e-5, 1e-6), "bf16_autocast": (0.125, 1e-3), "bf16": (0.125, 1e-3)}[dtype]
-    assert max(one.finding.bound for one in found if one.finding.what.startswith("gradient of")) < most[0]
-    assert max(one.finding.bound for one in found if one.finding.what == "loss") < most[1] * math.log(96)
+    assert max(finding.bound for finding in findings if finding.what.startswith("gradient of")) < most[0]
+    assert max(finding.bound for finding in findings if finding.what == "loss") < most[1] * math.log(96)
     assert spread.loss > 0
 
 
@@ -72,29 +73,29 @@ def _marks(name: str, dtype: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize(("name", "dtype"), [pytest.param(name, dtype, marks=_marks(name, dtype))
                                              for dtype in SHAPE_OF for name in SHARED])
-def test_a_fault_that_all_layouts_share_is_named(alone: Dist, name: str, dtype: str) -> None:
+def test_a_fault_shared_by_all_layouts_is_named(alone: Dist, name: str, dtype: str) -> None:
     _, spread = right(dtype, alone)
-    found, _ = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone, FAULTS[name]), dtype, spread)
+    comparisons, _ = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone, FAULTS[name]), dtype, spread)
     failing = [phase for phase in one_process.PHASES
-               if any(one.phase == phase and one.finding.failed for one in found)]
+               if any(each.phase == phase and each.finding.failed for each in comparisons)]
     shows = [phase for phase in FAULTS[name].shows if phase != TOO_SMALL.get((name, dtype))]
-    assert set(shows) <= set(failing), one_process.complaint(found)
-    assert failing[0] == shows[0], one_process.complaint(found)
+    assert set(shows) <= set(failing), one_process.complaint(comparisons)
+    assert failing[0] == shows[0], one_process.complaint(comparisons)
 
 
 @pytest.mark.parametrize("norm", [1.0, math.inf])
-def test_a_step_that_was_not_made_gets_a_verdict(alone: Dist, norm: float) -> None:
-    """Moments that stay 0, and the infinite norm of a step that was skipped, are divided by nowhere."""
+def test_a_skipped_step_gets_a_verdict(alone: Dist, norm: float) -> None:
+    """Moments of 0 and the infinite norm of a skipped step must not lead to a division by 0."""
     first = observe("tiny-gpt2", "fp32", alone)[:1]
-    left = replace(first[0], after=first[0].before, norm=norm)
-    found, _ = one_process.judge([left], "fp32")
-    failed = {one.phase for one in found if one.finding.failed}
-    assert {"reduction", "optimizer"} <= failed, one_process.complaint(found)
+    skipped = replace(first[0], after=first[0].before, norm=norm)
+    comparisons, _ = one_process.judge([skipped], "fp32")
+    failed = {each.phase for each in comparisons if each.finding.failed}
+    assert {"reduction", "optimizer"} <= failed, one_process.complaint(comparisons)
 
 
-def test_a_reference_that_disagrees_with_itself_is_refused(alone: Dist, tmp_path: Path,
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that is more than rounding would let every layout pass."""
+def test_a_reference_that_disagrees_with_itself_is_rejected(alone: Dist, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise beyond rounding would let every layout pass."""
     def rounded(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         y = functional.linear(x, self.weight, self.bias)
         return y + (y.to(torch.float8_e4m3fn).float() - y).detach()
@@ -112,9 +113,9 @@ def test_a_reference_that_disagrees_with_itself_is_refused(alone: Dist, tmp_path
 
 
 @pytest.mark.full
-def test_every_step_that_noise_comes_from_is_judged(alone: Dist, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one between the first and the last, which the tolerances of norms and losses come from."""
+def test_every_step_that_contributes_to_noise_is_checked(alone: Dist, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Including steps between the first and the last, which contribute to the tolerances of norms and losses."""
     inner = reference.train
 
     def train(engine: object, *args: object, **options: object) -> object:
@@ -130,8 +131,8 @@ def test_every_step_that_noise_comes_from_is_judged(alone: Dist, tmp_path: Path,
 
 
 @pytest.mark.full
-def test_the_references_evaluation_is_held_to_the_definition(alone: Dist, tmp_path: Path,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evaluation_of_the_reference_is_checked(alone: Dist, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     inner = reference.validation_loss
     monkeypatch.setattr(reference, "validation_loss",
                         lambda *args, **options: (inner(*args, **options)[0] + 1e-4, 0))
@@ -140,8 +141,8 @@ def test_the_references_evaluation_is_held_to_the_definition(alone: Dist, tmp_pa
 
 
 @pytest.mark.full
-def test_a_reference_that_the_definition_does_not_give_is_refused(alone: Dist, tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_disagrees_with_the_definition_is_rejected(alone: Dist, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     inner = reference.make_engine
 
     def faulty(*args: object, **options: object) -> object:

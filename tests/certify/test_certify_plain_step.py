@@ -1,4 +1,4 @@
-"""The plain step, against torch's own parts and the calculus: what it defines is what the field means by it."""
+"""Step definition against torch's modules and numerical derivatives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings_of(config: ModelConfig, clip: float, z_loss: float = 0.0) -> Settin
 
 
 def in_fp64(config: ModelConfig) -> tuple[GPT, Tensors]:
-    """A model whose gains and biases are not ones and zeros, and its values by name."""
+    """Return a model whose gains and biases are not ones and zeros, and its weights by name."""
     model = GPT(config)
     init_weights(model, config, seed=3)
     generator = torch.Generator().manual_seed(7)
@@ -48,18 +48,18 @@ def in_fp64(config: ModelConfig) -> tuple[GPT, Tensors]:
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro batches of three sequences, in each another number of targets ignored."""
+    """Return micro batches of three sequences with different numbers of ignored targets."""
     generator = torch.Generator().manual_seed(11)
-    found = []
+    micro_batches = []
     for number in range(count):
         rows = torch.randint(SMALL["vocab_size"], (3, SMALL["block_size"] + 1), generator=generator)
         targets = rows[:, 1:].clone()
         targets[torch.rand(targets.shape, generator=generator) < 0.1 * (number + 1)] = IGNORED
-        found.append((rows[:, :-1].contiguous(), targets))
-    return found
+        micro_batches.append((rows[:, :-1].contiguous(), targets))
+    return micro_batches
 
 
-def test_it_imports_nothing_of_what_it_judges() -> None:
+def test_it_imports_nothing_that_it_checks() -> None:
     tree = ast.parse(Path(plain_step.__file__).read_text())
     names = {name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
              for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])}
@@ -69,8 +69,8 @@ def test_it_imports_nothing_of_what_it_judges() -> None:
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_model_is_this_function_in_every_shape(name: str, z_loss: float) -> None:
-    """Rotary angles and the losses' sums are fp32 in the model: 2^-24 of a term, over a sequence."""
+def test_loss_and_gradients_match_the_model_in_every_shape(name: str, z_loss: float) -> None:
+    """The model computes rotary angles and sums of losses in fp32, which gives an error of 2^-24 per term."""
     config = shape(name)
     model, weights = in_fp64(config)
     configure_head(model, 0, z_loss)
@@ -80,7 +80,7 @@ def test_the_model_is_this_function_in_every_shape(name: str, z_loss: float) -> 
         losses.append(model(tokens, targets))
         (losses[-1] / 2).backward()
     loss, gradients = plain_step.gradients(weights, micro_batches, settings_of(config, 1.0, z_loss))
-    assert loss == pytest.approx(sum(one.item() for one in losses) / 2, rel=1e-6)
+    assert loss == pytest.approx(sum(each.item() for each in losses) / 2, rel=1e-6)
     assert gradients.keys() == weights.keys()
     for parameter_name, parameter in model.named_parameters():
         apart = (parameter.grad - gradients[parameter_name]).norm() / parameter.grad.norm()
@@ -88,7 +88,7 @@ def test_the_model_is_this_function_in_every_shape(name: str, z_loss: float) -> 
 
 
 def test_an_evaluation_counts_every_target_once() -> None:
-    """Not the mean of the batches' means: in each another number of targets is ignored."""
+    """The mean of the batches' means would differ, because their numbers of ignored targets do."""
     config = shape("gpt2")
     model, weights = in_fp64(config)
     summed = sum(model(tokens, targets, reduction="sum").item() for tokens, targets in batches(3))
@@ -100,7 +100,7 @@ def test_an_evaluation_counts_every_target_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_its_gradient_is_the_slope_of_its_loss(name: str) -> None:
+def test_the_gradient_matches_the_numerical_derivative_of_the_loss(name: str) -> None:
     config = shape(name)
     _, weights = in_fp64(config)
     micro_batches, settings = batches(2), settings_of(config, 1.0)
@@ -113,7 +113,7 @@ def test_its_gradient_is_the_slope_of_its_loss(name: str) -> None:
     assert (up - down) / (2 * step) == pytest.approx(slope, rel=1e-6)
 
 
-def test_the_update_is_torchs_clipping_and_adamw() -> None:
+def test_the_update_matches_clipping_and_adamw_of_torch() -> None:
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator).double()
                for name, shape in {"a": (6, 4), "b": (4,)}.items()}
@@ -144,19 +144,19 @@ def test_the_update_is_torchs_clipping_and_adamw() -> None:
             torch.testing.assert_close(state.second[name], optimizer.state[leaf]["exp_avg_sq"], rtol=1e-12, atol=0)
 
 
-def test_no_clip_is_no_clip() -> None:
+def test_a_clip_of_0_disables_clipping() -> None:
     assert plain_step.clip_factor(1e9, 0.0) == 1.0
     assert plain_step.clip_factor(0.3, 0.5) == 1.0
     assert plain_step.clip_factor(5.0, 0.5) == pytest.approx(0.1, rel=1e-6)
 
 
-def test_a_whole_step_is_its_parts() -> None:
+def test_a_step_is_composed_of_its_parts() -> None:
     config = shape("llama")
     _, weights = in_fp64(config)
     numbers, micro_batches = settings_of(config, 0.1), batches(2)
     loss, norm, state = plain_step.train_step(plain_step.fresh(weights), micro_batches, 1e-2, numbers)
-    found, gradients = plain_step.gradients(weights, micro_batches, numbers)
-    assert (loss, norm) == (found, plain_step.global_norm(gradients))
+    expected_loss, gradients = plain_step.gradients(weights, micro_batches, numbers)
+    assert (loss, norm) == (expected_loss, plain_step.global_norm(gradients))
     clipped = {name: value * (0.1 / (norm + 1e-6)) for name, value in gradients.items()}
     due = plain_step.updated(plain_step.fresh(weights), clipped, 1e-2, numbers)
     assert all(torch.equal(state.weights[name], due.weights[name]) for name in weights)
@@ -164,7 +164,7 @@ def test_a_whole_step_is_its_parts() -> None:
     assert after < loss
 
 
-def test_the_rate_is_the_trainers_cosine() -> None:
+def test_the_learning_rate_matches_the_cosine_of_the_trainer() -> None:
     config = RunConfig(lr=6e-4, min_lr=6e-5, warmup_steps=7, decay_steps=40, schedule="cosine")
     for step in range(50):
         assert plain_step.cosine_rate(step, 6e-4, 6e-5, 7, 40) == pytest.approx(
@@ -173,15 +173,15 @@ def test_the_rate_is_the_trainers_cosine() -> None:
 
 @pytest.mark.parametrize("dtype", ARITHMETIC)
 def test_rounding_and_reordering_have_the_stated_size(dtype: str) -> None:
-    """Products of bf16 are as far from the truth as a format of 8 bits takes them, fp32's as one of 24."""
+    """The error against fp64 must match a mantissa of 8 bits for bf16 matmuls and of 24 bits for fp32."""
     config = shape("gpt2")
     _, weights = in_fp64(config)
     micro_batches, numbers, arithmetic = batches(1), settings_of(config, 1.0), ARITHMETIC[dtype]
     unit = torch.finfo(arithmetic.products).eps / 2
 
-    def apart(one: dict, other: dict) -> float:
-        squares = sum((one[key] - other[key]).square().sum().item() for key in one)
-        return math.sqrt(squares) / plain_step.global_norm(other)
+    def apart(ours: dict, theirs: dict) -> float:
+        squares = sum((ours[key] - theirs[key]).square().sum().item() for key in ours)
+        return math.sqrt(squares) / plain_step.global_norm(theirs)
 
     _, exact = plain_step.gradients(weights, micro_batches, numbers, EXACT)
     _, plain = plain_step.gradients(weights, micro_batches, numbers, arithmetic)

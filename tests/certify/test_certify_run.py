@@ -1,4 +1,4 @@
-"""certify as a user runs it: everything passes, every injected fault is caught and named."""
+"""Full runs of the certify command: all layouts pass, and every injected fault is caught and named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ON_ONE_LAYOUT = ["gradients-x2", "dropped-bucket", "accumulation-not-divided", "
                  "drifting-copy", "wrong-mask", "shifted-targets", "duplicated-data", "untied-head"]
 
 
-# The quick certificate alone takes minutes, twice as many beside other tests.
+# --quick alone takes minutes, and twice as long beside other tests.
 pytestmark = pytest.mark.timeout(1000)
 
 
@@ -38,10 +38,10 @@ atexit.register(shutil.rmtree, KEPT_REFERENCES, ignore_errors=True)
 
 
 def certify(folder: Path, *words: str, timeout: float = 1000, **env: str) -> tuple[int, str, list[dict]]:
-    """Exit code, output and results of a run.
+    """Run certify; return its exit code, output and results.
 
-    A reference takes longer than the cases that most tests want. Each is made once, by the first run that needs it,
-    and found by the later ones as a run that was interrupted would find it; not by those of code that was changed.
+    References take longer than the cases of most tests, so the first run computes a reference and later runs reuse
+    it, as if they continued an interrupted run. Runs with modified code (`env`) do not share references.
     """
     references = folder / "run" / "reference"
     if not env:
@@ -58,23 +58,21 @@ def certify(folder: Path, *words: str, timeout: float = 1000, **env: str) -> tup
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, dict]]:
-    code, said, results = certify(tmp_path_factory.mktemp("quick"), "--quick")
-    return code, said, {f"{one['layout']} {one['model']} {one['dtype']}": one for one in results}
+    code, output, results = certify(tmp_path_factory.mktemp("quick"), "--quick")
+    return code, output, {f"{one['layout']} {one['model']} {one['dtype']}": one for one in results}
 
 
 GPT2, LLAMA = 841_216, 1_009_920
-"""Bytes of the weights."""
+"""Size of the weights in bytes."""
 
-# By groups of ranks: what a step issues by kind, how many and the bytes of their buffers. Gradients fill several
-# buckets.
 ISSUED = {
     "ddp tiny-llama": [((0, 1), {"all_reduce": (1, LLAMA)})],
     "zero0 tiny-gpt2": [((0, 1), {"all_reduce": (1, GPT2)})],
-    # Stages 1 and 2 all-reduce what the textbook reduce-scatters, stage 2 on every micro-step. Two groups of
-    # parameters, with decay and without, are gathered.
+    # Stages 1 and 2 all-reduce where the ZeRO paper reduce-scatters, stage 2 on every micro-step. There are two
+    # all-gathers because there are two parameter groups, with and without weight decay.
     "zero1 tiny-llama": [((0, 1), {"all_gather": (2, LLAMA), "all_reduce": (6, LLAMA), "scalars": (2, 8)})],
     "zero2 tiny-gpt2": [((0, 1), {"all_gather": (2, GPT2), "all_reduce": (10, 2 * GPT2), "scalars": (2, 8)})],
-    # Layers are gathered for both passes of a micro-step, but for those that the forward pass has left behind.
+    # Layers are gathered for both passes of a micro-step, except those that the forward pass left gathered.
     "zero3 tiny-llama": [
         ((0, 1), {"all_gather": (61, 3_459_328), "reduce_scatter": (12, 2 * LLAMA), "scalars": (3, 24)}),
     ],
@@ -87,12 +85,12 @@ ISSUED = {
     "zero3_nvme tiny-gpt2": [
         ((0, 1), {"all_gather": (110, 3_421_696), "reduce_scatter": (10, 2 * GPT2), "scalars": (2, 8)}),
     ],
-    # A tile at a time.
+    # Each tile is gathered separately.
     "tiled tiny-gpt2": [
         ((0, 1), {"all_gather": (218, 3_421_696), "reduce_scatter": (10, 2 * GPT2), "scalars": (3, 24)}),
     ],
     "fsdp2 tiny-gpt2": [((0, 1), {"all_gather": (18, 3_281_920), "reduce_scatter": (5, GPT2), "scalars": (1, 4)})],
-    # Gathers and scatters in groups of two, then an all-reduce of what a rank has of each gradient.
+    # All-gathers and reduce-scatters in groups of two, then an all-reduce of each gradient shard.
     "fsdp2_within2 tiny-gpt2": [
         ((0, 1, 2, 3), {"all_gather": (18, 3_281_920), "all_reduce": (5, GPT2 // 2), "reduce_scatter": (5, GPT2),
                         "scalars": (1, 4)}),
@@ -101,8 +99,8 @@ ISSUED = {
         ((0, 1), {"all_gather": (2, LLAMA), "all_reduce": (6, LLAMA), "all_to_all": (64, 3_145_728),
                   "scalars": (2, 8)}),
     ],
-    # The all-reduces of activations that the textbook has and one of all gradients; two numbers a token for the
-    # loss, in 11 chunks of a micro batch.
+    # Activations, and one all-reduce of all gradients. The loss gathers two numbers per token, in 11 chunks per
+    # micro batch.
     "tp2 tiny-llama": [
         ((0, 1), {"all_gather": (2 * 11, 16_384), "all_reduce": (37, 5_224_704), "scalars": (1, 4)}),
     ],
@@ -113,7 +111,7 @@ ISSUED = {
         ((0, 1), {"all_gather": (2 * 11, 16_384), "all_reduce": (36, 4_718_592), "reduce_scatter": (6, 1_012_224),
                   "scalars": (6, 48)}),
     ],
-    # Activations and their gradients; buckets of the stage, and of the tied table alone.
+    # Activations and their gradients; gradient buckets of the stage, and separately of the tied table.
     "pp2 tiny-llama": [
         ((0,), {"all_reduce": (13, 541_696), "recv": (4, 262_144), "scalars": (4, 16), "send": (4, 262_144)}),
         ((1,), {"all_reduce": (13, 541_952), "recv": (4, 262_144), "scalars": (4, 16), "send": (4, 262_144)}),
@@ -124,7 +122,7 @@ ISSUED = {
         ((2, 3), {"all_gather": (28, 278_528), "all_reduce": (47, 2_585_856), "recv": (8, 131_360),
                   "scalars": (4, 16), "send": (8, 131_360)}),
     ],
-    # The first ranks of all the pipeline have the embedding, the others the last norm and the head.
+    # Ranks 0 to 3 hold the embedding, the others the last norm and the head.
     "3d tiny-gpt2": [
         ((0, 1, 2, 3), {"all_gather": (10, 492_288), "all_reduce": (48, 1_422_080), "recv": (8, 65_824),
                         "scalars": (4, 16), "send": (8, 65_824)}),
@@ -132,6 +130,8 @@ ISSUED = {
                         "scalars": (4, 16), "send": (8, 65_824)}),
     ],
 }
+"""Collectives of a step by group of ranks with equal traffic: number and bytes by kind. Gradients fill several
+buckets."""
 
 
 def missing_ops(layout: str) -> list[str]:
@@ -139,36 +139,37 @@ def missing_ops(layout: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_every_layout_is_the_same_maths(quick: tuple[int, str, dict[str, dict]]) -> None:
-    """Of those that this machine can run: one whose op is not built is named, and counts as not certified."""
-    code, said, results = quick
+def test_every_layout_passes(quick: tuple[int, str, dict[str, dict]]) -> None:
+    """Layouts whose op is not built on this machine are missing, and the exit code is 1."""
+    code, output, results = quick
     assert [f"{name}: {one['failures']}" for name, one in results.items() if not one["passed"]] == []
     left_out = {name for name in ds_config.names() if missing_ops(name)}
-    assert code == bool(left_out), said
+    assert code == bool(left_out), output
     assert {name for name in results if name.endswith(" fp32")} == {
         f"{name} {model} fp32" for name in ds_config.names() for model in recipe.MODELS if name not in left_out}
-    assert "--quick leaves out" in said
-    assert "held to its definitions first: rates, parts, loss scale, dropout, sums, trainer" in said
+    assert "--quick omits" in output
+    assert "single-process checks passed: rates, parts, loss scale, dropout, sums, trainer" in output
     for one in results.values():
         assert min(one["norms"]) > recipe.CLIP
-        # A run that learns, by far more than what two runs may differ by.
+        # The loss decreases by far more than the allowed difference between two runs.
         assert one["losses"][0] - one["losses"][-1] > max(0.03, 100 * one["worst"]["loss"]["bound"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("issued", ISSUED)
-def test_collectives_are_those_that_are_known(quick: tuple[int, str, dict[str, dict]], issued: str) -> None:
+def test_collectives_are_the_known_ones(quick: tuple[int, str, dict[str, dict]], issued: str) -> None:
     if missing := missing_ops(issued.partition(" ")[0]):
         pytest.skip(f"{', '.join(missing)} not built (ezpz-llm doctor --build-ops)")
     result = quick[2][f"{issued} fp32"]
     assert result["passed"]
-    found = [(tuple(group["ranks"]), {kind: (one["count"], one["bytes"]) for kind, one in group["kinds"].items()})
-             for group in result["collectives"]]
-    assert found == ISSUED[issued]
+    collectives = [(tuple(group["ranks"]),
+                    {kind: (entry["count"], entry["bytes"]) for kind, entry in group["kinds"].items()})
+                   for group in result["collectives"]]
+    assert collectives == ISSUED[issued]
 
 
 @pytest.mark.full
-def test_the_textbook_is_beside_them(quick: tuple[int, str, dict[str, dict]]) -> None:
+def test_results_include_the_expected_traffic(quick: tuple[int, str, dict[str, dict]]) -> None:
     _, _, results = quick
     exchanged = ISSUED["sp2 tiny-llama"][0][1]
     assert results["zero1 tiny-llama fp32"]["textbook"] == {"all_gather": LLAMA, "reduce_scatter": LLAMA}
@@ -177,14 +178,14 @@ def test_the_textbook_is_beside_them(quick: tuple[int, str, dict[str, dict]]) ->
 
 
 @pytest.mark.full
-def test_memory_is_what_arithmetic_says(quick: tuple[int, str, dict[str, dict]]) -> None:
+def test_measured_memory_matches_the_estimate(quick: tuple[int, str, dict[str, dict]]) -> None:
     for name, one in quick[2].items():
-        # Buckets and FSDP's shards are padded, and files are read through buffers.
+        # Buckets and FSDP2 shards are padded, and files are read through buffers.
         allowed = 0.03 if one["layout"] in ("zero2", "fsdp2", "zero3_nvme") else 0.0001
         held = max(sum(rank.values()) - rank["gathered"] - rank["other"] for rank in one["memory"])
         arithmetic = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
         if one["layout"] == "zero3_hpz2":
-            # Norms and biases stay gathered, and so have no second copy, of which a rank would have half.
+            # Norms and biases stay gathered, so they have no secondary copy, of which a rank would hold half.
             shapes = parameter_shapes(recipe.model_config(one["model"])).values()
             arithmetic -= 4 * sum(shape[0] for shape in shapes if len(shape) == 1) // 2
         assert held == pytest.approx(arithmetic, rel=allowed), name
@@ -192,22 +193,22 @@ def test_memory_is_what_arithmetic_says(quick: tuple[int, str, dict[str, dict]])
 
 @pytest.mark.full
 def test_injected_faults_are_caught_by_name(tmp_path: Path) -> None:
-    code, said, results = certify(tmp_path, "--layouts", "ddp", "--world", "2", "--model", "tiny-gpt2", "--dtype",
-                                  "fp32", "--steps", "3", "--inject-fault", ",".join(ON_ONE_LAYOUT))
-    assert code == 1, said
+    code, output, results = certify(tmp_path, "--layouts", "ddp", "--world", "2", "--model", "tiny-gpt2", "--dtype",
+                                    "fp32", "--steps", "3", "--inject-fault", ",".join(ON_ONE_LAYOUT))
+    assert code == 1, output
     assert [one["fault"] for one in results] == ON_ONE_LAYOUT
     for one in results:
         missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
         assert not missing, f"{one['fault']}: {missing} not among {one['failures']}"
-        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {one['fault']}:" in said
+        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {one['fault']}:" in output
     named = {one["fault"]: " ".join(one["failures"]) for one in results}
     assert "gradient norm at step 1" in named["gradients-x2"]
     assert "2 times the reference's" in named["gradients-x2"]
-    assert "loss" not in named["gradients-x2"]  # clipped Adam's losses do not show it
+    assert "loss" not in named["gradients-x2"]  # invisible in the losses of Adam with clipping
     assert "gradient of transformer.h.1." in named["dropped-bucket"]
     assert "gradient norm at step 1" in named["dropped-bucket"]
     assert "loss at step 2" in named["stale-optimizer"]
-    assert "is not the same bits: 96 of 96 blocks" in named["drifting-copy"]
+    assert "is not bitwise equal: 96 of 96 blocks" in named["drifting-copy"]
     assert "loss at step 1" in named["duplicated-data"]
     assert "gradient of transformer.wte.weight" in named["untied-head"]
 
@@ -217,18 +218,18 @@ def test_hpz_gathers_across_groups_once_a_step_and_never_from_a_stale_copy(tmp_p
     words = ("--layouts", "zero3_hpz2", "--world", "4", "--model", "tiny-llama", "--steps", "3")
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
-    code, said, (result,) = certify(right, *words, "--dtype", "fp32")
-    assert code == 0, said
+    code, output, (result,) = certify(right, *words, "--dtype", "fp32")
+    assert code == 0, output
     (ranks,) = result["collectives"]
     gathers = ranks["kinds"]["all_gather"]["groups"]
-    # All ranks take part in what the first forward pass gathers, and in no backward pass and no later micro-step.
+    # Only the first forward pass gathers across all ranks; backward passes and later micro-steps do not.
     assert gathers == {"4": {"count": 22, "bytes": LLAMA}, "2": {"count": 39, "bytes": 2_449_408}}
     assert result["textbook"] == {"all_gather": LLAMA, "all_gather (2 ranks)": 3 * LLAMA,
                                   "reduce_scatter": 2 * LLAMA}
 
     wrong.mkdir()
-    code, said, results = certify(wrong, *words, "--dtype", "fp32,bf16", "--inject-fault", "stale-second-copy")
-    assert code == 1, said
+    code, output, results = certify(wrong, *words, "--dtype", "fp32,bf16", "--inject-fault", "stale-second-copy")
+    assert code == 1, output
     assert {one["dtype"] for one in results} == {"fp32", "bf16"}
     for result in results:
         assert set(FAULTS["stale-second-copy"].shows) <= set(result["kinds"]), result["failures"]
@@ -236,14 +237,14 @@ def test_hpz_gathers_across_groups_once_a_step_and_never_from_a_stale_copy(tmp_p
 
 
 @pytest.mark.full
-def test_gradients_in_bf16_that_nobody_asked_for_are_caught_by_their_bytes(tmp_path: Path) -> None:
+def test_unrequested_bf16_gradients_are_caught_by_their_bytes(tmp_path: Path) -> None:
     words = ("--world", "2", "--model", "tiny-gpt2", "--dtype", "bf16", "--steps", "3")
     for number, (layouts, faults) in enumerate((("ddp,fsdp2", "bf16-reduction,stale-masters"),
                                                 ("zero1,zero3", "bf16-reduction,bf16-accumulation,stale-masters"))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        code, said, results = certify(folder, *words, "--layouts", layouts, "--inject-fault", faults)
-        assert code == 1, said
+        code, output, results = certify(folder, *words, "--layouts", layouts, "--inject-fault", faults)
+        assert code == 1, output
         assert {one["fault"] for one in results} == set(faults.split(","))
         for one in results:
             missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
@@ -255,64 +256,65 @@ def test_gradients_in_bf16_that_nobody_asked_for_are_caught_by_their_bytes(tmp_p
     ("zero1,zero2", "bf16", "parameter"),
     ("zero1,zero2,sp2", "fp32", "parameter"),
     ("ddp,zero0,tp2", "fp32", "weight")])
-def test_copies_that_drift_by_the_least_are_seen_bit_for_bit(tmp_path: Path, layouts: str, dtype: str,
-                                                             kind: str) -> None:
-    """Of ZeRO's masters no rank has another's: there it is the parameters that all compute with."""
-    code, said, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--model", "tiny-gpt2", "--dtype",
-                                  dtype, "--steps", "3", "--inject-fault", "drifting-copy")
-    assert code == 1, said
+def test_replicas_that_drift_minimally_are_noticed(tmp_path: Path, layouts: str, dtype: str, kind: str) -> None:
+    """Under ZeRO, master weights are not replicated, so the parameters that ranks compute with are compared."""
+    code, output, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--model", "tiny-gpt2",
+                                    "--dtype", dtype, "--steps", "3", "--inject-fault", "drifting-copy")
+    assert code == 1, output
     assert [one["layout"] for one in results] == layouts.split(",")
     for one in results:
         assert "copy" in one["kinds"], one["failures"]
         assert f"the {kind} of transformer." in " ".join(one["failures"]), one["failures"]
-        assert "on ranks 0 and 1 is not the same bits" in " ".join(one["failures"])
+        assert "on ranks 0 and 1 is not bitwise equal" in " ".join(one["failures"])
 
 
 @pytest.mark.full
 def test_unmarked_tensor_parallel_parameters_are_caught_by_the_norm(tmp_path: Path) -> None:
-    code, said, results = certify(tmp_path, "--layouts", "tp2,tp2_zero1,tp2_zero3", "--world", "2", "--model",
-                                  "tiny-llama", "--dtype", "fp32", "--steps", "3", "--inject-fault", "unmarked-tp")
-    assert code == 1, said
+    code, output, results = certify(tmp_path, "--layouts", "tp2,tp2_zero1,tp2_zero3", "--world", "2", "--model",
+                                    "tiny-llama", "--dtype", "fp32", "--steps", "3", "--inject-fault",
+                                    "unmarked-tp")
+    assert code == 1, output
+
     assert len(results) == 3
     for one in results:
         assert "gradient norm at step 1" in " ".join(one["failures"])
-        assert not {"cover", "first", "gradient"} & set(one["kinds"]), one["failures"]  # what is told is right
+        assert not {"cover", "first", "gradient"} & set(one["kinds"]), one["failures"]  # only the norm is wrong
 
 
 @pytest.mark.full
-def test_a_wrong_scale_over_a_sequence_is_caught(tmp_path: Path) -> None:
-    code, said, results = certify(tmp_path, "--layouts", "sp2", "--world", "2", "--model", "tiny-gpt2", "--dtype",
-                                  "fp32", "--steps", "3", "--inject-fault", "wrong-sp-scale")
-    assert code == 1, said
+def test_a_wrong_sequence_parallel_scale_is_caught(tmp_path: Path) -> None:
+    code, output, results = certify(tmp_path, "--layouts", "sp2", "--world", "2", "--model", "tiny-gpt2", "--dtype",
+                                    "fp32", "--steps", "3", "--inject-fault", "wrong-sp-scale")
+    assert code == 1, output
     assert "2 times the reference's" in " ".join(results[0]["failures"])
     assert set(results[0]["kinds"]) >= set(FAULTS["wrong-sp-scale"].shows)
 
 
 @pytest.mark.slow
-def test_a_layout_that_crashes_fails_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_layout_that_crashes_fails_and_the_others_continue(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}))
-    code, said, results = certify(tmp_path, "--layouts", f"{broken},ddp", "--world", "2", "--model", "tiny-gpt2",
-                                  "--dtype", "fp32")
-    assert code == 1, said
+    code, output, results = certify(tmp_path, "--layouts", f"{broken},ddp", "--world", "2", "--model", "tiny-gpt2",
+                                    "--dtype", "fp32")
+    assert code == 1, output
     assert [one["passed"] for one in results] == [False, True]
     assert "reduce_bucket_size" in " ".join(results[0]["failures"])
-    assert "1 of 2 are the same maths as one process" in said
+    assert "1 of 2 cases passed: same results as a single process" in output
 
 
 @pytest.mark.full
-def test_a_shared_fault_fails_as_one_process_that_the_definition_does_not_give(tmp_path: Path) -> None:
-    code, said, results = certify(tmp_path, "--layouts", "ddp", "--world", "1", "--model", "tiny-gpt2", "--dtype",
-                                  "fp32", "--steps", "3", "--inject-fault", "beta2")
-    assert code == 1, said
+def test_a_shared_fault_fails_in_the_comparison_with_the_definition(tmp_path: Path) -> None:
+    code, output, results = certify(tmp_path, "--layouts", "ddp", "--world", "1", "--model", "tiny-gpt2", "--dtype",
+                                    "fp32", "--steps", "3", "--inject-fault", "beta2")
+    assert code == 1, output
     (result,) = results
     assert result["kinds"] == ["optimizer"]
     assert result["failures"][0].startswith("one process disagrees with the definition of the step: optimizer, ")
-    assert result["failures"][0] in said
+    assert result["failures"][0] in output
 
 
 def faulty_copy(folder: Path, path: str, right: str, wrong: str) -> dict[str, str]:
-    """The package with a line of its code changed; the environment in which it is the one that runs."""
+    """Copy the package with one changed line; return the environment variables that select the copy."""
     shutil.copytree(ROOT / "ezpz_llm", folder / "ezpz_llm", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("ds_configs", "launchers", "jobs"):
         (folder / name).symlink_to(ROOT / name)
@@ -323,26 +325,26 @@ def faulty_copy(folder: Path, path: str, right: str, wrong: str) -> dict[str, st
 
 
 @pytest.mark.parametrize("started", ["alone", pytest.param("by launch", marks=pytest.mark.full)])
-def test_where_one_process_is_wrong_the_certificate_says_so_and_no_layout_is_compared(tmp_path: Path,
-                                                                                      started: str) -> None:
-    """The gravest failure there is leaves a certificate as any other does."""
+def test_if_the_single_process_is_wrong_the_certificate_says_so_and_no_layout_is_compared(tmp_path: Path,
+                                                                                          started: str) -> None:
+    """certify.json is written in this case too."""
     faulty = faulty_copy(tmp_path, "engine/base.py", "loss += micro_loss.detach() / accumulation",
                          "loss = micro_loss.detach()")
     words = ("--layouts", "ddp", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json",
              "out/kept.json")
     if started == "alone":
-        code, said, results = certify(tmp_path, *words, "--world", "2", **faulty)
+        code, output, results = certify(tmp_path, *words, "--world", "2", **faulty)
         assert results == []
     else:
         done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", *words,
                       timeout=200, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", **faulty)
-        code, said = done.returncode, done.stdout + done.stderr
-    assert code == 1, said
+        code, output = done.returncode, done.stdout + done.stderr
+    assert code == 1, output
     headline = "one process disagrees with the definition of the step: tiny-gpt2 fp32: forward, step 1"
-    assert f"\n{headline}" in said, said
-    assert "no layout was compared" in said
-    assert "could not be computed" not in said
-    assert "Traceback" not in said
+    assert f"\n{headline}" in output, output
+    assert "no layout was compared" in output
+    assert "could not be computed" not in output
+    assert "Traceback" not in output
     for path in ("run/certify.json", "out/kept.json"):
         kept = json.loads((tmp_path / path).read_text())
         assert not kept["passed"]
@@ -354,22 +356,23 @@ def test_where_one_process_is_wrong_the_certificate_says_so_and_no_layout_is_com
 @pytest.mark.parametrize(("layout", "right"), [
     ("zero1", "self.zero.update_lp_params()"),
     ("zero3", "self.zero._reassign_or_swap_out_partitioned_parameters(number)")])
-def test_loaded_weights_that_do_not_reach_the_parameters_are_seen(tmp_path: Path, layout: str, right: str) -> None:
-    """The initial weights, which ranks would go on with, are the checkpoint's: certify makes NaN of them first."""
+def test_loaded_weights_that_do_not_reach_the_parameters_are_noticed(tmp_path: Path, layout: str,
+                                                                     right: str) -> None:
+    """The initial weights equal those of the checkpoint, so certify sets them to NaN first."""
     faulty = faulty_copy(tmp_path, "engine/deepspeed_engine.py", right, "pass")
-    code, said, results = certify(tmp_path, "--layouts", layout, "--world", "2", "--model", "tiny-gpt2", "--dtype",
-                                  "fp32", "--steps", "3", **faulty)
-    assert code == 1, said
-    assert results[0]["failures"][0].startswith("forward: loss at step 1"), said
+    code, output, results = certify(tmp_path, "--layouts", layout, "--world", "2", "--model", "tiny-gpt2",
+                                    "--dtype", "fp32", "--steps", "3", **faulty)
+    assert code == 1, output
+    assert results[0]["failures"][0].startswith("forward: loss at step 1"), output
 
 
 @pytest.mark.full
-def test_ranks_of_a_launch_certify_what_fits_them(tmp_path: Path) -> None:
+def test_ranks_of_a_launch_certify_the_cases_that_fit(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", "--layouts",
                   "zero1", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json", "out/kept.json",
                   timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 1 are the same maths as one process" in done.stdout
+    assert "1 of 1 case passed: same results as a single process" in done.stdout
     kept = json.loads((tmp_path / "out" / "kept.json").read_text())
     assert kept["passed"]
     assert {"torch", "deepspeed"} <= set(kept["environment"]["versions"])
@@ -378,17 +381,17 @@ def test_ranks_of_a_launch_certify_what_fits_them(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ranks_that_cannot_be_set_up_fail_every_case_at_once(tmp_path: Path) -> None:
-    """One launch, not one a case."""
-    code, said, results = certify(tmp_path, "--layouts", "ddp,zero1", "--world", "2", "--model", "tiny-gpt2",
-                                  "--dtype", "fp32", GLOO_SOCKET_IFNAME="nosuch0")
-    assert code == 1, said
+    """There is one launch, not one per case."""
+    code, output, results = certify(tmp_path, "--layouts", "ddp,zero1", "--world", "2", "--model", "tiny-gpt2",
+                                    "--dtype", "fp32", GLOO_SOCKET_IFNAME="nosuch0")
+    assert code == 1, output
     assert [one["passed"] for one in results] == [False, False]
-    assert said.count("2 ranks: 2 to certify") == 1
-    assert "nosuch0" in said
+    assert output.count("2 ranks: 2 cases to certify") == 1
+    assert "nosuch0" in output
 
 
 @pytest.mark.full
-def test_a_certify_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
+def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     marker = f"certify-{uuid.uuid4().hex}"
     begun = subprocess.Popen([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--layouts", "ddp",
                               "--world", "2"], cwd=tmp_path, env={**ENV, "EZPZ_LLM_TEST_MARKER": marker},
@@ -415,15 +418,15 @@ def _holds(path: Path, marker: str) -> bool:
 @pytest.mark.parametrize(("layouts", "dtype"), [
     (layouts, dtype) for dtype in recipe.DTYPES
     for layouts in ("ddp", "zero1,zero2,zero3", "pp2", "tp2,tp2_zero1,tp2_zero3", "sp2")
-    if (layouts, dtype) != ("pp2", "bf16")])  # which pipelines do not have
+    if (layouts, dtype) != ("pp2", "bf16")])  # not supported by pipelines
 def test_faults_are_caught_in_other_layouts(tmp_path: Path, layouts: str, dtype: str) -> None:
-    """Every fault that a layout can have, in every precision."""
+    """Inject every fault that applies to a layout, in every precision."""
     layout = layout_of(layouts.split(",")[-1])
     faults = [name for name, fault in FAULTS.items()
               if fault.needs(layout, 2) is None and (dtype == "bf16" or not fault.of_masters)]
-    code, said, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype,
-                                  "--inject-fault", ",".join(faults), timeout=1700)
-    assert code == 1, said
+    code, output, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype,
+                                    "--inject-fault", ",".join(faults), timeout=1700)
+    assert code == 1, output
     assert {one["fault"] for one in results} == set(faults)
     for one in results:
         missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])

@@ -1,4 +1,4 @@
-"""Ranking of causes, on made-up runs whose first cause is known."""
+"""Ranking of causes, on synthetic runs with a known main cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", dev
 
 def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce",
               hosts=("made-up", "made-up")):
-    """Two ranks of two steps: rank 1 computes `slow` ms longer in forward, or does nothing there for `host` ms."""
+    """Return two steps of two ranks: in forward, rank 1 computes `slow` ms longer, or is idle for `host` ms."""
     traces = []
     for rank in (0, 1):
         trace = MadeUp(rank, [of_all(operator, [0, 1], 40_000_000)], host=hosts[rank])
@@ -57,74 +57,74 @@ def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_",
 WALL = {"set-up": 30.0, "training": 10.0, "logging": 0.1, "checkpoints": 0.1, "evaluation": 0.3, "other": 0.1}
 
 
-@pytest.mark.parametrize(("split", "wall", "kind", "says"), [
-    (two_ranks(slow=30), WALL, "slow_rank", "rank 1 on made-up is slow: 30.0 ms a step more in forward"),
+@pytest.mark.parametrize(("split", "wall", "kind", "message"), [
+    (two_ranks(slow=30), WALL, "slow_rank", "rank 1 on made-up is slow: 30.0 ms per step more in forward"),
     (two_ranks(host=30), WALL, "slow_rank", "outside of operators"),
     (two_ranks(data=40), WALL, "data", "waiting for data"),
-    (two_ranks(transfer=40), WALL, "communication", "exposed all_reduce (dp): moving the data, 1000 MB/s"),
+    (two_ranks(transfer=40), WALL, "communication", "exposed all_reduce (dp): data transfer, 1000 MB/s"),
     (two_ranks(), {**WALL, "checkpoints": 20.0}, "checkpoints", "training waits for checkpoints"),
     (two_ranks(), {**WALL, "evaluation": 20.0}, "evaluation", "evaluation"),
     (None, {**WALL, "sampling": 20.0}, "sampling", "generating samples"),
 ])
-def test_what_costs_most_comes_first(split, wall, kind, says):
+def test_the_most_expensive_cause_comes_first(split, wall, kind, message):
     causes = rank_causes(split, wall, a_run(), {})
     assert causes[0].kind == kind
-    assert says in causes[0].what
+    assert message in causes[0].what
     assert causes[0].advice
     assert [cause.seconds for cause in causes] == sorted((cause.seconds for cause in causes), reverse=True)
     assert all(0 < cause.share < 1 for cause in causes)
 
 
-def test_a_slow_rank_costs_what_the_others_wait_for_it_scaled_to_the_run():
+def test_the_cost_of_a_slow_rank_is_the_waiting_for_it_scaled_to_the_run():
     causes = rank_causes(two_ranks(slow=30), WALL, a_run(), {})
     step = 0.2 + 20 + 30 + 20 + 4 + 2
     assert causes[0].seconds == pytest.approx(10.0 * 30 / step)
     assert causes[0].share == pytest.approx(causes[0].seconds / 10.6)
-    # The wait for it is no other rank's fault, too.
+    # The same waiting is not reported a second time.
     assert not [cause for cause in causes if cause.kind == "waiting"]
 
 
-def test_traced_steps_of_no_length_cost_nothing():
+def test_traced_steps_of_zero_length_have_no_causes():
     trace = MadeUp()
     trace.mark("step 1", 0, 0)
-    found = rank_causes(split_traces([trace.read()]), WALL, a_run(), {})
-    assert {cause.kind for cause in found} == {"evaluation", "checkpoints", "logging"}
+    causes = rank_causes(split_traces([trace.read()]), WALL, a_run(), {})
+    assert {cause.kind for cause in causes} == {"evaluation", "checkpoints", "logging"}
 
 
 def links(slow=None, hosts=("a", "b", "c", "d"), receives=False):
-    """Links of a ring of hosts at 100 MB/s, of which one host sends (or receives) at 20."""
-    found = []
+    """Return the links of a ring of nodes at 100 MB/s; one node sends (or receives) at 20 MB/s."""
+    measured = []
     for i, host in enumerate(hosts):
         for sender, receiver in ((host, hosts[i - 1]), (hosts[i - 1], host)):
             is_slow = (receiver if receives else sender) == slow
-            found.append({"sender": sender, "receiver": receiver, "rate": 20e6 if is_slow else 100e6})
-    return found
+            measured.append({"sender": sender, "receiver": receiver, "rate": 20e6 if is_slow else 100e6})
+    return measured
 
 
-@pytest.mark.parametrize(("found", "what"), [
+@pytest.mark.parametrize(("measured", "what"), [
     (links("c"), "c sends"), (links("a", receives=True), "a receives"), (links(), None), ([], None),
     (links("a", hosts=("a", "b")), "a sends"),
 ])
-def test_the_host_with_a_slow_link_is_named(found, what):
-    slow = slow_link(found)
+def test_the_node_with_a_slow_link_is_named(measured, what):
+    slow = slow_link(measured)
     assert (slow and slow.what) == what
 
 
-def test_a_slow_link_takes_its_share_of_what_is_moved():
+def test_a_slow_link_accounts_for_its_share_of_the_transfer():
     split = two_ranks(transfer=40, hosts=("b", "c"))
     split.ranks[0].notes["links"] = links("c")
     causes = rank_causes(split, WALL, a_run(), {})
     assert [cause.kind for cause in causes[:2]] == ["slow_link", "communication"]
-    assert "c sends 20 MB/s, where the others have 100" in causes[0].what
+    assert "c sends 20 MB/s, the other nodes 100 MB/s" in causes[0].what
     assert causes[0].seconds / causes[1].seconds == pytest.approx(4)
-    # What stays on one host does not wait for the link.
+    # Collectives within one node do not use the link.
     split = two_ranks(transfer=40, hosts=("b", "b"))
     split.ranks[0].notes["links"] = links("c")
     assert "slow_link" not in {cause.kind for cause in rank_causes(split, WALL, a_run(), {})}
 
 
-def test_a_slow_rank_costs_no_more_than_until_the_next_one_is_waited_for():
-    """Two of four ranks are slow: without the slowest, the others wait for the second."""
+def test_the_cost_of_a_slow_rank_is_limited_by_the_next_slowest():
+    """Two of four ranks are slow. Without the slowest, the others would wait for the second."""
     traces = []
     longest = 40.0
     for rank, more in enumerate((0.0, 0.0, 38.0, longest)):
@@ -138,10 +138,10 @@ def test_a_slow_rank_costs_no_more_than_until_the_next_one_is_waited_for():
     causes = {cause.kind: cause for cause in rank_causes(split_traces(traces), {"training": 0.064}, a_run(), {})}
     assert causes["slow_rank"].seconds == pytest.approx(0.002)
     assert "rank 3" in causes["slow_rank"].what
-    assert "40.0 ms a step more" in causes["slow_rank"].what  # than the median of the others, 0
+    assert "40.0 ms per step more" in causes["slow_rank"].what  # than the median of the others, which is 0
 
 
-def test_advice_is_the_layouts_own():
+def test_advice_depends_on_the_layout():
     gathers = two_ranks(transfer=40, operator="_allgather_base_", work="all_gather")
     zero3 = Layout("zero3", "deepspeed", ZeroOptions(3))
 
@@ -149,38 +149,38 @@ def test_advice_is_the_layouts_own():
         zero = {"reduce_bucket_size": bucket} | ({} if overlap is None else {"overlap_comm": overlap})
         return " | ".join(rank_causes(split, WALL, a_run(**run), {"zero_optimization": zero})[0].advice)
 
-    assert "zero2 would fit: its states take" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
+    assert "zero2 would fit: its states need" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
     assert "zero2 would not fit" in advice(gathers, layout=zero3, memory_bytes=10 ** 9)
-    more = [float(re.search(r"take ([\d.]+) GB more", advice(gathers, layout=zero3, precision=precision))[1])
+    more = [float(re.search(r"need ([\d.]+) GB more", advice(gathers, layout=zero3, precision=precision))[1])
             for precision in ("fp32", "bf16_autocast", "bf16")]
-    assert more[1] - more[0] == pytest.approx(2 * 12 * 12 * 768 ** 2 / 1e9, abs=0.01)  # autocast's copies
-    # 4 bytes a parameter whole in fp32 and 2 in bf16, of each rank's share the same.
+    assert more[1] - more[0] == pytest.approx(2 * 12 * 12 * 768 ** 2 / 1e9, abs=0.01)  # autocast's weight cache
+    # Full parameters have 4 bytes per element in fp32 and 2 in bf16; partitioned states are the same.
     assert more[2] == pytest.approx(more[0] / 2, abs=0.01)
-    assert "GB more a rank" in advice(gathers, layout=zero3)
+    assert "GB more per rank" in advice(gathers, layout=zero3)
     reduces = advice(two_ranks(transfer=40))
     assert "overlap_comm" in reduces
     assert "overlap_comm" not in advice(two_ranks(transfer=40), overlap=True)
-    assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), overlap=True)  # whose last one is exposed
-    assert "overlap_comm" not in advice(two_ranks(transfer=40), device="cpu")  # which DeepSpeed does not overlap on
+    assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), overlap=True)  # the last bucket is exposed
+    assert "overlap_comm" not in advice(two_ranks(transfer=40), device="cpu")  # DeepSpeed does not overlap there
     scatters = two_ranks(transfer=40, operator="_reduce_scatter_base_", work="all_reduce")
-    assert "overlap_comm" not in advice(scatters, layout=zero3)  # DeepSpeed's default there
+    assert "overlap_comm" not in advice(scatters, layout=zero3)  # on by default in stage 3
     assert "overlap_comm" in advice(scatters, overlap=False, layout=zero3)
-    assert "than 5,000" in reduces
-    assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), bucket=200_000_000)  # of 124 million
+    assert '"reduce_bucket_size" above 5,000' in reduces
+    assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), bucket=200_000_000)  # exceeds the model
     assert "--gradient-accumulation-steps 4" in advice(two_ranks(transfer=40), accumulation=2)
     assert "--save-async true" in " | ".join(
         rank_causes(None, {**WALL, "checkpoints": 20.0}, a_run(save_async=False), {})[0].advice)
 
 
-def test_every_rank_stepping_all_parameters_is_said_where_they_do():
+def test_replicated_optimizer_steps_are_a_cause():
     kinds = {cause.kind for cause in rank_causes(two_ranks(), WALL, a_run(), {})}
     assert "optimizer" not in kinds
     replicated = rank_causes(two_ranks(), WALL, a_run(layout=Layout("ddp", "torch")), {})
-    found = next(cause for cause in replicated if cause.kind == "optimizer")
-    assert "--ds-config zero1" in found.advice[0]
+    optimizer = next(cause for cause in replicated if cause.kind == "optimizer")
+    assert "--ds-config zero1" in optimizer.advice[0]
 
 
-def test_the_command_of_a_counterfactual_is_our_trainer_with_the_run_s_configuration(tmp_path):
+def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(tmp_path):
     record = {"environment": {"world_size": 4}, "launch": {"typed": ["launch", "sh", "-c", "id"],
                                                                "ranks_per_host": [2, 2]},
               "config": {"ds_config": "zero2", "steps": 5000, "run_dir": "a", "compile": True, "lr": 1e-3,
@@ -193,19 +193,19 @@ def test_the_command_of_a_counterfactual_is_our_trainer_with_the_run_s_configura
     assert words[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
     assert words[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
     assert words[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
-    assert all(word.startswith("--") for word in words[13:]), "values of options, whatever they are"
+    assert all(word.startswith("--") for word in words[13:]), "the record supplies only values of options"
     assert "--corpus=--run-dir=b; id" in words
     assert not [word for word in words[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
     for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
-        with pytest.raises(UserError, match="no configuration"):
+        with pytest.raises(UserError, match="no trainer configuration"):
             command({**record, **broken}, tmp_path)
 
 
-def test_a_run_that_goes_back_to_checkpoints_has_a_counterfactual_that_writes_none():
+def test_a_counterfactual_accepts_a_run_with_rollback_although_it_writes_no_checkpoints():
     assert main(["--check", "--world-size", "2", "--ds-config=zero2", "--on-bad-steps=rollback"]) == 0
 
 
-def test_bars_are_readable_without_colour():
+def test_bars_are_readable_without_color():
     text = bars_plot([("forward", 20.0), ("exposed all_reduce (dp)", 5.0), ("idle", 0.0)], "ms", 60)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 60

@@ -1,4 +1,4 @@
-"""The split of a device's steps, on traces made up as Kineto writes them for CUDA and NCCL."""
+"""Breakdown of steps on a device, from synthetic traces in the format that Kineto writes for CUDA and NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STORAGE = "(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def a_step(trace, length=40.0):
-    """A step whose host is far ahead of its device: it has launched all by 10 ms, and waits in the end."""
+    """Add a step in which the CPU launches everything within 10 ms and then waits for the device."""
     trace.mark("step 1", 0, length)
     trace.mark("data", 0, 1)
     trace.mark("forward", 1, 3)
@@ -28,10 +28,10 @@ def split_of(trace):
 
 
 def labels(rank):
-    return {one.label: (one.count, round(one.seconds * 1e3, 6)) for one in rank.exposed}
+    return {exposed.label: (exposed.count, round(exposed.seconds * 1e3, 6)) for exposed in rank.exposed}
 
 
-def test_kernels_are_of_the_phase_that_launched_them_and_hide_communication():
+def test_kernels_belong_to_the_phase_that_launched_them_and_hide_communication():
     trace = MadeUp(device="cuda", collectives=[of_all("all_reduce", [0, 1])])
     a_step(trace)
     trace.add("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0.5, 1, thread=7, correlation=901)
@@ -57,14 +57,14 @@ def test_kernels_are_of_the_phase_that_launched_them_and_hide_communication():
     ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", "all_reduce"),
     ("ncclSymkDevKernel_AllGather_LL" + _STORAGE, "all_gather"),
 ])
-def test_kinds_are_known_by_the_kernels_alone(kernel, kind):
+def test_kinds_are_recognized_by_kernel_names(kernel, kind):
     trace = MadeUp(device="cuda")
     a_step(trace)
     trace.kernel(15, 4, 6, name=kernel)
     assert labels(split_of(trace)) == {kind: (1, 4)}
 
 
-def test_what_the_profiler_knows_of_a_collective():
+def test_arguments_of_the_profiler_give_kind_size_and_ranks():
     trace = MadeUp(device="cuda")
     a_step(trace)
     known = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000,
@@ -76,8 +76,8 @@ def test_what_the_profiler_knows_of_a_collective():
     assert trace.read().flights[1].ranks == ()
 
 
-def test_collectives_of_two_groups_are_told_apart_by_their_launches():
-    """Each group has its stream: the second that was called begins first."""
+def test_collectives_of_two_groups_are_distinguished_by_their_launches():
+    """Each group has its own stream, so the second call begins first."""
     trace = MadeUp(device="cuda", collectives=[
         of_all("all_reduce", [0, 1], 100, "dp"), of_all("all_reduce", [0], 4, "alone"),
         of_all("all_reduce", [0, 2], 200, "tp")])
@@ -86,10 +86,11 @@ def test_collectives_of_two_groups_are_told_apart_by_their_launches():
     nccl(trace, "AllReduce_Sum_f32_RING_LL", 15, 6, 7)
     rank = split_of(trace)
     assert labels(rank) == {"all_reduce (dp)": (1, 4), "all_reduce (tp)": (1, 6)}
-    assert {one.label: one.bytes for one in rank.exposed} == {"all_reduce (dp)": 100, "all_reduce (tp)": 200}
+    assert {exposed.label: exposed.bytes for exposed in rank.exposed} == {
+        "all_reduce (dp)": 100, "all_reduce (tp)": 200}
 
 
-def test_one_kernel_sends_and_receives():
+def test_sendrecv_kernels_match_sends_and_receives():
     def half(kind):
         return {"kind": kind, "axes": "pp", "ranks": [0, 1], "bytes": 100, "peer": 1}
 
@@ -100,7 +101,7 @@ def test_one_kernel_sends_and_receives():
     assert labels(split_of(trace)) == {"send (pp)": (1, 4), "recv (pp)": (1, 5)}
 
 
-def test_annotations_on_the_devices_own_lines_are_no_work():
+def test_annotations_of_the_device_do_not_count_as_work():
     trace = MadeUp(device="cuda")
     a_step(trace)
     trace.add("gpu_user_annotation", "nccl:all_reduce", 5, 30, thread=7)

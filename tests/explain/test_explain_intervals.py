@@ -1,4 +1,4 @@
-"""Sets of times, against sets of whole numbers."""
+"""Interval arithmetic, against sets of integers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ezpz_llm.explain.events import bridge, intersect, subtract, total, union, within
 
-ANY = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda one: (one[0], one[0] + one[1])),
+ANY = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),
                max_size=12)
 
 
@@ -23,22 +23,23 @@ def is_a_set(intervals):
 
 
 @given(ANY, ANY)
-def test_arithmetic_is_that_of_sets(one, other):
+def test_arithmetic_matches_that_of_sets(one, other):
     a, b = union(one), union(other)
     assert points(a) == points(one)
-    for found, expected in ((a, points(one)), (intersect(a, b), points(a) & points(b)),
-                            (subtract(a, b), points(a) - points(b))):
-        assert is_a_set(found)
-        assert points(found) == expected
-        assert total(found) == len(expected)
+    for result, expected in ((a, points(one)), (intersect(a, b), points(a) & points(b)),
+                             (subtract(a, b), points(a) - points(b))):
+        assert is_a_set(result)
+        assert points(result) == expected
+        assert total(result) == len(expected)
 
 
 @given(ANY, st.integers(0, 50), st.integers(0, 20))
-def test_within_is_the_intersection_with_one(one, start, length):
-    assert within(union(one), start, start + length) == intersect(union(one), union([(start, start + length)]))
+def test_within_is_the_intersection_with_an_interval(intervals, start, length):
+    expected = intersect(union(intervals), union([(start, start + length)]))
+    assert within(union(intervals), start, start + length) == expected
 
 
 @pytest.mark.parametrize(("apart", "expected"), [([], [(0, 5), (9, 12)]), ([2], [(0, 2), (3, 5), (9, 12)]),
                                                  ([2.5], [(0, 2), (3, 5), (9, 12)]), ([4], [(0, 5), (9, 12)])])
-def test_short_gaps_are_closed_unless_something_happened_there(apart, expected):
+def test_short_gaps_are_closed_unless_they_contain_a_given_time(apart, expected):
     assert bridge([(0, 2), (3, 5), (9, 12)], 2, apart) == expected

@@ -1,4 +1,4 @@
-"""The arithmetic of communication buffers, what memory a storage takes, and what other tools are shown to say."""
+"""Estimated communication buffers, memory used by a storage, and cross-checks with other tools."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ PIPELINE = Layout("pp4", "deepspeed", ZeroOptions(1), pp=4)
     (ZERO2, {"stage": 1}, "cpu", 4 * held_parameters(ZERO2, MODEL, 0)),
     (ZERO2, {"stage": 0}, "cuda", 0),
     (ZERO2, {}, "cuda", 0),
-    # Stages between the tied tables have the whole bucket, and twice.
+    # Pipeline stages between the tied tables allocate the full bucket, twice.
     (PIPELINE, {"stage": 1, "reduce_bucket_size": 50_000_000}, "cuda", 400_000_000),
     (PIPELINE, {"stage": 1, "reduce_bucket_size": 50_000_000, "overlap_comm": True}, "cuda", 400_000_000),
     (PIPELINE, {"stage": 1, "reduce_bucket_size": 10}, "cuda", 8 * MODEL.padded_vocab_size * MODEL.n_embd),
 ])
-def test_buckets_are_what_deepspeed_allocates(layout, zero, device, expected):
+def test_bucket_sizes_match_what_deepspeed_allocates(layout, zero, device, expected):
     assert bucket_bytes(layout, MODEL, {"zero_optimization": zero}, device) == expected
 
 
 @pytest.mark.parametrize(("stage", "reduced", "itemsize"), [
     (1, "fp32", 2), (2, "fp32", 2), (2, "bf16", 2), (3, "fp32", 4), (3, "bf16", 2)])
-def test_buckets_of_a_model_in_bf16_are_of_its_dtype_or_of_what_gradients_travel_in(
+def test_buckets_of_a_bf16_model_have_its_dtype_or_that_of_reduced_gradients(
         stage: int, reduced: GradientDtype, itemsize: int) -> None:
     zero = {"stage": stage, "reduce_bucket_size": 50_000_000}
     for recipe, expected in (("bf16", itemsize), ("bf16_autocast", 4)):
@@ -52,8 +52,8 @@ def test_buckets_of_a_model_in_bf16_are_of_its_dtype_or_of_what_gradients_travel
         assert bucket_bytes(ZERO2, MODEL, given, "cuda") == expected * 50_000_000
 
 
-def test_memory_that_nothing_was_written_to_is_not_taken():
-    # Of the system's own: what torch gives may be memory that was used before.
+def test_memory_that_was_never_written_to_does_not_count():
+    # Memory from mmap is fresh; torch's allocator may return memory that was used before.
     storage = torch.frombuffer(mmap.mmap(-1, 200_000_000), dtype=torch.uint8).untyped_storage()
     assert taken(storage) < 1_000_000
     torch.empty(0).set_(storage, 0, (1_000_000,)).fill_(1)
@@ -62,14 +62,14 @@ def test_memory_that_nothing_was_written_to_is_not_taken():
     assert taken(torch.empty(0).untyped_storage()) == 0
 
 
-def test_other_tools_have_a_line_each():
+def test_each_cross_check_has_a_sentence():
     text = " ".join(check_sentences({
         "collectives": {"logged": 4, "issued": 5.0}, "flops": {"deepspeed": 2.2e9, "ours": 2e9, "ratio": 1.1},
         "host": {"torch": 3.0, "deepspeed": 0.25, "ezpz_llm": 0.5, "other": 0.25}}))
-    for words in ("counted 4 of the 5 collectives", "1.1000 times our 2e+09. It also counts",
+    for words in ("counted 4 of the 5 collectives", "1.1000 times our estimate of 2e+09. It includes",
                   "75.0% of its time in torch", "12.5% ezpz_llm, 6.2% deepspeed, 6.2% other"):
         assert words in text
-    assert "It also" not in check_sentences({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})[0]
+    assert "It includes" not in check_sentences({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})[0]
     assert check_sentences({}) == []
 
 
@@ -80,7 +80,7 @@ def test_other_tools_have_a_line_each():
     ("counterfactual-rank0000.json", '{"rank": 0, "real": 3, "stubbed": []}', "real is 3, and must be a list"),
     ("counterfactual-rank0000.json", '{"rank": 0, "real": []}', "stubbed is missing"),
 ])
-def test_wrong_types_are_told_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
+def test_wrong_types_are_reported_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / name).write_text(text)
     read = crosschecks if name == "host.json" else counterfactual.taken

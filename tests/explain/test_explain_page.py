@@ -1,5 +1,4 @@
-"""The page of `explain` and its figures: all that the text says, safe from what a stranger's run holds, and shown
-whole in a real browser."""
+"""HTML page and figures of `explain`: complete, safe with untrusted run directories, and readable in a browser."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from ezpz_llm.report.chart import bars
 from ezpz_llm.rundir import RunDir, write_json
 
 PAPER = 718
-"""Pixels between the margins of A4."""
+"""Width of A4 paper between its margins in pixels."""
 LAYOUT = {"name": "zero1", "engine": "deepspeed", "zero_stage": 1}
 BATCH = {"global_batch": 16, "micro_batch": 4, "accumulation": 1, "dp_size": 4}
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
@@ -40,7 +39,7 @@ MEMORY = {"expected": {"parameters": 4e6, "gradients": 4e6, "optimizer": 8e6, "a
 
 
 def traced_run(folder: Path, ranks: int = 4, host: str = "node{}", **record: object) -> Path:
-    """A run whose last rank takes 30 ms longer in each of two traced steps; half of a collective is hidden."""
+    """Write a run of two traced steps; the last rank takes 30 ms longer, and half of a collective is hidden."""
     make_run(folder, model=MODEL, memory=MEMORY, summary={"wall": WALL, "ceiling_share": 0.07},
              **{"environment": {"world_size": ranks}, **record})
     write_json(RunDir(folder).layout, {"layout": LAYOUT, "batch": BATCH, "precision": "fp32"})
@@ -69,66 +68,68 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traced_run(tmp_path_factory.mktemp("runs") / "traced")
 
 
-def test_the_page_has_all_that_the_text_says(run, tmp_path, capsys):
+def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
     page_file = tmp_path / "explain.html"
     assert main([str(run), "--html", str(page_file)]) == 0
     text, page = capsys.readouterr().out, page_file.read_text()
     assert text.endswith(f"\npage: {page_file}\n")
     check_balance(page)
-    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "the page loads nothing"
     headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["What cost most", "A traced step", "Collectives", "Ranks", "Memory",
-                        "Checks by other tools", "The whole run"]
-    found = diagnose(run)
-    shown: list[Table] = [tables.window_table(found.split), tables.collectives_table(found.split),
-                          tables.ranks_table(found.split), tables.memory_table(found.memory),
-                          tables.run_table(found.wall)]
+    assert headings == ["Causes of lost time", "Traced steps", "Collectives", "Ranks", "Memory",
+                        "Cross-checks with other tools", "Wall time of the run"]
+    diagnosis = diagnose(run)
+    shown: list[Table] = [tables.window_table(diagnosis.split), tables.collectives_table(diagnosis.split),
+                          tables.ranks_table(diagnosis.split), tables.memory_table(diagnosis.memory),
+                          tables.run_table(diagnosis.wall)]
     for table in shown:
         for row in (table.columns, *table.rows, *([table.footer] if table.footer else [])):
             assert all(f">{escape(cell)}</t" in page for cell in row), row
             assert all(cell in text for cell in row), row
     words = " ".join(re.sub("<[^>]*>", " ", unescape(page)).split())
-    says = [f"{cause.share:.1%}, {cause.seconds:.2f} s {cause.what}" for cause in found.shown_causes]
-    assert found.causes[0].kind == "slow_rank"
-    assert [words.index(one) for one in says] == sorted(words.index(one) for one in says), "what costs most first"
-    assert all(f"Try: {line}" in words for cause in found.shown_causes for line in cause.advice)
+    lines = [f"{cause.share:.1%}, {cause.seconds:.2f} s {cause.what}" for cause in diagnosis.shown_causes]
+    assert diagnosis.causes[0].kind == "slow_rank"
+    places = [words.index(line) for line in lines]
+    assert places == sorted(places), "the most expensive cause comes first"
+    assert all(f"Try: {line}" in words for cause in diagnosis.shown_causes for line in cause.advice)
     widths = re.findall(r'class="bar" aria-hidden="true"><i style="width:([\d.]+)%', page)
-    lengths = [100 * cause.seconds / found.causes[0].seconds for cause in found.shown_causes]
+    lengths = [100 * cause.seconds / diagnosis.causes[0].seconds for cause in diagnosis.shown_causes]
     assert [float(width) for width in widths] == pytest.approx(lengths, abs=0.01)
 
 
-def test_the_bars_of_a_step_are_its_length(run):
+def test_the_bars_of_a_step_add_up_to_its_length(run):
     split = diagnose(run).split
     names, drawn = zip(*tables.step_bars(split), strict=True)
-    assert names == ("mean rank", *(f"rank {rank} on node{rank}" for rank in range(4)))
+    assert names == ("mean of ranks", *(f"rank {rank} on node{rank}" for rank in range(4)))
     for parts, rank in zip(drawn[1:], split.ranks, strict=True):
         assert sum(parts.values()) == pytest.approx(rank.step_s)
         assert sum(parts.values()) - parts["exposed, waiting"] == pytest.approx(rank.own_s)
-    assert drawn[1]["exposed, waiting"] == pytest.approx(0.025), "of 30 ms; its own operators hide the first ones"
+    assert drawn[1]["exposed, waiting"] == pytest.approx(0.025), "of 30 ms, 5 are hidden by operators"
     assert drawn[4]["exposed, waiting"] == pytest.approx(0)
     (reduce, parts), *_ = tables.collective_bars(split)
     assert reduce == "all_reduce (dp)"
     assert parts["hidden by computation"] > 0
-    assert sum(parts.values()) == pytest.approx(sum(one.in_flight_s for rank in split.ranks for one in rank.exposed
-                                                    if one.label == reduce) / 8)
+    in_flight = sum(exposed.in_flight_s for rank in split.ranks for exposed in rank.exposed
+                    if exposed.label == reduce)
+    assert sum(parts.values()) == pytest.approx(in_flight / 8)
 
 
-def test_a_run_without_traces_has_a_page_of_what_its_step_times_show(tmp_path):
-    """Parts that are no number, or take no time, have no bar."""
+def test_the_page_of_a_run_without_traces_shows_its_step_times(tmp_path):
+    """Parts that are zero or not finite have no bar."""
     run = make_run(tmp_path / "a", model=MODEL, summary={"wall": dict.fromkeys(WALL, 0.0)})
     write_json(RunDir(run).layout, {"layout": LAYOUT, "batch": BATCH, "precision": "fp32"})
     page = explain_page(diagnose(run))
     check_balance(page)
-    assert re.findall("<h2>(.*?)</h2>", page) == ["What cost most", "A step", "The whole run"]
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Causes of lost time", "Step time", "Wall time of the run"]
     assert "run with --trace-steps 10" in page
     assert "nan" not in page
-    assert "width:0.00%" in bars("t", [("a", {"b": 0.0})], "s", str), "a bar of no length"
+    assert "width:0.00%" in bars("t", [("a", {"b": 0.0})], "s", str), "a bar of zero length"
 
 
 EVIL = '<img src=x onerror="pwned=1"><script>pwned=1</script>\u202e\x1b[31m\ud800\'"&'
 
 
-def test_nothing_of_a_strangers_run_is_executed(browser, tmp_path):
+def test_content_of_an_untrusted_run_is_not_executed(browser, tmp_path):
     run = traced_run(tmp_path / '<script>pwned=1</script>"&', 2, host=EVIL.replace("{", ""), config={EVIL: EVIL})
     write_json(RunDir(run).profile / "host.json", {"torch": 1.0, EVIL: 1.0})
     page = tmp_path / "page.html"
@@ -142,7 +143,7 @@ def test_nothing_of_a_strangers_run_is_executed(browser, tmp_path):
     assert browser.evaluate("typeof pwned") == "undefined"
     assert browser.evaluate("document.querySelectorAll('script, img, [onerror]').length") == 1
     assert only_the_file(browser)
-    # A second lock: of what a mistake of ours would let through, the browser runs nothing.
+    # Second line of defense: the content security policy blocks scripts that we failed to escape.
     broken = text.replace("<main>", "<main><script>pwned=1</script>" + '<img src="x" onerror="pwned=1">', 1)
     page.write_text(broken)
     browser.open(page, 1440)
@@ -150,7 +151,7 @@ def test_nothing_of_a_strangers_run_is_executed(browser, tmp_path):
 
 
 def only_the_file(browser) -> bool:
-    """True if nothing was asked for but the page itself."""
+    """Return True if the browser requested nothing but the page."""
     return [message["params"]["request"]["url"].partition(":")[0] for message in browser.messages
             if message["method"] == "Network.requestWillBeSent"] == ["file"]
 
@@ -162,9 +163,9 @@ PAPER_COLOUR = "getComputedStyle(document.body).backgroundColor"
 
 
 def contrast(one: str, other: str) -> float:
-    """That of two colours, by WCAG 2.2."""
+    """Return the contrast of two colors, by WCAG 2.2."""
     def light(colour: str) -> float:
-        """Relative luminance."""
+        """Return the relative luminance."""
         shares = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
         linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in shares]
         return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -179,7 +180,7 @@ def test_the_page_in_a_real_browser(run, browser, tmp_path):
     page.write_text(explain_page(diagnose(run)))
     for width, dark in ((1440, False), (1440, True), (375, False), (375, True)):
         browser.open(page, width, dark=dark)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing overflows"
         assert browser.evaluate("innerWidth") == width
         paper = browser.evaluate(PAPER_COLOUR)
         assert paper == ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
@@ -198,7 +199,7 @@ def test_the_page_in_a_real_browser(run, browser, tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_paper_is_white_and_has_all_of_the_bars_and_tables(run, browser, tmp_path):
+def test_prints_are_white_with_all_bars_and_tables(run, browser, tmp_path):
     page = tmp_path / "explain.html"
     page.write_text(explain_page(diagnose(run)))
     browser.open(page, PAPER, dark=True)
@@ -206,9 +207,9 @@ def test_paper_is_white_and_has_all_of_the_bars_and_tables(run, browser, tmp_pat
                  features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert browser.evaluate(PAPER_COLOUR) == "rgb(255, 255, 255)"
     assert min(contrast(colour, "rgb(255, 255, 255)") for colour in browser.evaluate(COLOURS)) >= 4.5
-    assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut at the edge"
+    assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut off"
     exact = "[...document.querySelectorAll('.bars i, .bar i')].map(one => getComputedStyle(one).printColorAdjust)"
-    assert set(browser.evaluate(exact)) == {"exact"}, "browsers leave backgrounds out otherwise"
+    assert set(browser.evaluate(exact)) == {"exact"}, "browsers omit backgrounds otherwise"
     browser.call("Emulation.setEmulatedMedia", media="")
 
 
@@ -224,7 +225,7 @@ def test_figures_for_a_paper(tmp_path, capsys, ranks, inches):
     assert written[2].read_bytes()[16:20] == int(inches * 300).to_bytes(4, "big")  # width in a PNG's header
 
 
-def test_json_stands_alone_on_standard_output(run, tmp_path):
+def test_standard_output_has_only_json(run, tmp_path):
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run), "--json", "--html", "page.html"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=True)
     assert json.loads(done.stdout)["ranks"] == 4
@@ -232,6 +233,6 @@ def test_json_stands_alone_on_standard_output(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_a_step_of_no_time_has_no_shares() -> None:
-    found = Taken(0, 0.0, 0.0, 0.0)
-    assert (found.removed_share, found.exposed_share) == (0.0, None)
+def test_a_step_of_zero_length_has_no_shares() -> None:
+    times = Taken(0, 0.0, 0.0, 0.0)
+    assert (times.removed_share, times.exposed_share) == (0.0, None)

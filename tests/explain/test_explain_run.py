@@ -1,4 +1,4 @@
-"""`explain` on real runs of two ranks: what their traces add up to, what is found in them, what was planted."""
+"""`explain` on real runs of two ranks: traces add up, and injected delays are found."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LATE_CHECKPOINT = "zero1+save-every=4@checkpoint:1.5"
 
 
 def train(folder: Path, *jobs: str, timeout: float = 280) -> Path:
-    """The folder of these runs of two ranks."""
+    """Train these jobs on two ranks and return their parent directory."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(RANKS), str(folder), *jobs]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.parametrize("job", LAYOUTS)
-def test_a_split_adds_up_and_names_every_collective(runs, job):
+def test_a_breakdown_adds_up_and_names_every_collective(runs, job):
     split = split_run(runs / job)
     assert [rank.rank for rank in split.ranks] == [0, 1]
     for rank in split.ranks:
@@ -73,14 +73,14 @@ def test_a_split_adds_up_and_names_every_collective(runs, job):
         assert sum(rank.per_step().values()) == pytest.approx(rank.step_s, rel=1e-6)
         assert rank.seconds["forward"] > 0
         assert rank.seconds["backward"] > 0
-        found = {exposed.label: exposed for exposed in rank.exposed if "(alone)" not in exposed.label}
-        assert set(found) == LAYOUTS[job]
-        assert all(exposed.bytes for exposed in found.values())
-        assert sum(one.seconds for one in rank.exposed) == pytest.approx(rank.seconds["exposed_communication"])
-        assert all(0 <= one.waited_s <= one.seconds <= one.in_flight_s + 1e-9 for one in rank.exposed)
+        by_label = {exposed.label: exposed for exposed in rank.exposed if "(alone)" not in exposed.label}
+        assert set(by_label) == LAYOUTS[job]
+        assert all(exposed.bytes for exposed in by_label.values())
+        assert sum(each.seconds for each in rank.exposed) == pytest.approx(rank.seconds["exposed_communication"])
+        assert all(0 <= each.waited_s <= each.seconds <= each.in_flight_s + 1e-9 for each in rank.exposed)
         _check_form(RunDir(runs / job).trace(rank.rank))
     _check_notes(job, split.ranks[0])
-    # The trainer's own clock: a trace loses nothing of a step.
+    # Traced steps are as long as those measured by the trainer.
     seconds = {row["step"]: row["step_time_s"] for row in read_lines(RunDir(runs / job).metrics)}
     traced = read_trace(RunDir(runs / job).trace(0)).steps
     spans = sum(end - start for start, end in traced.values())
@@ -88,14 +88,14 @@ def test_a_split_adds_up_and_names_every_collective(runs, job):
 
 
 def processor_seconds():
-    """What all processes have used, at whatever priority; and of it the ended children of this one."""
+    """Return the CPU time of all processes, and that of the finished children of this process."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (user + nice + system) / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime
 
 
 def _check_form(path):
-    """What Perfetto reads: every event has its kind, time and thread, spans a length, and arrows their two ends."""
+    """Check what Perfetto needs: kind, time and thread of events, lengths of spans, both ends of arrows."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     assert {event["ph"] for event in events} <= set("XMisf")
@@ -108,7 +108,7 @@ def _check_form(path):
 
 
 def _check_notes(job, rank):
-    """DeepSpeed's own logger sees what the census does, and the step's memory is there."""
+    """Check that DeepSpeed's logger counts the same collectives, and that the step's memory is recorded."""
     assert rank.notes["transient_bytes"] > 1_000_000
     logged = {name: entry["count"] for name, entry in rank.notes["deepspeed"].items()}
     if job.startswith(("zero", "pp")):
@@ -120,40 +120,40 @@ def _check_notes(job, rank):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("job", "kind", "says"), [
+@pytest.mark.parametrize(("job", "kind", "words"), [
     (SLOW_RANK, "slow_rank", ("rank 1", "in forward", "outside of operators")),
     (SLOW_LOADER, "data", ("waiting for data",)),
     (LATE_CHECKPOINT, "checkpoints", ("waits for checkpoints",)),
 ])
-def test_what_was_planted_is_the_first_cause(runs, job, kind, says):
+def test_an_injected_delay_is_the_first_cause(runs, job, kind, words):
     first = diagnose(runs / job).causes[0]
     assert first.kind == kind
-    assert all(words in first.what for words in says)
+    assert all(word in first.what for word in words)
 
 
 @pytest.mark.full
-def test_memory_by_class_agrees_with_the_arithmetic(runs):
+def test_measured_memory_agrees_with_the_estimate(runs):
     for job in ("ddp", "zero1+accumulation=2", "zero3", "tp2"):
         memory = diagnose(runs / job).memory
         for kind in ("parameters", "optimizer"):
             assert memory.measured[kind] == memory.expected[kind], (job, kind)
-        # A step also works with a few tensors that are no activations.
+        # A step also allocates a few tensors that are not activations.
         assert 0.7 < memory.measured["activations"] / memory.expected["activations"] < 2, job
         assert sum(size for size in memory.measured.values() if size) == pytest.approx(memory.peak, rel=1e-6)
-    # What of DeepSpeed's bucket is written to: all gradients of a model that is smaller than the bucket.
+    # Only the used part of DeepSpeed's bucket counts: the model's gradients, since the bucket is larger.
     for job in ("zero1+accumulation=2", "zero2", "zero3"):
         memory = diagnose(runs / job).memory
         assert memory.measured["buffers"] == pytest.approx(memory.expected["buffers"], rel=0.02), job
 
 
 @pytest.mark.full
-def test_without_collectives_the_waiting_goes_that_the_traces_show(runs):
+def test_without_collectives_the_waiting_in_traces_disappears(runs):
     split = split_run(runs / SLOW_RANK)
     waiting, slow = taken(runs / SLOW_RANK, split)
-    # Rank 1 sleeps 120 ms a step; rank 0 waits for it in collectives, and in nothing else.
+    # Rank 1 sleeps 120 ms per step; rank 0 waits for it in collectives only.
     assert waiting.exposed_share > 0.3
     assert waiting.removed_share > 0.3
-    # Others on the same cores lengthen either the run with collectives or the one without.
+    # Other processes on the same cores slow down the steps with or without collectives.
     if float((runs / "share_of_others").read_text()) < 0.1:
         assert waiting.removed_share == pytest.approx(waiting.exposed_share, abs=0.1)
     assert slow.removed_share < waiting.removed_share
@@ -161,25 +161,25 @@ def test_without_collectives_the_waiting_goes_that_the_traces_show(runs):
 
 
 @pytest.mark.full
-def test_the_command_prints_for_people_and_for_machines(runs):
+def test_the_command_prints_text_and_json(runs):
     env = {**os.environ, "COLUMNS": "80"}
     text = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3")], env=env,
                           timeout=scaled(60), capture_output=True, text=True, check=True).stdout
-    for words in ("you could save", "try: ", "exposed all_gather (dp)", "Ranks, ms a step", "slowest"):
+    for words in ("you could save", "try: ", "exposed all_gather (dp)", "Ranks, ms per step", "slowest"):
         assert words in text
-    found = json.loads(subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3"), "--json"],
-                                      timeout=scaled(60), capture_output=True, text=True, check=True).stdout)
-    assert [rank["rank"] for rank in found["split"]["ranks"]] == [0, 1]
-    assert found["causes"] == sorted(found["causes"], key=lambda cause: -cause["seconds"])
-    refused = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs)],
-                             timeout=scaled(60), capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "instead" in refused.stderr
+    record = json.loads(subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3"), "--json"],
+                                       timeout=scaled(60), capture_output=True, text=True, check=True).stdout)
+    assert [rank["rank"] for rank in record["split"]["ranks"]] == [0, 1]
+    assert record["causes"] == sorted(record["causes"], key=lambda cause: -cause["seconds"])
+    rejected = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs)],
+                              timeout=scaled(60), capture_output=True, text=True, check=False)
+    assert rejected.returncode == 2
+    assert "instead" in rejected.stderr
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("job", LAYOUTS)
-def test_real_runs_have_a_page_whose_bars_are_their_steps(runs, tmp_path, job):
+def test_bars_of_a_real_run_add_up_to_its_steps(runs, tmp_path, job):
     assert explain([str(runs / job), "--html", str(tmp_path / "explain.html")]) == 0
     page = (tmp_path / "explain.html").read_text()
     check_balance(page)
@@ -191,13 +191,13 @@ def test_real_runs_have_a_page_whose_bars_are_their_steps(runs, tmp_path, job):
 
 
 @pytest.mark.full
-def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
+def test_missing_and_damaged_files_are_reported(runs, tmp_path, capsys):
     whole = runs / "zero3"
     shutil.copytree(whole, tmp_path / "a")
     run_dir = RunDir(tmp_path / "a")
     run_dir.trace(1).unlink()
     assert explain([str(tmp_path / "a")]) == 0
-    assert "No trace of rank 1: means are over the others" in capsys.readouterr().out
+    assert "There is no trace of rank 1: means are over the other ranks" in capsys.readouterr().out
     assert diagnose(tmp_path / "a").as_record()["split"]["untraced"] == [1]
     assert diagnose(whole).as_record()["split"]["untraced"] == []
     (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')
@@ -210,34 +210,35 @@ def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
         path.write_text(before)
     assert explain([str(tmp_path / "a")]) == 0
     run_dir.layout.unlink()
-    with pytest.raises(UserError, match=r"left no layout\.json"):
+    with pytest.raises(UserError, match=r"layout\.json is missing"):
         diagnose(tmp_path / "a")
 
 
 @pytest.mark.slow
-def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, recording):
-    """On idle cores, medians of 48 steps of each kind; 5 points of the step time.
+def test_removing_collectives_agrees_with_the_traces(tmp_path, recording):
+    """Compares medians of 48 steps of each kind, on idle cores, with a tolerance of 5 points of the step time.
 
-    Others' work, at the lowest priority too, fills the cores while a rank waits, and slows what it computes next:
-    caches are emptied, and it has to get back onto a core. That goes with the collectives, but no trace has it.
+    Other processes, even at the lowest priority, use the cores while a rank waits, and slow down its next
+    computation, because of cold caches and rescheduling. Without collectives this cost disappears, but traces do
+    not show it.
     """
     more = "+steps=132+trace-steps=48+turns=64+block-size=256+micro-batch=8"
     jobs = {name.partition("+")[0]: name + more for name in LAYOUTS}
-    found, before = {}, processor_seconds()
+    shares, before = {}, processor_seconds()
     train(tmp_path, *jobs.values(), timeout=900)
     everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
     for name, job in jobs.items():
         ranks = taken(tmp_path / job, split_run(tmp_path / job))
-        found[name] = {"removed": [round(one.removed_share, 4) for one in ranks],
-                       "exposed": [round(one.exposed_share, 4) for one in ranks],
-                       "step_ms": [round(one.real_s * 1e3, 2) for one in ranks]}
+        shares[name] = {"removed": [round(times.removed_share, 4) for times in ranks],
+                        "exposed": [round(times.exposed_share, 4) for times in ranks],
+                        "step_ms": [round(times.real_s * 1e3, 2) for times in ranks]}
     if recording:
         RESULT.write_text(json.dumps({
             "command": "python3 benchmarks/record.py counterfactual",
             "date": time.strftime("%Y-%m-%d"),
             "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2, 8 sequences of 256 tokens "
                     "at a time",
-            "processor_share_of_others": round(1 - ours / everybody, 3), "layouts": found}, indent=1) + "\n")
-    for name, one in found.items():
-        difference = sum(one["removed"]) / 2 - sum(one["exposed"]) / 2
-        assert abs(difference) < 0.05, (name, one)
+            "processor_share_of_others": round(1 - ours / everybody, 3), "layouts": shares}, indent=1) + "\n")
+    for name, entry in shares.items():
+        difference = sum(entry["removed"]) / 2 - sum(entry["exposed"]) / 2
+        assert abs(difference) < 0.05, (name, entry)

@@ -1,4 +1,4 @@
-"""The split of a step, on traces of which every millisecond is known."""
+"""Breakdown of a step, on synthetic traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def milliseconds(rank):
 
 
 def a_step(trace, start=0.0, number=1, forward=10.0, backward=20.0, optimizer=5.0, data=1.0):
-    """A step whose phases are full of operators; the time at which backward begins."""
+    """Add a step with operators in forward and optimizer; return the time at which backward begins."""
     end = start + data + forward + backward + optimizer
     trace.mark(f"step {number}", start, end - start + 1)
     trace.mark("data", start, data)
@@ -47,34 +47,34 @@ def test_communication_is_exposed_only_while_nothing_computes():
     trace.collective("allreduce_", "all_reduce", backward + 15, 5)
     split = split_of(trace)
     rank = split.ranks[0]
-    # Nothing computes at the first one's end, so that one more millisecond goes until the host is awake.
+    # Nothing computes at the end of the first collective, so 1 ms is added for the wake-up of the waiting thread.
     assert milliseconds(rank) == {"data": 1, "forward": 10, "backward": 12, "exposed_communication": 8,
                                   "optimizer": 5, "idle": 1}
     assert sum(rank.seconds.values()) == pytest.approx(0.037)
-    assert [(one.label, one.count) for one in rank.exposed] == [("all_reduce (dp)", 2)]
+    assert [(exposed.label, exposed.count) for exposed in rank.exposed] == [("all_reduce (dp)", 2)]
     assert rank.exposed[0].seconds == pytest.approx(0.008)
     assert rank.exposed[0].in_flight_s == pytest.approx(0.013)
     assert rank.exposed[0].bytes == 2_000_000
     assert rank.usual("exposed_communication") == pytest.approx(0.008)
-    # 6 + 5 of backward's 20 ms are operators, 13 in flight: 5 of them both.
+    # Of backward's 20 ms, operators take 6 + 5, collectives are in flight for 13, and 5 overlap.
     assert rank.host_s == pytest.approx(0.020 - 0.019)
     assert split.per_step() == pytest.approx({"compute": 0.022, "exposed_communication": 0.008, "data": 0.001,
                                               "optimizer": 0.005, "other": 0.001})
 
 
-def test_a_moment_counts_once_where_several_collectives_are_in_flight():
+def test_time_with_several_collectives_in_flight_counts_once():
     trace = MadeUp(collectives=[of_all("all_gather", [0]), of_all("_reduce_scatter_base_", [0])])
     backward = a_step(trace)
     trace.collective("_allgather_base_", "all_gather", backward, 10)
-    trace.collective("_reduce_scatter_base_", "all_reduce", backward + 4, 12)  # gloo reduces to scatter
+    trace.collective("_reduce_scatter_base_", "all_reduce", backward + 4, 12)  # gloo implements it so
     trace.op(backward + 16, 4)
     rank = split_of(trace).ranks[0]
-    assert {one.label: round(one.seconds * 1e3, 6) for one in rank.exposed} == {"all_gather (dp)": 10,
-                                                                                "reduce_scatter (dp)": 6}
+    assert {exposed.label: round(exposed.seconds * 1e3, 6) for exposed in rank.exposed} == {
+        "all_gather (dp)": 10, "reduce_scatter (dp)": 6}
     assert milliseconds(rank)["exposed_communication"] == 16
 
 
-def test_short_gaps_between_operators_are_computing_unless_a_collective_was_called_there():
+def test_short_gaps_between_operators_count_as_computation_unless_they_contain_a_collective():
     trace = MadeUp()
     backward = a_step(trace)
     trace.collective("allreduce_", "all_reduce", backward, 20)
@@ -83,11 +83,11 @@ def test_short_gaps_between_operators_are_computing_unless_a_collective_was_call
     trace.op(backward + 12.0, 4)
     rank = split_of(trace).ranks[0]
     assert milliseconds(rank)["exposed_communication"] == pytest.approx(20 - 4.96 - 4)
-    assert rank.exposed[0].label == "all_reduce"  # without a census nobody knows the group
+    assert rank.exposed[0].label == "all_reduce"  # the group is unknown without counted collectives
     assert rank.exposed[0].bytes is None
 
 
-def test_nodes_of_autograd_and_other_threads_do_not_hide_what_they_wait_for():
+def test_autograd_nodes_and_other_threads_do_not_hide_communication():
     trace = MadeUp()
     backward = a_step(trace)
     trace.op(backward, 20, name="autograd::engine::evaluate_function: SumBackward")
@@ -98,7 +98,7 @@ def test_nodes_of_autograd_and_other_threads_do_not_hide_what_they_wait_for():
     assert milliseconds(split_of(trace).ranks[0])["exposed_communication"] == 18
 
 
-def test_what_comes_between_steps_is_counted_whole():
+def test_marks_between_steps_include_their_communication():
     trace = MadeUp()
     a_step(trace, number=7)
     trace.mark("logging", 38, 2)
@@ -114,7 +114,7 @@ def test_what_comes_between_steps_is_counted_whole():
     assert rank.step_s == pytest.approx(0.037)
 
 
-def test_the_rank_that_calls_last_is_the_one_waited_for_whatever_its_clock_says():
+def test_ranks_wait_for_the_last_caller_regardless_of_clock_offsets():
     slow, quick = (MadeUp(rank, [of_all("all_reduce", [0, 1])], offset_ms=1e6 * rank, host=f"node{rank}")
                    for rank in (0, 1))
     at = a_step(slow, forward=30, backward=20)
@@ -133,11 +133,11 @@ def test_the_rank_that_calls_last_is_the_one_waited_for_whatever_its_clock_says(
 
 
 def half(rank, kind, axes="pp"):
-    """A send or receive of one of two ranks."""
+    """Return the entry of a send or receive between two ranks."""
     return {"kind": kind, "axes": axes, "ranks": [0, 1], "bytes": 100, "peer": 1 - rank}
 
 
-def test_a_receiver_waits_until_the_other_sends_and_then_for_the_data():
+def test_a_receiver_waits_for_the_send_and_then_for_the_data():
     first = MadeUp(0, [half(0, "send"), half(0, "recv")])
     at = a_step(first)
     first.collective("send", "send", at, 2)
@@ -149,39 +149,39 @@ def test_a_receiver_waits_until_the_other_sends_and_then_for_the_data():
     last.op(at + 4, 8)
     last.collective("send", "send", at + 12, 1)
     split = split_of(first, last)
-    # 5 of the 15 ms were the data's, though the sender had handed them over in one.
+    # The transfer took 5 of the 15 ms, although the send returned after 1 ms.
     assert split.ranks[0].waited_for == pytest.approx({1: 0.010})
-    # It came half a millisecond early, while it was still in an operator of forward.
+    # The receive began 0.5 ms early, but an operator of forward was still running.
     assert split.ranks[1].waited_for.get(0, 0.0) == pytest.approx(0.0)
-    exposed = {one.label: one for one in split.ranks[0].exposed}
+    exposed = {each.label: each for each in split.ranks[0].exposed}
     assert set(exposed) == {"send (pp)", "recv (pp)"}
     assert exposed["recv (pp)"].seconds - exposed["recv (pp)"].waited_s == pytest.approx(0.005)
 
 
 @pytest.mark.parametrize(("ahead_ms", "host"), [(0, "node0"), (40_000, "node1")])
-def test_a_pipeline_on_two_hosts_is_read_on_the_clock_that_its_all_reduces_set(ahead_ms, host):
-    """Receives tell nothing of clocks: the sender is done at once, and the data come 12 ms later."""
+def test_clocks_of_a_pipeline_on_two_nodes_are_aligned_by_all_reduces(ahead_ms, host):
+    """Receives cannot align clocks, because the send returns 12 ms before the data arrives."""
     calls = ("all_reduce", "all_reduce", "all_reduce")
     first = MadeUp(0, [half(0, "send"), *(of_all(kind, [0, 1]) for kind in calls)], host="node0")
     last = MadeUp(1, [half(1, "recv"), *(of_all(kind, [0, 1]) for kind in calls)], host=host, offset_ms=ahead_ms)
     for trace, before in ((first, 5), (last, 0)):
-        at = a_step(trace, data=before, forward=1, backward=40)  # rank 1 comes to the receive 5 ms before the send
+        at = a_step(trace, data=before, forward=1, backward=40)  # rank 1 receives 5 ms before the send
         if trace is first:
             trace.collective("send", "send", at, 1)
         else:
             trace.collective("recv_", "recv", at, 17)
             trace.op(at + 17, 0.5)
             at += 5
-        for i, skew in enumerate((0.0, 3.0, 0.3)):  # ends differ by as much, least where they took least
+        for i, skew in enumerate((0.0, 3.0, 0.3)):  # difference between the ends; smallest for the shortest
             trace.collective("allreduce_", "all_reduce", at + 13 + 6 * i, (1 + i) + (skew if trace is last else 0))
     rank = split_of(first, last).ranks[1]
-    received = next(one for one in rank.exposed if one.label == "recv (pp)")
+    received = next(exposed for exposed in rank.exposed if exposed.label == "recv (pp)")
     assert received.waited_s == pytest.approx(0.005)
     assert received.seconds == pytest.approx(0.017)
 
 
-def test_all_gathers_by_turns_wait_for_the_link_and_not_for_the_rank_that_is_behind():
-    """Rank 0 has what rank 1 gave when it calls; rank 1 gets rank 0's 8 ms later, once for each of two gathers."""
+def test_consecutive_all_gathers_wait_for_the_link_and_not_for_the_late_rank():
+    """Rank 0 has the data of rank 1 when it calls; rank 1 gets that of rank 0 8 ms later, in both gathers."""
     collectives = [of_all("all_gather", [0, 1]) for _ in range(2)]
     late, early = MadeUp(0, collectives), MadeUp(1, collectives)
     at = a_step(late)
@@ -191,12 +191,12 @@ def test_all_gathers_by_turns_wait_for_the_link_and_not_for_the_rank_that_is_beh
     early.collective("_allgather_base_", "all_gather", at, 12)
     early.collective("_allgather_base_", "all_gather", at + 12, 8)
     split = split_of(late, early)
-    # Only the 4 ms before rank 0 first called are a wait for it; and while it waits for rank 1, that one receives.
+    # Rank 1 waits for rank 0 only in the 4 ms before its first call. Rank 0 never waits, since rank 1 is receiving.
     assert split.ranks[1].waited_for == pytest.approx({0: 0.004})
     assert split.ranks[0].waited_for == pytest.approx({})
 
 
-def test_bytes_on_the_wire_stand_where_a_group_crosses_hosts_and_the_backend_was_measured():
+def test_bytes_on_the_wire_are_shown_for_groups_across_nodes():
     def shown(hosts):
         call = of_all("all_reduce", [0, 1], 2**23)
         traces = [MadeUp(rank, [call], host=host) for rank, host in enumerate(hosts)]
@@ -212,9 +212,9 @@ def test_bytes_on_the_wire_stand_where_a_group_crosses_hosts_and_the_backend_was
     assert "on the wire" not in shown(("a", "a"))
 
 
-def test_a_device_is_split_by_its_kernels_and_not_by_its_host():
+def test_on_a_device_the_breakdown_is_by_kernels_and_not_by_cpu_phases():
     trace = MadeUp(device="cuda")
-    a_step(trace, data=2, forward=2, backward=3, optimizer=20)  # the host is ahead, and waits in the end
+    a_step(trace, data=2, forward=2, backward=3, optimizer=20)  # the CPU is ahead and waits at the end
     trace.events = [event for event in trace.events if event["cat"] == "user_annotation"]
     trace.kernel(3, 8, launched=2.5)          # forward
     trace.kernel(11, 10, launched=4.5)        # backward
@@ -225,10 +225,10 @@ def test_a_device_is_split_by_its_kernels_and_not_by_its_host():
     rank = split_of(trace).ranks[0]
     assert milliseconds(rank) == {"data": 2, "forward": 8, "backward": 10, "exposed_communication": 3,
                                   "optimizer": 3, "idle": 2}
-    assert [(one.label, one.bytes) for one in rank.exposed] == [("all_reduce", 4000)]
+    assert [(exposed.label, exposed.bytes) for exposed in rank.exposed] == [("all_reduce", 4000)]
 
 
-def test_a_step_with_other_collectives_than_the_census_keeps_what_its_trace_says():
+def test_a_step_with_other_collectives_than_the_counted_step_keeps_what_its_trace_says():
     trace = MadeUp(collectives=[of_all("all_reduce", [0]), of_all("all_reduce", [0])])
     trace.collective("allreduce_", "all_reduce", a_step(trace), 5)
     assert split_of(trace).ranks[0].exposed[0].label == "all_reduce"
@@ -240,16 +240,16 @@ def test_a_step_with_other_collectives_than_the_census_keeps_what_its_trace_says
     ("alltoall_base_", "all_to_all"), ("AllReduce_Sum_f32", "all_reduce"), ("SendRecv", "send/recv"),
     ("ReduceScatter_Sum", "reduce_scatter"), ("something_new", "something_new"),
 ])
-def test_kinds_have_one_name(name, kind):
+def test_kinds_have_uniform_names(name, kind):
     assert kind_of(name) == kind
 
 
-def test_what_cannot_be_read_is_said(tmp_path):
+def test_unreadable_traces_are_reported(tmp_path):
     run_dir = RunDir(tmp_path).create()
     with pytest.raises(UserError, match="no traces"):
         split_run(tmp_path)
     run_dir.trace(0).write_bytes(b"\x1f\x8b no gzip")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot read the trace"):
         split_run(tmp_path)
     with gzip.open(run_dir.trace(0), "wt") as file:
         json.dump({"traceEvents": []}, file)

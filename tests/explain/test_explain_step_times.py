@@ -1,4 +1,4 @@
-"""Causes found from step times alone: made-up histories, each with one thing wrong, and a run directory."""
+"""Causes found in step times without traces: synthetic histories with one problem each, and a run directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 200
 
 
 def rows(times: np.ndarray, data_s: np.ndarray | float = 0.001):
-    """Lines of metrics.jsonl of steps that take so many seconds."""
+    """Return lines of metrics.jsonl for steps with these times."""
     data = np.broadcast_to(data_s, times.shape)
     return [{"step": step, "loss": 3.0, "lr": 1e-3, "grad_norm": 1.0, "step_time_s": float(seconds),
              "data_s": float(waits), "forward_s": float(0.3 * (seconds - waits)),
@@ -33,7 +33,7 @@ def rows(times: np.ndarray, data_s: np.ndarray | float = 0.001):
 
 
 def causes(times: np.ndarray, data_s: np.ndarray | float = 0.001):
-    """By kind."""
+    """Return the causes by kind."""
     history = make_history(rows(times, data_s), "x")
     return {cause.kind: cause for cause in step_time_causes(history, float(times.sum()))}
 
@@ -42,7 +42,7 @@ def even() -> np.ndarray:
     return 0.1 + 0.002 * np.sin(np.arange(STEPS))
 
 
-def test_even_steps_have_no_cause():
+def test_steps_of_equal_length_have_no_cause():
     found = causes(even())
     assert all(cause.share < 0.002 for cause in found.values()), found
 
@@ -51,13 +51,13 @@ def test_a_shared_machine_shows_in_the_spread():
     found = causes(np.where(np.arange(STEPS) % 2, 0.1, 0.2))
     assert list(found) == ["unsteady"]
     assert found["unsteady"].share == pytest.approx(1 / 3, abs=0.02)
-    assert "by a factor of 2 (100 to 200 ms), most of it in backward" in found["unsteady"].what
+    assert "by a factor of 2 (100 to 200 ms), mostly in backward" in found["unsteady"].what
 
 
-def test_steps_that_vary_by_their_data_are_said_to():
+def test_steps_that_vary_in_data_loading_name_that_phase():
     data = np.where(np.arange(STEPS) % 2, 0.001, 0.101)
     found = causes(0.1 + data, data)
-    assert "most of it in data" in found["unsteady"].what
+    assert "mostly in data" in found["unsteady"].what
     assert "file system" in found["unsteady"].advice[0]
 
 
@@ -67,7 +67,7 @@ def test_drift_is_not_counted_twice():
     assert "steps become slower: 11" in found["drift"].what
 
 
-def test_pauses_and_first_steps_are_by_themselves():
+def test_pauses_and_first_steps_are_separate_causes():
     times = even()
     times[100] = times[150] = 2.0
     times[0] = 5.0
@@ -77,12 +77,12 @@ def test_pauses_and_first_steps_are_by_themselves():
     assert found["first_steps"].seconds == pytest.approx(4.9, abs=0.02)
 
 
-def test_of_a_few_steps_nothing_is_said():
+def test_few_steps_have_no_causes():
     assert causes(np.array([1.0, 0.1, 0.3, 0.1, 0.3])) == {}
     assert step_times(make_history(rows(np.array([np.nan])), "x"), None) is None
 
 
-def test_who_has_traces_is_not_told_to_make_them():
+def test_a_traced_run_gets_no_advice_to_trace():
     run = {"model": object(), "config": {}, "layout": Layout("ddp", "ddp")}
     assert _against_low_share(run, is_traced=False)[-1].startswith("--trace-steps")
     advice = tuple(_against_low_share(run, is_traced=True))
@@ -90,20 +90,20 @@ def test_who_has_traces_is_not_told_to_make_them():
         "a larger --micro-batch-size, or --compile true.")
 
 
-def test_a_low_share_is_answered_with_what_the_run_can_still_do():
+def test_advice_for_a_low_share_excludes_options_in_use():
     compiled = {"model": object(), "config": {"compile": True}, "layout": Layout("ddp", "ddp")}
     assert not any("--compile" in option for option in _against_low_share(compiled, is_traced=False))
     assert _against_low_share({**compiled, "model": None}, is_traced=False) == []
-    assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07).sentence().endswith("most of a step is not matrix products.")
+    assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07).sentence().endswith("Most of a step is not spent in matmuls.")
 
 
-def test_no_share_above_the_whole_is_printed():
-    said = StepTimes(0.1, 0.1, 0.1, peak_share=4.06).sentence()
-    assert "unreliable (the machine was busy)" in said
-    assert "406" not in said
+def test_a_share_above_100_percent_is_not_printed():
+    sentence = StepTimes(0.1, 0.1, 0.1, peak_share=4.06).sentence()
+    assert "unreliable (the machine was busy)" in sentence
+    assert "406" not in sentence
 
 
-def test_one_rank_waits_for_no_other_and_a_script_has_no_traces():
+def test_a_single_rank_and_a_script_get_no_advice_to_trace():
     history = make_history(rows(np.where(np.arange(STEPS) % 2, 0.1, 0.2)), "x")
     alone, = step_time_causes(history, 30.0, ranks=1)
     assert alone.what.endswith("the machine is shared")
@@ -112,8 +112,8 @@ def test_one_rank_waits_for_no_other_and_a_script_has_no_traces():
         assert not any("--trace-steps" in line for line in cause.advice)
 
 
-def test_a_short_run_on_a_busy_machine_is_said_to_be_that(tmp_path):
-    """Eight steps of 172 to 475 ms at a load average of 5 on two CPUs: not its evaluation comes first."""
+def test_a_short_run_on_a_busy_machine_names_the_load_first(tmp_path):
+    """Eight steps of 172 to 475 ms at a load average of 5 on two CPUs: evaluation is not the first cause."""
     times = np.array([0.3, 0.172, 0.45, 0.2, 0.475, 0.19, 0.4, 0.3])
     wall = {"set-up": 5.0, "training": float(times.sum()), "evaluation": 0.5}
     folder = make_run(tmp_path / "run", range(0), planned=8, summary={"wall": wall}, load_at_end={"average": 5.5,
@@ -123,22 +123,22 @@ def test_a_short_run_on_a_busy_machine_is_said_to_be_that(tmp_path):
     (folder / "run.json").write_text(json.dumps(record))
     for line in rows(times):
         append_line(RunDir(folder).metrics, line)
-    found = diagnose(folder)
-    assert found.opening[0].startswith("The machine was busy: load average 5.0 on 2 CPUs.")
-    assert [cause.kind for cause in found.shown_causes][:1] == ["unsteady"]
-    evaluation = next(cause for cause in found.causes if cause.kind == "evaluation")
-    assert not any("than 0" in line or "--eval-every" in line for line in evaluation.advice)
+    diagnosis = diagnose(folder)
+    assert diagnosis.opening[0].startswith("The machine was busy: load average 5.0 on 2 CPUs.")
+    assert [cause.kind for cause in diagnosis.shown_causes][:1] == ["unsteady"]
+    evaluation = next(cause for cause in diagnosis.causes if cause.kind == "evaluation")
+    assert not any("above 0" in line or "below 0" in line or "--eval-every" in line for line in evaluation.advice)
 
 
-def test_a_run_alone_on_its_cpus_is_not_called_busy():
+def test_a_run_alone_on_its_cpus_is_not_busy():
     assert recorded_load({"environment": {"load": {"average": 2.4, "cpus": 2}}}) == MachineLoad(2.4, 2)
     assert not MachineLoad(2.4, 2).is_busy
     assert recorded_load({"environment": {}}) is None
     assert load_now()["cpus"] == os.cpu_count()
 
 
-def test_the_largest_is_said_first(tmp_path):
-    """Steps spread by a factor of two at 7 % of the peak come before evaluation at 3 %."""
+def test_the_largest_cause_is_printed_first(tmp_path):
+    """Step times that vary by a factor of two, at 7 % of the peak, come before evaluation at 3 %."""
     times = np.where(np.arange(STEPS) % 2, 0.164, 0.382)
     run_dir = RunDir(tmp_path / "run").create()
     for line in rows(times):
@@ -150,6 +150,6 @@ def test_the_largest_is_said_first(tmp_path):
                           text=True, timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "164 to 382 ms for the middle 80 %. Steps reach 6.9% of the matmul peak measured here." in text
+    assert "164 to 382 ms for the middle 80 %. Steps reach 6.9% of the measured matmul peak." in text
     places = [text.index(words) for words in ("6.9%", "1. ", "steps vary by a factor of 2.3", "evaluation")]
     assert places == sorted(places)

@@ -1,4 +1,4 @@
-"""Traces of any size and content: read in bounded memory, or refused with what to do."""
+"""Trace files of any size and content are read in bounded memory or rejected with advice."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def _write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("part", [1, 7, 1 << 20])
-def test_what_is_read_does_not_depend_on_the_parts(tmp_path: Path, monkeypatch, indent: int | None,
-                                                   part: int) -> None:
+def test_the_result_does_not_depend_on_the_chunk_size(tmp_path: Path, monkeypatch, indent: int | None,
+                                                      part: int) -> None:
     monkeypatch.setattr(outside, "_PART", part)
     events = [EVENT, {**EVENT, "cat": "kernel"}, {**EVENT, "cat": "cuda_runtime"}, {"ph": "M"},
               {**EVENT, "ts": 6, "dur": 0.5}, {**EVENT, "tid": 3, "name": "aten::add"}]
     whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": events,
              "ezpz_llm": {"rank": 0}, "empty": {}}
-    found = load_trace(_write(tmp_path / "t.json.gz", json.dumps(whole, indent=indent)))
+    loaded = load_trace(_write(tmp_path / "t.json.gz", json.dumps(whole, indent=indent)))
     kept = [Event("aten::mm", 5.5, 1.25, 2, "cpu_op"), Event("aten::mm", 5.5, 1.25, 2, "kernel", 3),
             Event("aten::add", 5.5, 1.25, 3, "cpu_op")]
-    assert found == {**whole, "traceEvents": kept, "launches": {3: 5.5}}
+    assert loaded == {**whole, "traceEvents": kept, "launches": {3: 5.5}}
     assert load_trace(_write(tmp_path / "t.json.gz", "{}")) == {"traceEvents": [], "launches": {}}
 
 
-def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
+def test_a_decompression_bomb_uses_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
     with gzip.open(path, "wt", compresslevel=1) as file:
         file.write('{"traceEvents": [')
@@ -56,8 +56,8 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     assert most < 20e6
 
 
-def test_an_event_takes_little_memory(tmp_path: Path) -> None:
-    """So that a trace of a gigabyte takes less: see benchmarks/million_steps.py."""
+def test_an_event_uses_little_memory(tmp_path: Path) -> None:
+    """Bounds the memory of large traces; see benchmarks/million_steps.py."""
     events = [{**EVENT, "name": "detach", "ts": 9.5 * i, "tid": 1000} for i in range(20_000)]
     path = _write(tmp_path / "t.json.gz", json.dumps({
         "traceEvents": [{**STEP, "tid": 1000}, *events], "ezpz_llm": {"rank": 0, "device": "cpu"}}))
@@ -68,7 +68,7 @@ def test_an_event_takes_little_memory(tmp_path: Path) -> None:
     assert most < 400 * len(events) + 4e6
 
 
-def test_limits_are_said(tmp_path: Path, monkeypatch) -> None:
+def test_traces_beyond_the_limits_are_rejected(tmp_path: Path, monkeypatch) -> None:
     path = _write(tmp_path / "t.json.gz", json.dumps({"traceEvents": [{**EVENT, "ts": 9 * i} for i in range(50)]}))
     monkeypatch.setattr(trace, "MOST_EVENTS", 40)
     with pytest.raises(UserError, match="more than 40 events") as error:
@@ -91,7 +91,8 @@ def test_limits_are_said(tmp_path: Path, monkeypatch) -> None:
     json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu", "links": [{"sender": 1}]}}),
     json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu"}, "baseTimeNanoseconds": "x"}),
 ])
-def test_what_is_none_of_ours_is_an_error_with_the_file(tmp_path: Path, text: str) -> None:
+def test_invalid_traces_are_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
+
     path = _write(tmp_path / "t.json.gz", text)
     with pytest.raises(UserError) as error:
         read_trace(path)
