@@ -9,7 +9,7 @@ import numpy as np
 _CONTEXT = 1024
 """Bytes on either side of a cut that are encoded to check it; many words in any script."""
 _TRIES = 32
-"""Candidate positions to try per separator; a tokenizer allows a cut at most or at none of them."""
+"""Candidate positions to try per separator; a tokenizer that allows cuts at a separator allows most of them."""
 
 
 def whole_characters(text: str) -> str:

@@ -31,9 +31,8 @@ class Fsdp2Engine(TorchEngine):
     The optimizer steps this rank's rows as plain tensors, which share their storage with the model's parameters.
     The rows are in fp32, so they are master weights. In bf16 and fp16, they are gathered in two bytes, and
     gradients are reduced after each micro-step, so that no rank stores more than its rows of them. With
-    `shard_within`, rows are
-    sharded over a group of neighboring ranks: they are gathered and reduced within the group, then gradients are
-    averaged across groups.
+    `shard_within`, rows are sharded over a group of neighboring ranks: they are gathered and reduced within the
+    group, then gradients are averaged across groups.
 
     Raises:
         UserError: this torch's fully_shard is incorrect on CPU, or a parameter is a scalar.

@@ -6,8 +6,7 @@ columns each.
 If gradients are required, the chunked loss computes the gradients of the hidden states and of the head's weight in
 the forward pass, while a chunk's logits are in memory. This needs the same matmuls as the plain loss, each once.
 Only these two gradients, (N, C) and (V/R, C), are kept until the backward pass. The division by the number of
-tokens
-follows after the matmuls, so that small gradients do not underflow in fp16: the gradient of a logit is a
+tokens follows after the matmuls, so that small gradients do not underflow in fp16: the gradient of a logit is a
 probability.
 """
 

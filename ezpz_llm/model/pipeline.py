@@ -18,8 +18,7 @@ class PipelineStage(nn.Module):
     """Consecutive blocks of a model, with the embedding in the first stage, and norm and head in the last stage.
 
     Args:
-        model: a GPT, possibly on the meta device or with replaced modules. The stage uses its modules without
-        copies.
+        model: a GPT, possibly on the meta device or with replaced modules, which the stage uses without copying.
         bounds: see `ezpz_llm.model.partition`.
         stage: index of this stage.
     """

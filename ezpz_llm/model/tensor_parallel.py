@@ -1,9 +1,8 @@
 """Tensor parallelism: shard the layers of a plain model over ranks, by the table of parameters.
 
 As in Shoeybi et al. 2019 (arXiv:1909.08053), attention's heads and the MLP's hidden units are sharded in each
-block.
-Attention and MLP communicate once each: at their end in the forward pass, at their start in the backward pass. The
-vocabulary is sharded too, so no rank has whole logits in training or validation.
+block. Attention and MLP communicate once each: at their end in the forward pass, at their start in the backward
+pass. The vocabulary is sharded too, so no rank has whole logits in training or validation.
 
 Symbols: B sequences, T tokens, C width, C_kv width of all keys, V padded vocabulary size, R ranks. Rank r has
 tokens [r V/R, (r + 1) V/R).
