@@ -109,7 +109,7 @@ def prepare(corpus: Path, out: Path, workers: int, kill_at: float | None = None)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {"workers": workers, "wall_s": time.monotonic() - began, "peak_memory_gb": peak / 1e9,
             "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-            "went_on": "going on after" in log}
+             "went_on": "resuming after" in log}
 
 
 def bytes_read(out: Path) -> int:

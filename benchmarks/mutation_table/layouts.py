@@ -84,7 +84,7 @@ FAULTS = (
     Fault("exit-summed-backward-too", "tp", SUMS, "return grad.to(ctx.dtype), None",
           "return summed(grad, None, grad.dtype).to(ctx.dtype), None", cell("tp2", 2, "llama")),
     Fault("queries-keys-values-as-one", "tp", TENSOR,
-          'parts = [share.of(*part) for part in _side_by_side(rows["weight"].parts(model.config))]',
+          'parts = [share.of(*part) for part in _consecutive(rows["weight"].parts(model.config))]',
           'parts = [share.of(0, sum(rows["weight"].parts(model.config)))]', cell("tp2", 2, "llama")),
     Fault("rows-of-another-rank", "tp", TENSOR, "self.group, self.first = group, rank * rows",
           "self.group, self.first = group, rank * (rows - 1)", cell("tp2", 2)),

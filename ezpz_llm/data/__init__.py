@@ -1,5 +1,5 @@
-"""From text to token shards to samples: sample i is a pure function of (seed, i).
+"""Data pipeline: text to token shards to samples, where sample i is a pure function of (seed, i).
 
-`prepare` turns a corpus into a folder of shards once; `TokenData` opens it; `Batches` and `ValidationWindows`
-say which tokens a step takes. Nothing here knows of ranks beyond the (dp_rank, dp_size) it is given.
+`prepare` converts a corpus to a folder of shards once. `TokenData` opens that folder. `Batches` and
+`ValidationWindows` select the tokens of a step. The package uses no process group; callers pass dp_rank, dp_size.
 """

@@ -1,4 +1,4 @@
-"""Turn text into token shards; verify and show them; name a training step's documents; provide a tokenizer."""
+"""Convert text to token shards, inspect and verify shards, list a step's documents, and install a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from pathlib import Path
 from ezpz_llm.base import UserError, run_command, show
 from ezpz_llm.base.parser import CommandParser
 
-# The rooms are imported where they are used: `--help` needs none of them.
+# Subcommands import their modules when they run, so that `--help` stays fast.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code.
-
-    Raises:
-        UserError: see the functions called.
-    """
+    """Run the command line `argv` and return the exit code."""
     args = _parser().parse_args(list(argv))
     return args.run(args)
 
@@ -28,63 +24,62 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("data", description=__doc__, shown=(
         "ezpz-llm data prepare my_text/ --tokenizer gpt2  once, before the job",
-        "ezpz-llm data which runs/gpt2 --step 412  the documents that a step of a run read",
-        "ezpz-llm data tokenizer gpt2 --download  on a machine with a network"))
+        "ezpz-llm data which runs/gpt2 --step 412  list the documents that a step of a run read",
+        "ezpz-llm data tokenizer gpt2 --download  on a machine with network access"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    add = commands.add_parser("prepare", help="text to token shards; prints the folder")
+    add = commands.add_parser("prepare", help="convert text to token shards and print their folder")
     add.add_argument("corpus", metavar="CORPUS",
-                     help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), "
-                          "or the path of a file of text, JSON lines or parquet, plain, gzipped or zst, of a "
-                          "folder of such, or of shards of build-nanogpt or nanoGPT, or Megatron's X.bin and "
-                          "X.idx as X; or several with weights, as A=0.7,B=0.3")
+                     help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a Hugging Face data set) "
+                          "or a path: a text, JSON lines or parquet file (plain, gzip or zstd), a folder of such "
+                          "files, a folder of build-nanogpt or nanoGPT shards, or X for Megatron's X.bin and "
+                          "X.idx. To mix several, give weights: A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
-                     help="bytes, char, gpt2, a tokenizer.json, a *.model of SentencePiece, or a folder that has "
+                     help="bytes, char, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder that contains "
                           "one: a model, token shards or a checkpoint (default: char for shakespeare, gpt2 for "
                           "data sets, else bytes)")
-    add.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: one in the cache)")
+    add.add_argument("--out", type=Path, metavar="DIR", help="output folder (default: a folder in the cache)")
     source = add.add_mutually_exclusive_group()
-    source.add_argument("--file", type=Path, metavar="F", help="shakespeare only: its text, as a local file")
+    source.add_argument("--file", type=Path, metavar="F", help="local copy of the text (shakespeare only)")
     source.add_argument("--download", action="store_true",
-                        help="fetch the corpus from its public address: shakespeare and data sets of the hub")
+                        help="download the corpus (shakespeare and data sets on the hub)")
     val = add.add_mutually_exclusive_group()
     val.add_argument("--val-fraction", type=float, metavar="X",
-                     help="the last part of the tokens to validate on (default: 0.1 of one file, 0.02 of many)")
+                     help="validate on this fraction of the tokens, from the end of the corpus (default: 0.1 for "
+                          "one file, 0.02 for several)")
     val.add_argument("--val-tokens", type=int, metavar="N",
-                     help="or so many tokens at the beginning (default for data sets: 100 million)")
+                     help="validate on the first N tokens (default for data sets: 100 million)")
     add.add_argument("--workers", type=int, metavar="N",
-                     help="processes (default: one for each 16 MB, at most the cores there are)")
+                     help="number of processes (default: one per 16 MB, at most one per core)")
     add.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
-                     help="tokens a shard file (default: %(default)s)")
+                     help="tokens per shard file (default: %(default)s)")
     add.add_argument("--text-key", default="text", metavar="K",
-                     help="the member of a JSON object, or the column of parquet or a data set, that has a "
-                          "document's text (default: %(default)s)")
+                     help="name of the text in a JSON object, a parquet file or a data set (default: %(default)s)")
     add.add_argument("--max-broken", type=int, default=0, metavar="N",
-                     help="leave out up to N documents that cannot be read, and count them (default: the first one "
-                          "is an error)")
-    add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer are there")
-    # launch passes it with --check to every command; shards do not depend on it.
+                     help="skip up to N unreadable documents and report them (default: fail on the first)")
+    add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer exist")
+    # launch passes --world-size with --check to every command; shards do not depend on it.
     add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     add.set_defaults(run=_prepare)
 
-    for name, run, what in (("verify", _verify, "check the sha256 of every shard of a folder"),
-                            ("show", _show, "what a folder of shards holds")):
-        add = commands.add_parser(name, help=what)
+    for name, run, text in (("verify", _verify, "check the sha256 of every shard in a folder"),
+                            ("show", _show, "print a summary of a folder of shards")):
+        add = commands.add_parser(name, help=text)
         add.add_argument("folder", type=Path, metavar="DIR")
         add.set_defaults(run=run)
 
-    add = commands.add_parser("which", help="name the documents that a step of a run read")
-    add.add_argument("folder", type=Path, metavar="RUN", help="the run directory")
-    add.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
-    add.add_argument("--json", action="store_true", help="print them as JSON")
+    add = commands.add_parser("which", help="list the documents that a step of a run read")
+    add.add_argument("folder", type=Path, metavar="RUN", help="run directory")
+    add.add_argument("--step", type=int, required=True, metavar="N", help="step number, from 1")
+    add.add_argument("--json", action="store_true", help="print JSON")
     add.set_defaults(run=_which)
 
-    add = commands.add_parser("tokenizer", help="provide the file that the gpt2 tokenizer needs")
+    add = commands.add_parser("tokenizer", help="install the file that the gpt2 tokenizer needs")
     add.add_argument("name", choices=["gpt2"])
     source = add.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-folder", type=Path, metavar="DIR",
-                        help="copy it from a folder that has vocab.bpe, or from a cache folder of tiktoken's")
-    source.add_argument("--download", action="store_true", help="fetch it from its public address")
+                        help="copy vocab.bpe from this folder, which may be a tiktoken cache folder")
+    source.add_argument("--download", action="store_true", help="download vocab.bpe")
     add.set_defaults(run=_tokenizer)
     return parser
 
@@ -98,8 +93,8 @@ def _prepare(args: argparse.Namespace) -> int:
     elif args.corpus == "shakespeare" and args.download:
         SHAKESPEARE.download()
     elif args.file:
-        raise UserError(f"--file is for shakespeare, not {args.corpus}", where="command line",
-                        instead="prepare another text by its path: python3 -m ezpz_llm.data prepare PATH")
+        raise UserError(f"--file works only with shakespeare, not with {args.corpus}", where="command line",
+                        instead="to prepare another text, give its path: python3 -m ezpz_llm.data prepare PATH")
     if args.check:
         check_corpus(args.corpus, args.tokenizer, text_key=args.text_key, max_broken=args.max_broken)
         return 0
@@ -112,7 +107,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from ezpz_llm.data.manifest import verify
 
-    show(f"{verify(args.folder)} shards, each as its manifest says: {args.folder}")
+    show(f"all {verify(args.folder)} shards match the manifest: {args.folder}")
     return 0
 
 
@@ -136,10 +131,10 @@ def _show(args: argparse.Namespace) -> int:
           for name, split in facts["splits"].items()),
         *(("part", f"{weight:g} ({count} of {sum(counts)} samples): {part.folder}")
           for (part, weight), count in zip(data.parts, counts, strict=True)),
-        ("entropy", f"{data.unigram_entropy:.4f} nats a token (unigram); "
+        ("entropy", f"{data.unigram_entropy:.4f} nats per token (unigram); "
                     f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}"),
         *(("note", remark) for remark in remarks(source)),
-        ("made by", facts["command"]),
+        ("command", facts["command"]),
     ]
     show("\n".join(f"{name:12} {text}" for name, text in lines))
     return 0

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, even if two processes make one; the journal of a preparation."""
+"""Atomic creation of a folder, safe with concurrent processes, and the journal of an unfinished preparation."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ from ezpz_llm.base import UserError, as_dataclass, read_json
 from ezpz_llm.rundir import write_atomic
 
 _LOCK = ".lock"
-_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
-_ALREADY_THERE = {errno.EEXIST, errno.ENOTEMPTY}
-# A living builder writes its journal every few seconds.
+_LOCKS_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+_EXISTS = {errno.EEXIST, errno.ENOTEMPTY}
+# A running process writes its journal every few seconds.
 _ABANDONED_AFTER_S = 600
 
 
 @contextlib.contextmanager
 def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], None]) -> Iterator[Path | None]:
-    """Gives a hidden folder beside `folder` to write in, and renames it to `folder` when the block ends well.
+    """Yield a hidden folder beside `folder`, and rename it to `folder` if the block succeeds.
 
-    Gives None where `folder` is complete already, perhaps because another process has just made it. Processes of
-    one host take turns by a file lock, which the system releases when its holder dies. The hidden folder holds
-    what a killed one left; where the block fails it stays if there is a journal in it, to be gone on with, and is
-    removed otherwise. Hosts do not share a hidden folder (file systems differ in whether locks reach over hosts):
-    the first to finish wins, the others' work is dropped; but one whose journal has not changed for ten minutes
-    is taken over.
+    Yields None if `folder` is complete already, for example because another process has just created it. The hidden
+    folder may contain the work of a killed process. If the block fails, a hidden folder with a journal is kept, so
+    that a later run can resume; a hidden folder without a journal is removed.
+
+    Processes on one node take turns with a file lock, which the kernel releases when its holder dies. Nodes use
+    separate hidden folders, because not every shared file system propagates locks: the first node to finish wins,
+    and the work of the other nodes is discarded. A hidden folder whose journal has not changed for ten minutes is
+    taken over.
 
     Args:
-        complete: whether `folder` stands finished.
-        waiting: called once, if another process holds the lock.
+        complete: returns True if `folder` is complete.
+        waiting: called once if another process holds the lock.
 
     Raises:
-        OSError: the place cannot be written.
+        OSError: the parent folder is not writable.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = folder.with_name(f"{_beginning(folder)}{socket.gethostname()}")
+    hidden = folder.with_name(f"{_hidden_prefix(folder)}{socket.gethostname()}")
     with contextlib.ExitStack() as stack:
         while not complete():
             if not hidden.exists():
                 _take_over(folder, hidden)
             try:
-                held = _hold(hidden, stack, waiting)
+                held = _lock(hidden, stack, waiting)
             except OSError as error:
-                if error.errno not in _NO_LOCKS_HERE:
+                if error.errno not in _LOCKS_UNSUPPORTED:
                     raise
                 hidden = hidden.with_name(f"{hidden.name}-{os.getpid()}")
                 _take_over(folder, hidden)
@@ -64,22 +66,22 @@ def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], N
         yield None
 
 
-def _beginning(folder: Path) -> str:
+def _hidden_prefix(folder: Path) -> str:
     return f".{folder.name}.partial-"
 
 
 def _take_over(folder: Path, hidden: Path) -> None:
-    """Rename a hidden folder that another host has abandoned, if there is one, to `hidden`."""
-    for other in sorted(folder.parent.glob(f"{_beginning(folder)}*")):
+    """Rename a hidden folder that another node has abandoned, if any, to `hidden`."""
+    for other in sorted(folder.parent.glob(f"{_hidden_prefix(folder)}*")):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - (other / JOURNAL).stat().st_mtime > _ABANDONED_AFTER_S:
-                # Of two that try, one renames it; the other finds it gone.
+                # If two processes try, the second gets FileNotFoundError.
                 os.rename(other, hidden)
                 return
 
 
-def _hold(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]) -> bool:
-    """Lock the hidden folder; False if its last holder has meanwhile renamed or removed it."""
+def _lock(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]) -> bool:
+    """Lock the hidden folder; return False if the previous holder has renamed or removed it."""
     hidden.mkdir(exist_ok=True)
     try:
         lock = stack.enter_context((hidden / _LOCK).open("w"))
@@ -108,11 +110,11 @@ def _build(hidden: Path, folder: Path, complete: Callable[[], bool]) -> Iterator
                 os.rename(hidden, folder)
                 renamed = True
             except OSError as error:
-                if error.errno not in _ALREADY_THERE or not complete():
+                if error.errno not in _EXISTS or not complete():
                     raise
                 (hidden / JOURNAL).unlink(missing_ok=True)
     finally:
-        # Once renamed, a hidden folder of this name is another process's.
+        # After our rename, a hidden folder of this name belongs to another process.
         if not renamed and not (hidden / JOURNAL).exists():
             _discard(hidden)
     for name in (JOURNAL, _LOCK):
@@ -120,44 +122,45 @@ def _build(hidden: Path, folder: Path, complete: Callable[[], bool]) -> Iterator
 
 
 def clear(hidden: Path, but: Sequence[str] = ()) -> None:
-    """Remove what is in the hidden folder, but for the lock that is held on it and files with these endings."""
-    for left_over in hidden.iterdir():
-        if left_over.name != _LOCK and not left_over.name.endswith(tuple(but)):
-            left_over.unlink()
+    """Remove the files in the hidden folder, except its lock and names that end in one of `but`."""
+    for path in hidden.iterdir():
+        if path.name != _LOCK and not path.name.endswith(tuple(but)):
+            path.unlink()
 
 
 def _discard(hidden: Path) -> None:
-    # Renamed first: whoever makes the hidden folder anew must not find it half removed.
+    # Renamed first, so that a process that creates the hidden folder again never sees it half removed.
     gone = hidden.with_name(f"{hidden.name}-{os.getpid()}-gone")
     os.rename(hidden, gone)
     shutil.rmtree(gone)
 
 
-# How far `prepare` has come: kept beside the shards that it writes, so that a killed one is gone on with.
 JOURNAL = ".journal.json"
 _MOST_BYTES = 256 << 20
-"""It counts every id of a vocabulary."""
+"""Size limit of a journal, which stores one count per id of the vocabulary."""
 
 
 class Interrupted(UserError):
-    """The work ended for a reason that is not in the corpus: what was written stays, to be gone on with."""
+    """Error that the corpus did not cause; the journal is kept, so that a later run can resume."""
 
 
 @dataclass
 class Journal:
-    """The state of an unfinished folder of shards.
+    """Progress of `prepare`, saved beside unfinished shards so that a later process can resume.
 
     Attributes:
-        request: fingerprint of what is being made.
+        request: fingerprint of the request.
         tokenizer: its manifest entry.
-        after: the place in the corpus to go on from (see `ezpz_llm.data.reader`); empty at the start.
-        documents, source_bytes: begun and read so far.
-        counts: how often each id occurred so far; empty for not at all.
-        written: the tokens of each split.
-        read_all: the corpus is at its end, and the validation split has been copied out of the tokens.
-        facts: what the source said of itself, such as the revision of a data set.
-        broken: documents that were left out so far; broken_first: what is wrong with the first hundred, and where.
-        marks: byte-order marks that were dropped so far.
+        after: position in the corpus to resume from (see `ezpz_llm.data.reader`); empty at the start.
+        documents: documents read so far.
+        source_bytes: bytes read so far.
+        counts: occurrences of each id so far; empty before the first token.
+        written: number of tokens of each split.
+        read_all: True once the whole corpus is read and the validation split is copied from the tokens.
+        facts: metadata of the source, such as the revision of a data set.
+        broken: documents skipped so far.
+        broken_first: location and error of the first 100 skipped documents.
+        marks: byte-order marks dropped so far.
     """
 
     request: str
@@ -175,14 +178,14 @@ class Journal:
 
     @classmethod
     def load(cls, folder: Path, request: str) -> Journal | None:
-        """The journal in `folder`, if there is one and it is of this request."""
+        """Return the journal in `folder`, or None if it is missing, invalid or of another request."""
         try:
-            found = as_dataclass(cls, read_json(folder / JOURNAL, _MOST_BYTES), JOURNAL)
+            journal = as_dataclass(cls, read_json(folder / JOURNAL, _MOST_BYTES), JOURNAL)
         except UserError:
             return None
-        return found if found.request == request else None
+        return journal if journal.request == request else None
 
     def save(self, folder: Path) -> None:
-        """Replace the journal in `folder`, in one step."""
-        # Not asdict, which copies each of the counts.
+        """Replace the journal in `folder` atomically."""
+        # asdict would copy each count.
         write_atomic(folder / JOURNAL, json.dumps(vars(self)))

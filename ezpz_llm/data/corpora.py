@@ -1,4 +1,4 @@
-"""Corpora (which files they are made of) and requests to prepare one. Nothing here downloads anything."""
+"""Corpora, their files, and requests to prepare one. This module never downloads."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ SHAKESPEARE = PublicFile(
 )
 CORPORA = ("stdlib", "shakespeare", *NAMES)
 ONE_FILE_VAL_FRACTION = 0.1
-"""Tiny Shakespeare or any one file: the split of nanoGPT's character-level run."""
+"""Default for tiny Shakespeare and any single file, as in nanoGPT's character-level run."""
 MANY_FILES_VAL_FRACTION = 0.02
 DATASET_VAL_TOKENS = 100_000_000
-"""The first shard of a streamed data set: build-nanogpt's validation shard of FineWeb-Edu."""
+"""Default for streamed data sets: the first shard, as in build-nanogpt's FineWeb-Edu."""
 _FILES = "text, JSON lines or parquet"
 _BY_CONTENT = "formats by content"
-"""Part of a corpus's identity: shards that were made when names alone told the format are others."""
-_NO_FILES = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a character device",
-             stat.S_ISBLK: "a block device"}
+"""Part of a corpus's identity, so that shards from versions that detected formats by name are not reused."""
+_SPECIAL_FILES = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a character device",
+                  stat.S_ISBLK: "a block device"}
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a corpus: its path, its name within the corpus, its size in bytes, its time stamp.
+    """File of a corpus.
 
-    `special` says what it is if it is no file, such as a FIFO.
+    Attributes:
+        name: path relative to the corpus.
+        special: what it is if not a regular file, such as "a FIFO".
     """
 
     path: Path
@@ -57,17 +59,19 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a corpus, in order, none of them empty; or a data set to stream.
+    """Ordered, non-empty files of a corpus, or a data set to stream.
 
     Attributes:
-        name: short name, good for a folder's name.
-        words: how a command names it: a known name or an absolute path.
-        identity: what tells this content from any other, as JSON values.
-        val_fraction, val_tokens, tokenizer: defaults; the one or the other of the first two.
-        facts: what else the manifest records of the source.
-        plain: whether each file is one document of text, whatever it looks like.
-        left_out: what lies among the files and is none, such as a FIFO, in words.
-        dataset: the data set, which has no files that are known beforehand.
+        name: short name, usable as a folder name.
+        words: its name on a command line: a known name or an absolute path.
+        identity: JSON values that identify its content.
+        val_fraction: default fraction to validate on; None if `val_tokens` is set.
+        val_tokens: default number of tokens to validate on.
+        tokenizer: default tokenizer.
+        facts: further entries of the manifest's "source".
+        plain: True if each file is one text document, regardless of its content.
+        left_out: skipped special files, such as a FIFO, as text.
+        dataset: the data set, whose files are not known in advance.
     """
 
     name: str
@@ -84,7 +88,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes over all files; 0 where they are not known."""
+        """Bytes of all files; 0 if unknown."""
         return sum(file.size for file in self.files)
 
     @property
@@ -94,7 +98,7 @@ class Corpus:
 
 
 def prepared_folder(corpus: str) -> Path | None:
-    """The folder of shards that `corpus` names, if it names one."""
+    """Return the folder of shards that `corpus` names, or None."""
     if corpus in CORPORA:
         return None
     path = user_path(corpus).absolute()
@@ -102,10 +106,10 @@ def prepared_folder(corpus: str) -> Path | None:
 
 
 def find_corpus(corpus: str) -> Corpus:
-    """The corpus of that name, or at a path: a file of text, JSON lines or parquet, or a folder of such.
+    """Return the corpus with that name, or at that path.
 
     Raises:
-        UserError: no such name or path, nothing in it, or (shakespeare) not provided yet.
+        UserError: unknown name, missing path, nothing to read, or tiny Shakespeare is not installed.
     """
     if corpus == "stdlib":
         return _stdlib()
@@ -116,32 +120,32 @@ def find_corpus(corpus: str) -> Corpus:
     if dataset := find_dataset(corpus):
         return _streamed(dataset)
     path = user_path(corpus).absolute()
-    if not os.path.exists(path):  # also False for what is too long for a path
+    if not os.path.exists(path):  # also False if the name is too long for a path
         if path.suffix or os.sep in corpus:
             raise UserError("no such corpus file or folder", where=str(path),
-                            instead=f"name a file of {_FILES}, a folder, or one of " + ", ".join(CORPORA))
-        raise unknown("corpus", corpus, CORPORA, where=f"neither a name nor a file in {Path.cwd()}")
+                            instead=f"give a {_FILES} file, a folder, or one of " + ", ".join(CORPORA))
+        raise unknown("corpus", corpus, CORPORA, where=f"neither a known name nor a file in {Path.cwd()}")
     return _at_path(path)
 
 
 def _at_path(path: Path) -> Corpus:
     if path.is_dir():
-        found = [_source(file, file.relative_to(path).as_posix()) for file in _walk(path)]
+        sources = [_source(file, file.relative_to(path).as_posix()) for file in _walk(path)]
     else:
-        found = [_source(path, path.name)]
-        if found[0].special:
-            raise UserError(f"the corpus is {found[0].special}, which can be read only once", where=str(path),
-                            instead="write it to a file, and name that")
-    files = tuple(file for file in found if file.size and not file.special)
+        sources = [_source(path, path.name)]
+        if sources[0].special:
+            raise UserError(f"the corpus is {sources[0].special}, which can be read only once", where=str(path),
+                            instead="copy its content to a file and give the file's path")
+    files = tuple(file for file in sources if file.size and not file.special)
     if not files:
-        state = "empty" if path.is_file() else "a folder without a file that has text in it"
-        raise UserError(f"nothing to read: the corpus is {state}", where=str(path),
-                        instead=f"name a file of {_FILES}, or a folder of such")
+        state = "the file is empty" if path.is_file() else "the folder contains no non-empty files"
+        raise UserError(f"nothing to read: {state}", where=str(path),
+                        instead=f"give a {_FILES} file, or a folder of such files")
     return Corpus(
         name=path.stem, words=str(path), files=files,
         identity=[_BY_CONTENT, str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
         val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else ONE_FILE_VAL_FRACTION, tokenizer="bytes",
-        left_out=tuple(f"{file.path} ({file.special})" for file in found if file.special),
+        left_out=tuple(f"{file.path} ({file.special})" for file in sources if file.special),
     )
 
 
@@ -154,56 +158,55 @@ def _streamed(dataset: HubDataset) -> Corpus:
 
 
 def _stdlib() -> Corpus:
-    """The standard library's own sources, whose text differs by Python version and build."""
+    """Return the sources of the standard library, which differ between Python versions and builds."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = (file for file in _walk(root, _NOT_STDLIB) if file.suffix == ".py")
-    files = tuple(source for file in found
+    paths = (file for file in _walk(root, _NOT_STDLIB) if file.suffix == ".py")
+    files = tuple(source for file in paths
                   if (source := _source(file, file.relative_to(root).as_posix())).size)
     if not files:
         raise UserError("this Python has no standard library sources (.py files)", where=str(root),
-                        instead="name a text file or folder of your own with --corpus PATH")
+                        instead="give a text file or folder: --corpus PATH")
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return Corpus("stdlib", "stdlib", files, [python, [[file.name, file.size] for file in files]],
                   MANY_FILES_VAL_FRACTION, "bytes", {"python": python}, plain=True)
 
 
 def _walk(root: Path, left_out: frozenset[str] | set[str] = frozenset()) -> list[Path]:
-    """The files under `root` sorted by path, without hidden ones; links to folders are not followed."""
-    found = []
+    """Return the non-hidden files under `root`, sorted by path; does not follow links to folders."""
+    paths = []
 
-    def refuse(error: OSError) -> None:
+    def reject(error: OSError) -> None:
         with reading(Path(error.filename)):
             raise error
 
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    for folder, folders, files in os.walk(root, onerror=reject):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(found)
+        paths += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(paths)
 
 
 def _source(path: Path, name: str) -> SourceFile:
     with reading(path):
-        found = path.stat()
-    special = next((name for is_it, name in _NO_FILES.items() if is_it(found.st_mode)), None)
-    return SourceFile(path, name, found.st_size, found.st_mtime_ns, special)
+        stats = path.stat()
+    special = next((kind for is_kind, kind in _SPECIAL_FILES.items() if is_kind(stats.st_mode)), None)
+    return SourceFile(path, name, stats.st_size, stats.st_mtime_ns, special)
 
 
-# A request to prepare a corpus, validated.
 _LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings for preparing a corpus; what is None is the corpus's own default.
+    """Options for preparing a corpus; None selects the corpus's default.
 
     Attributes:
         tokenizer: "bytes", "char", "gpt2", a file or a folder; see `ezpz_llm.data.tokenizers`.
-        val_fraction: the last part of the token stream is the validation split.
-        val_tokens: or so many tokens at its beginning are.
-        shard_tokens: tokens a shard file.
-        out: the folder to make; None for one in the cache.
-        text_key: the member of a JSON object, or the column, that has a document's text.
-        max_broken: how many broken documents may be left out.
+        val_fraction: fraction of the tokens to validate on, from the end of the stream.
+        val_tokens: number of tokens to validate on, from the start of the stream.
+        shard_tokens: tokens per shard file.
+        out: output folder; None for a folder in the cache.
+        text_key: name of the text in a JSON object, or of the text column.
+        max_broken: maximum number of broken documents to skip.
     """
 
     tokenizer: str | None = None
@@ -217,40 +220,40 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """A corpus to prepare and how. Equal requests of unchanged files have equal fingerprints.
+    """Validated request to prepare a corpus. Equal requests for unchanged files have equal fingerprints.
 
-    How many broken documents may be left out is no part of that: shards that are there were accepted when they were
-    made, and say how many were.
+    `max_broken` is not part of the fingerprint: existing shards were accepted when they were created, and their
+    manifest records how many documents were skipped.
     """
 
     corpus: Corpus
     tokenizer: Choice
     options: Options
-    """Without the defaults that are the corpus's."""
+    """Options with the corpus's defaults filled in."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that decides which tokens come out."""
+        """Hash of everything that determines the tokens."""
         options = self.options
-        at_the_beginning = [options.val_tokens, "tokens at the beginning"]
-        val = options.val_fraction if options.val_tokens is None else at_the_beginning
-        asked = [FORMAT, self.corpus.name, self.corpus.identity, self.tokenizer.name, val, options.shard_tokens]
+        val_tokens = [options.val_tokens, "tokens at the beginning"]
+        val = options.val_fraction if options.val_tokens is None else val_tokens
+        values = [FORMAT, self.corpus.name, self.corpus.identity, self.tokenizer.name, val, options.shard_tokens]
         if self.tokenizer.table is not None:
-            asked.append(self.tokenizer.table)
+            values.append(self.tokenizer.table)
         if options.text_key != TEXT:
-            asked.append(["text key", options.text_key])
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+            values.append(["text key", options.text_key])
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     @property
     def folder(self) -> Path:
-        """Folder of the shards: `out`, else a folder of the cache named after the request."""
+        """Folder of the shards: `out`, or a folder in the cache."""
         if self.options.out is not None:
             return self.options.out
         return cached_folder(f"{self.corpus.name}-{self.tokenizer.name}", self.fingerprint)
 
     @property
     def command(self) -> str:
-        """Identity of these shards, whatever folder `--out` names."""
+        """Command that makes these shards, without --out."""
         val = (["--val-fraction", str(self.options.val_fraction)] if self.options.val_tokens is None
                else ["--val-tokens", str(self.options.val_tokens)])
         words = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,
@@ -261,35 +264,35 @@ class Request:
 
 
 def cached_folder(name: str, fingerprint: str) -> Path:
-    """The folder of the cache for shards called `name`."""
+    """Return the folder in the cache for shards called `name`."""
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "corpus"
-    # Names have an end, and more is put around this one while it is made.
+    # File systems limit names to 255 bytes, and the hidden folder's name is longer than this one.
     return cache_dir() / "shards" / f"{plain[:_LONGEST_NAME]}-{fingerprint[:12]}"
 
 
 def make_request(corpus: str, options: Options) -> Request:
-    """The request for `corpus`.
+    """Validate `options` and return the request for `corpus`.
 
     Raises:
-        UserError: there is no such corpus or tokenizer, or a number is out of its range.
+        UserError: unknown corpus or tokenizer, or an option is out of range.
     """
     tokenizer = None if options.tokenizer is None else choose(options.tokenizer)
-    found = find_corpus(corpus)
+    source = find_corpus(corpus)
     fraction, val_tokens = options.val_fraction, options.val_tokens
-    for is_wrong, what, where, instead in (
-            (fraction is not None and val_tokens is not None, "two validation splits",
-             "--val-fraction and --val-tokens", "give one of them"),
-            (not 0 <= (fraction or 0) < 1, f"a validation fraction of {fraction}", "--val-fraction",
-             "give a number from 0 up to, not including, 1"),
+    for is_wrong, message, where, instead in (
+            (fraction is not None and val_tokens is not None, "two validation splits are requested",
+             "--val-fraction and --val-tokens", "give only one of them"),
+            (not 0 <= (fraction or 0) < 1, f"a validation fraction of {fraction} is out of range", "--val-fraction",
+             "give a number in [0, 1)"),
             ((val_tokens or 0) < 0, f"{val_tokens} validation tokens", "--val-tokens", "give 0 or more"),
             (options.max_broken < 0, f"{options.max_broken} broken documents", "--max-broken", "give 0 or more"),
-            (not options.text_key, "the name of the text is empty", "--text-key", "such as content"),
-            (options.shard_tokens < 1, f"{options.shard_tokens} tokens a shard", "--shard-tokens",
+            (not options.text_key, "the name of the text is empty", "--text-key", "give a name, such as content"),
+            (options.shard_tokens < 1, f"{options.shard_tokens} tokens per shard", "--shard-tokens",
              "give 1 or more")):
         if is_wrong:
-            raise UserError(what, where=where, instead=instead)
+            raise UserError(message, where=where, instead=instead)
     if fraction is None and val_tokens is None:
-        fraction, val_tokens = found.val_fraction, found.val_tokens
+        fraction, val_tokens = source.val_fraction, source.val_tokens
     out = options.out and options.out.expanduser().absolute()
-    return Request(found, tokenizer or choose(found.tokenizer),
+    return Request(source, tokenizer or choose(source.tokenizer),
                    replace(options, val_fraction=fraction, val_tokens=val_tokens, out=out))

@@ -1,7 +1,7 @@
-"""Public files of known content: copied in from a local file or, only when asked, downloaded; checked either way.
+"""Public files with known hashes, copied or downloaded to the cache; I/O errors as UserErrors; progress on stderr.
 
-They are kept in the cache (`cache_dir()`), so a machine without internet needs one copied file and no setting.
-Beside them: what the system refuses, as errors of the user's, and how far the work has come, on stderr.
+Files are kept in the cache (`cache_dir()`), so a machine without internet access needs one copied file and no
+configuration. Downloads happen only on request, and every file is checked against its hash.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MOST_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PublicFile:
-    """A file that anyone can get, known by its hash.
+    """Public file with a known hash.
 
     Attributes:
-        what: what it is, in a few words.
-        folder: its folder in the cache.
-        name: its file name there.
+        what: short description for messages.
+        folder: folder in the cache.
+        name: file name in that folder.
         size: bytes.
-        provide: the command that provides it.
+        provide: command that installs the file.
     """
 
     what: str
@@ -44,36 +44,36 @@ class PublicFile:
 
     @property
     def path(self) -> Path:
-        """Path of the file once downloaded."""
+        """Path in the cache."""
         return cache_dir() / self.folder / self.name
 
     def find(self) -> Path:
-        """Its path.
+        """Return the path of the checked file.
 
         Raises:
-            UserError: it is not there, or its content is not the published one.
+            UserError: the file is missing, or its content is not the published content.
         """
         if not self.path.exists():
             raise UserError(f"{self.what} is not on this machine", where=str(self.path),
-                            instead=f"provide it once with: {self.provide}")
-        self._check(read_bytes(self.path, _MOST_BYTES), str(self.path), f"provide it again with: {self.provide}")
+                            instead=f"install it once with: {self.provide}")
+        self._check(read_bytes(self.path, _MOST_BYTES), str(self.path), f"install it again with: {self.provide}")
         return self.path
 
     def copy_from(self, source: Path) -> Path:
-        """Copy it in from a local file, which is only read.
+        """Copy a local file to the cache and return its new path.
 
         Raises:
-            UserError: no such file, or other content.
+            UserError: the file is missing, or has other content.
         """
         content = read_bytes(source, _MOST_BYTES)
-        self._check(content, str(source), f"it should have {self.size:,} bytes, as at {self.address}")
+        self._check(content, str(source), f"use the published file: {self.size:,} bytes, {self.address}")
         return self._keep(content)
 
     def download(self) -> Path:
-        """Fetch it from its public address, which is printed first.
+        """Download the file to the cache and return its path. Prints the address first.
 
         Raises:
-            UserError: no network, or other content than expected.
+            UserError: no network, or unexpected content.
         """
         print(f"downloading {self.what}: {self.address} ({self.size:,} bytes, sha256 {self.sha256})",
               file=sys.stderr, flush=True)
@@ -83,16 +83,16 @@ class PublicFile:
         except OSError as error:
             raise UserError(
                 f"the download failed: {getattr(error, 'reason', None) or error}", where=self.address,
-                instead=f"fetch it on a machine with internet, then: {self.provide}",
+                instead=f"download it on a machine with internet access, then: {self.provide}",
             ) from error
-        self._check(content, self.address, f"get it elsewhere, then: {self.provide}")
+        self._check(content, self.address, f"get the file elsewhere, then: {self.provide}")
         return self._keep(content)
 
     def _check(self, content: bytes, where: str, instead: str) -> None:
-        found = hashlib.sha256(content).hexdigest()
-        if found != self.sha256:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != self.sha256:
             raise UserError(
-                f"this is not {self.what}: {len(content):,} bytes with sha256 {found}, expected {self.sha256}",
+                f"this is not {self.what}: {len(content):,} bytes with sha256 {sha256}, expected {self.sha256}",
                 where=where, instead=instead,
             )
 
@@ -105,42 +105,43 @@ class PublicFile:
 
 @contextlib.contextmanager
 def reading(path: Path):
-    """Turn the system's refusal to read `path` into a UserError."""
+    """Convert an OSError from reading `path` to a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read it: {error.strerror or error}", where=str(path),
-                        instead="name a readable file") from error
+        raise UserError(f"cannot read this file: {error.strerror or error}", where=str(path),
+                        instead="give a readable file") from error
 
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """Turn the system's refusal to write at `path` (full disk, no right) into a UserError."""
+    """Convert an OSError from writing `path` (disk full, no permission) to a UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(
             f"cannot write here: {error.strerror or error}", where=str(error.filename or path),
-            instead="make room, or name another place (--out DIR, or EZPZ_LLM_CACHE for the cache)",
+            instead="free disk space, or use another folder (--out DIR, or EZPZ_LLM_CACHE for the cache)",
         ) from error
 
 
-# Progress on stderr: a bar on a terminal, a line now and then elsewhere.
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     print(cleaned(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress(label: str, total_bytes: int, shown: bool, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the number of bytes just done.
+    """Show progress on stderr: a bar on a terminal, else a line every 10 s.
+
+    Yields a function to call with the number of bytes just processed.
 
     Args:
-        total_bytes: 0 where that is not known.
-        done: bytes done before.
+        total_bytes: 0 if unknown.
+        done: bytes processed earlier.
     """
     if not shown:
         yield lambda done: None
@@ -153,7 +154,7 @@ def progress(label: str, total_bytes: int, shown: bool, done: int = 0) -> Iterat
 
 @contextlib.contextmanager
 def _bar(label: str, total: int, done_before: int) -> Iterator[Callable[[int], None]]:
-    # Imported here: only a terminal needs it.
+    # rich is slow to import, and only a terminal needs it.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -176,7 +177,7 @@ def _lines(label: str, total: int, done_before: int) -> Callable[[int], None]:
     of = f" of {total / 1e6:,.1f}" if total else ""
 
     def advance(done: int) -> None:
-        """Count `done` bytes more, and print a line if the last one is long enough ago."""
+        """Add `done` bytes, and print a line if the last one is at least 10 s old."""
         nonlocal last, done_so_far
         done_so_far += done
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""Shards that other programs wrote, read where they lie: counted and hashed once, into a manifest in the cache.
+"""Shards written by other programs, read in place; a manifest with counts and hashes is kept in the cache.
 
     build-nanogpt    NAME_train_000001.npy …, NAME_val_000000.npy …: uint16, gpt2
-    nanoGPT          train.bin, val.bin: uint16, gpt2; or characters, where a meta.pkl lists them
+    nanoGPT          train.bin, val.bin: uint16, gpt2; or characters, if there is a meta.pkl
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, to_entry
 from ezpz_llm.rundir import write_json
 
-# The split is a whole part of the name: "eval" is not "val".
+# The split must be a whole part of the name: "eval" is not "val".
 _NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
 _META = "meta.pkl"
 _DEFAULT = "gpt2"
@@ -40,11 +40,11 @@ _AT_ONCE = 8 << 20
 
 @dataclass(frozen=True)
 class ForeignShards:
-    """A folder of another program's shards, not yet read.
+    """Folder of another program's shards, before they are read.
 
     Attributes:
-        written_by: the program.
-        splits: the files of each split, in order.
+        written_by: name of the program.
+        splits: files of each split, in order.
     """
 
     folder: Path
@@ -54,28 +54,29 @@ class ForeignShards:
 
     @property
     def fingerprint(self) -> str:
-        """Tells these files in their present state, and the tokenizer asked for, from any others."""
+        """Hash of the files' names, sizes and time stamps, and of the requested tokenizer."""
         files = [path for paths in self.splits.values() for path in paths]
         if (self.folder / _META).is_file():
             files.append(self.folder / _META)
         with reading(self.folder):
             stats = [(path.name, path.stat()) for path in files]
-        # Which table of characters it is, the shards say themselves.
-        asked = self.tokenizer and (self.tokenizer.name if self.tokenizer.file is None else self.tokenizer.table)
-        known = [str(self.folder), asked, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
-        return hashlib.sha256(json.dumps([FORMAT, "foreign, types checked", known]).encode()).hexdigest()
+        # The table of "char" is not needed: meta.pkl, whose time stamp is included, determines it.
+        choice = self.tokenizer
+        tokenizer = choice and (choice.name if choice.file is None else choice.table)
+        values = [str(self.folder), tokenizer, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+        return hashlib.sha256(json.dumps([FORMAT, "foreign, types checked", values]).encode()).hexdigest()
 
     @property
     def index(self) -> Path:
-        """The folder of the cache that their manifest goes to."""
+        """Folder in the cache for the manifest."""
         return cached_folder(self.folder.name, self.fingerprint)
 
 
 def find_foreign(corpus: str, tokenizer: Choice | None) -> ForeignShards | None:
-    """The shards in the folder `corpus`, if that is one of another program's.
+    """Return the shards in the folder `corpus`, or None if no other program wrote it.
 
     Raises:
-        UserError: there is no validation split, or no training split.
+        UserError: the training or validation split is missing.
     """
     folder = Path(corpus).expanduser().absolute()
     if not os.path.isdir(folder):
@@ -93,30 +94,30 @@ def find_foreign(corpus: str, tokenizer: Choice | None) -> ForeignShards | None:
         return None
     for name, paths in splits.items():
         if not paths:
-            raise UserError(f"these shards of {written_by} have no {name} split", where=str(folder),
-                            instead=f"put the files of the {name} split there, too")
+            raise UserError(f"these {written_by} shards have no {name} split", where=str(folder),
+                            instead=f"add the files of the {name} split")
     if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
             "char" if (folder / _META).is_file() else _DEFAULT):
-        tokenizer = None  # so that they are read once, whether or not it was typed
+        tokenizer = None  # the same fingerprint with and without --tokenizer
     return ForeignShards(folder, written_by, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
 
 
 def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
-    """Write the manifest of `shards` into `folder`; each token is read once.
+    """Read each token of `shards` once and write their manifest to `folder`.
 
     Raises:
-        UserError: a shard is truncated or of another type, or has ids that the tokenizer does not know.
+        UserError: a shard is truncated or of another type, or has ids outside the vocabulary.
     """
     opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
     tokenizer = _tokenizer(shards)
-    asked = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
+    words = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
     dtypes = {tokens.dtype for split in opened.values() for tokens in split}
     if len(dtypes) > 1:
-        raise UserError("these shards are of several types", where=str(shards.folder),
-                        instead="keep the shards of one preparation in a folder")
+        raise UserError("these shards have different data types", where=str(shards.folder),
+                        instead="keep only shards from one preparation in the folder")
     size = sum(tokens.nbytes for split in opened.values() for tokens in split)
     if show:
-        say(f"reading the shards of {shards.written_by} once: {shards.folder}, {size / 1e6:,.1f} MB")
+        say(f"reading {shards.written_by} shards once: {shards.folder}, {size / 1e6:,.1f} MB")
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     splits: dict[str, Any] = {}
     with progress(f"reading {shards.folder}", size, show) as advance:
@@ -134,7 +135,7 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
         "format": FORMAT,
         "request": shards.fingerprint,
         "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(shards.folder), "--tokenizer",
-                               asked]),
+                               words]),
         "written_by": shards.written_by,
         "source": {"corpus": str(shards.folder), "files": sum(map(len, opened.values())), "bytes": size},
         "tokenizer": to_entry(tokenizer),
@@ -149,10 +150,10 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
 
 
 def check_shards(shards: ForeignShards) -> None:
-    """Check the shards' types, and as many ids as can be read at once, without writing anything.
+    """Check the shards' types and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
 
     Raises:
-        UserError: as `index_shards`; a token that is not looked at may still be beyond the vocabulary.
+        UserError: as `index_shards`, for the ids in the sample.
     """
     opened = [_open(path) for paths in shards.splits.values() for path in paths]
     tokenizer = _tokenizer(shards)
@@ -163,27 +164,28 @@ def check_shards(shards: ForeignShards) -> None:
 
 def _tokenizer(shards: ForeignShards) -> Tokenizer:
     meta = shards.folder / _META
-    found: Tokenizer | None = None
+    characters: Tokenizer | None = None
     if meta.is_file():
-        found = CharTokenizer(_characters(meta))
-        if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(found)):
-            raise UserError(f"these tokens are characters, not of the tokenizer {shards.tokenizer.describe()}",
-                            where=str(meta), instead="leave --tokenizer out")
+        characters = CharTokenizer(_characters(meta))
+        if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(characters)):
+            raise UserError("these tokens are characters; the tokenizer "
+                            f"{shards.tokenizer.describe()} did not make them", where=str(meta),
+                            instead="omit --tokenizer")
     elif shards.tokenizer is not None and shards.tokenizer.name == "char":
-        raise UserError("which characters these tokens are is not known: there is no meta.pkl",
-                        where=str(shards.folder), instead="leave --tokenizer out if they are gpt2's")
-    return found or (shards.tokenizer or choose(_DEFAULT)).make()
+        raise UserError("--tokenizer char needs a table of characters, but there is no meta.pkl",
+                        where=str(shards.folder), instead="if these are gpt2 tokens, omit --tokenizer")
+    return characters or (shards.tokenizer or choose(_DEFAULT)).make()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads numbers, strings, lists and dicts; what would import or call anything is refused."""
+    """Unpickler for numbers, strings, lists and dicts; rejects every import and call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it imports {module}.{name}")
 
 
 def _characters(meta: Path) -> str:
-    """The table in nanoGPT's meta.pkl."""
+    """Return the characters in nanoGPT's meta.pkl, in the order of their ids."""
     try:
         with reading(meta), open_regular(meta) as file:
             table = _PlainUnpickler(file).load()["itos"]
@@ -192,18 +194,18 @@ def _characters(meta: Path) -> str:
             raise ValueError("its symbols are not characters in code point order")
     except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError,
             MemoryError) as error:
-        raise UserError(f"this meta.pkl has no table of characters that can be used: {error}", where=str(meta),
+        raise UserError(f"this meta.pkl has no usable table of characters: {error}", where=str(meta),
                         instead="prepare the text itself: python3 -m ezpz_llm.data prepare FILE --tokenizer char",
                         ) from error
     return "".join(characters)
 
 
 def _open(path: Path) -> np.memmap:
-    """The tokens of one file."""
-    again = "copy or fetch that file again"
+    """Map the tokens of a file."""
+    again = "copy or download that file again"
     check_tokens(path)
     if path.suffix == ".npy":
-        tokens = open_npy(path, "shard", f"{again}; raw tokens without NumPy's header, as OLMo writes, need one: "
+        tokens = open_npy(path, "shard", f"{again}; add a NumPy header to raw tokens, as written by OLMo: "
                                          "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
     else:
         check_uint16(path)
@@ -212,23 +214,23 @@ def _open(path: Path) -> np.memmap:
             try:
                 tokens = np.memmap(path, "<u2", "r")
             except ValueError as error:
-                raise UserError(f"this shard is truncated, or no shard: {error}", where=str(path),
+                raise UserError(f"this shard is truncated, or not a shard: {error}", where=str(path),
                                 instead=again) from error
     if tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")) or tokens.ndim != 1:
-        instead = "shards of uint16 or uint32 in one dimension"
+        instead = "convert the shards to uint16 or uint32 with one dimension"
         if tokens.dtype.kind in "iu":
             place = shlex.quote(str(path.parent))
             code = ("import glob, numpy as n; "
                     "[n.save('u4/' + f, n.load(f).ravel().astype('u4')) for f in glob.glob('*.npy')]")
-            instead += f': mkdir {place}/u4 && cd {place} && python3 -c "{code}", and name {place}/u4'
-        raise UserError(f"this shard holds {tokens.dtype} in {tokens.ndim} dimensions", where=str(path),
+            instead += f': mkdir {place}/u4 && cd {place} && python3 -c "{code}"; then give {place}/u4'
+        raise UserError(f"this shard contains {tokens.dtype} with {tokens.ndim} dimensions", where=str(path),
                         instead=instead)
     return tokens
 
 
 def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
            advance: Callable[[int], None]) -> str:
-    """Add to `counts` how often each id occurs; returns the file's sha256."""
+    """Add the occurrences of each id to `counts` and return the file's sha256."""
     path = Path(str(tokens.filename))
     digest = hashlib.sha256()
     with reading(path), open_regular(path) as file:
@@ -243,14 +245,14 @@ def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
 
 
 def _check_ids(tokens: np.memmap, first: int, part: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Check the ids of a part that begins at token `first`.
+    """Check the ids of a part that starts at position `first`.
 
     Raises:
-        UserError: one is beyond the vocabulary.
+        UserError: an id is outside the vocabulary.
     """
     if part.max() >= tokenizer.vocab_size:
         raise UserError(
-            f"token {part.max():,} at place {first + int(part.argmax()):,}: the tokenizer {tokenizer.name} "
-            f"has only {tokenizer.vocab_size:,}", where=str(tokens.filename),
-            instead="name the tokenizer that made these shards with --tokenizer"
+            f"token {part.max():,} at position {first + int(part.argmax()):,} is outside the vocabulary of the "
+            f"tokenizer {tokenizer.name}, which has {tokenizer.vocab_size:,} tokens", where=str(tokens.filename),
+            instead="give the tokenizer that made these shards: --tokenizer T"
                     + other_type(tokens, tokenizer.vocab_size))

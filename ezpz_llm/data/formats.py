@@ -1,7 +1,7 @@
-"""Format of a corpus file, told by its content: text, JSON lines, a JSON array, parquet, plain or packed.
+"""Detect and read the format of a corpus file: text, JSON lines, a JSON array or parquet; plain, gzip or zstd.
 
-A name helps where the content leaves a doubt: .json, .jsonl and .ndjson hold JSON, .csv and .tsv tables. What holds
-no documents is refused by its name.
+The content determines the format. The name decides only if the content is ambiguous: .json, .jsonl and .ndjson are
+JSON, .csv and .tsv are tables. Files without documents are rejected with a message that names their format.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from ezpz_llm.data.file_signatures import find_binary, find_signature
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-# Files packed by gzip or zstd, unpacked while they are read: nothing is written, memory is bounded.
 _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A way to pack a file.
+    """Compression format of a file.
 
     Attributes:
-        new: makes what unpacks one member of such a file (`decompress`, `eof`, `unused_data`).
-        unpack: the command that unpacks a file.
+        new: creates a decompressor for one member of a file (`decompress`, `eof`, `unused_data`).
+        unpack: command that decompresses a file.
     """
 
     name: str
@@ -46,7 +45,11 @@ ZSTD = Packing("zstd", lambda: import_package("zstandard", "reading zstd", "data
 
 
 class Stream:
-    """A file's content from its beginning. `taken` is how many bytes of the file itself were read for it."""
+    """Sequential reader of a file's decompressed content, with bounded memory.
+
+    Attributes:
+        taken: bytes read from the file itself.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, packing: Packing | None) -> None:
         self.taken = 0
@@ -55,10 +58,10 @@ class Stream:
         self._ready = b""
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer at the end only.
+        """Return the next `size` bytes; fewer only at the end.
 
         Raises:
-            UserError: what is packed is damaged or cut short.
+            UserError: the compressed data is damaged or truncated.
         """
         if self._packing is None:
             block = self._file.read(size)
@@ -72,7 +75,7 @@ class Stream:
         return b"".join(parts)
 
     def skip(self, size: int) -> None:
-        """Go on as if `size` bytes had been read."""
+        """Skip `size` bytes."""
         if self._packing is None:
             self._file.seek(size, 1)
             self.taken += size
@@ -81,19 +84,19 @@ class Stream:
             size -= len(block)
 
     def _fill(self, packing: Packing) -> bool:
-        """Unpack more; False at the end."""
+        """Decompress the next block; return False at the end."""
         while not self._ready:
             packed = self._file.read(_AT_ONCE)
             self.taken += len(packed)
             if not packed:
                 if self._member is not None:
-                    raise self._damaged(packing, "it is cut short")
+                    raise self._damaged(packing, "it is truncated")
                 return False
             try:
                 self._ready = b"".join(self._unpacked(packing, packed))
             except UserError:
                 raise
-            except Exception as error:  # zlib.error, and zstandard's, which may not be there to name
+            except Exception as error:  # zlib.error, or the error of zstandard, which may not be installed
                 raise self._damaged(packing, str(error)) from None
         return True
 
@@ -110,44 +113,43 @@ class Stream:
                 packed, self._member = self._member.unused_data, None
 
     def _damaged(self, packing: Packing, why: str) -> UserError:
-        return UserError(f"this file, packed by {packing.name}, is damaged: {why}", where=str(self._path),
-                         instead="copy or fetch it again")
+        return UserError(f"this {packing.name} file is damaged: {why}", where=str(self._path),
+                         instead="copy or download it again")
 
 
 @contextlib.contextmanager
 def open_unpacked(path: Path, packing: Packing | None) -> Iterator[Stream]:
-    """Open a file to read its content.
+    """Open a file to read its decompressed content.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     with reading(path), open_regular(path) as file:
         yield Stream(path, file, packing)
 
 
-# What the content of the files tells.
 BOM = b"\xef\xbb\xbf"
 _PACKED_NAMES = (".gz", ".zst", ".zstd")
 _HEAD = 1 << 16
 LONGEST_LINE = 64 << 20
-"""Or an item of an array: more of one document is not kept in memory, several times over."""
+"""Size limit of a line, or of an item in a JSON array, in bytes; several copies of it are in memory at once."""
 _PACKED = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 _PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"
 _OTHER_TEXT = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
                b"\xfe\xff": "UTF-16"}
 _JSON_LINES, _JSON, _TABLES = (".jsonl", ".ndjson"), ".json", (".csv", ".tsv")
 _OBJECT, _ARRAY = re.compile(rb'\s*\{\s*["}]'), re.compile(rb"\s*\[\s*[{\]]")
-# Control characters that text has; others, if not very few, are no text's in any encoding.
+# Control characters that text does not contain in any encoding, except in small numbers.
 _NOT_TEXT = bytes(set(range(0x20)) - set(b"\t\n\r\f\b\x1b"))
 
 
 @dataclass(frozen=True)
 class Format:
-    """Way to read a file: format, encoding, column.
+    """Format of a file.
 
     Attributes:
-        kind: "text", a document; "lines", JSON objects, one a line; "array", a JSON array of objects; "parquet".
-        packing: None for none.
+        kind: "text" is one document, "lines" one JSON object per line, "array" a JSON array of objects.
+        packing: compression; None for a plain file.
     """
 
     kind: Literal["text", "lines", "array", "parquet"]
@@ -155,10 +157,10 @@ class Format:
 
 
 def find_format(path: Path) -> Format:
-    """The format of a file.
+    """Return the format of a file.
 
     Raises:
-        UserError: it holds no documents that can be read here; names what it is.
+        UserError: the file contains no readable documents; the message names its format.
     """
     with reading(path), open_regular(path) as file:
         head = file.read(_HEAD)
@@ -172,12 +174,12 @@ def find_format(path: Path) -> Format:
     with open_unpacked(path, packing) as stream:
         head = stream.read(_HEAD)
     if head.startswith(_PARQUET):
-        raise _refused(path, f"parquet, packed once more by {packing.name}", f"unpack it: {packing.unpack} FILE")
+        raise _rejected(path, f"parquet compressed with {packing.name}", f"decompress it: {packing.unpack} FILE")
     return Format(_kind(path, head, packing), packing)
 
 
 def looks_like_text(data: bytes) -> bool:
-    """True if bytes that are not UTF-8 may be text in another encoding."""
+    """Return True if bytes that are not UTF-8 may be text in another encoding."""
     return len(data) - len(data.translate(None, _NOT_TEXT)) <= len(data) // 1000
 
 
@@ -186,11 +188,11 @@ def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "
     suffix = next((suffix for suffix in reversed(suffixes) if suffix not in _PACKED_NAMES), "")
     _check_content(path, head, packing)
     if suffix in _TABLES:
-        raise _refused(path, f"a table ({suffix})", 'write its column of text as lines like {"text": "…"}; a file '
-                       "of another name is read as it stands")
+        raise _rejected(path, f"a table ({suffix})", 'write its text column as lines like {"text": "…"}, or rename '
+                        "the file to .txt to read it as plain text")
     body = head.removeprefix(BOM)
-    if not looks_like_text(head) and (found := find_binary(path)):
-        raise _refused(path, found.what, found.instead)
+    if not looks_like_text(head) and (signature := find_binary(path)):
+        raise _rejected(path, signature.what, signature.instead)
     if suffix in _JSON_LINES:
         return "lines"
     if suffix == _JSON and _ARRAY.match(body):
@@ -198,28 +200,28 @@ def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "
     if _OBJECT.match(body) and all(map(_is_object, _first_lines(path, head, packing))):
         return "lines"
     if suffix == _JSON:
-        what = ("one JSON object over several lines" if body.lstrip().startswith(b"{") else
+        kind = ("one JSON object over several lines" if body.lstrip().startswith(b"{") else
                 "JSON that is neither lines nor an array of objects")
-        raise _refused(path, what, 'lines like {"text": "…"}, or an array of such objects; a file of another name, '
-                                   "such as .txt, is read as it stands")
+        raise _rejected(path, kind, 'write lines like {"text": "…"}, or an array of such objects; or rename the '
+                                    "file to .txt to read it as plain text")
     return "text"
 
 
 def _check_content(path: Path, head: bytes, packing: Packing | None) -> None:
-    inside = f", packed by {packing.name}" if packing is not None else ""
-    if (found := find_signature(head)) is not None:
-        raise _refused(path, found.what + inside, found.instead)
+    inside = f", compressed with {packing.name}" if packing is not None else ""
+    if (signature := find_signature(head)) is not None:
+        raise _rejected(path, signature.what + inside, signature.instead)
     for mark, name in _OTHER_TEXT.items():
         if head.startswith(mark):
-            raise UserError(f"{name} text{inside}, not UTF-8", where=str(path),
+            raise UserError(f"this file is {name} text{inside}, not UTF-8", where=str(path),
                             instead=f"convert it: iconv -f {name} -t UTF-8 FILE > NEW")
 
 
 def _first_lines(path: Path, head: bytes, packing: Packing | None) -> list[bytes]:
-    """The first two lines that are not blank, or one if that is longer than the head of the file."""
+    """Return the first two non-blank lines, or one if it is longer than the head of the file."""
     lines = head.removeprefix(BOM).split(b"\n")
     if len(head) == _HEAD:
-        lines.pop()  # it may be cut
+        lines.pop()  # it may be incomplete
         if not any(line.strip() for line in lines):
             with open_unpacked(path, packing) as stream:
                 lines = stream.read(LONGEST_LINE).removeprefix(BOM).lstrip().split(b"\n")[:1]
@@ -233,29 +235,28 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _refused(path: Path, what: str, instead: str) -> UserError:
-    return UserError(f"this file has no documents that can be read: it is {what}", where=str(path), instead=instead)
+def _rejected(path: Path, kind: str, instead: str) -> UserError:
+    return UserError(f"this file has no readable documents: it is {kind}", where=str(path), instead=instead)
 
 
-# The objects of one JSON array, in order, a bounded part of the file at a time.
 def read_array(path: Path, packing: Packing | None, first: int, size: int, key: str) -> Iterator[Documents]:
-    """The member `key` of each object from number `first` on, in parts of about `size` bytes.
+    """Yield the member `key` of each object from index `first` on, in parts of about `size` bytes.
 
     Raises:
-        UserError: not a whole array in UTF-8.
+        UserError: the file is not a complete JSON array in UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     number, taken, begin = 0, 0, first
     with open_unpacked(path, packing) as stream:
         def read(size: int) -> str:
-            """The next `size` bytes as text; bytes of a character cut in two wait for the rest."""
+            """Return the next `size` bytes as text; the decoder keeps the bytes of an incomplete character."""
             data = stream.read(size)
             return decoder.decode(data, final=len(data) < size)
 
         text = JsonText(read, LONGEST_LINE)
 
         def members() -> Iterator[Any]:
-            """The text of each object from number `first` on."""
+            """Yield the text of each object from index `first` on."""
             nonlocal number, taken
             for item in text.items():
                 if number < first:
@@ -270,8 +271,8 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
                 yield Documents(str(path), begin, texts, stream.taken - taken, "item")
                 begin, taken = begin + len(texts), stream.taken
         except ValueError as error:
-            raise UserError(f"not a whole JSON array in UTF-8: {error}", where=f"{path}, item {number}",
-                            instead='copy or fetch it again, or write it as lines like {"text": "…"}') from None
+            raise UserError(f"not a complete JSON array in UTF-8: {error}", where=f"{path}, item {number}",
+                            instead='copy or download it again, or write it as lines like {"text": "…"}') from None
 
 
 @dataclass(frozen=True)
@@ -279,8 +280,8 @@ class NoText:
     """Item without text.
 
     Attributes:
-        why: follows its name in a message.
-        other: the key of its longest string.
+        why: the reason, to follow the item's name in a message.
+        other: key of its longest string.
     """
 
     why: str
@@ -293,7 +294,7 @@ _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a 
 
 
 def text_of(item: Any, key: str) -> str | NoText:
-    """The text that an item of JSON has under `key`."""
+    """Return the text under `key` in a JSON item."""
     if not isinstance(item, dict):
         return NoText(f'has no "{key}": it is {_kind_of(item)}')
     if key not in item:
@@ -309,11 +310,11 @@ def _kind_of(value: Any) -> str:
     return _KINDS.get(type(value), "a string" if isinstance(value, str) else type(value).__name__)
 
 
-def gathered(found: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
-    """Texts of together about `size` characters, from the values under `key`."""
+def gathered(values: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
+    """Yield lists of texts, each with about `size` characters in total, from the values under `key`."""
     texts: list[str | UserError | NoText] = []
     buffered = 0
-    for value in found:
+    for value in values:
         text = value if isinstance(value, (str, NoText)) else text_of({key: value}, key)
         texts.append(text)
         buffered += len(text) if isinstance(text, str) else 0
@@ -324,7 +325,6 @@ def gathered(found: Iterable[Any], size: int, key: str) -> Iterator[list[str | U
         yield texts
 
 
-# The rows of a parquet file, in order, a bounded part at a time (pyarrow, the extra `data`).
 TEXT = "text"
 _MOST_ROWS = 10_000
 _BUFFER_BYTES = 1 << 20
@@ -332,14 +332,14 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Documents:
-    """Some documents of a file or data set, each of them whole.
+    """Consecutive complete documents of a file or data set.
 
     Attributes:
-        where: what they are read from.
-        first: number of the first, from 0.
-        texts: an error for a document that cannot be read.
-        source_bytes: their share of what is read, for progress.
-        unit: what one of them is called there.
+        where: name of the file or data set.
+        first: index of the first document, from 0.
+        texts: one entry per document; an error if the document cannot be read.
+        source_bytes: bytes read for them, for progress.
+        unit: word for one of them in messages.
     """
 
     where: str
@@ -350,10 +350,10 @@ class Documents:
 
 
 def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Documents]:
-    """The column `key` from row `first` on, in parts of about `size` bytes.
+    """Yield the column `key` from row `first` on, in parts of about `size` bytes.
 
     Raises:
-        UserError: pyarrow is not installed, this is no whole parquet file, or there is no such column.
+        UserError: pyarrow is not installed, the parquet file is damaged, or the column is missing.
     """
     import_package("pyarrow.parquet", "reading parquet", "data")
     import pyarrow.parquet
@@ -364,8 +364,8 @@ def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Do
                 _check_column(parquet, path, key)
                 yield from _groups(parquet, path, first, size, key)
         except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
-            raise UserError(f"not a whole parquet file of UTF-8 text: {str(error).splitlines()[0]}",
-                            where=str(path), instead="copy or fetch the file again") from error
+            raise UserError(f"not a complete parquet file of UTF-8 text: {str(error).splitlines()[0]}",
+                            where=str(path), instead="copy or download the file again") from error
 
 
 def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -> Iterator[Documents]:
@@ -383,7 +383,7 @@ def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -
             texts: list[str | UserError | NoText] = [text_of({key: value}, key) for value in values]
             start, row = max(row, first), row + batch.num_rows
             if texts:
-                # To the byte over the whole file, so that progress ends at its size.
+                # Exact over the whole file, so that progress ends at the file's size.
                 share = file_size * (start + len(texts)) // rows - file_size * start // rows
                 yield Documents(str(path), start, texts, share)
 
@@ -394,6 +394,7 @@ def _check_column(parquet: ParquetFile, path: Path, key: str) -> None:
     schema = parquet.schema_arrow
     kind = schema.field(key).type if key in schema.names else None
     if kind is None or not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        state = "no column" if kind is None else f"a column of {kind}, not of strings, called"
-        raise UserError(f'{state} "{key}" among {", ".join(schema.names)}', where=str(path),
-                        instead="--text-key NAME, where NAME is the column of strings that has the documents")
+        columns = ", ".join(schema.names)
+        raise UserError(f'no column "{key}" among {columns}' if kind is None else
+                        f'the column "{key}" has type {kind}, not string; columns: {columns}', where=str(path),
+                        instead="give the string column that contains the documents: --text-key NAME")

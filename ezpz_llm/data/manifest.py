@@ -1,23 +1,23 @@
-"""`manifest.json` of a folder of token shards (standard library only).
+"""Format of `manifest.json` in a folder of token shards (standard library only).
 
     format           "ezpz_llm tokens 1"
-    request          hash of what was asked for: corpus, its files, tokenizer, split, shard size
-    command          the command that makes these shards, but for --out
+    request          hash of the request: corpus, its files, tokenizer, split, shard size
+    command          command that makes these shards, without --out
     source           corpus, files, bytes, and for stdlib the Python version
-    tokenizer        name, fingerprint and, for characters, the table; of another library's, "kind" (the library),
-                     vocab_size and end_of_text: a copy of its file lies beside the manifest
+    tokenizer        name, fingerprint and, for char, the table; for another library's tokenizer also "kind" (the
+                     library), vocab_size and end_of_text, with a copy of its file beside the manifest
     vocab_size, dtype, documents, tokens, end_of_text
     unigram_entropy  nats per token, from the exact histogram of the whole corpus (both splits)
-    val_fraction     the last part of the token stream that is the validation split; or
-    val_tokens       how many tokens at its beginning are
+    val_fraction     fraction of the token stream, at its end, in the validation split; or
+    val_tokens       number of tokens, at its start, in the validation split
     splits           {"train": {"tokens", "shards": [{"file", "tokens", "sha256"}]}, "val": …}
 
-Shards that another program wrote lie elsewhere: "file" is an absolute path, "offset" the bytes of its header, and
-"written_by" names the program. Of Megatron's, a shard is a part of a file of "file_bytes", "sha256" is of some
-blocks of that (`sampled_hash`), and "document_index" is the .idx that says where documents begin. Of a mixture
-there are "parts" instead of shards: [{"folder", "weight"}].
+For shards written by another program, "file" is an absolute path, "offset" the size of its header in bytes, and
+"written_by" the name of the program. For Megatron, a shard is a part of a file of "file_bytes" bytes, "sha256" is
+the hash of some blocks of that file (`sampled_hash`), and "document_index" is the .idx file. A mixture has "parts"
+instead of shards: [{"folder", "weight"}].
 
-Beside it lies `counts.npy`, int64: how often each id occurs.
+`counts.npy`, beside the manifest, holds the number of occurrences of each id (int64).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ MANIFEST = "manifest.json"
 COUNTS = "counts.npy"
 TRAIN, VAL = "train", "val"
 SHARD = ".bin"
-"""Ending of a shard's file name."""
+"""Suffix of a shard's file name."""
 SHARD_TOKENS = 100_000_000
 FORMAT = "ezpz_llm tokens 1"
 ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
-"""The last two, and uint8, are other programs' only."""
+"""Bytes per token by data type; only other programs write uint8, int32 and int64."""
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 1 << 14
 _MOST_BYTES = 256 << 20
-"""A shard takes 130 bytes."""
+"""Size limit of a manifest, which has about 130 bytes per shard."""
 Count = Annotated[int, Range(0, MOST_TOKENS)]
 
 
@@ -66,28 +66,28 @@ class _Shard(TypedDict):
 
 
 class Shard(_Shard, total=False):
-    """A file of tokens, or a part of one."""
+    """File of tokens, or a part of one."""
 
     offset: Count
     file_bytes: Count
 
 
 class Split(TypedDict):
-    """The tokens of a split."""
+    """Shards of a split."""
 
     tokens: Count
     shards: list[Shard]
 
 
 class Splits(TypedDict):
-    """Both splits."""
+    """Training and validation splits."""
 
     train: Split
     val: Split
 
 
 class Part(TypedDict):
-    """A part of a mixture."""
+    """Folder of a mixture, and its weight."""
 
     folder: str
     weight: Annotated[float, Range(0, 1e12)]
@@ -105,7 +105,7 @@ class _Tokenizer(TypedDict):
 
 
 class TokenizerEntry(_Tokenizer, total=False):
-    """A tokenizer's entry in a manifest."""
+    """Entry of a tokenizer in a manifest."""
 
     table: str
     kind: Literal["tokenizers", "sentencepiece"]
@@ -137,18 +137,19 @@ class Manifest(_Manifest, total=False):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of shards, every shard of which is there with the size it should have.
+    """Return the manifest of a folder of shards, after checking the size of every shard.
 
     Raises:
-        UserError: no manifest, another format, or a shard missing or of the wrong size.
+        UserError: no manifest, another format, or a shard is missing or has the wrong size.
     """
     path = folder / MANIFEST
-    if not os.path.isfile(path):  # also False for what is no path
+    if not os.path.isfile(path):  # also False for an invalid path
         raise UserError("not a folder of token shards: it has no manifest.json", where=str(folder),
-                        instead="make one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR")
+                        instead="create one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR")
     stored = read_json(path, _MOST_BYTES)
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        raise UserError("this manifest.json does not describe token shards of this version", where=str(path),
+        raise UserError("this manifest.json is not a manifest of token shards, or another version wrote it",
+                        where=str(path),
                         instead="prepare the corpus again with: python3 -m ezpz_llm.data prepare CORPUS")
     manifest = as_type(Manifest, stored, str(path))
     splits = manifest["splits"]
@@ -158,39 +159,40 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_part(folder: Path, mixture: Path) -> dict[str, Any]:
-    """The manifest of a part of a mixture.
+    """Return the manifest of a part of a mixture.
 
     Raises:
-        UserError: as `read_manifest`; the part is a mixture as well, which could have itself as a part.
+        UserError: as `read_manifest`; or the part is a mixture too, which could contain itself.
     """
     manifest = read_manifest(folder)
     if "parts" in manifest:
-        raise UserError(f"a mixture cannot be part of another: {folder} is one", where=str(mixture / MANIFEST),
-                        instead="prepare it again, from the parts of both: --corpus A=0.7,B=0.3")
+        raise UserError(f"a mixture cannot be part of another mixture, but {folder} is one",
+                        where=str(mixture / MANIFEST),
+                        instead="prepare it again from the parts of both: --corpus A=0.7,B=0.3")
     return manifest
 
 
 def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
-    # Another program's shards lie where it wrote them.
+    # Shards of another program have absolute paths outside `folder`.
     path = (Path(shard["file"]) if "written_by" in manifest else
             file_in(folder, shard["file"], str(folder / MANIFEST)))
     needed = shard["tokens"] * ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
     expected = shard.get("file_bytes", needed)
     if needed > expected:
         raise UserError(f"shard {shard['file']} ends at byte {needed:,} of a file of {expected:,} bytes",
-                        where=str(folder / MANIFEST), instead=_mend(folder, manifest))
-    found = path.stat().st_size if os.path.isfile(path) else None
-    if found != expected:
-        state = "is missing" if found is None else f"has {found:,} bytes"
+                        where=str(folder / MANIFEST), instead=_repair_advice(folder, manifest))
+    size = path.stat().st_size if os.path.isfile(path) else None
+    if size != expected:
+        state = "is missing" if size is None else f"has {size:,} bytes"
         raise UserError(f"shard {shard['file']} {state}; the manifest expects {expected:,} bytes",
-                        where=str(path), instead=_mend(folder, manifest))
+                        where=str(path), instead=_repair_advice(folder, manifest))
 
 
 def verify(folder: Path) -> int:
-    """Check the sha256 of every shard; returns how many there are.
+    """Check the sha256 of every shard and return the number of shards.
 
     Raises:
-        UserError: a shard is missing, of the wrong size, or not the one that was written.
+        UserError: a shard is missing, has the wrong size, or has changed.
     """
     manifest = read_manifest(folder)
     if "parts" in manifest:
@@ -203,19 +205,19 @@ def _verify(folder: Path, manifest: dict[str, Any]) -> int:
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
     for shard in shards:
         with reading(folder / shard["file"]):
-            found = (sampled_hash if "file_bytes" in shard else hash_file)(folder / shard["file"])
-        if found != shard["sha256"]:
-            raise UserError(f"shard {shard['file']} has sha256 {found}, the manifest says {shard['sha256']}",
-                            where=str(folder / shard["file"]), instead=_mend(folder, manifest))
+            sha256 = (sampled_hash if "file_bytes" in shard else hash_file)(folder / shard["file"])
+        if sha256 != shard["sha256"]:
+            raise UserError(f"shard {shard['file']} has sha256 {sha256}; the manifest expects {shard['sha256']}",
+                            where=str(folder / shard["file"]), instead=_repair_advice(folder, manifest))
     return len(shards)
 
 
 def sampled_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Blocks of a file that together are its first, its last and some between: the offset and the bytes of each."""
+    """Yield offset and bytes of 64 blocks spread over a file, including its first and last block."""
     size = path.stat().st_size
     with reading(path), open_regular(path) as file:
         for number in range(_SAMPLED_BLOCKS):
-            # Each begins at a multiple of 8 bytes, so of a token.
+            # Offsets are multiples of 8 bytes, so that no token is split.
             offset = max(0, size - _SAMPLED_BYTES) * number // (_SAMPLED_BLOCKS - 1) // 8 * 8
             if number and size <= _SAMPLED_BYTES:
                 return
@@ -224,18 +226,18 @@ def sampled_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def sampled_hash(path: Path) -> str:
-    """A sha256 of a file's size and of 64 blocks of it: of a file too large to be read whole."""
+    """Return the sha256 of a file's size and of 64 of its blocks, for files too large to read completely."""
     blocks = b"".join(block for _, block in sampled_blocks(path))
     return hashlib.sha256(str(path.stat().st_size).encode() + blocks).hexdigest()
 
 
-def _mend(folder: Path, manifest: dict[str, Any]) -> str:
+def _repair_advice(folder: Path, manifest: dict[str, Any]) -> str:
     if "written_by" in manifest:
-        return f"copy that file again from where {manifest['source']['corpus']} came from"
+        return f"copy that file again from the source of {manifest['source']['corpus']}"
     place = shlex.quote(str(folder.absolute()))
-    if (own := read_own(folder / MANIFEST, _MOST_BYTES)) is not None:
-        stored = as_type(dict[str, Any], parse_json(own, MANIFEST, _MOST_BYTES), MANIFEST)
-        return f"make the folder again: rm -r {place} && {stored.get('command')} --out {place}"
-    # Not the command that it has: whoever wrote that could have anything typed.
-    return (f"remove the folder and make it again: python3 -m ezpz_llm.data prepare CORPUS … --out {place} "
-            '(its manifest has the corpus and options under "command": look before you type them)')
+    if (text := read_own(folder / MANIFEST, _MOST_BYTES)) is not None:
+        stored = as_type(dict[str, Any], parse_json(text, MANIFEST, _MOST_BYTES), MANIFEST)
+        return f"create the folder again: rm -r {place} && {stored.get('command')} --out {place}"
+    # Another user owns the manifest, so the message does not quote its command, which could be anything.
+    return (f"remove the folder and create it again: python3 -m ezpz_llm.data prepare CORPUS … --out {place} "
+            '(the manifest has the corpus and options under "command"; check them before you type them)')

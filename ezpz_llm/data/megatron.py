@@ -1,15 +1,15 @@
-"""Megatron's tokens, read where they lie: X.bin has the tokens, X.idx says where sequences and documents begin.
+"""Megatron's tokens, read in place: X.bin holds the tokens, X.idx the starts of sequences and documents.
 
-The index (`IndexedDataset` of Megatron-LM, `megatron/core/datasets/indexed_dataset.py`, and of Megatron-DeepSpeed),
-little endian, n sequences and d ends of documents:
+Index format (`IndexedDataset` of Megatron-LM, `megatron/core/datasets/indexed_dataset.py`, and of
+Megatron-DeepSpeed), little endian, with n sequences and d document ends:
 
     9 bytes   "MMIDIDX\\0\\0"                   4n   tokens of each sequence, int32
     8         version: 1                       8n   byte offset of each sequence in X.bin, int64
     1         type of a token (see DTYPES)     8d   first sequence of each document, and n, int64 (d is one more
     8, 8      n, d                                  than documents)
 
-Only the index is read, and some of the tokens, to estimate their entropy and to know them again: a file of any size
-opens in under a second.
+Only the index and a sample of the tokens are read, to estimate the entropy and to compute a fingerprint. A file of
+any size opens in under a second.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ WRITTEN_BY = "Megatron"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
-"""Codes of the types that tokens are written in; signed bytes, shorts and floats hold none."""
+"""Megatron's codes of the token types; its codes for int8, int16 and floats are not used for tokens."""
 _GPT2 = (50_257, 50_256)
 _AT_ONCE = 1 << 20
-"""Entries of an index that are in memory together: there are indexes of gigabytes."""
+"""Index entries in memory at a time, since an index can have gigabytes."""
 
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """An index that fits its tokens.
+    """Index that matches its tokens.
 
     Attributes:
-        dtype: of a token.
-        tokens: how many there are.
-        starts: int64, the first token of each document, and the number of tokens.
+        dtype: type of a token.
+        tokens: number of tokens.
+        starts: int64, the first token of each document, followed by the number of tokens.
     """
 
     dtype: str
@@ -64,101 +64,104 @@ class MegatronIndex:
 
 @dataclass(frozen=True)
 class MegatronData:
-    """Tokens of Megatron's that a corpus names: `prefix` with .bin and .idx, and the tokenizer asked for."""
+    """Megatron files `prefix`.bin and `prefix`.idx, and the requested tokenizer."""
 
     prefix: Path
     tokenizer: Choice | None
 
     @property
     def bin(self) -> Path:
-        """The file of tokens."""
+        """Path of the tokens."""
         return self.prefix.with_name(f"{self.prefix.name}.bin")
 
     @property
     def idx(self) -> Path:
-        """The file that says where sequences and documents begin."""
+        """Path of the index."""
         return self.prefix.with_name(f"{self.prefix.name}.idx")
 
     @property
     def fingerprint(self) -> str:
-        """Tells these files in their present state, and the tokenizer asked for, from any others."""
-        stats = [[found.st_size, found.st_mtime_ns] for found in (self.bin.stat(), self.idx.stat())]
-        asked = self.tokenizer and (self.tokenizer.table or self.tokenizer.name)
-        return hashlib.sha256(json.dumps([FORMAT, WRITTEN_BY, str(self.prefix), asked, stats]).encode()).hexdigest()
+        """Hash of the files' path, sizes and time stamps, and of the requested tokenizer."""
+        stats = [[stat.st_size, stat.st_mtime_ns] for stat in (self.bin.stat(), self.idx.stat())]
+        tokenizer = self.tokenizer and (self.tokenizer.table or self.tokenizer.name)
+        values = [FORMAT, WRITTEN_BY, str(self.prefix), tokenizer, stats]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     @property
     def index(self) -> Path:
-        """The folder of the cache that their manifest goes to."""
+        """Folder in the cache for the manifest."""
         return cached_folder(self.prefix.name, self.fingerprint)
 
 
 def find_megatron(corpus: str, tokenizer: Choice | None) -> MegatronData | None:
-    """The tokens that `corpus` names: X, X.bin or X.idx, where both files are there.
+    """Return the Megatron files that `corpus` (X, X.bin or X.idx) names, or None if one is missing.
 
     Raises:
-        UserError: an .idx without its .bin, or one that does not match it.
+        UserError: an .idx file is named but has no .bin, or the two do not match.
     """
     path = user_path(corpus).absolute()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    found = MegatronData(prefix, tokenizer)
-    if not os.path.isfile(found.idx):
+    data = MegatronData(prefix, tokenizer)
+    if not os.path.isfile(data.idx):
         return None
-    if not os.path.isfile(found.bin):
+    if not os.path.isfile(data.bin):
         if path.suffix != ".idx":
             return None
-        raise UserError("an index of Megatron's without its tokens", where=str(found.idx),
-                        instead=f"put {found.bin.name} beside it")
-    check_tokens(found.bin)
-    read_index(found.bin, found.idx)
-    return found
+        raise UserError("this Megatron index has no tokens beside it", where=str(data.idx),
+                        instead=f"put {data.bin.name} beside it")
+    check_tokens(data.bin)
+    read_index(data.bin, data.idx)
+    return data
 
 
 def read_index(tokens: Path, index: Path) -> MegatronIndex:
-    """Read an index, compared with its tokens; see `_read_index`, whose result is kept while no file changes."""
+    """Read and check an index; see `_read_index`. The result is cached until one of the files changes."""
     for path in (tokens, index):
-        if not os.path.isfile(path):  # also False for what is no path
-            raise UserError("there is no such file of Megatron's", where=str(path),
+        if not os.path.isfile(path):  # also False for an invalid path
+            raise UserError("this Megatron file is missing", where=str(path),
                             instead="copy both files again, from the same preparation")
     with reading(index):
         stats = [path.stat() for path in (tokens, index)]
-    return _read_index(tokens, index, tuple(found.st_mtime_ns for found in stats), stats[0].st_size)
+    return _read_index(tokens, index, tuple(stat.st_mtime_ns for stat in stats), stats[0].st_size)
 
 
 @functools.lru_cache(maxsize=8)
-def _read_index(tokens: Path, index: Path, times: tuple[int, ...], found: int) -> MegatronIndex:
-    """Read an index and compare it with the size of its tokens, `found` bytes.
+def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: int) -> MegatronIndex:
+    """Read an index and compare it with the size of its tokens, `token_bytes`.
 
     Raises:
-        UserError: it is truncated, of another format or type, or not the index of these tokens.
+        UserError: the index is truncated, has another format or type, or does not match the tokens.
     """
-    def wrong(found: str, instead: str = "copy both files again, from the same preparation") -> UserError:
-        return UserError(found, where=str(index), instead=instead)
+    def wrong(message: str, instead: str = "copy both files again, from the same preparation") -> UserError:
+        return UserError(message, where=str(index), instead=instead)
 
     with reading(index):
         size = index.stat().st_size
         with open_regular(index) as file:
             head = file.read(_HEADER.size)
     if not head.startswith(_MAGIC[:len(head)]):
-        if (known := find_signature(head, TOKENS)) is not None:
-            raise wrong(f"this is no index of Megatron's, but {known.what}", known.instead)
-        raise wrong("this is no index of Megatron's: it does not begin with MMIDIDX", "the .idx of the .bin")
+        if (signature := find_signature(head, TOKENS)) is not None:
+            raise wrong(f"this is not a Megatron index, but {signature.what}", signature.instead)
+        raise wrong("this is not a Megatron index: it does not start with MMIDIDX",
+                    "use the .idx file that belongs to the .bin file")
     if len(head) < _HEADER.size:
-        raise wrong(f"this index is truncated: {len(head)} bytes, of a header of {_HEADER.size}")
+        raise wrong(f"this index is truncated: it has {len(head)} bytes, less than its header ({_HEADER.size})")
     _, version, code, sequences, ends = _HEADER.unpack(head)
     if version != 1:
-        raise wrong(f"version {version} of Megatron's index; 1 is known", "a version of Megatron that writes that")
+        raise wrong(f"this Megatron index has version {version}; only version 1 is supported",
+                    "write it with a version of Megatron that uses index version 1")
     if code not in DTYPES:
-        raise wrong(f"tokens of an unknown type, {code}",
-                    "one of " + ", ".join(f"{known} ({name})" for known, name in DTYPES.items()))
+        raise wrong(f"the token type {code} is unknown",
+                    "use one of " + ", ".join(f"{known} ({name})" for known, name in DTYPES.items()))
     expected = _HEADER.size + 12 * sequences + 8 * ends
-    if size not in (expected, expected + sequences):  # with a byte for each sequence's mode
+    if size not in (expected, expected + sequences):  # multimodal indexes have one more byte per sequence
         state = "truncated" if size < expected else "too long"
-        raise wrong(f"this index is {state}: {size:,} bytes; {sequences:,} sequences and {ends:,} ends of "
-                    f"documents take {expected:,}")
+        raise wrong(f"this index is {state}: it has {size:,} bytes; {sequences:,} sequences and {ends:,} document "
+                    f"ends need {expected:,}")
     item = np.dtype(DTYPES[code]).itemsize
-    if max(sequences, ends - 1) > found // item:
-        raise wrong(f"{sequences:,} sequences and {ends:,} ends of documents are more than the {found // item:,} "
-                    f"tokens ({DTYPES[code]}) of {tokens.name}")
+    if max(sequences, ends - 1) > token_bytes // item:
+        raise wrong(f"the index has {sequences:,} sequences and {ends:,} document ends, more than the "
+                    f"{token_bytes // item:,} tokens ({DTYPES[code]}) in {tokens.name}")
     with reading(index):
         content = np.memmap(index, np.uint8, "r", _HEADER.size, (expected - _HEADER.size,))
     lengths, offsets, documents = (part.view(dtype) for part, dtype in zip(
@@ -170,19 +173,19 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], found: int) -
             raise wrong(f"sequence {begin + int(part.argmin()):,} has {part.min():,} tokens")
         stops = total + np.cumsum(part)
         if not np.array_equal(offsets[begin:begin + _AT_ONCE], (stops - part) * item):
-            raise wrong("its sequences do not follow one another in the .bin",
-                        "data of Megatron's preprocess_data.py")
+            raise wrong("the sequences are not contiguous in the .bin file",
+                        "use data written by Megatron's preprocess_data.py")
         total = int(stops[-1])
-    if found != total * item:
-        raise wrong(f"the index is of {total * item:,} bytes of tokens ({DTYPES[code]}); {tokens.name} "
-                    f"has {found:,}")
+    if token_bytes != total * item:
+        raise wrong(f"the index describes {total * item:,} bytes of tokens ({DTYPES[code]}); {tokens.name} "
+                    f"has {token_bytes:,}")
     if not _is_in_order(documents, sequences):
-        raise wrong("its documents do not hold all sequences in order")
+        raise wrong("the documents do not contain all sequences in order")
     return MegatronIndex(DTYPES[code], total, _starts(documents, offsets, total, item))
 
 
 def _is_in_order(documents: np.ndarray, sequences: int) -> bool:
-    """True if the ends of documents go up from 0 to the number of sequences."""
+    """Return True if the document ends increase from 0 to the number of sequences."""
     if documents.size < 2 or documents[0] != 0 or documents[-1] != sequences:
         return False
     return not any(np.any(np.diff(documents[begin:begin + _AT_ONCE + 1]) < 0)
@@ -190,30 +193,30 @@ def _is_in_order(documents: np.ndarray, sequences: int) -> bool:
 
 
 def _starts(documents: np.ndarray, offsets: np.ndarray, total: int, item: int) -> np.ndarray:
-    """The first token of each document, and the number of tokens."""
+    """Return the first token of each document, followed by the number of tokens."""
     starts = np.full(documents.size, total)
     for begin in range(0, documents.size, _AT_ONCE):
         part = documents[begin:begin + _AT_ONCE]
-        inner = part < offsets.size  # the last ones may begin where all sequences end
+        inner = part < offsets.size  # empty documents at the end start after the last sequence
         starts[begin:begin + _AT_ONCE][inner] = offsets[part[inner]] // item
     return starts
 
 
 def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
-    """Write the manifest of Megatron's tokens into `folder`.
+    """Write the manifest of Megatron's tokens to `folder`.
 
-    The last 2 % of the tokens are for validation, from the beginning of a document on.
+    The validation split is the last 2 % of the tokens, rounded to the start of a document.
 
     Raises:
-        UserError: as `read_index`; no tokenizer is named, or it has not all ids that are looked at.
+        UserError: as `read_index`; no tokenizer is given, or a sampled id is outside its vocabulary.
     """
     index = read_index(data.bin, data.idx)
     if show:
-        say(f"reading Megatron's index: {data.idx}, {index.tokens:,} tokens, {index.starts.size - 1:,} documents")
+        say(f"reading the Megatron index {data.idx}: {index.tokens:,} tokens, {index.starts.size - 1:,} documents")
     entry, vocab_size, end = _tokenizer(data)
     item = np.dtype(index.dtype).itemsize
     counts = _count(data, index, vocab_size)
-    keep, digest = _first_validated(index), sampled_hash(data.bin)
+    keep, digest = _validation_start(index), sampled_hash(data.bin)
     splits = {name: {"tokens": stop - first, "shards": [] if first == stop else [
         {"file": str(data.bin), "tokens": stop - first, "offset": first * item, "sha256": digest,
          "file_bytes": index.tokens * item}]}
@@ -234,7 +237,7 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
 
 
 def check_megatron(data: MegatronData) -> None:
-    """Check the index and as many ids as can be read at once, without writing anything.
+    """Check the index and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
 
     Raises:
         UserError: as `index_megatron`.
@@ -247,10 +250,10 @@ def check_megatron(data: MegatronData) -> None:
 
 
 def _count(data: MegatronData, index: MegatronIndex, vocab_size: int) -> np.ndarray:
-    """How often each id occurs in blocks from all over the tokens.
+    """Count the occurrences of each id in blocks spread over the tokens.
 
     Raises:
-        UserError: one is beyond the vocabulary.
+        UserError: an id is outside the vocabulary.
     """
     counts = np.zeros(vocab_size, np.int64)
     item = np.dtype(index.dtype).itemsize
@@ -262,20 +265,23 @@ def _count(data: MegatronData, index: MegatronIndex, vocab_size: int) -> np.ndar
 
 
 def _check_ids(data: MegatronData, first: int, ids: np.ndarray, vocab_size: int) -> None:
-    """Check ids that begin at token `first`.
+    """Check ids that start at position `first`.
 
     Raises:
-        UserError: one is beyond the vocabulary.
+        UserError: an id is outside the vocabulary.
     """
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-        raise UserError(f"token {ids[at]:,} at place {first + at:,}: the tokenizer has only {vocab_size:,}",
-                        where=str(data.bin),
-                        instead="name the tokenizer that made these tokens with --tokenizer")
+        raise UserError(f"token {ids[at]:,} at position {first + at:,} is outside the tokenizer's vocabulary, "
+                        f"which has {vocab_size:,} tokens", where=str(data.bin),
+                        instead="give the tokenizer that made these tokens: --tokenizer T")
 
 
-def _first_validated(index: MegatronIndex) -> int:
-    """The first token to validate on: the document's that begins first in the last 2 %, or before, if none does."""
+def _validation_start(index: MegatronIndex) -> int:
+    """Return the first validation token.
+
+    This is the start of the first document in the last 2 % of the tokens, or of the last document before them.
+    """
     wanted = int(index.tokens * (1 - MANY_FILES_VAL_FRACTION))
     inner = index.starts[1:-1]
     inner = inner[(inner > 0) & (inner < index.tokens)]
@@ -285,12 +291,13 @@ def _first_validated(index: MegatronIndex) -> int:
 
 
 def _tokenizer(data: MegatronData) -> tuple[dict[str, Any], int, int | None]:
-    """The tokenizer's entry, its tokens, and the end of text; gpt2's need no file here."""
+    """Return the tokenizer's entry, vocabulary size and end-of-text id, without gpt2's file."""
     choice = data.tokenizer
     if choice is None or (choice.name == "char" and choice.entry is None):
-        raise UserError("Megatron's files do not say which tokenizer made them", where=str(data.idx),
-                        instead="--tokenizer gpt2, or the tokenizer's folder, tokenizer.json or *.model")
+        raise UserError("Megatron files do not record the tokenizer that made them", where=str(data.idx),
+                        instead="give --tokenizer gpt2, or --tokenizer PATH with the tokenizer's folder, "
+                                "tokenizer.json or *.model")
     if choice.name == "gpt2" and choice.file is None:
         return gpt2_entry(), *_GPT2
-    made: Tokenizer = choice.make()
-    return to_entry(made), made.vocab_size, made.end_of_text
+    tokenizer: Tokenizer = choice.make()
+    return to_entry(tokenizer), tokenizer.vocab_size, tokenizer.end_of_text

@@ -1,4 +1,4 @@
-"""Names of mixtures, `--corpus A=0.7,B=0.3`: parts, weights, and mistakes in them."""
+"""Parse mixtures of corpora, `--corpus A=0.7,B=0.3`, and explain mistakes in them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ezpz_llm.data.hub import PREFIX
 from ezpz_llm.data.shards import shares
 
 _MOST_COMMAS = 8
-"""In one path."""
+"""Maximum number of commas in one path."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part as it was typed; `weight` is None if there is none."""
+    """Part of a mixture as typed; `weight` is None if missing."""
 
     corpus: str
     weight: str | None
 
     @property
     def number(self) -> float | None:
-        """The weight; None if it is missing, or not a number above 0."""
+        """Weight as a number; None if missing or not a number above 0."""
         try:
             number = float(self.weight or "")
         except ValueError:
@@ -33,9 +33,9 @@ class _Part:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it."""
+        """Error message for this part; None if it is valid."""
         if not self.corpus:
-            return "a part has no name: is there a comma too many?" if self.weight is None else (
+            return "a part has no name; is there an extra comma?" if self.weight is None else (
                 f"the weight {self.weight} has no corpus before it")
         if self.weight is None:
             return f"{self.corpus} has no weight"
@@ -45,37 +45,37 @@ class _Part:
 
 
 def find_mixture(words: str) -> list[tuple[str, float]] | None:
-    """The corpora and weights that `words` name, two or more; None if they name a single corpus.
+    """Return two or more corpora and their weights; None if `words` names a single corpus.
 
-    A comma within the path of a part belongs to the path if that exists.
+    A comma belongs to a path if the path with the comma exists.
 
     Raises:
-        UserError: a corpus is named twice, a weight is missing, not a number, or too small.
+        UserError: a corpus is given twice, or a weight is missing, not a number, or too small.
     """
-    if not {",", "="} & set(words) or os.path.exists(words):  # also False for what is too long for a path
+    if not {",", "="} & set(words) or os.path.exists(words):  # exists is also False for names that are too long
         return None
     parts = _split(words)
     if not any(part.number is not None or _exists(part.corpus) for part in parts):
         return None
     if len(parts) == 1:
         if parts[0].weight is None or not _exists(parts[0].corpus):
-            return None  # a path that has a comma or an equals sign
-        raise UserError("a single corpus has no weight", where=f"--corpus {words}",
+            return None  # a path with a comma or an equals sign
+        raise UserError("a single corpus takes no weight", where=f"--corpus {words}",
                         instead=f"--corpus {parts[0].corpus}, or several as A=0.7,B=0.3")
     if problems := [part.problem for part in parts if part.problem]:
         raise UserError("; ".join(dict.fromkeys(problems)), where=f"--corpus {words}", instead=_advice(parts))
     names = [identity(part.corpus) for part in parts]
     for part, name in zip(parts, names, strict=True):
         if names.count(name) > 1:
-            raise UserError(f"{part.corpus} is mixed with itself", where=f"--corpus {words}",
-                            instead="name each corpus once")
+            raise UserError(f"{part.corpus} is given more than once", where=f"--corpus {words}",
+                            instead="give each corpus once")
     weights = [part.number or 0.0 for part in parts]
     shares([part.corpus for part in parts], weights)
     return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 def identity(corpus: str) -> str:
-    """A value that is equal for two spellings of one corpus that is not mixed."""
+    """Return a canonical spelling of a single corpus."""
     if corpus in CORPORA or corpus.startswith(PREFIX):
         return corpus
     try:
@@ -85,7 +85,7 @@ def identity(corpus: str) -> str:
 
 
 def _exists(corpus: str) -> bool:
-    """Return True for a known name or a path that exists, also Megatron's X of X.bin and X.idx."""
+    """Return True for a known name or an existing path, including Megatron's X for X.bin and X.idx."""
     if corpus in CORPORA or corpus.startswith(PREFIX):
         return True
     return bool(corpus) and any(os.path.exists(user_path(name)) for name in (corpus, f"{corpus}.idx"))
@@ -95,11 +95,11 @@ def _split(words: str) -> list[_Part]:
     pieces = words.split(",")
     parts = []
     while pieces:
-        # The longest path that exists, else up to the next comma.
+        # Take the longest existing path, or else everything up to the next comma.
         sizes = range(min(_MOST_COMMAS, len(pieces)), 0, -1)
-        tried = [(size, _part(",".join(pieces[:size]).strip())) for size in sizes]
-        size, part = next(((size, part) for size, part in tried
-                           if _exists(part.corpus) and "," not in (part.weight or "")), tried[-1])
+        candidates = [(size, _part(",".join(pieces[:size]).strip())) for size in sizes]
+        size, part = next(((size, part) for size, part in candidates
+                           if _exists(part.corpus) and "," not in (part.weight or "")), candidates[-1])
         parts.append(part)
         del pieces[:size]
     return parts
@@ -113,7 +113,7 @@ def _part(text: str) -> _Part:
 
 
 def _advice(parts: list[_Part]) -> str:
-    """Return the mixture with weights for the parts that have none."""
+    """Return advice: the mixture with weights filled in for the parts without one."""
     named = [part for part in parts if part.corpus]
     given = [part.number for part in named if part.number is not None]
     missing = len(named) - len(given)
@@ -122,5 +122,5 @@ def _advice(parts: list[_Part]) -> str:
         return f"--corpus {named[0].corpus}, or several as A=0.7,B=0.3"
     fixed = ",".join(f"{part.corpus}={rest if part.number is None else part.number:.4g}" for part in named)
     unknown = [part.corpus for part in named if part.number is None and not _exists(part.corpus)]
-    link = f"; if a path has a comma in it, as {unknown[0]} may, link it: ln -s PATH NAME" if unknown else ""
+    link = f"; if {unknown[0]} is part of a path with a comma, create a link: ln -s PATH NAME" if unknown else ""
     return f"--corpus {fixed}{link}"

@@ -1,8 +1,8 @@
-"""Reading a corpus in pieces of bounded size that tokenise to the same ids as the whole would.
+"""Read a corpus in pieces of bounded size that tokenize to the same ids as the whole corpus.
 
-A task says where the next one begins (`after`), so that reading can be taken up there by another process: for files
-the file's number, the offset in its content (bytes, or rows of parquet and items of an array) and the line; for a
-data set its own state. What is packed is unpacked again up to that offset.
+Each task records the start of the next one (`after`), so that another process can resume there. For files, this is
+the file's index, the offset in its content (bytes, parquet rows or array items) and the line; for a data set, its
+state. A compressed file is decompressed again up to that offset.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ezpz_llm.data.text import cut_text, whole_characters
 
 PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 64 << 10
-"""Of a file, before a run starts."""
+"""Bytes of a file that are checked before a run starts."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one file.
+    """Part of one file.
 
     Attributes:
-        is_jsonl: whether it is lines, each an object with a document in it.
-        offset: of its first byte in the file's content.
+        is_jsonl: True for JSON lines, one document per line.
+        offset: offset of its first byte in the decompressed content.
         line: number of its first line (jsonl only; 1 otherwise).
-        source_bytes: of the file, that were read for it.
+        source_bytes: bytes of the file that were read for it.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Piece:
 
     @property
     def has_mark(self) -> bool:
-        """True if a byte-order mark stands before it, which is no part of the text."""
+        """True if it starts with a byte-order mark, which is not part of the text."""
         return self.offset == 0 and self.data.startswith(BOM)
 
 
@@ -67,8 +67,8 @@ class Reading:
     """Options for reading documents.
 
     Attributes:
-        key: the member, or column, that has a document's text.
-        skips: whether broken documents are left out and counted, and no error.
+        key: name of the text in a JSON object, or of the text column.
+        skips: skip and count broken documents instead of raising an error.
     """
 
     key: str = TEXT
@@ -80,7 +80,7 @@ STRICT = Reading()
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of the corpus that one process encodes at once, with the position after it."""
+    """Part of the corpus that one process encodes at once, and the position after it."""
 
     pieces: list[Piece | Documents]
     after: dict[str, Any] = field(default_factory=dict)
@@ -88,18 +88,18 @@ class Task:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of its pieces in the files, for progress."""
+        """Bytes read for its pieces, for progress."""
         return sum(piece.source_bytes for piece in self.pieces)
 
 
 def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PIECE_BYTES,
           revision: str | None = None, reading: Reading = STRICT,
           cut: Callable[[bytes], int] = cut_text) -> Iterator[Task]:
-    """The corpus in order from the place `after`, in tasks of about `size` bytes: small files are taken together.
+    """Yield the corpus in order from the position `after`, in tasks of about `size` bytes; small files are merged.
 
     Args:
-        revision: of a data set; see `ezpz_llm.data.hub`.
-        cut: the tokenizer's own: where a long text may be cut.
+        revision: revision of a data set; see `ezpz_llm.data.hub`.
+        cut: the tokenizer's `cut`, which returns where a long text may be cut.
 
     Raises:
         UserError: a file or data set cannot be read.
@@ -123,7 +123,7 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
 
 
 def _content_bytes(piece: Piece | Documents) -> int:
-    """Estimate the host memory of a piece: of what is packed, or parquet, more than was read for it."""
+    """Estimate the CPU memory of a piece; for compressed files and parquet, this exceeds the bytes read."""
     if isinstance(piece, Piece):
         return len(piece.data)
     return sum(len(text) if isinstance(text, str) else 0 for text in piece.texts)
@@ -131,41 +131,41 @@ def _content_bytes(piece: Piece | Documents) -> int:
 
 def texts(piece: Piece | Documents, reading: Reading = STRICT,
           broken: list[UserError] | None = None) -> Iterator[tuple[bool, str]]:
-    """The texts of a piece, each with whether a document begins with it; empty ones are left out.
+    """Yield the non-empty texts of a piece, each with a flag that is True if a document starts with it.
 
     Args:
-        broken: gets what is wrong with each document that is left out.
+        broken: receives the error of each skipped document.
 
     Raises:
-        UserError: a document is broken (not UTF-8, not JSON, no text), and `reading` skips none; with file and
-            byte, line or row number.
+        UserError: a document is broken (not UTF-8, not JSON, no text) and `reading.skips` is False. The message has
+            the file and the byte, line or row number.
     """
-    for begins, found in _found(piece, reading):
-        if not isinstance(found, UserError):
-            yield begins, found
+    for begins, text in _texts_or_errors(piece, reading):
+        if not isinstance(text, UserError):
+            yield begins, text
         elif not reading.skips:
-            raise found
+            raise text
         elif broken is not None:
-            broken.append(found)
+            broken.append(text)
 
 
 def check_documents(corpus: Corpus, key: str, most_files: int) -> None:
-    """Check the first documents of files whose documents are under a key.
+    """Check the first documents of each JSON and parquet file.
 
     Raises:
-        UserError: a document is broken, such as one that has no text under `key`.
+        UserError: a document is broken, for example without text under `key`.
     """
     reading = Reading(key)
     for file in () if corpus.plain else corpus.files[:most_files]:
         if find_format(file.path).kind != "text":
-            one = replace(corpus, files=(file,))
-            for piece, _ in islice(_located(one, {}, _CHECKED_BYTES, reading, cut_text), 1):
+            single = replace(corpus, files=(file,))
+            for piece, _ in islice(_located(single, {}, _CHECKED_BYTES, reading, cut_text), 1):
                 for _ in texts(piece, reading):
                     pass
 
 
-def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
-    """Each text, or what is wrong with it."""
+def _texts_or_errors(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
+    """Yield each text, or its error, with a flag that is True if a document starts with it."""
     if isinstance(piece, Documents):
         for number, document in enumerate(piece.texts, start=piece.first):
             if isinstance(document, UserError):
@@ -176,7 +176,7 @@ def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, s
             elif document:
                 yield True, whole_characters(document)
     elif piece.is_jsonl:
-        yield from ((True, found) for found in _lines(piece, reading))
+        yield from ((True, text) for text in _lines(piece, reading))
     else:
         data = piece.data[len(BOM) * piece.has_mark:]
         try:
@@ -187,12 +187,12 @@ def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, s
                                   piece.offset + len(BOM) * piece.has_mark + error.start)
 
 
-_SKIP = "ezpz-llm data prepare … --max-broken N to leave out up to N such documents"
+_SKIP = "ezpz-llm data prepare … --max-broken N to skip up to N such documents"
 
 
-def _other_key(found: NoText) -> str:
-    such = f", such as {found.other}" if found.other else ""
-    return f"--text-key NAME if the text has another name there{such}"
+def _other_key(item: NoText) -> str:
+    example = f", such as {item.other}" if item.other else ""
+    return f"--text-key NAME if the text has another name{example}"
 
 
 def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
@@ -203,13 +203,13 @@ def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
         except UnicodeDecodeError as error:
             yield _not_utf8(piece.path, data, error.start, offset + error.start, number)
         else:
-            if line.strip() and (found := _document(line, piece.path, number, reading.key)):
-                yield found
+            if line.strip() and (document := _document(line, piece.path, number, reading.key)):
+                yield document
         offset += len(data) + 1
 
 
 def _document(line: str, path: Path, number: int, key: str) -> str | UserError:
-    where, form = f"{path}:{number}", f'each line is an object like {{"{key}": "…"}}'
+    where, form = f"{path}:{number}", f'each line must be an object like {{"{key}": "…"}}'
     try:
         text = text_of(parse_json(line, where, len(line)), key)
     except UserError as error:
@@ -221,16 +221,16 @@ def _document(line: str, path: Path, number: int, key: str) -> str | UserError:
 
 def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None = None) -> UserError:
     text = looks_like_text(data)
-    advice = "leave the file out" + (", or convert it, if it is LATIN1: iconv -f LATIN1 -t UTF-8 FILE > NEW"
-                                     if text else "")
-    return UserError(f"not UTF-8 text{'' if text else ', nor any other'}: byte 0x{data[place]:02x} at offset "
+    advice = "remove the file from the corpus" + (
+        ", or convert it if it is LATIN1: iconv -f LATIN1 -t UTF-8 FILE > NEW" if text else "")
+    return UserError(f"not UTF-8 text{'' if text else ', probably binary'}: byte 0x{data[place]:02x} at offset "
                      f"{offset:,}", where=str(path) if line is None else f"{path}:{line}",
                      instead=f"{advice}; or {_SKIP}")
 
 
 def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Reading,
              cut: Callable[[bytes], int]) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
-    """Each piece, and the place after it."""
+    """Yield each piece, and the position after it."""
     first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
     taken = after.get("taken", 0)
     for number, file in enumerate(corpus.files):
@@ -242,8 +242,8 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Readi
                     read_array(file.path, form.packing, offset, size, reading.key))
             for documents in rows:
                 yield documents, {"file": number, "offset": documents.first + len(documents.texts)}
-        elif form.kind == "text" and reading.skips and (found := _unreadable(file, form)):
-            yield found, {"file": number + 1}
+        elif form.kind == "text" and reading.skips and (unreadable := _unreadable(file, form)):
+            yield unreadable, {"file": number + 1}
         else:
             for piece in _pieces(file, form, size, offset, line, taken, cut):
                 lines = piece.data.count(b"\n") if piece.is_jsonl else 0
@@ -254,7 +254,10 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Readi
 
 
 def _unreadable(file: SourceFile, form: Format) -> Documents | None:
-    """A file of text, one document, that is to be left out: looked at whole before any of it is written."""
+    """Return the error for a text file that is not UTF-8, or None.
+
+    The file is one document, so it is checked completely before any of its tokens is written.
+    """
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with open_unpacked(file.path, form.packing) as stream:
         while True:
@@ -278,11 +281,11 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, t
         stream.skip(offset)
         while True:
             if len(carry) > LONGEST_LINE:
-                what = "this line is longer" if is_jsonl else "this text has no place to cut it at, within more"
+                problem = "this line is longer" if is_jsonl else "this text has no place to cut it within more"
                 where = f"{file.path}:{line}" if is_jsonl else f"{file.path}, byte {offset:,}"
-                raise UserError(f"{what} than {LONGEST_LINE >> 20} MiB", where=where,
-                                instead="cut it into several, or leave it out")
-            # Reading as much again as was carried over keeps the work linear where no place to cut is found.
+                raise UserError(f"{problem} than {LONGEST_LINE >> 20} MiB", where=where,
+                                instead="split it, or remove it from the corpus")
+            # Doubling the block while there is no place to cut keeps the total work linear.
             wanted = max(size, len(carry))
             block = stream.read(wanted)
             data = carry + block
@@ -290,7 +293,7 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, t
             if len(block) == wanted:
                 end = data.rfind(b"\n") + 1 if is_jsonl else cut(data)
             if end:
-                # So that the pieces of a file add up to its size, wherever the work was taken up in between.
+                # The pieces of a file add up to its size, also if reading was resumed in between.
                 read = end if form.packing is None else max(0, stream.taken - taken)
                 taken += read
                 yield Piece(file.path, is_jsonl, data[:end], offset, line, read)

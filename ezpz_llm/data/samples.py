@@ -1,9 +1,18 @@
-"""Samples of a step, read ahead by a thread. Letters: B micro batch, T block size, n windows an epoch.
+"""Samples of each step. Symbols: B micro batch size, T block size, n windows per epoch.
 
-Sample i is a pure function of (seed, i) and the stream: windows of T + 1 tokens at stride T, in an order shuffled
-anew each epoch; in a mixture each stream has an order of its own. A step takes samples [consumed, consumed + global
-batch), so `consumed` is the whole position: ranks, micro batch and accumulation only divide those samples, and any
-of them may change on resume.
+Sample i is a pure function of (seed, i) and the stream. Samples are windows of T + 1 tokens at stride T, shuffled
+anew in each epoch; in a mixture, each stream has its own order. A step takes samples [consumed, consumed + global
+batch), so `consumed` is the complete data position: the number of ranks, the micro batch size and the number of
+accumulation steps only partition those samples, and may change on resume.
+
+The order is computed, never stored. The shuffle of [0, n) is evaluated at single positions, since n may be 10^10:
+an unbalanced Feistel network permutes [0, 2^b), the smallest such range that contains [0, n), and a value outside
+[0, n) is permuted again until it falls inside ("cycle walking", Black and Rogaway 2002, "Ciphers with arbitrary
+finite domains"), which takes fewer than two rounds on average.
+
+In a mixture, each stream provides a fixed number of every 4096 consecutive samples (its weight rounded to 1/4096),
+in an order that is shuffled anew for each block. So a stream's share is exact over any number of blocks, and the
+n-th sample of a stream is found without counting.
 """
 
 from __future__ import annotations
@@ -19,14 +28,14 @@ from ezpz_llm.base import UserError
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
 
 IGNORED = -100
-"""The target that a loss leaves out."""
-# Samples whose places are computed in one call, which costs hardly more for thousands than for a few.
+"""Target that the loss ignores."""
+# Samples whose positions are computed in one call; thousands cost hardly more than a few.
 _BLOCK = 4096
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)
 
 
 def windows_per_epoch(stream_len: int, block_size: int) -> int:
-    """n: how many windows an epoch has, whatever its shift.
+    """Return n, the number of windows per epoch, which does not depend on the epoch's shift.
 
     Raises:
         UserError: the stream is shorter than one window.
@@ -34,17 +43,17 @@ def windows_per_epoch(stream_len: int, block_size: int) -> int:
     if stream_len < block_size + 1:
         raise UserError(
             f"{stream_len:,} tokens are too few for one window of {block_size} + 1 (block size {block_size})",
-            instead="take a larger corpus, another --val-fraction in `data prepare`, or a smaller block size",
+            instead="use a larger corpus, another --val-fraction in `data prepare`, or a smaller --block-size",
         )
     return max(1, (stream_len - block_size) // block_size)
 
 
 def sample_windows(stream_len: int, block_size: int, seed: int, indices: np.ndarray) -> np.ndarray:
-    """Start offsets of samples: a pure function of (seed, i).
+    """Return the start offsets of samples, a pure function of (seed, i).
 
-    Epoch e = i // n begins at a shift of its own in [0, T), so that no two epochs cut the text at the same places
-    (short streams have less room to shift); less than two windows' tokens are left out of an epoch, at its ends.
-    No permutation is held in memory: a stream of 10^10 tokens costs what a short one does.
+    Epoch e = i // n starts at its own shift in [0, T), so that epochs cut the text at different positions (short
+    streams have less room to shift). An epoch omits fewer tokens than two windows, at the ends of the stream.
+    Memory does not depend on the length of the stream.
 
     Args:
         indices: int64, 0 or more.
@@ -64,13 +73,13 @@ def sample_windows(stream_len: int, block_size: int, seed: int, indices: np.ndar
 
 
 class Batches:
-    """One data-parallel rank's share of every step of training.
+    """Training batches of one data-parallel rank.
 
     Args:
         stream: the training split, or a mixture of several.
         block_size: T.
-        seed: chooses the order.
-        global_batch: samples a step, over all ranks.
+        seed: determines the order.
+        global_batch: samples per step, over all ranks.
         micro_batch: B, samples in one forward pass of one rank.
 
     Raises:
@@ -85,7 +94,7 @@ class Batches:
             raise UserError(
                 f"a global batch of {global_batch} samples does not divide into micro batches of {micro_batch} "
                 f"on {dp_size} data-parallel ranks ({at_once} at once)",
-                instead=f"give a multiple of {at_once}, such as --global-batch-size {near}, or another "
+                instead=f"use a multiple of {at_once}, such as --global-batch-size {near}, or another "
                         "--micro-batch-size",
             )
         self.mixture = as_mixture(stream)
@@ -99,7 +108,7 @@ class Batches:
         self.dp_size = dp_size
 
     def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The step that begins at sample `consumed`: (tokens, targets) for each accumulation step.
+        """Return (tokens, targets) of each micro batch of the step that starts at sample `consumed`.
 
         Both are (B, T) int64. Rank r takes the r-th of dp_size contiguous parts of the step's samples.
         """
@@ -110,7 +119,7 @@ class Batches:
                 for part in np.split(windows, share // self.micro_batch)]
 
     def _windows(self, first: int, stop: int) -> np.ndarray:
-        """(stop - first, T + 1) int64: the samples from `first` on."""
+        """Return samples [first, stop), (stop - first, T + 1) int64."""
         streams = self.mixture.streams
         plan = (tuple(map(len, streams)), self.mixture.counts, self.block_size, self.seed)
         blocks = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
@@ -129,12 +138,12 @@ class Batches:
 @functools.lru_cache(maxsize=16)
 def _places(lengths: tuple[int, ...], counts: tuple[int, ...], block_size: int, seed: int,
             block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Stream and start offset of each sample of a block."""
+    """Return stream index and start offset of each sample in a block."""
     return _places_of(lengths, counts, block_size, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
 
 
 def places(mixture: Mixture, block_size: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stream and start offset of each of these samples, int64 like `indices`."""
+    """Return stream index and start offset of each sample, int64 like `indices`."""
     return _places_of(tuple(map(len, mixture.streams)), mixture.counts, block_size, seed, indices)
 
 
@@ -149,21 +158,21 @@ def _places_of(lengths: Sequence[int], counts: Sequence[int], block_size: int, s
 
 
 def as_mixture(stream: TokenStream | Mixture) -> Mixture:
-    """A single stream as a mixture of one."""
+    """Return `stream` as a mixture, which has one part for a single stream."""
     return stream if isinstance(stream, Mixture) else Mixture((stream,), (BLOCK,))
 
 
 class ValidationWindows:
-    """A split from its start, in windows of T that do not overlap; the last one is padded.
+    """Consecutive, non-overlapping windows of T tokens of a split; the last window is padded.
 
-    Of a mixture, each stream's split in turn: all of it, or with `max_tokens` the stream's share of that number.
+    For a mixture, the splits of its streams follow one another. `max_tokens` is distributed over them by weight.
 
     Attributes:
-        predictions: how many next-token predictions they hold: each of the split's (its length - 1) once, or
-            the first `max_tokens` of them.
+        predictions: number of next-token predictions: each of the split's (its length - 1) once, or the first
+            `max_tokens` of them.
 
     Raises:
-        UserError: fewer than two tokens, so nothing to predict, or `max_tokens` is not positive.
+        UserError: the split has fewer than two tokens, or `max_tokens` is not positive.
     """
 
     def __init__(self, stream: TokenStream | Mixture, block_size: int,
@@ -173,7 +182,7 @@ class ValidationWindows:
         self._parts = [(part, _predictions(part, None if max_tokens is None else -(-max_tokens * count // BLOCK)))
                        for part, count in zip(mixture.streams, mixture.counts, strict=True)]
         self.predictions = sum(predictions for _, predictions in self._parts)
-        # Number of the first window of each part, and of all of them.
+        # Index of the first window of each part, followed by the total number of windows.
         self._firsts = np.cumsum([0, *(-(-predictions // block_size) for _, predictions in self._parts)])
 
     def __len__(self) -> int:
@@ -181,10 +190,10 @@ class ValidationWindows:
 
     def batches(self, micro_batch: int, dp_rank: int = 0,
                 dp_size: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rank `dp_rank`'s contiguous share, as (tokens, targets) of shape (micro_batch, T) int64.
+        """Yield the contiguous share of rank `dp_rank` as (tokens, targets), (micro_batch, T) int64.
 
-        Every rank gets equally many batches, all of full shape, so that collectives in a forward pass match;
-        what is padding has targets of -100 and counts for nothing.
+        Every rank gets the same number of batches of full shape, so that collectives in the forward pass match.
+        Padding has targets of -100, which the loss ignores.
         """
         rounds = -(-len(self) // (micro_batch * dp_size))
         for start in range(dp_rank * rounds, (dp_rank + 1) * rounds):
@@ -197,8 +206,8 @@ class ValidationWindows:
             part = int(np.searchsorted(self._firsts, window, side="right")) - 1
             stream, predictions = self._parts[part]
             begin = (window - int(self._firsts[part])) * self.block_size
-            found = stream[begin:min(begin + self.block_size, predictions) + 1]
-            tokens[row, :found.size - 1], targets[row, :found.size - 1] = found[:-1], found[1:]
+            text = stream[begin:min(begin + self.block_size, predictions) + 1]
+            tokens[row, :text.size - 1], targets[row, :text.size - 1] = text[:-1], text[1:]
         return tokens, targets
 
 
@@ -207,18 +216,17 @@ def _predictions(stream: TokenStream, max_tokens: int | None) -> int:
     predictions = min(len(stream) - 1, wanted)
     if predictions < 1:
         raise UserError(
-            f"nothing to validate on: the split has {len(stream)} tokens, predictions wanted: {wanted}",
-            where=stream.where, instead="prepare the corpus with a larger --val-fraction, or ask for more",
+            f"nothing to validate on: the split has {len(stream)} tokens and {wanted} predictions are requested",
+            where=stream.where, instead="prepare the corpus with a larger --val-fraction, or request more tokens",
         )
     return predictions
 
 
-# Reading the next step's samples while this step is computed.
 class ReadAhead(Batches):
-    """`Batches`, with a thread that reads the step after the one asked for.
+    """`Batches` with a thread that reads the next step while the device computes the current one.
 
-    So a step waits only for a disk that is slower than the training. Any step may be asked for, also the same one
-    twice: what was not read ahead is read then.
+    A step waits only if the disk is slower than the training. Steps may be requested in any order and repeatedly;
+    steps that were not read ahead are read on request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -227,60 +235,50 @@ class ReadAhead(Batches):
         self._next: tuple[int, Future[list[tuple[np.ndarray, np.ndarray]]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The same as of `Batches`; the step after it is being read when this returns."""
-        read_next = super().micro_batches
+        """Return the micro batches of a step, and start to read the next step."""
+        read_step = super().micro_batches
         if self._next and self._next[0] == consumed:
-            found = self._next[1].result()
+            micro_batches = self._next[1].result()
         else:
-            found = read_next(consumed)
+            micro_batches = read_step(consumed)
         following = consumed + self.global_batch
         if not self._next or self._next[0] != following:
-            self._next = following, self._reader.submit(read_next, following)
-        return found
+            self._next = following, self._reader.submit(read_step, following)
+        return micro_batches
 
 
-# Order of samples, a pure function of (seed, i), never stored: a seeded shuffle, and streams mixed by weights.
-#
-# The shuffle of [0, n) is computed place by place: n may be 10^10. An unbalanced Feistel network permutes [0,
-# 2^b), the smallest such range that holds [0, n); a value outside [0, n) is permuted again until it falls inside
-# ("cycle walking", Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), which takes fewer than two
-# turns on average.
-#
-# In a mixture each stream gives a fixed number of every 4096 consecutive samples, its weight rounded to 1/4096,
-# in an order that is shuffled anew each time. So the share of a stream is exact over any stretch of blocks, the
-# n-th sample of a stream is found without counting, and nothing is stored.
 _MIX_SALT = 0x6D69787475726500
 
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
-# Odd constants of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+# Odd constants of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: a bijection of 64-bit words that spreads each bit over all of them."""
+    """Apply splitmix64's finalizer, a bijection of 64-bit words in which each input bit affects all output bits."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 def keys(seed: int, epochs: np.ndarray) -> np.ndarray:
-    """One 64-bit key for each (seed, epoch)."""
+    """Return a 64-bit key for each (seed, epoch)."""
     start = mix(np.array([(seed + _GOLDEN) & _WORD], np.uint64))
     return mix(start ^ mix(epochs.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(1)))
 
 
 def permute(places: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """The shuffle's value at each place.
+    """Return the value of a permutation of [0, n) at each position.
 
     Args:
-        places: int64 in [0, n).
-        key: uint64, one a place; a key chooses a shuffle.
+        places: positions, int64 in [0, n).
+        key: uint64, one per position; selects the permutation.
 
     Returns:
-        int64 in [0, n); over all places of one key, each value once.
+        int64 in [0, n); each value once over all positions of one key.
     """
     bits = max(2, (n - 1).bit_length())
     values = _feistel(places.astype(np.uint64), bits, key)
@@ -305,9 +303,9 @@ def _round_key(key: np.ndarray, number: int) -> np.ndarray:
 
 
 def draw(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which stream each sample comes from, and which of that stream's own samples it is.
+    """Return the stream of each sample, and its index within that stream.
 
-    Over all samples, each sample of each stream comes once.
+    Over all samples, each sample of each stream occurs once.
 
     Args:
         indices: int64, 0 or more.
@@ -325,5 +323,5 @@ def draw(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndar
 
 
 def part_seed(seed: int, part: int) -> int:
-    """The seed of a stream's own order; the first one's is the run's, as if it stood alone."""
+    """Return the seed for the order of a stream; the first stream uses `seed` itself, as without a mixture."""
     return seed + part * 0x9E3779B97F4A7C15

@@ -1,8 +1,8 @@
-"""Token shards: raw little-endian uint16 or uint32 files, read by memory map, and the writing of them.
+"""Read and write token shards: raw little-endian uint16 or uint32 files, memory-mapped for reading.
 
     train_000000.bin, train_000001.bin, …, val_000000.bin, …, counts.npy, manifest.json
 
-A document may cross from one shard to the next, and from the training to the validation split.
+A document may continue in the next shard, and from the training in the validation split.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ezpz_llm.data.tokenizers import Tokenizer, from_entry
 from ezpz_llm.rundir import hash_file
 
 BLOCK = 4096
-"""Samples of which each stream of a mixture gives a fixed number."""
+"""Samples per block, in which each stream of a mixture has a fixed number."""
 
 
 class TokenStream:
-    """One split's tokens, read by memory map: `len(stream)`, `stream[a:b]`.
+    """Memory-mapped tokens of a split: `len(stream)`, `stream[a:b]`.
 
     Args:
-        shards: path and number of tokens of each, in order.
-        where: what to call it in an error.
-        offsets: bytes before the first token of each file; none if not given.
-        vocab_size: ids that there are, where nobody has read all tokens yet; what is read is looked at then.
+        shards: path and number of tokens of each shard, in order.
+        where: its name in error messages.
+        offsets: bytes before the first token of each file; default 0.
+        vocab_size: if given, check ids on every read; for tokens that were not all checked during preparation.
     """
 
     def __init__(self, shards: Sequence[tuple[Path, int]], dtype: np.dtype, where: str,
@@ -51,10 +51,10 @@ class TokenStream:
         return int(self._starts[-1])
 
     def __getitem__(self, place: slice) -> np.ndarray:
-        """Tokens [a:b] in the shards' type; a view where they lie in one shard, so not to be written to.
+        """Return tokens [a:b] in the shards' type; a read-only view if they lie in one shard.
 
         Raises:
-            UserError: one is beyond `vocab_size`.
+            UserError: a token is outside `vocab_size`.
         """
         start, stop, _ = place.indices(len(self))
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -64,18 +64,18 @@ class TokenStream:
             parts.append(self._maps[first][start - begin:stop - begin])
             start = int(self._starts[first + 1])
             first += 1
-        found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
-        if self._vocab_size is None or not found.size:
-            return found
-        if found.min() < 0 or found.max() >= self._vocab_size:
-            at = int(np.flatnonzero((found < 0) | (found >= self._vocab_size))[0])
-            raise UserError(f"token {found[at]:,} at place {place.indices(len(self))[0] + at:,}: the tokenizer has "
-                            f"only {self._vocab_size:,}", where=self.where,
-                            instead="name the tokenizer that made these tokens with --tokenizer")
-        return found
+        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        if self._vocab_size is None or not tokens.size:
+            return tokens
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+            raise UserError(f"token {tokens[at]:,} at position {place.indices(len(self))[0] + at:,} is outside the "
+                            f"tokenizer's vocabulary, which has {self._vocab_size:,} tokens", where=self.where,
+                            instead="give the tokenizer that made these tokens: --tokenizer T")
+        return tokens
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(len(starts), length) int64: the `length` tokens from each start."""
+        """Return `length` tokens from each start, (len(starts), length) int64."""
         out = np.empty((len(starts), length), np.int64)
         for row, start in zip(out, starts.tolist(), strict=True):
             row[:] = self[start:start + length]
@@ -84,11 +84,11 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Token streams and how many of each block of 4096 samples each one gives.
+    """Token streams, and the number of samples of each in a block of 4096.
 
     Attributes:
         streams: one or more.
-        counts: 1 or more each, together 4096.
+        counts: 1 or more each; they add up to 4096.
     """
 
     streams: tuple[TokenStream, ...]
@@ -100,36 +100,36 @@ class Mixture:
 
 
 def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
-    """Each weight's number of 4096 samples, by largest remainders.
+    """Return the number of samples of each weight in a block of 4096, by the largest-remainder method.
 
     Raises:
-        UserError: a weight is not positive, or too small to be given one.
+        UserError: a weight is not positive, or too small for one sample.
     """
     total = float(sum(weights))
     for name, weight in zip(names, weights, strict=True):
         if not (weight > 0 and np.isfinite(total) and weight / total * BLOCK >= 1):
-            raise UserError(f"{name} has the weight {weight:g} of {total:g}; the least is 1 in {BLOCK}",
-                            where="--corpus", instead="a larger weight, or leave that part out")
+            raise UserError(f"{name} has a weight of {weight:g} in {total:g}; the minimum is 1 in {BLOCK}",
+                            where="--corpus", instead="give a larger weight, or remove that part")
     return tuple(apportioned(weights, BLOCK))
 
 
 class TokenData:
-    """A prepared folder: its own shards, another program's, or a mixture of folders.
+    """Prepared folder: shards of our own or of another program, or a mixture of folders.
 
     Attributes:
         manifest: see `ezpz_llm.data.manifest`.
-        parts: the folders that are mixed, and their weights; empty for a single one.
+        parts: folders and weights of a mixture; empty for a single folder.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
         self.parts = [(TokenData(part, read_part(part, folder)), weight) for part, weight in
-                      ((Path(one["folder"]), one["weight"]) for one in manifest.get("parts", ()))]
+                      ((Path(entry["folder"]), entry["weight"]) for entry in manifest.get("parts", ()))]
 
     @classmethod
     def open(cls, folder: Path) -> TokenData:
-        """Open `folder`.
+        """Open a prepared folder.
 
         Raises:
             UserError: not a folder of shards, or a shard is missing or truncated.
@@ -138,34 +138,34 @@ class TokenData:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens.
+        """Tokenizer that made the tokens.
 
         Raises:
-            UserError: the one of that name here is another, or its file or library is not on this machine.
+            UserError: the tokenizer of that name here differs, or its file or library is missing.
         """
         return from_entry(self.manifest["tokenizer"], str(self.folder / MANIFEST), self.folder)
 
     @property
     def vocab_size(self) -> int:
-        """Symbols of the tokenizer."""
+        """Number of ids of the tokenizer."""
         return self.manifest["vocab_size"]
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per token of the whole corpus: what a model that knows only token frequencies would reach."""
+        """Unigram entropy in nats per token: the loss of a model that knows only token frequencies."""
         return self.manifest["unigram_entropy"]
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of these tokens in their order: a hash over the hashes of the shards."""
+        """Hash of the shards' hashes, which identifies the tokens and their order."""
         if self.parts:
-            known = [text for part, weight in self.parts for text in (part.fingerprint, f" {weight!r} ")]
+            hashes = [text for part, weight in self.parts for text in (part.fingerprint, f" {weight!r} ")]
         else:
-            known = [shard["sha256"] for name in (TRAIN, VAL) for shard in self.manifest["splits"][name]["shards"]]
-        return hashlib.sha256("".join(known).encode()).hexdigest()
+            hashes = [shard["sha256"] for name in (TRAIN, VAL) for shard in self.manifest["splits"][name]["shards"]]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def split(self, name: str) -> TokenStream | Mixture:
-        """The split "train" or "val"."""
+        """Return the split "train" or "val"."""
         splits = self.manifest["splits"]
         if name not in splits:
             raise unknown("split", name, splits, where=str(self.folder / MANIFEST))
@@ -176,7 +176,7 @@ class TokenData:
         return self._stream(name)
 
     def _stream(self, name: str) -> TokenStream:
-        """A split of a folder that is no mixture."""
+        """Return a split of a folder that is not a mixture."""
         shards = self.manifest["splits"][name]["shards"]
         dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
         return TokenStream([(self.folder / shard["file"], shard["tokens"]) for shard in shards], dtype,
@@ -184,38 +184,42 @@ class TokenData:
                            self.vocab_size if "document_index" in self.manifest else None)
 
     def first_tokens(self, count: int) -> np.ndarray:
-        """The first tokens to train on; of a mixture, its first part's."""
+        """Return the first training tokens; for a mixture, those of its first part."""
         data = self.parts[0][0] if self.parts else self
         return data._stream(TRAIN)[:count]
 
 
 def open_npy(path: Path, what: str, instead: str) -> np.memmap:
-    """An array in a file of numpy's, by memory map.
+    """Map an array from a .npy file.
+
+    Args:
+        what: noun for the file in the error message.
+        instead: advice in the error message.
 
     Raises:
-        UserError: it is truncated, or no such file; with `what` it should be, and what to do `instead`.
+        UserError: the file is truncated or not a .npy file.
     """
     with reading(path):
         open_regular(path).close()
         try:
-            # Not np.load, which opens archives and pickles, too.
+            # np.load would also open archives and pickles.
             return np.lib.format.open_memmap(path, mode="r")
-        # Of a header that does not parse numpy lets whatever its tokenizer and parser raise out.
+        # For an invalid header, NumPy propagates the errors of Python's tokenizer and parser.
         except (ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError,
                 TokenError) as error:
-            raise UserError(f"this {what} is truncated, or no {what}: {error}", where=str(path),
+            article = "an" if what[0] in "aeiou" else "a"
+            raise UserError(f"this {what} is truncated, or not {article} {what}: {error}", where=str(path),
                             instead=instead) from error
 
 
-# Writing a split's stream of tokens as shard files, hashed at the end, to be gone on with after a kill.
 _COPY_TOKENS = 4 << 20
 
 
 class ShardWriter:
-    """Writes shards of `shard_tokens` each, the last one shorter: <split>_000000.bin, <split>_000001.bin, …
+    """Writer of <split>_000000.bin, <split>_000001.bin, …, with `shard_tokens` each; can resume after a kill.
 
     Attributes:
-        tokens: how many were written.
+        tokens: number of tokens written.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -227,10 +231,10 @@ class ShardWriter:
         self._file: BinaryIO | None = None
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append `tokens`, already of the shards' type.
+        """Append `tokens`, which must have the shards' type.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: for example if the disk is full.
         """
         while tokens.size:
             room = self.shard_tokens - self.tokens % self.shard_tokens
@@ -243,22 +247,22 @@ class ShardWriter:
                 self.close()
 
     def sync(self) -> None:
-        """Flush what was written to disk (fsync): a full disk may show only now."""
+        """Flush the open shard to disk (fsync). A full disk may raise an error only here."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """End the open shard."""
+        """Close the open shard."""
         if self._file is not None:
             with self._file:
                 self.sync()
             self._file = None
 
     def go_on(self, tokens: int) -> bool:
-        """Take up a folder where `tokens` had been written; False, with no file changed, where fewer are there.
+        """Resume after `tokens` written tokens, and remove later ones.
 
-        What was written after them is removed.
+        Returns False, without changing a file, if the shards contain fewer tokens.
         """
         self.tokens = tokens
         sizes = {path: count * self.dtype.itemsize for path, _, count in self._shards()}
@@ -274,7 +278,7 @@ class ShardWriter:
         return True
 
     def copy_tail(self, keep: int, other: ShardWriter) -> None:
-        """Give all but the first `keep` tokens to `other`, too: where to split may be known only at the end."""
+        """Copy all but the first `keep` tokens to `other`; the position of the split is known only at the end."""
         self.close()
         for path, start, tokens in self._shards():
             shard = np.memmap(path, self.dtype, "r")
@@ -283,7 +287,7 @@ class ShardWriter:
         other.close()
 
     def cut(self, keep: int) -> None:
-        """Remove all but the first `keep` tokens. Doing so again, after a kill, ends in the same files."""
+        """Remove all but the first `keep` tokens. Idempotent, so that it can be repeated after a kill."""
         self.close()
         for path, start, tokens in self._shards():
             kept = min(tokens, max(0, keep - start))
@@ -294,7 +298,7 @@ class ShardWriter:
         self.tokens = min(self.tokens, keep)
 
     def describe(self) -> dict[str, Any]:
-        """The split's entry in the manifest; each shard is read once more, for its hash."""
+        """Return the split's entry in the manifest; reads each shard once more to hash it."""
         self.close()
         shards = [{"file": path.name, "tokens": tokens, "sha256": hash_file(path)}
                   for path, _, tokens in self._shards()]
@@ -304,6 +308,6 @@ class ShardWriter:
         return self.folder / f"{self.split}_{index:06d}{SHARD}"
 
     def _shards(self) -> list[tuple[Path, int, int]]:
-        """Path, first token and number of tokens of each."""
+        """Return path, first token and number of tokens of each shard."""
         return [(self._path(start // self.shard_tokens), start, min(self.shard_tokens, self.tokens - start))
                 for start in range(0, self.tokens, self.shard_tokens)]

@@ -1,4 +1,4 @@
-"""Text on its way to a tokenizer: characters that no UTF-8 can hold, and where a long text may be cut."""
+"""Prepare text for a tokenizer: replace lone surrogates, and cut long texts without changing their tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 _CONTEXT = 1024
-"""Bytes on either side of a cut that are encoded to check it: many words of any script."""
+"""Bytes on either side of a cut that are encoded to check it; many words in any script."""
 _TRIES = 32
-"""Places looked at of each kind before the text is taken further: a tokenizer that allows a kind allows most."""
+"""Candidate positions to try per separator; a tokenizer that allows cuts at a separator allows most of them."""
 
 
 def whole_characters(text: str) -> str:
-    """`text` with lone surrogates, which no UTF-8 can hold, replaced by U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -22,28 +22,28 @@ def whole_characters(text: str) -> str:
 
 
 def cut_text(data: bytes) -> int:
-    """The last place where cutting changes no token of bytes, char and gpt2; 0 where there is none.
+    """Return the last position where a cut changes no token of bytes, char and gpt2; 0 if there is none.
 
-    GPT-2's pieces never reach over a single space or newline between two characters that are not white space: a
-    space belongs to the word after it, a newline stands alone. So the cut is before such a space, or after such
-    a newline. The other two can be cut anywhere.
+    GPT-2's pieces never extend over a single space or newline between two non-whitespace characters: a space
+    belongs to the next word, a newline is a piece of its own. So the cut is before such a space, or after such a
+    newline. The other two tokenizers can be cut anywhere.
     """
     return next(_between_words(data, b" ", 0), 0) or next(_between_words(data, b"\n", 1), 0)
 
 
 def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
                 encode_rest: Callable[[str], np.ndarray]) -> int:
-    """A place like `cut_text`'s that keeps the tokens of the text around it, tried with the tokenizer itself.
+    """Return a position like `cut_text`, checked with the tokenizer itself.
 
-    The tokens of the kilobyte on either side are compared, so a tokenizer whose choice at one place depends on text
-    more than a kilobyte away could be cut wrongly; BPE, WordPiece and unigram models choose within a few words.
+    The check compares the tokens of 1 KiB on either side. So the cut could be wrong for a tokenizer whose tokens
+    depend on text more than 1 KiB away; BPE, WordPiece and unigram models depend on a few words.
 
     Args:
-        encode: gives the ids of a text.
-        encode_rest: gives the ids of a text that goes on in the middle of a document.
+        encode: returns the ids of a text.
+        encode_rest: returns the ids of a text that continues a document.
 
     Returns:
-        A place in `data`; 0 where none is found.
+        A position in `data`; 0 if there is none.
     """
     for separator, shift in ((b" ", 0), (b"\n", 1)):
         places = _between_words(data[:max(0, len(data) - _CONTEXT)], separator, shift)
@@ -56,10 +56,10 @@ def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
 
 
 def _between_words(data: bytes, separator: bytes, shift: int) -> Iterator[int]:
-    """Each place, from the last, of a separator between two characters that are not white space."""
+    """Yield the positions of a separator between two non-whitespace characters, from the last to the first."""
     place = len(data)
     while (place := data.rfind(separator, 0, place)) > 0:
-        # At most four bytes make a character; what is cut off at either end is ignored, not its neighbour.
+        # A character has at most four bytes; the decoder ignores an incomplete one at the outer end.
         before = data[max(0, place - 4):place].decode("utf-8", "ignore")
         after = data[place + 1:place + 5].decode("utf-8", "ignore")
         if before and after and not before[-1].isspace() and not after[0].isspace():

@@ -1,8 +1,8 @@
-"""Type of the items in a raw file of tokens, which has no header: told by the values themselves.
+"""Detect the token type of a raw file, which has no header, from its values.
 
-Tokens of four or eight bytes have an upper half that is always small, so of the tokens read as uint16 every second
-one is. A true uint16 stream practically never looks so: of 2n tokens in random order, m of them small, the n at
-every second place are all small with a chance of at most (m / 2n)^n. Files are rejected below one in 10^9.
+Tokens of four or eight bytes have a small upper half, so if they are read as uint16, every second value is small. A
+true uint16 stream practically never looks like that: if m of 2n tokens in random order are small, the probability
+that all n at every second position are small is at most (m / 2n)^n. Files are rejected if it is below 10^-9.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ezpz_llm.base import UserError
 from ezpz_llm.data.downloads import reading
 
 CHECKED_TOKENS = 32 << 20
-"""Read before a run starts, which is to take well under a second; of more, parts are read."""
+"""Maximum number of tokens to check before a run starts (well under a second); longer files are sampled."""
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 14
 _MOST_IDS = 1 << 20
-"""Four times the largest vocabulary in use."""
+"""Upper limit for plausible ids, four times the largest vocabulary in use."""
 _CHANCE = 1e-9
 _WIDE = {"<u8": "64-bit integers", ">u8": "big-endian 64-bit integers", "<u4": "uint32 or int32",
          ">u4": "big-endian uint32 or int32"}
 _NARROW = {"<u2": "uint16", ">u2": "big-endian uint16"}
 _LEAST_TEXT = 128
-"""Bytes of which 64 true uint16 tokens are valid UTF-8 with a chance below one in 10^9."""
+"""Minimum size of a text check in bytes; 64 true uint16 tokens are valid UTF-8 with a probability below 10^-9."""
 
 
 def check_uint16(path: Path) -> None:
-    """Check that a file of raw tokens does not look like wider tokens, or like bytes.
+    """Check that a file of raw tokens does not look like wider tokens or bytes.
 
     Raises:
-        UserError: it does; names the type and how to convert the file.
+        UserError: it does; the message names the type and the conversion.
     """
     with reading(path):
         content = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
@@ -41,35 +41,36 @@ def check_uint16(path: Path) -> None:
     for dtype, name in _WIDE.items():
         if _looks_like(sample.view(dtype)):
             largest = int(_upper(sample.view(dtype)).max())
-            raise UserError(f"these tokens look like {name}, not uint16: as uint16 every second one would be "
+            raise UserError(f"these tokens look like {name}, not uint16: as uint16, every second token would be "
                             f"{largest if largest == 0 else f'at most {largest}'}", where=str(path),
                             instead=conversion(path, dtype))
     if _is_bytes(content[:_BLOCK_BYTES]):
         raise UserError("this file looks like text or one-byte tokens, not uint16", where=str(path),
-                        instead=f"name a text file itself (called .txt); {conversion(path, 'u1')} if it has tokens")
+                        instead="if it is text, rename it to .txt and give its path; if it contains tokens, "
+                                + conversion(path, "u1"))
 
 
 def other_type(tokens: np.memmap, vocab_size: int) -> str:
-    """Return advice that names the type as which all tokens would fit the vocabulary; empty if there is none."""
+    """Return advice with the first other type as which all tokens fit the vocabulary; empty if there is none."""
     path = Path(str(tokens.filename))
     sample = _sample(np.memmap(path, np.uint8, "r", tokens.offset))
     types = {**_WIDE, **_NARROW, **({"u1": "uint8"} if vocab_size <= 256 else {})}
     for dtype, name in types.items():
         if np.dtype(dtype) != tokens.dtype and sample.size and sample.view(dtype).max() < vocab_size:
             advice = conversion(path, dtype) if path.suffix == ".bin" else "write the file again with that type"
-            return f"; or, since all would fit as {name}, {advice}"
+            return f"; or, since all tokens fit as {name}, {advice}"
     return ""
 
 
 def conversion(path: Path, dtype: str) -> str:
-    """Return how to write the raw tokens of `path`'s folder in a file that has its type in a header."""
+    """Return advice to convert the raw tokens in `path`'s folder to files whose header has the type."""
     code = (f"import numpy as n; [n.save(f'tokens_{{s}}_000000.npy', n.fromfile(s + '.bin', '{dtype}')"
             f".astype('{'u2' if dtype in ('u1', '>u2') else 'u4'}')) for s in ('train', 'val')]")
     return f'convert them: cd {shlex.quote(str(path.parent))} && python3 -c "{code}"'
 
 
 def pieces(tokens: np.ndarray, most: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Parts of `tokens` with the place of each: all tokens if `most` are not fewer, else parts spread over them."""
+    """Yield parts of `tokens` with their positions: all of them up to `most` tokens, else evenly spread samples."""
     length = max(1, min(tokens.size, _BLOCK_BYTES))
     count = -(-tokens.size // length)
     for number in np.linspace(0, count - 1, min(count, max(2, most // length))).astype(int).tolist():
@@ -77,7 +78,7 @@ def pieces(tokens: np.ndarray, most: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _sample(content: np.ndarray) -> np.ndarray:
-    """Bytes from all over a file, a multiple of 8."""
+    """Return a multiple of 8 bytes, spread over the file."""
     whole = content[:content.size // 8 * 8]
     return np.concatenate([np.empty(0, np.uint8), *(part for _, part in pieces(whole, _BLOCKS * _BLOCK_BYTES))])
 
@@ -87,23 +88,23 @@ def _upper(items: np.ndarray) -> np.ndarray:
 
 
 def _looks_like(items: np.ndarray) -> bool:
-    """Return True if wide items are ids, and this is no accident of narrower ones."""
+    """Return True if wide items look like ids, and narrower tokens would not look like this by chance."""
     if not items.size or items.max() >= _MOST_IDS:
         return False
     upper = _upper(items)
     largest = upper.max()
     lower = items & np.array((1 << 4 * items.itemsize) - 1, items.dtype)
     small = items.size + np.count_nonzero(lower <= largest)
-    # Frequent ids are below 65,536. One of 16 values was the largest.
+    # Frequent ids are below 65,536. The factor 16 is for the choice of `largest`.
     return upper.min() == 0 and bool(16 * (small / (2 * items.size)) ** items.size < _CHANCE)
 
 
 def _is_bytes(content: np.ndarray) -> bool:
-    """Return True for UTF-8, but for uint16 tokens of a small vocabulary, whose upper bytes are small."""
+    """Return True for UTF-8 text, except uint16 tokens of a small vocabulary, whose upper bytes are small."""
     if content.size < _LEAST_TEXT or np.median(content[1::2]) < 16:
         return False
     try:
         content.tobytes().decode()
     except UnicodeDecodeError as error:
-        return error.start > content.size - 4  # a character that the block cuts
+        return error.start > content.size - 4  # a character that continues after the block
     return True

@@ -1,4 +1,4 @@
-"""Tokenize a corpus into shards in a hidden folder, in a pool; continue where a killed process stopped."""
+"""Tokenize a corpus to shards with a pool of processes; resume the work of a killed process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 from ezpz_llm.rundir import write_json
 
-# What a kill can cost, at most: a save waits for the disk.
+# The most work that a kill can cost. Saves wait for the disk, so they should not be frequent.
 _SECONDS_BETWEEN_SAVES = 2.0
 _BROKEN_NAMED = 100
-"""Broken documents that the manifest names."""
+"""Maximum number of broken documents that the manifest lists."""
 
 
 @dataclass
 class _Work:
-    """A folder of shards in the making."""
+    """Unfinished folder of shards."""
 
     request: Request
     folder: Path
@@ -55,11 +55,11 @@ class _Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens written so far, of both splits."""
+        """Tokens written so far to both splits."""
         return self.train.tokens + self.val.tokens
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append to the stream of tokens; where `val_tokens` is a number, so many at its beginning validate."""
+        """Append to the token stream, whose first `val_tokens` tokens, if set, go to the validation split."""
         if self.request.options.val_tokens is not None:
             room = self.request.options.val_tokens - self.val.tokens
             self.val.write(tokens[:room])
@@ -67,26 +67,26 @@ class _Work:
         self.train.write(tokens)
 
     def save(self) -> None:
-        """The journal, after the shards that it speaks of."""
+        """Sync the shards, then save the journal that describes them."""
         for writer in (self.train, self.val):
             writer.sync()
             self.journal.written[writer.split] = {"tokens": writer.tokens}
         self.journal.counts = self.counts.tolist()
         self.journal.save(self.folder)
 
-    def go_on(self) -> bool:
-        """Take up the shards that the journal speaks of; False if they are not all there."""
+    def resume(self) -> bool:
+        """Resume the shards in the journal; return False if some of them are missing or too short."""
         train, val = (self.journal.written[split]["tokens"] for split in (TRAIN, VAL))
         if not self.val.go_on(val):
             return False
         if not self.journal.read_all:
             return self.train.go_on(train)
-        # A kill may have come while the training split was being cut, which is done again.
+        # A kill may have interrupted the truncation of the training split, which is repeated.
         self.train.tokens = train
         return True
 
-    def divide(self) -> None:
-        """Cut the validation split off the end of the stream, if it is the last part of it."""
+    def split_validation(self) -> None:
+        """Move the last `val_fraction` of the stream to the validation split."""
         fraction = self.request.options.val_fraction
         if fraction is None:
             return
@@ -100,29 +100,29 @@ class _Work:
 
 
 def make(request: Request, folder: Path, workers: int, show: bool) -> None:
-    """Write the shards and the manifest of `request` into `folder`, which may hold an earlier process's work.
+    """Write the shards and the manifest of `request` to `folder`, which may contain an earlier process's work.
 
     Raises:
-        UserError: text that cannot be read, and the like; nothing is kept.
-        Interrupted: no room, no network, a killed process: the journal and its shards are kept.
+        UserError: an error in the corpus, such as unreadable text; nothing is kept.
+        Interrupted: disk full, no network, or a killed process; the journal and its shards are kept.
     """
     began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer.name})"
     if show:
         say(f"{label}: {_size(request)}, {workers} {'process' if workers == 1 else 'processes'}")
         for name in request.corpus.left_out:
-            say(f"note: left out, since it is no file: {name}")
+            say(f"note: skipping {name}: not a regular file")
     try:
-        work = _take_up(request, folder, show)
+        work = _start_or_resume(request, folder, show)
         _encode(work, workers, label, show)
         manifest = _finish(work)
     except OSError as error:
-        raise _kept(folder, f"cannot write here: {error.strerror or error}", str(error.filename or folder),
-                    "make room", error) from error
+        raise _resumable(folder, f"cannot write here: {error.strerror or error}", str(error.filename or folder),
+                         "free disk space", error) from error
     except Interrupted:
         raise
     except UserError as error:
         if isinstance(error.__cause__, OSError):
-            raise _kept(folder, error.found, error.where, "mend that", error) from error
+            raise _resumable(folder, error.found, error.where, "fix that", error) from error
         (folder / JOURNAL).unlink(missing_ok=True)
         raise
     if show:
@@ -138,25 +138,27 @@ def _size(request: Request) -> str:
     return f"{'1 file' if files == 1 else f'{files:,} files'}, {request.corpus.size / 1e6:,.1f} MB"
 
 
-def _kept(folder: Path, found: str, where: str | None, instead: str, error: OSError | UserError) -> Exception:
-    """Return the message for an error after which the work can be resumed."""
+def _resumable(folder: Path, message: str, where: str | None, instead: str,
+               error: OSError | UserError) -> Exception:
+    """Return `error` as `Interrupted` if there is a journal to resume from, else `error` itself."""
     if not (folder / JOURNAL).exists():
         return error
-    return Interrupted(f"{found}; what was prepared so far is kept", where=where,
-                       instead=f"{instead}, and give the same command again: it continues where it stopped")
+    return Interrupted(f"{message}; the completed part is kept", where=where,
+                       instead=f"{instead}, and run the same command again: it continues where it stopped")
 
 
-def _take_up(request: Request, folder: Path, show: bool) -> _Work:
+def _start_or_resume(request: Request, folder: Path, show: bool) -> _Work:
     journal = Journal.load(folder, request.fingerprint)
     if journal is not None and journal.broken <= request.options.max_broken:
         _copy_tokenizer(request, folder)
         tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL), folder)
         work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
-        if work.go_on():
+        if work.resume():
             clear(folder, but=(JOURNAL, SHARD))
             _copy_tokenizer(request, folder)
             if show:
-                say(f"going on after {journal.documents:,} documents, {work.tokens:,} tokens of an earlier process")
+                say(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens of an earlier "
+                    "process")
             return work
     clear(folder)
     corpus, facts = request.corpus, {}
@@ -169,20 +171,20 @@ def _take_up(request: Request, folder: Path, show: bool) -> _Work:
 
 
 def _copy_tokenizer(request: Request, folder: Path) -> None:
-    """Put the tokenizer's file, if it has one, beside the shards, where those who read them find it."""
+    """Copy the tokenizer's file, if any, to the folder of the shards."""
     if request.tokenizer.file is not None:
         copy_files(request.tokenizer.file, folder)
 
 
 def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
-    """Write the rest of the corpus's tokens."""
+    """Write the remaining tokens of the corpus."""
     journal, corpus = work.journal, work.request.corpus
     saved = time.monotonic()
     if not journal.read_all:
-        waiting = tasks(corpus, journal.after, revision=journal.facts.get("revision"),
-                        reading=_reading(work.request), cut=work.tokenizer.cut)
+        remaining = tasks(corpus, journal.after, revision=journal.facts.get("revision"),
+                          reading=_reading(work.request), cut=work.tokenizer.cut)
         with progress(label, corpus.size, show, journal.source_bytes) as advance:
-            for encoded in encode_all(waiting, journal.tokenizer, workers, work.folder):
+            for encoded in encode_all(remaining, journal.tokenizer, workers, work.folder):
                 work.write(encoded.tokens)
                 work.counts += encoded.counts
                 journal.after = encoded.after
@@ -196,7 +198,7 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
                     saved = time.monotonic()
     if not journal.documents:
         raise UserError("nothing to read: no document has any text", where=corpus.words,
-                        instead="name a corpus with text in it")
+                        instead="give a corpus that contains text")
 
 
 def _reading(request: Request) -> Reading:
@@ -204,17 +206,17 @@ def _reading(request: Request) -> Reading:
 
 
 def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
-    """Count documents that were left out.
+    """Count skipped documents.
 
     Raises:
-        Interrupted: they are more than may be.
+        Interrupted: there are more than --max-broken allows.
     """
     journal, most = work.journal, work.request.options.max_broken
     for error in broken:
         if journal.broken >= most:
-            raise Interrupted(f"{error.found}; {most} broken documents were left out before it, as many as may be",
+            raise Interrupted(f"{error.found}; this is one broken document more than --max-broken {most} allows",
                               where=error.where,
-                              instead=f"--max-broken {10 * most}: it continues where it stopped")
+                              instead=f"give --max-broken {10 * most}: it continues where it stopped")
         journal.broken += 1
         if len(journal.broken_first) < _BROKEN_NAMED:
             journal.broken_first.append(f"{error.where}: {error.found}")
@@ -223,22 +225,22 @@ def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
 def _tokenizer(request: Request, revision: str | None) -> Tokenizer:
     if request.tokenizer.name != "char" or request.tokenizer.entry is not None:
         return request.tokenizer.make()
-    found: set[str] = set()
+    characters: set[str] = set()
     for task in tasks(request.corpus, revision=revision, reading=_reading(request)):
         for piece in task.pieces:
             for _, text in texts(piece, task.reading):
-                found.update(text)
-    return CharTokenizer("".join(sorted(found)))
+                characters.update(text)
+    return CharTokenizer("".join(sorted(characters)))
 
 
 def _finish(work: _Work) -> dict[str, Any]:
-    """Divide the splits and say what there is."""
+    """Split the tokens, write the manifest, and return it."""
     request, corpus, journal = work.request, work.request.corpus, work.journal
     if request.options.val_tokens is not None and not work.train.tokens:
-        raise UserError(f"nothing is left to train on: the corpus has {work.tokens:,} tokens, and the first "
-                        f"{request.options.val_tokens:,} are to validate on", where=corpus.words,
-                        instead=f"--val-tokens {work.tokens // 100}")
-    work.divide()
+        raise UserError(f"no tokens are left to train on: the corpus has {work.tokens:,} tokens, and the "
+                        f"validation split takes the first {request.options.val_tokens:,}", where=corpus.words,
+                        instead=f"give --val-tokens {work.tokens // 100}")
+    work.split_validation()
     val = ({"val_fraction": request.options.val_fraction} if request.options.val_tokens is None
            else {"val_tokens": request.options.val_tokens})
     manifest = {
@@ -246,7 +248,7 @@ def _finish(work: _Work) -> dict[str, Any]:
         "request": request.fingerprint,
         "command": request.command,
         "source": {"corpus": corpus.words, "files": len(corpus.files), "bytes": journal.source_bytes,
-                   **corpus.facts, **journal.facts, **_found(work)},
+                   **corpus.facts, **journal.facts, **_reading_facts(work)},
         "tokenizer": journal.tokenizer,
         "vocab_size": work.tokenizer.vocab_size,
         "end_of_text": work.tokenizer.end_of_text,
@@ -262,8 +264,8 @@ def _finish(work: _Work) -> dict[str, Any]:
     return manifest
 
 
-def _found(work: _Work) -> dict[str, Any]:
-    """Return the manifest's entries for non-default ways of reading the source."""
+def _reading_facts(work: _Work) -> dict[str, Any]:
+    """Return the manifest's entries about the text key, broken documents and byte-order marks."""
     journal, key = work.journal, work.request.options.text_key
     facts: dict[str, Any] = {"text_key": key} if key != TEXT else {}
     if journal.broken:
@@ -274,40 +276,43 @@ def _found(work: _Work) -> dict[str, Any]:
 
 
 def remarks(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
-    """The manifest's entries for documents left out, some of them named, and dropped byte-order marks, in words."""
+    """Yield notes for the user on a manifest's "source": skipped documents, sampling, byte-order marks.
+
+    Args:
+        shown: number of skipped documents to list.
+    """
     if "broken" in source:
         first = source["broken"]["first"]
-        named = "".join(f"\n  {one}" for one in first[:shown])
+        listed = "".join(f"\n  {error}" for error in first[:shown])
         rest = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
-        yield f"{source['broken']['documents']:,} broken documents were left out{named}{rest}"
+        yield f"skipped {source['broken']['documents']:,} broken documents{listed}{rest}"
     if "sampled" in source:
-        yield f"the unigram entropy is an estimate, from {source['sampled']:,} tokens"
+        yield f"the unigram entropy is an estimate from {source['sampled']:,} tokens"
     if "byte_order_marks" in source:
-        yield f"{source['byte_order_marks']:,} byte-order marks at the beginning of files were dropped"
+        yield f"dropped {source['byte_order_marks']:,} byte-order marks at the start of files"
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Nats per draw from a distribution given by its counts."""
+    """Return the entropy in nats of a distribution given by its counts."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
-# Tokenising a corpus, in this process or in a pool: results come in the corpus's order, with bounded memory.
 _WAITING_PER_WORKER = 2
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of one task.
+    """Tokens of one task.
 
     Attributes:
-        tokens: 1-d, in the type that shards hold.
-        counts: (vocab_size,) how often each id occurs.
-        documents: how many begin here.
+        tokens: 1-d, in the shards' type.
+        counts: (vocab_size,), occurrences of each id.
+        documents: number of documents that start in the task.
         source_bytes: bytes read.
-        after: the place in the corpus after the task.
-        broken: what is wrong with each document that was left out, and where.
-        marks: byte-order marks that were dropped.
+        after: position in the corpus after the task.
+        broken: errors of the skipped documents.
+        marks: byte-order marks dropped.
     """
 
     tokens: np.ndarray
@@ -320,15 +325,15 @@ class Encoded:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The little-endian type that holds every id: 2 bytes up to 65,536 ids, else 4."""
+    """Return the shards' little-endian type: uint16 for up to 65,536 ids, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """`ids` in the type that shards hold.
+    """Cast `ids` to the shards' type.
 
     Raises:
-        ValueError: an id outside [0, vocab_size), which a cast would turn into another one in silence.
+        ValueError: an id is outside [0, vocab_size); a cast alone would silently change it.
     """
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab_size}")
@@ -336,7 +341,7 @@ def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
-    """The tokens of a task's documents, each document preceded by end-of-text where the tokenizer has one."""
+    """Encode a task's documents, each preceded by the end-of-text token if the tokenizer has one."""
     separator = [] if tokenizer.end_of_text is None else [np.array([tokenizer.end_of_text], np.uint32)]
     parts: list[np.ndarray] = [np.empty(0, np.uint32)]
     documents = 0
@@ -354,10 +359,14 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
 
 
 def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, folder: Path) -> Iterator[Encoded]:
-    """The tasks' tokens in order; `entry` is the tokenizer's (see `to_entry`), whose file, if any, is in `folder`.
+    """Yield the tasks' tokens in order, encoded in this process or in a pool with bounded memory.
+
+    Args:
+        entry: the tokenizer's entry (see `to_entry`).
+        folder: contains the tokenizer's file, if it has one.
 
     Raises:
-        UserError: text that cannot be read.
+        UserError: unreadable text.
         Interrupted: a process was killed.
     """
     if workers == 1:
@@ -376,8 +385,8 @@ def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, fo
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise Interrupted("a tokenising process was killed, perhaps for want of memory",
-                          instead="try fewer at once: --workers 1; it continues where it stopped") from error
+        raise Interrupted("a tokenizer process was killed, perhaps because memory ran out",
+                          instead="use fewer processes: --workers 1; it continues where it stopped") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -387,13 +396,13 @@ def _encode_in_worker(task: Task, entry: Mapping[str, Any], folder: Path) -> Enc
 
 
 def _begin_worker() -> None:
-    # Ctrl-C reaches the whole process group: the parent alone answers it, and ends the pool.
+    # Ctrl-C signals the whole process group; only the parent handles it, and shuts down the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    # A pool whose parent is killed would wait for work for ever.
+    # Without this, the workers of a killed parent would wait forever.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,8 +1,10 @@
-"""Tokenizers: bytes and characters need no file, gpt2 needs one (`vocab.bpe`), kept in the cache; and which one a
-user means, who may name the file or folder of another library's (`tokenizer_files.py`), too.
+"""Built-in tokenizers (bytes, char, gpt2), and the choice of a tokenizer by name, file or folder.
 
-Text that contains "<|endoftext|>" is ordinary text to each of them; the end-of-text token is only ever written
-by `prepare`, before each document, as in GPT-2's own training data.
+bytes and char need no file; gpt2 needs `vocab.bpe`, which is kept in the cache. `tokenizer_files.py` has the
+tokenizers of other libraries.
+
+"<|endoftext|>" within a text is ordinary text to all tokenizers. Only `prepare` writes the end-of-text token,
+before each document, as in GPT-2's training data.
 """
 
 from __future__ import annotations
@@ -41,20 +43,19 @@ GPT2_VOCAB = PublicFile(
     provide="python3 -m ezpz_llm.data tokenizer gpt2 --from-folder DIR (or --download)",
 )
 GPT2_NAMES = (GPT2_VOCAB.name, hashlib.sha1(GPT2_VOCAB.address.encode()).hexdigest())
-"""Published name of the file, and its name in tiktoken's cache folder."""
+"""Published name of vocab.bpe, and its name in tiktoken's cache folder."""
 
 GPT2_FINGERPRINT = "247ecddaff45c30a3df42f9562b42c2fbc2a41cd6bad5d5bc5db912fb4deed3c"
-"""Of the tokenizer that the published file makes; known here so that manifests can be checked without the file."""
+"""Fingerprint of the published tokenizer, so that manifests can be checked without the file."""
 
-# Any line is one piece: splitting by line only bounds how much is merged at once, and is 4 times as fast as
-# splitting by character.
+# Splitting bytes by line only bounds the size of a piece, and is 4 times as fast as splitting by character.
 _LINES = r"[^\n]*\n|[^\n]+"
-# The pieces of GPT-2 (encoder.py of its release) in the equivalent, faster form that tiktoken gives them.
+# The pieces of GPT-2 (encoder.py of its release), in tiktoken's equivalent, faster form.
 _GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 class Tokenizer(Protocol):
-    """Text to ids in [0, vocab_size) and back; `fingerprint` (sha256) tells two different ones apart."""
+    """Converter between text and ids in [0, vocab_size); `fingerprint` is a sha256 of its table."""
 
     name: str
     vocab_size: int
@@ -62,20 +63,20 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids, 1-d, of an unsigned integer type. No end-of-text is added or recognised."""
+        """Return ids, 1-d, of an unsigned type, without adding or interpreting end-of-text."""
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8 come out as U+FFFD."""
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
 
     def cut(self, data: bytes) -> int:
-        """A place where a document may be cut, so that its ids are those of both parts; 0 where there is none."""
+        """Return a position where a cut does not change a document's ids; 0 if there is none."""
 
     def encode_rest(self, text: str) -> np.ndarray:
-        """Ids of the second part."""
+        """Return the ids of the text after a cut."""
 
 
 class _CutBetweenWords:
-    """Parts of a text are encoded as texts of their own."""
+    """Mixin for tokenizers that encode the text after a cut like any other text."""
 
     def cut(self, data: bytes) -> int:
         return cut_text(data)
@@ -88,7 +89,7 @@ class _CutBetweenWords:
 
 
 class EncodingTokenizer(_CutBetweenWords):
-    """A tiktoken `Encoding` whose one special token is end-of-text, the last id."""
+    """Tokenizer based on a tiktoken `Encoding`; its only special token is end-of-text, the last id."""
 
     def __init__(self, name: str, pieces: str, ranks: dict[bytes, int]) -> None:
         self.name = name
@@ -99,22 +100,22 @@ class EncodingTokenizer(_CutBetweenWords):
         self.fingerprint = _fingerprint(name, pieces, ranks)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids (1-d, uint32); `<|endoftext|>` in a text is ordinary text."""
+        """Return ids (1-d, uint32); `<|endoftext|>` within a text is ordinary text."""
         return self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 come out as U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.encoding.decode(np.asarray(ids).tolist())
 
 
 def _fingerprint(name: str, pieces: str, ranks: Mapping[bytes, int]) -> str:
-    # Each entry ends in a newline in hex, so no two tables give the same bytes.
+    # Tokens are in hex and end with a newline, so that different tables give different bytes.
     table = "".join(f"{token.hex()}\n" for token in sorted(ranks, key=ranks.__getitem__))
     return hashlib.sha256(f"{name}\n{pieces}\n{table}".encode()).hexdigest()
 
 
 class CharTokenizer(_CutBetweenWords):
-    """One id per distinct character, in code point order; there is no end-of-text.
+    """Tokenizer with one id per distinct character, in code point order, and no end-of-text.
 
     Args:
         characters: the distinct characters, in order.
@@ -130,10 +131,10 @@ class CharTokenizer(_CutBetweenWords):
         self._points = _code_points(characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`.
+        """Return the ids of `text`.
 
         Raises:
-            UserError: a character that is not in the table.
+            UserError: a character is not in the table.
         """
         points = _code_points(text)
         ids = np.searchsorted(self._points, points)
@@ -141,19 +142,19 @@ class CharTokenizer(_CutBetweenWords):
         if not known.all():
             bad = text[int(np.argmin(known))]
             raise UserError(
-                f"unknown character {bad!r} (U+{ord(bad):04X}), not one of the tokenizer's {self.vocab_size}",
-                instead="leave it out, or use the tokenizer bytes, which knows every text",
+                f"unknown character {bad!r} (U+{ord(bad):04X}): not among the {self.vocab_size} characters of the "
+                "tokenizer", instead="remove it from the text, or use --tokenizer bytes, which can encode any text",
             )
         return ids.astype(np.uint32)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """The text of `ids`, one character each."""
+        """Return the text of `ids`, one character per id."""
         return "".join(self.characters[i] for i in np.asarray(ids).tolist())
 
 
 @functools.lru_cache(maxsize=4)
 def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
-    """The tokenizer `name`; "char" needs the sorted distinct characters of its corpus.
+    """Return the tokenizer `name`; "char" requires the sorted distinct characters of its corpus.
 
     Raises:
         UserError: unknown name, or gpt2's file is not on this machine.
@@ -168,16 +169,16 @@ def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
 
 
 def _checked(tokenizer: EncodingTokenizer) -> EncodingTokenizer:
-    # Before 0.11 tiktoken's numpy call took no notice of which special tokens a text may have; the call without
-    # numpy, right in every version, takes 1.4 times (gpt2) to 2.5 times (bytes) as long.
+    # Before tiktoken 0.11, encode_to_numpy ignored disallowed_special. The call without NumPy, which is correct in
+    # every version, takes 1.4 times (gpt2) to 2.5 times (bytes) as long.
     if tokenizer.end_of_text in tokenizer.encode(END_OF_TEXT):
-        raise UserError(f"tiktoken {version('tiktoken')} takes {END_OF_TEXT} in a text for the end of a document",
-                        instead="pip install 'tiktoken>=0.11'")
+        raise UserError(f"tiktoken {version('tiktoken')} encodes {END_OF_TEXT} within a text as the end of a "
+                        "document", instead="pip install 'tiktoken>=0.11'")
     return tokenizer
 
 
 def read_merges(text: str) -> dict[bytes, int]:
-    """Ranks from a `vocab.bpe`: the 256 bytes in GPT-2's order, then one per merge line."""
+    """Parse the ranks in a `vocab.bpe`: the 256 bytes in GPT-2's order, then one per merge line."""
     alphabet = byte_alphabet()
     byte_of = {character: value for value, character in alphabet.items()}
     ranks = {bytes([value]): rank for rank, value in enumerate(alphabet)}
@@ -188,10 +189,9 @@ def read_merges(text: str) -> dict[bytes, int]:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The printable character that stands for each byte in GPT-2's files, in its order of bytes.
+    """Return the printable character for each byte in GPT-2's files, in GPT-2's order of bytes.
 
-    The printable ones of Latin-1 stand for themselves, the others are mapped to U+0100 onwards (GPT-2's
-    encoder.py).
+    Printable Latin-1 bytes map to themselves, the others to U+0100 onwards (GPT-2's encoder.py).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in set(printable)]
@@ -199,20 +199,20 @@ def byte_alphabet() -> dict[int, str]:
 
 
 def provide_gpt2(folder: Path) -> Path:
-    """Copy gpt2's file from `folder`, where it has its own name or the one of tiktoken's cache.
+    """Copy gpt2's file from `folder`, under its published name or its name in tiktoken's cache.
 
     Raises:
-        UserError: it is not there, or is another file.
+        UserError: the file is missing, or has other content.
     """
     for name in GPT2_NAMES:
         if (folder / name).is_file():
             return GPT2_VOCAB.copy_from(folder / name)
     raise UserError(f"neither {' nor '.join(GPT2_NAMES)} is in this folder", where=str(folder.absolute()),
-                    instead=f"name the folder that has vocab.bpe, published at {GPT2_VOCAB.address}")
+                    instead=f"give the folder that contains vocab.bpe, published at {GPT2_VOCAB.address}")
 
 
 def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A tokenizer's entry in a manifest, enough to build it again; where it has a file, beside a copy of that."""
+    """Return a tokenizer's manifest entry, enough to build it again together with its file, if it has one."""
     if isinstance(tokenizer, FileTokenizer):
         return dict(tokenizer.entry)
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
@@ -220,18 +220,18 @@ def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def gpt2_entry() -> dict[str, Any]:
-    """The entry of gpt2, for which its file is not needed."""
+    """Return the manifest entry of gpt2; does not need its file."""
     return {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
 
 
 def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
-    """That the ids of a manifest's tokens mean what they would mean here; needs no file.
+    """Check that the tokenizer in a manifest is the same as the one of that name here; needs no file.
 
     Raises:
-        UserError: the tokenizer of that name here is not the one that made the tokens.
+        UserError: another tokenizer made the tokens.
     """
     if "kind" in entry:
-        return  # whose ids are those of its file, compared when that is read
+        return  # `load` compares the fingerprint of its file
     if entry["name"] != "gpt2":
         from_entry(entry, where)
     elif entry["fingerprint"] != GPT2_FINGERPRINT:
@@ -239,10 +239,10 @@ def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
 
 
 def check_files(entry: Mapping[str, Any], folder: Path) -> None:
-    """Check that the tokenizer of a manifest's tokens can be loaded, without loading it.
+    """Check that a manifest's tokenizer can be loaded, without loading it.
 
     Args:
-        folder: where a copy of its file may be.
+        folder: may contain a copy of its file.
 
     Raises:
         UserError: its file or its library is not on this machine.
@@ -255,13 +255,13 @@ def check_files(entry: Mapping[str, Any], folder: Path) -> None:
 
 
 def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer that wrote a manifest's tokens.
+    """Load the tokenizer that made a manifest's tokens.
 
     Args:
-        folder: where a copy of its file may be; see `find_copy`.
+        folder: may contain a copy of its file; see `find_copy`.
 
     Raises:
-        UserError: the one of that name, or in that folder, is not the same, so the ids would mean other text.
+        UserError: the tokenizer of that name, or in that folder, is another one.
     """
     if "kind" in entry:
         return load(find_copy(folder or Path(), entry), entry)
@@ -273,8 +273,8 @@ def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path 
 
 def _another(entry: Mapping[str, Any], here: str, where: str | None) -> UserError:
     return UserError(
-        f"these tokens were made by another {entry['name']} tokenizer: fingerprint {entry['fingerprint']}, "
-        f"here {here}", where=where, instead="prepare the corpus again",
+        f"another {entry['name']} tokenizer made these tokens: its fingerprint is {entry['fingerprint']}, "
+        f"here it is {here}", where=where, instead="prepare the corpus again",
     )
 
 
@@ -282,25 +282,24 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-# Which tokenizer `--tokenizer` names: one of ours by name, another library's file, or the one of a folder.
 _STATE = "state.json"
 _OTHER_FILES = {"vocab.txt": "WordPiece (vocab.txt)",
                 "merges.txt": "BPE (vocab.json and merges.txt, without a tokenizer.json)",
                 "tekken.json": "Tekken (tekken.json)"}
 _MOST_BYTES = 256 << 20
-"""Of a manifest."""
-_TAKEN = "a tokenizer.json, a *.model of SentencePiece, or a folder with one of them, token shards or a checkpoint"
+"""Size limit of a manifest."""
+_ACCEPTED = "a tokenizer.json, a SentencePiece *.model, or a folder with one of them, token shards or a checkpoint"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A tokenizer that was asked for.
+    """Requested tokenizer.
 
     Attributes:
-        name: "bytes", "char" or "gpt2", or what another library's is called.
-        words: how a command names it: the name, or an absolute path.
-        entry: what a manifest would keep of it; None where only the name is given, so that any table of it will do.
-        file: of another library's, its table.
+        name: "bytes", "char", "gpt2", or the name of another library's tokenizer.
+        words: its name on a command line: the name, or an absolute path.
+        entry: its manifest entry; None if only a name is given, which any table of that tokenizer satisfies.
+        file: file of another library's tokenizer.
     """
 
     name: str
@@ -310,30 +309,30 @@ class Choice:
 
     @property
     def table(self) -> str | None:
-        """What else than the name tells its ids: the characters of "char", the hash of another library's table."""
+        """Part of its identity beyond the name: characters of "char", or hash of another library's table."""
         if self.entry is None:
             return None
         return self.entry["fingerprint"] if "kind" in self.entry else self.entry.get("table")
 
     def fits(self, entry: Mapping[str, Any]) -> bool:
-        """True if tokens of the tokenizer `entry` are tokens of this one."""
+        """Return True if tokens of the tokenizer `entry` are tokens of this one."""
         if self.entry is None:
             return self.name == entry["name"] and "kind" not in entry
         return self.entry["fingerprint"] == entry["fingerprint"]
 
     def describe(self) -> str:
-        """How messages name it: with its fingerprint where the name alone does not tell."""
+        """Return its name for messages, with the fingerprint if the name alone is ambiguous."""
         return describe(self.entry) if self.entry is not None else self.name
 
     def make(self) -> Tokenizer:
-        """The tokenizer; "char" without a table has no characters."""
+        """Build the tokenizer; "char" without a table has no characters."""
         if self.file is not None:
             return load(self.file, self.entry)
         return get_tokenizer(self.name) if self.entry is None else from_entry(self.entry, self.words)
 
 
 def describe(entry: Mapping[str, Any]) -> str:
-    """A tokenizer's name and the beginning of its fingerprint; of some how many characters or tokens, too."""
+    """Return a tokenizer's name, its size if the entry has it, and the start of its fingerprint."""
     size = f"{len(entry['table'])} characters, " if "table" in entry else ""
     if "kind" in entry:
         size = f"{entry['kind']}, {entry['vocab_size']:,} tokens, "
@@ -341,29 +340,28 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 
 def words_of(entry: Mapping[str, Any], folder: Path) -> str:
-    """How a command names the tokenizer that `folder` belongs to."""
+    """Return the value of --tokenizer for the tokenizer of `folder`."""
     return str(folder.absolute()) if "table" in entry or "kind" in entry else entry["name"]
 
 
 def choose(words: str) -> Choice:
-    """The tokenizer that `words` name.
+    """Return the tokenizer that `words` names.
 
     Raises:
-        UserError: neither a name nor a folder nor a file, one whose tokenizer is not known or not supported, or its
-            library is not installed.
+        UserError: neither a name nor a path, no supported tokenizer at that path, or its library is not installed.
     """
     if words in TOKENIZERS:
         return Choice(words, words)
     path = user_path(words).absolute()
-    if not os.path.exists(path):  # also False for what is too long for a path
-        raise unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also takes {_TAKEN}")
+    if not os.path.exists(path):  # also False if the name is too long for a path
+        raise unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also accepts {_ACCEPTED}")
     entry = entry_in(path)
     if entry is None:
         other = other_in(path)
         raise UserError(f"its tokenizer is {other}, which is not supported" if other else
-                        "the folder says nothing of a tokenizer" if path.is_dir() else
-                        "this is no tokenizer's file, by its ending", where=f"--tokenizer {path}",
-                        instead=_TAKEN)
+                        "this folder contains no tokenizer" if path.is_dir() else
+                        "this file is not a tokenizer: its name ends in neither .json nor .model",
+                        where=f"--tokenizer {path}", instead=f"give {_ACCEPTED}")
     if "kind" not in entry:
         return Choice(entry["name"], words_of(entry, path), entry)
     require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], f"--tokenizer {path}")
@@ -371,27 +369,27 @@ def choose(words: str) -> Choice:
 
 
 def entry_in(path: Path) -> Mapping[str, Any] | None:
-    """The manifest entry of the tokenizer that a folder belongs to, or that a file is of; None if there is none."""
+    """Return the manifest entry of the tokenizer in a file or folder; None if there is none."""
     for name in (_STATE, MANIFEST):
-        found = _json(path / name).get("tokenizer")
-        if isinstance(found, dict) and {"name", "fingerprint"} <= found.keys():
-            return as_type(TokenizerEntry, found, str(path / name), "tokenizer")
+        entry = _json(path / name).get("tokenizer")
+        if isinstance(entry, dict) and {"name", "fingerprint"} <= entry.keys():
+            return as_type(TokenizerEntry, entry, str(path / name), "tokenizer")
     file = find_file(path)
     if file is None:
         return None
-    ours = recognise(_json(file)) if file.suffix == ".json" else None
-    return entry_of_file(file) if ours is None else ours
+    built_in = recognise(_json(file)) if file.suffix == ".json" else None
+    return entry_of_file(file) if built_in is None else built_in
 
 
 def other_in(folder: Path) -> str | None:
-    """Return the name of the tokenizer in a model's folder if it is not supported; None if nothing tells."""
+    """Return the name of an unsupported tokenizer in a model's folder, or None."""
     return next((name for file, name in _OTHER_FILES.items() if (folder / file).is_file()), None)
 
 
 def recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest entry of the tokenizer of ours that gives the ids of a tokenizer.json; None if none does.
+    """Return the manifest entry of the built-in tokenizer that is equivalent to a tokenizer.json, or None.
 
-    Needs no file of the tokenizer's: the whole table is in `stored`, whose fingerprint is compared.
+    Compares fingerprints of the table in `stored`, so gpt2's file is not needed.
     """
     try:
         return _recognise(stored)
@@ -403,7 +401,7 @@ def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     model, added = stored["model"], stored.get("added_tokens") or []
     changes = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                "ignore_merges")
-    # Special tokens are none of a text's; others that are added would be.
+    # Special tokens do not occur in an encoded text, but other added tokens would.
     if (model.get("type", "BPE") != "BPE" or stored.get("normalizer") is not None
             or any(model.get(name) for name in changes) or not all(token["special"] for token in added)):
         return None
@@ -414,7 +412,8 @@ def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     pieces = stored.get("pre_tokenizer")
     if pieces is None:
         characters = sorted(vocabulary)
-        if merges or end is not None or [vocabulary[one] for one in characters] != list(range(len(characters))):
+        ids = [vocabulary[character] for character in characters]
+        if merges or end is not None or ids != list(range(len(characters))):
             return None
         return to_entry(CharTokenizer("".join(characters))) if {*map(len, characters)} == {1} else None
     if pieces["type"] != "ByteLevel" or pieces.get("add_prefix_space", True) or end != len(vocabulary):
@@ -428,9 +427,9 @@ def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """An object in a file; empty where there is none."""
+    """Return the JSON object in a file; empty if there is none."""
     try:
-        found = read_json(path, _MOST_BYTES)
+        stored = read_json(path, _MOST_BYTES)
     except UserError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return stored if isinstance(stored, dict) else {}

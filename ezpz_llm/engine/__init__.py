@@ -1,1 +1,1 @@
-"""The engines: DDP, FSDP2 and DeepSpeed under one interface (`base.Engine`), built from a resolved layout."""
+"""Training engines (DDP, FSDP2, DeepSpeed) with one interface, `base.Engine`, built from a resolved layout."""

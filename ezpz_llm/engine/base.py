@@ -1,4 +1,4 @@
-"""What every engine offers the training loop, whatever spreads the model over ranks."""
+"""Interface between engines and the training loop."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 
 Span = Callable[[str], AbstractContextManager[None]]
-"""Times what happens inside: "forward", "backward" or "optimizer"."""
+"""Context manager that times a phase: "forward", "backward" or "optimizer"."""
 
 
 class Engine(ABC):
-    """A model in training.
+    """Model in training.
 
-    `module` is the part of the plain model that this rank computes, whose parameters the engine may have
-    partitioned. Its forward pass has the engine's precision wherever it is called. `skipped_steps` counts the steps
-    whose fp16 gradients overflowed, which changed nothing but the loss scale. `step_skip` skips steps whose
-    gradient norm is non-finite or above a limit, which then change nothing at all. `masters` are the fp32 weights
-    that the optimizer steps, where an engine of ours keeps them beside the parameters.
+    Attributes:
+        module: this rank's part of the plain model, whose parameters the engine may have partitioned. Its forward
+            pass uses the engine's precision, also if it is called directly.
+        skipped_steps: number of steps whose fp16 gradients overflowed; such steps change only the loss scale.
+        step_skip: skips steps whose gradient norm is non-finite or above a limit; such steps change nothing.
+        masters: fp32 master weights that the optimizer steps; None if the engine does not keep them itself.
     """
 
     masters: MasterWeights | None = None
@@ -40,17 +41,17 @@ class Engine(ABC):
         self.step_skip = NonFiniteStepSkipper(dist.device)
         self.skipped_steps = 0
         self._mesh, self._clip = dist.mesh, resolved.clip
-        # Number among the ranks that share this rank's part of the model, and how many these are.
+        # Index among the ranks with the same part of the model, and the number of these ranks.
         self._replica: tuple[int, int] = dist.mesh.place("dp", "sp")
         self._scale = LossScale(resolved.loss_scale) if RECIPES[resolved.precision].scales_loss else None
 
     @property
     def _loss_factor(self) -> float:
-        """The loss scale of fp16; 1 in other precisions."""
+        """Loss scale of fp16; 1 in other precisions."""
         return 1.0 if self._scale is None else self._scale.scale
 
     def _update_scale(self, norm: Tensor) -> bool:
-        """Adjust the loss scale of fp16 to a step's gradient norm; False if an overflow skips the step."""
+        """Update the fp16 loss scale from a step's gradient norm; return False if an overflow skips the step."""
         if self._scale is None:
             return True
         finite = bool(torch.isfinite(norm))
@@ -61,39 +62,42 @@ class Engine(ABC):
     @abstractmethod
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """One optimizer step with this learning rate on `batch.accumulation` micro batches.
+        """Make an optimizer step on `batch.accumulation` micro batches.
 
         Args:
             micro_batches: this rank's; each has the arguments of the model's forward pass, tokens and targets.
 
         Returns:
-            This rank's part of the loss, whose mean over all ranks is the loss of the step; and the global gradient
-            norm before clipping, infinite for a skipped fp16 step. Both 0-d on the device.
+            This rank's part of the loss, whose mean over all ranks is the loss of the step, and the global gradient
+            norm before clipping, infinite for a skipped fp16 step. Both are 0-d on the device.
         """
 
     @abstractmethod
     def training_state(self) -> EngineState:
-        """What a checkpoint holds of this rank. Collective."""
+        """Return this rank's training state, as saved in a checkpoint. Collective."""
 
     def own_parameters(self) -> Iterable[Tensor]:
-        """What this rank holds of the parameters between steps; gathered ones come on top."""
+        """Return the parameter shards that this rank holds between steps, without gathered parameters."""
         return self.module.parameters()
 
     def loss_sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of a batch, or this rank's part of it, 0-d; all ranks of a model's copy make the call."""
+        """Return the summed loss of a batch, or this rank's part of it, 0-d. Collective in a model replica."""
         return self.module(tokens, targets, reduction="sum")
 
     def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The same for each sequence of a batch, (B,). The sequence-parallel degree has to divide their length."""
+        """Return the summed loss of each sequence, (B,), or this rank's part of it. Collective in a model replica.
+
+        The length of the sequences must be divisible by the sequence-parallel degree.
+        """
         return self.module(tokens, targets, reduction="rows")
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) of the token after (B, T), the same on every rank; all ranks make the call."""
+        """Return logits (B, V) of the next token after (B, T), the same on every rank. Collective."""
         return self.module(tokens, last_only=True)[:, -1]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients inside; training mode again afterwards."""
+        """Switch to evaluation mode without gradients, and back to training mode on exit."""
         self.module.eval()
         try:
             with torch.no_grad():
@@ -103,30 +107,35 @@ class Engine(ABC):
 
 
 class MicroStepEngine(Engine):
-    """An engine that takes one micro batch at a time, forward and backward."""
+    """Engine that computes one micro batch at a time, forward and backward."""
 
     @abstractmethod
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """What the module gives for one micro batch; of our models its mean loss, 0-d in fp32.
+        """Return the module's output for one micro batch; for our models, its mean loss, 0-d in fp32.
 
-        `last_micro_step` is true for the last micro batch of a step: where gradients are reduced only once a step,
-        they are reduced in the backward pass that follows.
+        Args:
+            last_micro_step: True for the last micro batch of a step. Engines that reduce gradients once per step
+                reduce them in the next backward pass.
         """
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss that `forward` gave, divided by the number of micro-steps."""
+        """Accumulate the gradient of a loss from `forward`, divided by the number of micro-steps."""
 
     @abstractmethod
     def step(self, lr: float | None) -> Tensor:
-        """Clip, update with this learning rate, or each group with its own, and forget the gradients; the global
-        gradient norm before."""
+        """Clip gradients, make an optimizer step, and clear gradients.
+
+        Args:
+            lr: learning rate; None keeps the learning rate of each parameter group.
+
+        Returns:
+            The global gradient norm before clipping, 0-d.
+        """
 
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """Forward and backward of each micro batch, then the optimizer's step; (mean loss, global gradient
-        norm).
-        """
+        """Make an optimizer step on accumulated micro batches; return mean loss and global gradient norm."""
         accumulation = self.batch.accumulation
         loss = torch.zeros((), device=self.device)
         for index, inputs in enumerate(micro_batches):

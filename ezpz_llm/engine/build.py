@@ -1,4 +1,4 @@
-"""Build the engine of a resolved layout: the rank's part of the model, tiled where asked for, and its optimizer."""
+"""Build the engine of a resolved layout: this rank's part of the model, tiled on request, and its optimizer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ezpz_llm.model.pipeline import PipelineStage
 
 _ENGINES = {"ddp": ("torch_engine", "TorchEngine"), "fsdp2": ("fsdp2_engine", "Fsdp2Engine"),
             "pipeline": ("pipeline_engine", "PipelineEngine"), "deepspeed": ("deepspeed_engine", "DeepSpeedEngine")}
-"""Module and class, imported where they are used: fully_shard, and DeepSpeed, take a second."""
+"""Module and class, imported on use because fully_shard and DeepSpeed take a second to import."""
 
 
 def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],
                  eps: float, param_groups: Sequence[dict[str, Any]]) -> Engine:
-    """Put a model under the optimizer of its run in its layout's engine; see `put_in_engine`.
+    """Build the engine of a model with the optimizer of the run; see `put_in_engine`.
 
     Args:
         param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.init`).
@@ -44,7 +44,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
 
     def make(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
-        """The layout's optimizer over these groups."""
+        """Return the layout's optimizer for these groups."""
         if resolved.layout.zero.offload_optimizer is None:
             return make_optimizer(groups, adam, resolved.optimizer, fused)
         deepspeed = import_deepspeed(dist.device.type)
@@ -56,21 +56,21 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
 
 def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                   make: MakeOptimizer) -> Engine:
-    """Put a model in its layout's engine, on its device and in its precision. Collective.
+    """Build the layout's engine for a model, on its device and in its precision. Collective.
 
     Args:
-        model: initialised alike on every rank; the engine keeps and changes it.
+        model: with the same weights on every rank; the engine keeps and changes it.
         groups: optimizer groups with "params".
-        make: makes the optimizer of such groups.
+        make: creates the optimizer of such groups.
 
     Raises:
-        UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
+        UserError: the layout needs a compiled op that is not built, or the device does not support the precision.
     """
     check_precision(resolved.precision, resolved.sources.get("precision", DEFAULT), dist.device.type)
     if has_values(model) and resolved.layout.zero.offload_param is None:
         model.to(dist.device)
     elif has_values(model):
-        # DeepSpeed brings parameters to the device one at a time.
+        # DeepSpeed moves parameters to the device one at a time.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(dist.device)
     model.train()
@@ -82,22 +82,21 @@ def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list
     return getattr(importlib.import_module(f"ezpz_llm.engine.{module}"), name)(model, resolved, dist, groups, make)
 
 
-# The part of a model that a rank computes under its layout, with its initial weights.
 def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
              weights: Values | None = None) -> nn.Module:
-    """Build the plain model, cut it as the layout says, and give what is left its initial weights.
+    """Build the part of the model that this rank computes under its layout, with initial weights.
 
-    Until then nothing has storage: a rank never holds more than its own part. Where the engine shards parameters
-    too, they stay on the meta device until it has: see `ezpz_llm.engine.sharded_start`. Every layout starts from
-    exactly the single-process values.
+    The plain model is built on the meta device, so a rank never allocates more than its part. If the engine shards
+    parameters, they stay on the meta device until then; see `ezpz_llm.engine.sharded_start`. The initial weights
+    are exactly those of a single process in every layout.
 
     Args:
-        device_type: of the device that will compute; the model itself is built on CPU.
+        device_type: type of the device for training; the model itself is built on CPU.
         weights: initial weights instead of those from the seed; read until the engine is built.
 
     Raises:
-        UserError: the model's parameters are not those of the table in `ezpz_llm.model.parameters`, or the layout
-            cannot have them.
+        UserError: the model's parameters differ from the table in `ezpz_llm.model.parameters`, or the layout does
+            not support them.
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)
@@ -124,26 +123,28 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
 
 
 def give_storage(model: nn.Module) -> None:
-    """Move a model from the meta device to CPU; its parameters, new ones then, lie where the old ones did."""
+    """Move a model from the meta device to CPU; the new parameters keep their placements."""
     placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         place(parameter, placed[name])
 
 
-# Memory-centric tiling (Rajbhandari et al. 2021, arXiv:2104.07857): layers that are too large to gather whole.
 def apply(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
-    """Cut linear layers of a model on the meta device into tiles; every tile is placed in the plain layer.
+    """Split linear layers of a model on the meta device into tiles, for layers that are too large to gather whole.
+
+    This is memory-centric tiling (Rajbhandari et al. 2021, arXiv:2104.07857). Each tile has a placement in the
+    plain layer.
 
     Args:
-        tiled: (name within a block, tiles along the input, tiles along the output). A name that a block has not,
-            such as the gate of an MLP without one, is left out.
-        device_type: what DeepSpeed is imported for.
+        tiled: (name within a block, tiles along the input, tiles along the output). Names that a block does not
+            have, such as the gate of an ungated MLP, are ignored.
+        device_type: device type to import DeepSpeed for.
     """
     import_deepspeed(device_type)
     for (number, block), (name, across, down) in itertools.product(model.transformer["h"].named_children(), tiled):
-        owner, _, own = name.rpartition(".")
-        layer = getattr(block.get_submodule(owner), own, None)
+        parent, _, child = name.rpartition(".")
+        layer = getattr(block.get_submodule(parent), child, None)
         if layer is not None:
             block.set_submodule(name, _tiles(f"transformer.h.{number}.{name}", layer, across, down))
 

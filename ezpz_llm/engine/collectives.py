@@ -1,4 +1,4 @@
-"""The collectives that a rank issues: kind, count and bytes, as torch's process groups receive them."""
+"""Count the collectives that a rank issues, by kind and bytes, at the level of torch's process groups."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _KINDS = {
     "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
     "send": "send", "recv_": "recv", "recv_any_source_": "recv",
 }
-"""torch's operators (namespace c10d) with the field's names. Whichever function a library calls ends in one."""
+"""Kinds of torch's c10d operators, in which all functions that a library may call end."""
 
 MOVE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
 
 _INPUT_SECOND = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
                            "alltoall_base_", "alltoall_"})
-"""Operators whose first argument is the output, and whose second has the bytes that count."""
+"""Operators whose first argument is the output, and whose second is the buffer to measure."""
 
 
 class CollectiveMode(TorchDispatchMode):
-    """While entered, passes each c10d operator's name and arguments to `observe`, before it is executed."""
+    """Dispatch mode that passes each c10d operator's name and arguments to `observe` before executing it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -38,16 +38,15 @@ class CollectiveMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
-        """Take notice of a call."""
+        """Observe a call."""
         raise NotImplementedError
 
 
 class CollectiveCounter(CollectiveMode):
-    """While entered, counts what this rank issues.
+    """Counter of this rank's collectives, by kind and group size, while the mode is active.
 
-    Bytes are those of the whole buffer: what is reduced, what is gathered, what is divided, what is sent. Single
-    numbers (norms, overflow flags) are counted apart, under the kind "scalars". Calls are counted by kind and
-    by the number of ranks in their group.
+    Bytes are the size of the whole buffer that is reduced, gathered, scattered or sent. Single numbers (norms,
+    overflow flags) have the kind "scalars".
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class CollectiveCounter(CollectiveMode):
         self.found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
-        """Count one call, with the bytes of its buffer, by its kind and the size of its group."""
+        """Count a call and the bytes of its buffer."""
         if name in MOVE_NOTHING:
             return
         kind, elements, size = issued(name, args)
@@ -64,7 +63,7 @@ class CollectiveCounter(CollectiveMode):
         entry[1] += size
 
     def totals(self) -> dict[str, dict[str, Any]]:
-        """By kind, in alphabetical order: the count, the bytes, and `groups`, the same by ranks in the group."""
+        """Return count and bytes by kind, in alphabetical order, and in `groups` by the size of the group."""
         return {kind: {"count": sum(count for count, _ in groups.values()),
                        "bytes": sum(size for _, size in groups.values()),
                        "groups": {str(ranks): {"count": count, "bytes": size}
@@ -73,7 +72,7 @@ class CollectiveCounter(CollectiveMode):
 
 
 def group_ranks(args: tuple[Any, ...]) -> list[int]:
-    """The ranks of the process group among an operator's arguments; empty if there is none."""
+    """Return the ranks of the process group among an operator's arguments; empty if there is none."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(leaf))
@@ -81,8 +80,8 @@ def group_ranks(args: tuple[Any, ...]) -> list[int]:
 
 
 def issued(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
-    """The kind of a call of a c10d operator, and its whole buffer's elements and bytes."""
-    # One that the table lacks is shown under torch's name rather than left out.
+    """Return the kind of a c10d operator call, and the elements and bytes of its whole buffer."""
+    # Unknown operators are counted under torch's name.
     kind = _KINDS.get(name, name)
     buffer = args[1] if name in _INPUT_SECOND else args[0]
     tensors = [leaf for leaf in tree_leaves(buffer) if isinstance(leaf, torch.Tensor)]
@@ -91,6 +90,6 @@ def issued(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
 
 
 def by_ranks(all_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ranks that issued the same, together: a list of {"ranks": […], "kinds": {…}}."""
-    return [{"ranks": [other for other, theirs in enumerate(all_ranks) if theirs == kinds], "kinds": kinds}
+    """Group ranks with equal collectives: a list of {"ranks": […], "kinds": {…}}."""
+    return [{"ranks": [other for other, found in enumerate(all_ranks) if found == kinds], "kinds": kinds}
             for rank, kinds in enumerate(all_ranks) if kinds not in all_ranks[:rank]]

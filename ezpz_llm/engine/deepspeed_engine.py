@@ -1,8 +1,8 @@
-"""The engine of layouts zero0 to zero3: DeepSpeed under a client optimizer.
+"""Engine for layouts zero0 to zero3: DeepSpeed with a client optimizer.
 
-Written against DeepSpeed 0.19. In fp32 and under our autocast it is given fp32 parameters and no precision block:
-that way its reductions, its optimizer and its norms are fp32 for each stage, and a loss scale is one that all ranks
-agree on. In bf16 it has its own block, with the dtypes in which gradients are added and travel.
+Written for DeepSpeed 0.19. In fp32 and under our autocast, DeepSpeed gets fp32 parameters and no precision block,
+so that its reductions, optimizer and norms are in fp32 in every stage, and all ranks use the same loss scale. In
+bf16, its config has a bf16 block with the dtypes for gradient accumulation and reduction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ezpz_llm.model.parameters import placement_of, size
 
 
 class DeepSpeedEngine(MicroStepEngine):
-    """A `deepspeed.DeepSpeedEngine` behind the common interface."""
+    """Engine that wraps `deepspeed.DeepSpeedEngine`."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                  make: MakeOptimizer) -> None:
@@ -58,13 +58,14 @@ class DeepSpeedEngine(MicroStepEngine):
         self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """The loss of a micro batch; DeepSpeed reduces gradients in the backward pass of the last one."""
+        """Return the loss of a micro batch; DeepSpeed reduces gradients in the backward pass of the last one."""
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
         return self._engine(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the micro batch's gradients, scaled as the precision asks."""
-        # DeepSpeed divides by the accumulation itself. Its ZeRO optimizers apply the loss scale, stage 0 has none.
+        """Accumulate the micro batch's gradients, multiplied by the loss scale."""
+        # DeepSpeed divides by the accumulation steps itself. Its ZeRO optimizers apply the loss scale, stage 0 does
+        # not.
         if self.layout.zero.stage == 0:
             loss = loss * self._loss_factor
         elif self._scale is not None:
@@ -72,14 +73,14 @@ class DeepSpeedEngine(MicroStepEngine):
         self._engine.backward(loss)
 
     def step(self, lr: float | None) -> Tensor:
-        """Clip and step; the global gradient norm (0-d) before clipping."""
+        """Clip gradients and make an optimizer step; return the global gradient norm (0-d) before clipping."""
         set_lr(self._engine.optimizer, lr)
         norm = self._step_whole() if self.layout.zero.stage == 0 else self._step_partitioned()
         self._update_scale(norm)
         return norm
 
     def _step_whole(self) -> Tensor:
-        """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
+        """Step in stage 0, where DeepSpeed computes no norm in fp32, so that we compute it and clip."""
         norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, self._loss_factor)
         self.step_skip.norm = norm
         if self._scale is not None and not torch.isfinite(norm):
@@ -89,28 +90,28 @@ class DeepSpeedEngine(MicroStepEngine):
         return norm
 
     def _step_partitioned(self) -> Tensor:
-        """Stages 1 to 3 skip a step whose norm is not finite, and then report it as infinite."""
+        """Step in stages 1 to 3, which skip a step with a non-finite norm and report it as infinite."""
         self._engine.step()
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
-        """Slices of parameters and optimizer state where DeepSpeed keeps them."""
+        """Return slices of DeepSpeed's parameters and optimizer state."""
         return deepspeed_state(self._engine, *self._replica, self._scale)
 
 
 def keep_until_reduced(zero: Any) -> None:
-    """Let no gradient's memory be used again while stage 1 or 2 reduces it on a stream of its own.
+    """Keep the allocator from reusing a gradient's memory while stage 1 or 2 reduces it on a separate stream.
 
-    A gradient larger than the bucket is reduced where it lies. Stage 2 lets go of it as soon as the reduction is
-    issued, if other ranks answer for it, and the allocator knows only of the stream that it was made on
-    (deepspeed 0.19.8, stage_1_and_2.py: only parts that this rank keeps are recorded).
+    DeepSpeed reduces a gradient that is larger than the bucket in place. If other ranks own the gradient, stage 2
+    frees it as soon as the reduction is issued, and the allocator knows only the stream that allocated it
+    (deepspeed 0.19.8, stage_1_and_2.py, which calls record_stream only for parts that this rank keeps).
     """
     if not zero.overlap_comm or zero.reduction_stream is None:
         return
     average = zero.average_tensor
 
     def average_tensor(tensor: Tensor, *args: Any) -> None:
-        """Average, with the buffer kept until the reduction stream has read it."""
+        """Average a buffer, and keep it until the reduction stream has read it."""
         tensor.record_stream(zero.reduction_stream)
         average(tensor, *args)
 
@@ -118,24 +119,25 @@ def keep_until_reduced(zero: Any) -> None:
 
 
 def mark_divided(model: nn.Module) -> None:
-    """Mark the parameters that other ranks of the model hold other parts of.
+    """Mark parameters that are sharded over model-parallel ranks.
 
-    DeepSpeed's norms count a marked parameter on every tensor-parallel rank and any other on the first rank only.
-    Unmarked, a divided parameter would drop out of the norm in part, and gradients would be clipped too little.
+    DeepSpeed's norms include a marked parameter on every tensor-parallel rank, and any other on the first rank
+    only. Without the mark, part of a sharded parameter would be missing in the norm, and gradients would be clipped
+    too little.
     """
     for name, parameter in model.named_parameters():
         at = placement_of(name, parameter)
         parameter.tensor_model_parallel = sum(map(size, at.boxes)) < math.prod(at.shape)
 
 
-# The training state inside DeepSpeed's engine: where ZeRO 0 to 3 keep this rank's part of each parameter. Nothing
-# is gathered to save; after loading, the model's parameters are gathered once, as they are after a step.
 def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | None) -> EngineState:
-    """The state of a `deepspeed.DeepSpeedEngine`.
+    """Return the training state of a `deepspeed.DeepSpeedEngine`.
+
+    Saving gathers nothing. After loading, the model's parameters are gathered once, as after a step.
 
     Args:
         rank, world_size: among the data-parallel ranks.
-        scale: the loss scale of fp16, if there is one.
+        scale: the loss scale of fp16, if any.
     """
     stage = engine.zero_optimization_stage()
     if stage == 0:
@@ -144,7 +146,7 @@ def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | 
 
 
 class _ZeroState(EngineState):
-    """What stages 1 to 3 have in common: fp32 in flat buffers, stepped by an optimizer inside the optimizer."""
+    """Common part of stages 1 to 3: flat fp32 buffers, stepped by the optimizer inside the ZeRO optimizer."""
 
     def __init__(self, engine: Any, scale: LossScale | None) -> None:
         super().__init__(engine.optimizer.optimizer, scale)
@@ -160,12 +162,12 @@ class _ZeroState(EngineState):
 
 
 class PartitionedOptimizer(_ZeroState):
-    """Stages 1 and 2: each parameter group is one flat buffer, cut evenly over the ranks, across parameters."""
+    """State of stages 1 and 2: one flat buffer per parameter group, partitioned evenly over the ranks."""
 
     @property
     def _groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
-        """The parameters of each group, and this rank's part of their fp32 weights."""
-        if hasattr(self.zero, "bf16_groups"):  # a pipeline's optimizer in bf16
+        """Parameters of each group, and this rank's partition of their fp32 weights."""
+        if hasattr(self.zero, "bf16_groups"):  # the optimizer of pipelines in bf16
             return self.zero.bf16_groups, self.zero.fp32_groups_flat_partition
         return self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups
 
@@ -173,21 +175,21 @@ class PartitionedOptimizer(_ZeroState):
         for group, parameters, flat in zip(self.optimizer.param_groups, *self._groups, strict=True):
             with tensors_of(self.optimizer, group, flat) as tensors:
                 for parameter in parameters:
-                    mapping = parameter._hp_mapping  # None where no element of the parameter lies in this partition
+                    mapping = parameter._hp_mapping  # None if no element of the parameter is in this partition
                     if mapping is not None:
                         yield from self._cut(parameter, mapping.lp_fragment_address.start, tensors,
                                              mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
 
     def loaded(self, optimizer_step: int) -> None:
-        """Copy the loaded fp32 weights into the parameters that compute."""
+        """Copy the loaded fp32 weights to the model's parameters."""
         super().loaded(optimizer_step)
         self.zero.update_lp_params()
 
 
 class PartitionedParameters(_ZeroState):
-    """Stage 3: each parameter is cut evenly over the ranks (the last part padded), then laid out in sub-groups.
+    """State of stage 3: each parameter is partitioned evenly over the ranks (with padding), in sub-groups.
 
-    A sub-group whose state lies in files is brought into memory for as long as one works on it.
+    A sub-group whose state is in files is loaded to memory while it is in use.
     """
 
     def __init__(self, engine: Any, rank: int, scale: LossScale | None) -> None:
@@ -226,11 +228,11 @@ class PartitionedParameters(_ZeroState):
             self.zero._optimizer_states_and_gradient_swap_out(number)
 
     def loaded(self, optimizer_step: int) -> None:
-        """Copy the loaded fp32 weights into the partitions, and drop copies with older values."""
+        """Copy the loaded fp32 weights to the partitions, and discard copies of the old weights."""
         super().loaded(optimizer_step)
-        # As at the end of stage 3's own step: give back what is gathered, write the partitions, gather again the
-        # small parameters that stay whole between steps.
-        self.zero.invalidate_secondary_tensor()  # hpZ's copy, which has the values from before
+        # As at the end of stage 3's step: release gathered parameters, write the partitions, and gather the small
+        # parameters that are kept between steps.
+        self.zero.invalidate_secondary_tensor()  # hpZ's copy of the old weights
         self.zero.checkpoint_event_prologue()
         for number in range(len(self.zero.fp16_groups)):
             with self._in_memory(number):

@@ -1,7 +1,7 @@
 """Process groups of a mesh under the names that DeepSpeed uses.
 
-Left alone, DeepSpeed creates the groups of a pipeline grid and of hpZ for the whole world on every rank: with two
-stages about 2.5 groups per rank of the world, each of which is a collective call under NCCL.
+By default, DeepSpeed creates all groups of a pipeline grid and of hpZ on every rank. With two stages, these are
+about 2.5 groups per rank in the world, and creating a group is a collective call in NCCL.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ezpz_llm.dist.mesh import Mesh
 
 
 class ModelParallelUnit:
-    """The groups of a mesh by the names that DeepSpeed asks for.
+    """Groups of a mesh under the names in DeepSpeed's `mpu` interface.
 
-    Ranks that divide a sequence hold the same parameters, so to DeepSpeed they are data-parallel.
+    Sequence-parallel ranks hold the same parameters, so they are data-parallel ranks to DeepSpeed.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """The ranks that divide this rank's layers."""
+        """Return the tensor-parallel group of this rank."""
         return self._mesh.real_group("tp")
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's index in its tensor-parallel group."""
         return self._mesh.place("tp")[0]
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Return the tensor-parallel degree."""
         return self._mesh.size("tp")
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -45,20 +45,20 @@ class ModelParallelUnit:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that reduce gradients together: data- and sequence-parallel ones."""
+        """Return the group that reduces gradients: the data- and sequence-parallel ranks."""
         return self._mesh.real_group("dp", "sp")
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's index in the data-parallel group."""
         return self._mesh.place("dp", "sp")[0]
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Return the size of the data-parallel group."""
         return self._mesh.size("dp", "sp")
 
 
 class PipelineGrid:
-    """The attributes and methods of DeepSpeed's PipelineParallelGrid that its engine uses."""
+    """Replacement for DeepSpeed's PipelineParallelGrid with the attributes and methods that its engine uses."""
 
     def __init__(self, mesh: Mesh, process_group: ProcessGroup, topology: Any) -> None:
         self._mesh = mesh
@@ -74,7 +74,7 @@ class PipelineGrid:
         return self.global_rank
 
     def get_stage_id(self) -> int:
-        """Return the number of this rank's stage."""
+        """Return the index of this rank's stage."""
         return self.stage_id
 
     get_pipe_parallel_rank = get_stage_id
@@ -91,11 +91,11 @@ class PipelineGrid:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> ProcessGroup:
-        """Return the stages of this rank's pipeline."""
+        """Return the group of the stages of this rank's pipeline."""
         return self._mesh.real_group("pp")
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks with the same parameters."""
+        """Return this rank's index among the ranks with the same parameters."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
@@ -103,7 +103,7 @@ class PipelineGrid:
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """Return the ranks with the same parameters."""
+        """Return the group of the ranks with the same parameters."""
         return self._mesh.real_group("dp", "sp")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
@@ -111,19 +111,19 @@ class PipelineGrid:
         return self._mesh.degrees.peers(self.global_rank, "dp", "sp")
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks that hold one model together."""
+        """Return this rank's index among the ranks of its model replica."""
         return self._mesh.place("pp", "tp")[0]
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that hold one model together."""
+        """Return the number of ranks of a model replica."""
         return self._mesh.size("pp", "tp")
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """Return the ranks that hold one model together."""
+        """Return the group of the ranks of this model replica."""
         return self._mesh.real_group("pp", "tp")
 
     def get_slice_parallel_rank(self) -> int:
-        """Return this rank's place among its tensor-parallel peers."""
+        """Return this rank's index in its tensor-parallel group."""
         return self._mesh.tp_rank
 
     def get_slice_parallel_world_size(self) -> int:
@@ -131,7 +131,7 @@ class PipelineGrid:
         return self._mesh.tp_size
 
     def get_slice_parallel_group(self) -> ProcessGroup:
-        """Return the tensor-parallel peers."""
+        """Return the tensor-parallel group."""
         return self._mesh.real_group("tp")
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
@@ -140,14 +140,14 @@ class PipelineGrid:
 
 @contextmanager
 def building_engine(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
-    """Give DeepSpeed the mesh's groups for pipelines and hpZ while it builds an engine, and drop what it prints."""
+    """Make DeepSpeed use the mesh's groups while it builds an engine, and discard its output."""
     module, groups = deepspeed.runtime.pipe.module, deepspeed.utils.groups
 
     def new_group(ranks: Any) -> ProcessGroup | None:
-        """Return the group of these ranks: all ranks, or the stages that share the tied table."""
+        """Return the group of all ranks, or of the stages that share the tied embedding."""
         if len(ranks) == mesh.size("pp", "dp", "sp", "tp"):
             return torch.distributed.group.WORLD
-        group = mesh.end_stages_group()  # on all ranks, in the first call
+        group = mesh.end_stages_group()  # collective in the first call
         return group if mesh.rank in ranks else None
 
     def create_hpz_group(size: int) -> None:
@@ -161,9 +161,9 @@ def building_engine(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    usual = getattr(module, name)
+    original = getattr(module, name)
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, usual)
+        setattr(module, name, original)

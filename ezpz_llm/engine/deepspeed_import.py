@@ -1,4 +1,4 @@
-"""Importing DeepSpeed so that it stays quiet and compiles nothing."""
+"""Import DeepSpeed without its output and without compiling ops."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
 
 
 def import_deepspeed(device_type: str) -> ModuleType:
-    """DeepSpeed for this kind of device, with its messages below errors turned off."""
-    # Read when DeepSpeed is first imported; without it a CPU run on a machine with GPUs would take a GPU.
+    """Import DeepSpeed for this device type, with messages below errors turned off."""
+    # Read when DeepSpeed is first imported; without it, a CPU run on a machine with GPUs would use a GPU.
     if device_type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # DeepSpeed calls collectives by names that torch has since renamed.
+    # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\..*|torch\.distributed\..*")
-    with _not_installed("mlflow"):  # which DeepSpeed's autotuner imports, unused: a second and 1,500 modules
+    with _not_installed("mlflow"):  # DeepSpeed's unused autotuner imports it: 1,500 modules, one second
         import deepspeed
         import deepspeed.ops.adam
     _import_muon()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Else the first process group compiles them, on every rank; nothing in training uses them. Where Intel's oneCCL
-    # bindings are installed, DeepSpeed takes its own backend "ccl", whatever torch's process group is of.
+    # Otherwise the first process group compiles these ops on every rank, though training does not use them. With
+    # Intel's oneCCL bindings installed, DeepSpeed would use its backend "ccl", whatever torch's process group uses.
     deepspeed.ops.__compatible_ops__.update(deepspeed_shm_comm=False, deepspeed_ccl_comm=False)
     deepspeed.accelerator.get_accelerator()._communication_backend_name = DEVICES[device_type].collectives
-    # Left by an engine that this process built before: its layout, hpZ's group, which zero.Init makes only once,
-    # and the group of a world that is no more.
+    # Globals that an earlier engine of this process left: its mpu, hpZ's group, which zero.Init creates only once,
+    # and the group of a destroyed world.
     groups = deepspeed.utils.groups
     groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     if groups._WORLD_GROUP not in WORLD.pg_map:
@@ -47,7 +47,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
 
 @contextmanager
 def _not_installed(name: str) -> Iterator[None]:
-    """Within it this module cannot be imported, unless it was before."""
+    """Make imports of this module fail, unless it is already imported."""
     if name in sys.modules:
         yield
         return
@@ -59,37 +59,36 @@ def _not_installed(name: str) -> Iterator[None]:
 
 
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon optimizer with its kernels left as plain functions.
+    """Import DeepSpeed's Muon optimizer with its kernels as plain functions.
 
-    Every ZeRO engine imports it, whatever the optimizer is; there is no way to choose it here. To decorate its
-    kernels for compilation DeepSpeed would load all of torch's compiler, which takes a second.
+    Every ZeRO engine imports Muon, which this package does not offer. Decorating its kernels for compilation would
+    import torch's compiler, which takes a second.
     """
     compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
-    usual = getattr(compiler, "compile", None)
-    if usual is None:
-        return  # DeepSpeed 0.17 has the kernels as plain functions
+    original = getattr(compiler, "compile", None)
+    if original is None:
+        return  # in DeepSpeed 0.17 the kernels are plain functions
     compiler.compile = lambda: lambda kernel: kernel
     try:
-        with suppress(ModuleNotFoundError):  # another release may have it elsewhere
+        with suppress(ModuleNotFoundError):  # other releases may have it elsewhere
             importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
-        compiler.compile = usual
+        compiler.compile = original
 
 
 def load_op(name: str) -> None:
-    """Let DeepSpeed find a compiled op where `doctor --build-ops` put it, without asking a compiler.
+    """Register a compiled op from `doctor --build-ops` with DeepSpeed, without running a compiler.
 
-    What it is built on must be loaded before.
-
-    DeepSpeed's own way would take the op's lock and run ninja on every rank, and compile where nothing is built.
+    Ops that it depends on must be loaded first. DeepSpeed's own loader would lock the op and run ninja on every
+    rank, and compile if the op is not built.
 
     Raises:
-        UserError: it is not built for this Python, torch and processor.
+        UserError: the op is not built for this Python, torch and processor.
     """
     refuse_unbuilt([name])
     library = built_library(name)
     if library is None:
-        return  # compiled into this installation of DeepSpeed
+        return  # prebuilt in this installation of DeepSpeed
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     if name in OpBuilder._loaded_ops:
@@ -99,7 +98,7 @@ def load_op(name: str) -> None:
     spec.loader.exec_module(module)
     OpBuilder._loaded_ops[name] = module
     if name in _SHARED:
-        # DeepSpeed's loader finds the module just named, and makes its symbols known to the ops built on it.
+        # DeepSpeed's loader finds the registered module, and exports its symbols to ops that depend on it.
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().create_op_builder(OPS[name]).load()

@@ -1,4 +1,4 @@
-"""The engine of layout fsdp2: torch's fully_shard, which shards every parameter over all ranks by its rows."""
+"""Engine for layout fsdp2: torch's fully_shard, which shards every parameter by rows over all ranks."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ from ezpz_llm.model.parameters import whole
 
 
 class Fsdp2Engine(TorchEngine):
-    """Rows of parameters, gradients and moments on every rank; a block's parameters are gathered while it computes.
+    """Engine with row-sharded parameters, gradients and moments; blocks gather parameters while they compute.
 
     The optimizer steps this rank's rows as plain tensors, which share their storage with the model's parameters.
-    Rows are fp32, and so master weights; in bf16 and fp16 they are gathered in two bytes, and gradients are reduced
-    after each micro-step, so that no rank keeps more than its rows of them. With `shard_within` rows are those of a
-    group of neighbours: gathered and reduced there, after which gradients are averaged across groups.
+    The rows are in fp32, so they are master weights. In bf16 and fp16, they are gathered in two bytes, and
+    gradients are reduced after each micro-step, so that no rank stores more than its rows of them. With
+    `shard_within`, rows are sharded over a group of neighboring ranks: they are gathered and reduced within the
+    group, then gradients are averaged across groups.
 
     Raises:
-        UserError: this torch's fully_shard is wrong on a CPU, or a parameter is a scalar.
+        UserError: this torch's fully_shard is incorrect on CPU, or a parameter is a scalar.
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                  make: MakeOptimizer) -> None:
         low = RECIPES[resolved.precision].has_masters
-        # Rotary angles, which blocks are given in fp32, stay so.
+        # cast_forward_inputs=False keeps the rotary angles, an input of blocks, in fp32.
         policy = MixedPrecisionPolicy(param_dtype=parameter_dtype(resolved.precision),
                                       reduce_dtype=gradient_dtype(resolved.gradients.reduced),
                                       cast_forward_inputs=False) if low else MixedPrecisionPolicy()
         self._reduces_each = low
         names = {parameter: name for name, parameter in model.named_parameters()}
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
-            raise UserError(f"fully_shard deals rows, and the parameter {scalars[0]} is a scalar",
-                            where="layout fsdp2", instead="a parameter of shape (1,), or --ds-config zero3")
+            raise UserError(f"fully_shard shards rows, but the parameter {scalars[0]} is a scalar",
+                            where="layout fsdp2", instead="give it the shape (1,), or use --ds-config zero3")
         dist.ensure_group()
         rank, size = dist.mesh.place("dp", "sp")
         within = min(resolved.layout.zero.shard_within or size, size)
@@ -60,7 +61,8 @@ class Fsdp2Engine(TorchEngine):
             across, self._shard_group = dist.mesh.divided(within)
             mesh = DeviceMesh.from_group([across, self._shard_group], dist.device.type,
                                          torch.arange(size).view(-1, within), mesh_dim_names=("across", "within"))
-        # Units one by one; what lies outside of them, a tied table among it, is gathered for the whole pass.
+        # Each unit is gathered separately. Parameters outside of units, such as a tied embedding, stay gathered for
+        # the whole pass.
         for block in units(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -80,80 +82,80 @@ class Fsdp2Engine(TorchEngine):
         return model
 
     def own_parameters(self) -> Iterable[Tensor]:
-        """This rank's rows of each parameter; the module's own are whole ones after a forward pass alone."""
+        """Return this rank's rows; `module.parameters()` are gathered after a forward pass without a backward."""
         return self._rows.values()
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """The loss of a micro batch; gradients are reduced in the last one's backward pass, or in each one's."""
+        """Return the loss of a micro batch; gradients are reduced in the last backward pass, or in each one."""
         self.module.set_requires_gradient_sync(last_micro_step or self._reduces_each)
         return self.module(*inputs, **named)
 
     def _norm_and_clip(self, scale: float) -> Tensor:
         for name, parameter in self._divided.items():
-            # A parameter that no loss reached has none; what a run checks of its first step names it.
+            # None for a parameter that the loss does not depend on, which the check of a run's first step reports.
             self._rows[name].grad = None if parameter.grad is None else parameter.grad.to_local()
             parameter.grad = None
         grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
         return divided_norm_and_clip(grads, self._shard_group, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:
-        """Slices of parameters and optimizer state as FSDP2 shards them by rows."""
+        """Return slices of parameters and optimizer state, sharded by rows."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._divided.items()}
         return FsdpState(self.module, self._rows, shapes, self._optimizer, self._place, self._copy, self._scale)
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """What is gathered at once: the blocks of our model, else the members of the outermost ModuleLists.
+    """Return the modules to gather as a unit: the blocks of our model, or the members of outermost ModuleLists.
 
-    No member is a unit where one of its parameters lies outside of it, too.
+    A member that shares a parameter with a module outside of it is not a unit.
     """
     if blocks := [module for module in model.modules() if isinstance(module, Block)]:
         return blocks
-    holders = _counted(model)
-    found: list[nn.Module] = []
+    uses = _count_uses(model)
+    members: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module not in inside and isinstance(module, nn.ModuleList):
             for member in module:
                 inside.update(member.modules())
-                own = _counted(member)
-                if own and all(holders[parameter] == count for parameter, count in own.items()):
-                    found.append(member)
-    return found
+                member_uses = _count_uses(member)
+                if member_uses and all(uses[parameter] == count for parameter, count in member_uses.items()):
+                    members.append(member)
+    return members
 
 
-def _counted(module: nn.Module) -> Counter[nn.Parameter]:
+def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _sum_and_divide(model: nn.Module) -> None:
-    """Average gradients without gloo's own average, which in some versions of torch is a sum.
+    """Average gradients by a sum and a division, because gloo's average is a sum in some versions of torch.
 
-    See github.com/pytorch/pytorch/issues/162338. Adam and clipping hide it: the losses stay right, norms do not.
+    See github.com/pytorch/pytorch/issues/162338. With Adam and clipping, losses do not show the bug, but norms do.
 
     Raises:
-        UserError: this torch is too old to be told. Some such versions do not get as far as the sum.
+        UserError: this torch is too old for the setting. In some such versions, fully_shard fails on CPU.
     """
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
         if not hasattr(part, "set_force_sum_reduction_for_comms"):
-            raise UserError(f"fully_shard of torch {torch.__version__} is wrong on a CPU: it fails, or sums "
-                            "gradients that it should average", where="layout fsdp2",
-                            instead="a newer torch, or --ds-config zero3, which divides as much")
+            raise UserError(f"fully_shard of torch {torch.__version__} is incorrect on CPU: it fails, or sums "
+                            "gradients instead of averaging them", where="layout fsdp2",
+                            instead="upgrade torch, or use --ds-config zero3, which shards the same state")
         part.set_force_sum_reduction_for_comms(True)
 
 
 class FsdpState(EngineState):
-    """Rows of every parameter, as torch.chunk deals them: equally many to each rank, until none is left.
+    """State of row-sharded parameters; as with torch.chunk, each rank has equally many rows until none is left.
 
     Args:
-        module: the divided model.
-        rows: by the parameter's name, what this rank holds and the optimizer steps.
-        shapes: of the whole parameters.
-        place: number among the ranks that the rows are divided over, and how many these are.
-        copy: the same among the ranks that have the same rows.
-        scale: the loss scale of fp16, if there is one.
+        module: the sharded model.
+        rows: this rank's rows, which the optimizer steps, by parameter name.
+        shapes: shapes of the whole parameters.
+        place: index among the ranks over which rows are sharded, and their number.
+        copy: index among the ranks with the same rows, and their number.
+        scale: the loss scale of fp16, if any.
     """
 
     def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
@@ -175,9 +177,9 @@ class FsdpState(EngineState):
                             {kind: tensor.view(-1) for kind, tensor in tensors.items()}, *self.copy)
 
     def loaded(self, optimizer_step: int) -> None:
-        """Shard the parameters again, so that the next forward pass gathers the loaded values."""
+        """Reshard the parameters, so that the next forward pass gathers the loaded weights."""
         super().loaded(optimizer_step)
-        # A forward pass without a backward one leaves parameters gathered, with the values from before.
+        # A forward pass without a backward pass leaves parameters gathered, with the old weights.
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -1,4 +1,4 @@
-"""Gradient norm, clipping, and the check of norm and loss that may skip the optimizer's step."""
+"""Gradient norm, clipping, skipping of optimizer steps, and norms by decay group."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ezpz_llm.model.parameters import decays, placement_of
 
 def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
                   loss_scale: float = 1.0, masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({})) -> Tensor:
-    """Have the next step made on gradients without the loss scale, of a global norm of at most `clip` (0: any).
+    """Clip gradients to a global norm of `clip` (0 disables clipping) for the next step, and undo the loss scale.
 
-    For gradients that data-parallel ranks hold alike. Collective over the ranks that hold different parts of the
-    model. What several of them hold counts once.
+    For gradients that are equal on data-parallel ranks. Collective over the ranks with different parts of the
+    model. Gradients that are replicated over these ranks count once.
 
     Args:
-        masters: of parameters that have one, the master weight, which has the gradient.
+        masters: master weights, which hold the gradients of their parameters.
 
     Returns:
-        The global 2-norm before clipping, without the loss scale, 0-d on the device, which is not waited for.
+        The global 2-norm before clipping, without the loss scale, 0-d on the device, without synchronization.
     """
     named = [(placement_of(name, parameter), masters.get(parameter, parameter).grad)
              for name, parameter in module.named_parameters()]
@@ -47,7 +47,7 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
 
 def divided_norm_and_clip(grads: list[Tensor], group: ProcessGroup, optimizer: torch.optim.Optimizer, clip: float,
                           loss_scale: float = 1.0) -> Tensor:
-    """The same for gradients that are divided over the ranks of `group`. Collective over them."""
+    """Do the same as `norm_and_clip` for gradients that are sharded over `group`. Collective over the group."""
     square = torch.stack(foreach_norm(grads)).square().sum()
     if group.size() > 1:
         torch.distributed.all_reduce(square, group=group)
@@ -58,10 +58,10 @@ def divided_norm_and_clip(grads: list[Tensor], group: ProcessGroup, optimizer: t
 
 def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, clip: float,
            loss_scale: float) -> None:
-    """torch's fused optimizers divide as they read, which spares a pass over all gradients; for others, divide."""
+    """Divide gradients, in torch's fused optimizers during the step, which saves a pass over all gradients."""
     divisor = None
     if clip > 0:
-        # The same small term as torch.nn.utils.clip_grad_norm_ and DeepSpeed have.
+        # The same small term as in torch.nn.utils.clip_grad_norm_ and DeepSpeed.
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) * loss_scale
     elif loss_scale != 1.0:
         divisor = torch.full_like(norm, loss_scale)
@@ -71,19 +71,18 @@ def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, 
         foreach_div_(grads, divisor)
 
 
-# What stands between a gradient and the optimizer's step: a limit on its norm, and a look at both on some steps.
 class NonFiniteStepSkipper:
-    """Skips steps whose global gradient norm is NaN, Inf or above `limit`.
+    """Hook that skips steps whose global gradient norm is NaN, Inf or above `limit`.
 
-    Every rank has the same norm and the same limit, and so comes to the same answer without asking. Torch's fused
-    optimizers get it on the device, by the flag that gradient scalers use, and nothing waits for it; for others it
-    is read on CPU.
+    All ranks have the same norm and limit, so they decide without communication. Torch's fused optimizers get the
+    decision on the device, by the flag of gradient scalers, without synchronization. For other optimizers, the CPU
+    reads it.
 
-    A skipped step leaves parameters, moments and the optimizer's count of steps as they were.
+    A skipped step changes neither parameters, nor moments, nor the optimizer's step count.
 
     Attributes:
-        limit: of the norm before clipping; infinity skips only NaN and Inf.
-        norm: of the step that is about to be made, for engines that find it themselves.
+        limit: limit of the norm before clipping; infinity skips only NaN and Inf.
+        norm: norm of the next step, for engines that compute it themselves.
         at_step: called once, before the next step.
     """
 
@@ -93,86 +92,88 @@ class NonFiniteStepSkipper:
         self.at_step: Callable[[], None] | None = None
         self._measuring: GroupNorms | None = None
         self._device = device
-        self._ask: Callable[[], Tensor | float] | None = None
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._get_norm: Callable[[], Tensor | float] | None = None
+        self._removed: list[tuple[Tensor, Tensor]] = []
 
     def guard(self, optimizer: torch.optim.Optimizer, ask: Callable[[], Tensor | float] | None = None) -> None:
-        """Stand before this optimizer's steps.
+        """Install the hooks in an optimizer.
 
         Args:
-            ask: gives the global gradient norm of the step that is about to be made, in place of `norm`.
+            ask: returns the global gradient norm of the next step; default: `norm`.
         """
-        self._ask = ask
+        self._get_norm = ask
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def measure(self, state: EngineState) -> None:
-        """Measure the next step by decay group.
+        """Measure norms by decay group in the next step.
 
         Args:
-            state: the engine's, not kept in files.
+            state: the engine's state, which must not be offloaded to files.
         """
         self._measuring = GroupNorms(state, self._device)
 
     def look(self) -> None:
-        """Call `at_step`, if that was not done: where a step begins, at the latest before the optimizer's."""
+        """Call `at_step` if pending; engines call this at the start of a step or before the optimizer step."""
         if self.at_step is not None:
             self.at_step()
             self.at_step = None
 
     def measured(self) -> GroupNorms | None:
-        """What was found since `measure`, which ends here; None where nothing was asked for."""
-        found, self._measuring = self._measuring, None
-        if found is not None:
-            found.close()
-        return found
+        """Return the norms since `measure`, and stop measuring; None if `measure` was not called."""
+        norms, self._measuring = self._measuring, None
+        if norms is not None:
+            norms.close()
+        return norms
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.look()
-        norm = self.norm if self._ask is None else self._ask()
-        refused = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
+        norm = self.norm if self._get_norm is None else self._get_norm()
+        skip = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = refused.float()
-        elif bool(refused):
-            self._take_gradients(optimizer)
+            optimizer.found_inf = skip.float()
+        elif bool(skip):
+            self._remove_gradients(optimizer)
         if self._measuring is not None:
             self._measuring.before(optimizer)
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        for parameter, gradient in self._aside:
+        for parameter, gradient in self._removed:
             parameter.grad = gradient
-        self._aside = []
+        self._removed = []
         if self._measuring is not None:
             self._measuring.after()
 
-    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """A parameter without a gradient is left alone by every optimizer."""
+    def _remove_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remove all gradients until `_after`, because optimizers ignore parameters without a gradient."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._aside.append((parameter, parameter.grad))
+                    self._removed.append((parameter, parameter.grad))
                     parameter.grad = None
 
 
-# Gradient, parameter and update norms of each decay group in one step, under every layout.
 GROUPS = ("decayed", "others")
-"""Matrices and embeddings, which decay; biases and norms, which do not."""
+"""Decay groups: matrices and embeddings, which decay; biases and norms, which do not."""
 KINDS = ("grad", "weight", "update")
 
 
 class GroupNorms:
-    """Squared norms of what this rank holds, found while the optimizer steps.
+    """Gradient, weight and update norms by decay group, measured on this rank's elements during an optimizer step.
 
-    The engine's state says which elements of the optimizer's tensors are which parameter's, and which rank answers
-    for them: an element counts once in the sum over all ranks, whatever divides or repeats it. Costs a copy of the
-    parameters that this rank steps (at once, by DeepSpeed's group or sub-group), after the backward pass has given
-    back its activations.
+    The engine's state maps elements of the optimizer's tensors to parameters and to the rank that owns them, so an
+    element counts once in the sum over all ranks, however it is sharded or replicated. Needs memory for a copy of
+    the parameters that this rank steps (in DeepSpeed, of a group or sub-group at a time), after the backward pass
+    has freed its activations.
 
-    `sums` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
-    group as the optimizer had it, are there after the step. Gradients may have been scaled, by one number for all.
-    `elements` and `decays` are this rank's share of the elements that were stepped, and their weight decays, by
-    GROUPS. `unknown_parameters` counts gradients, other than 0, that the optimizer has of what is no parameter of
-    the model. `gradients` are the norms of this rank's pieces, in the order of the names beside them.
+    Attributes:
+        sums: (3, 2), sums of squares over this rank's elements by KINDS and GROUPS. Gradients may be scaled by a
+            common factor.
+        lr: learning rate of each group in the step.
+        elements: this rank's share of the stepped elements, by GROUPS.
+        decays: weight decays of the stepped elements, by GROUPS.
+        unknown_parameters: number of non-zero gradient elements in tensors that are not parameters of the model.
+        gradients: names of this rank's pieces, and the norms of their gradients in the same order.
     """
 
     def __init__(self, state: EngineState, device: torch.device) -> None:
@@ -184,15 +185,15 @@ class GroupNorms:
         self.gradients: list[tuple[list[str], Tensor]] = []
         self._by_storage: dict[int, list[Slice]] = {}
         for piece in _slices(state):
-            found = self._by_storage.setdefault(piece.tensors["weight"].untyped_storage().data_ptr(), [])
+            pieces = self._by_storage.setdefault(piece.tensors["weight"].untyped_storage().data_ptr(), [])
             if piece.primary:
-                found.append(piece)
+                pieces.append(piece)
         self._open: list[tuple[Slice, Tensor, Tensor]] = []
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at gradients and weights, and keep the weights."""
-        gradients = [found for group in optimizer.param_groups for parameter in group["params"]
-                     if parameter.grad is not None for found in self._pieces(parameter, group)]
+        """Measure gradients and weights, and keep a copy of the weights."""
+        gradients = [entry for group in optimizer.param_groups for parameter in group["params"]
+                     if parameter.grad is not None for entry in self._pieces(parameter, group)]
         pieces = [piece for piece, _ in gradients]
         weights = [piece.tensors["weight"] for piece in pieces]
         self._add("grad", pieces, [gradient for _, gradient in gradients])
@@ -200,7 +201,7 @@ class GroupNorms:
         self._open = [(piece, weight, weight.clone()) for piece, weight in zip(pieces, weights, strict=True)]
 
     def _pieces(self, parameter: Tensor, group: dict[str, Any]) -> Iterator[tuple[Slice, Tensor]]:
-        """What lies in a tensor that the optimizer steps: each piece with its gradient, flat."""
+        """Yield the pieces in a tensor that the optimizer steps, each with its flat gradient."""
         gradient = parameter.grad.reshape(-1)
         pieces = self._by_storage.get(parameter.untyped_storage().data_ptr())
         if pieces is None:
@@ -215,33 +216,33 @@ class GroupNorms:
                 yield piece, gradient[offset:offset + piece.numel]
 
     def after(self) -> None:
-        """Look at the weights again."""
+        """Measure the change of the weights."""
         for _, weight, old in self._open:
             old.sub_(weight)
         self._add("update", [piece for piece, _, _ in self._open], [change for _, _, change in self._open])
         self._open = []
 
     def close(self) -> None:
-        """Let go of the engine's tensors."""
+        """Release the engine's tensors."""
         self._by_storage = {}
 
     def describe(self, totals: list[list[float]], grad_norm: float | None) -> dict[str, float]:
-        """What a log line says of a step.
+        """Return the metrics of a step: learning rate, gradient norm and update ratio by group.
 
         Args:
             totals: `sums` over all ranks.
-            grad_norm: the global norm before clipping, which the groups' norms before clipping add up to; None
-                where it is NaN or Inf, and nothing was changed.
+            grad_norm: global gradient norm before clipping, to which the groups' norms are scaled; None if it is
+                non-finite and the step was skipped.
         """
         gradients, weights, updates = totals
         whole = math.sqrt(sum(gradients))
-        found = {f"lr_{group}": lr for group, lr in self.lr.items()}
+        metrics = {f"lr_{group}": lr for group, lr in self.lr.items()}
         for group, gradient, weight, update in zip(GROUPS, gradients, weights, updates, strict=True):
             if grad_norm is not None and whole and math.isfinite(whole):
-                found[f"grad_norm_{group}"] = math.sqrt(gradient) / whole * grad_norm
+                metrics[f"grad_norm_{group}"] = math.sqrt(gradient) / whole * grad_norm
             if weight:
-                found[f"update_ratio_{group}"] = math.sqrt(update / weight)
-        return found
+                metrics[f"update_ratio_{group}"] = math.sqrt(update / weight)
+        return metrics
 
     def _add(self, kind: str, pieces: list[Slice], values: list[Tensor]) -> None:
         if not pieces:
@@ -260,11 +261,11 @@ def _slices(state: EngineState) -> Iterator[Slice]:
     try:
         yield from state.slices()
     except KeyError as error:
-        raise UserError("the optimizer does not hold all of the model's parameters", where="the engine",
-                        instead="please report this with layout.json: such a run learns nothing",
+        raise UserError("some parameters of the model are missing in the optimizer, so they would not be trained",
+                        where="the engine", instead="report this bug with the run's layout.json",
                         exit_code=1) from error
 
 
 def _group(piece: Slice) -> str:
-    """By the whole parameter's dimensions: what a rank steps may be flat."""
+    """Return the decay group, by the shape of the whole parameter, since a piece is flat."""
     return GROUPS[not decays(piece.shape)]

@@ -1,4 +1,4 @@
-"""The bytes of tensors that an engine holds on a rank, found by looking at every living tensor."""
+"""Measure the memory of an engine's tensors on a rank from all live tensors of the process."""
 
 from __future__ import annotations
 
@@ -15,58 +15,57 @@ from ezpz_llm.engine.base import Engine
 
 
 def live_storages() -> dict[int, int]:
-    """The bytes of every storage that a living tensor of this process uses, by address; fakes and meta excluded."""
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        # Not isinstance: it would wake lazy modules and proxies that imitate classes.
-        if not issubclass(type(thing), torch.Tensor):
+    """Return the bytes of the storages of all live tensors, by address, without fake and meta tensors."""
+    storages: dict[int, int] = {}
+    for item in gc.get_objects():
+        # isinstance would trigger lazy modules and proxies that imitate classes.
+        if not issubclass(type(item), torch.Tensor):
             continue
-        for tensor in (thing, _gradient_of(thing)):
-            _add(found, tensor)
-    return found
+        for tensor in (item, _gradient_of(item)):
+            _add(storages, tensor)
+    return storages
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return tensor.grad if tensor.is_leaf else None
     except RuntimeError:
-        return None  # undefined: what autograd of torch 2.6 leaves in the place of a gradient that nobody needs
+        return None  # an undefined tensor, which autograd of torch 2.6 leaves in place of an unneeded gradient
 
 
 def live_tensor_memory(engine: Engine, before: dict[int, int]) -> dict[str, int]:
-    """Bytes of storages that were not there before, in all and of those that hold each kind.
+    """Return the bytes of storages allocated since `before`, by kind, with the rest as "other".
 
-    Kinds overlap where an engine keeps one storage for two purposes; it then counts for the first of weights (the
-    model's parameters, or this rank's part of them), gradients (of these), moments, master weights (what the
-    optimizer steps), secondary (hpZ's copy of the parameters, where there is one) and gathered (parameters that are
-    whole for as long as they are used, or small ones for ever).
+    A storage that an engine uses for two purposes counts as the first of: parameters (or this rank's shard of
+    them), gradients, moments, master (weights that the optimizer steps), secondary (hpZ's copy of the parameters,
+    if any) and gathered (parameters that are gathered while in use, or small ones permanently).
     """
     now = {address: size for address, size in live_storages().items() if before.get(address) != size}
     kinds: dict[str, int] = {}
-    left = dict(now)
-    for kind, tensors in _known(engine).items():
-        kinds[kind] = sum(left.pop(address, 0) for address in _storages(tensors))
-    return {**kinds, "other": sum(left.values())}
+    remaining = dict(now)
+    for kind, tensors in _tensors_by_kind(engine).items():
+        kinds[kind] = sum(remaining.pop(address, 0) for address in _storages(tensors))
+    return {**kinds, "other": sum(remaining.values())}
 
 
 def gradient_bytes(engine: Engine) -> int:
-    """Bytes of the storages that hold gradients now."""
+    """Return the bytes of the storages that hold gradients now."""
     return sum(_storages(_gradients(engine)).values())
 
 
 def secondary_bytes(engine: Engine) -> int:
-    """Bytes of the storages that hold hpZ's second copy of the parameters now; a step makes it and drops it."""
+    """Return the bytes of hpZ's second copy of the parameters now; each step creates it and frees it."""
     return sum(_storages(_secondary(engine)).values())
 
 
 def state_storages(engine: Engine) -> set[int]:
-    """The addresses of storages that hold parameters, gradients, moments or master weights."""
-    return {address for kind, tensors in _known(engine).items() if kind != "gathered"
+    """Return the addresses of storages that hold parameters, gradients, moments or master weights."""
+    return {address for kind, tensors in _tensors_by_kind(engine).items() if kind != "gathered"
             for address in _storages(tensors)}
 
 
 def buckets(engine: Engine) -> list[torch.UntypedStorage]:
-    """What DeepSpeed collects gradients in: under stage 3 always, under 1 and 2 during the backward pass alone."""
+    """Return DeepSpeed's gradient buckets; stages 1 and 2 have them only during the backward pass."""
     zero: Any = getattr(getattr(engine, "_engine", None), "optimizer", None)
     if not getattr(zero, "contiguous_gradients", False):
         return []
@@ -75,21 +74,21 @@ def buckets(engine: Engine) -> list[torch.UntypedStorage]:
 
 
 def taken(storage: torch.UntypedStorage) -> int:
-    """The bytes of a storage that take memory: on a CPU not those of pages that nothing was written to."""
+    """Return the resident bytes of a storage; on CPU, pages that were never written are not resident."""
     if storage.device.type != "cpu" or not storage.nbytes():
         return storage.nbytes()
     page = mmap.PAGESIZE
     first = storage.data_ptr() // page * page
     pages = -(-(storage.data_ptr() + storage.nbytes() - first) // page)
-    there = (ctypes.c_ubyte * pages)()
-    if ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * page), there):
+    resident = (ctypes.c_ubyte * pages)()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * page), resident):
         return storage.nbytes()
-    return min(storage.nbytes(), page * sum(one & 1 for one in bytes(there)))
+    return min(storage.nbytes(), page * sum(flags & 1 for flags in bytes(resident)))
 
 
 def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
-    # Stages 1 and 2 keep them by group, in lists that are DeepSpeed's own under bf16; stage 3 as one flat buffer.
+    # Stages 1 and 2 keep gradients by group, in bf16 in lists of DeepSpeed's own; stage 3 has one flat buffer.
     groups = [list(group or ()) for group in (getattr(zero, "averaged_gradients", None) or {}).values()]
     stepped = [tensor for group in engine.training_state().optimizer.param_groups for tensor in group["params"]]
     return [*(tensor.grad for tensor in (*engine.module.parameters(), *stepped)),
@@ -101,9 +100,9 @@ def _secondary(engine: Engine) -> list[torch.Tensor]:
             if (tensor := getattr(parameter, "ds_secondary_tensor", None)) is not None]
 
 
-def _known(engine: Engine) -> dict[str, list[Any]]:
+def _tensors_by_kind(engine: Engine) -> dict[str, list[Any]]:
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.own_parameters()]
-    second = _secondary(engine)
+    secondary = _secondary(engine)
     state = engine.training_state()
     slices = list(state.raw_slices())
     return {
@@ -111,27 +110,27 @@ def _known(engine: Engine) -> dict[str, list[Any]]:
         "gradients": _gradients(engine),
         "moments": [part.tensors.get(kind) for part in slices for kind in state.kinds[1:]],
         "master": [part.tensors.get("weight") for part in slices],
-        **({"secondary": second} if second else {}),
+        **({"secondary": secondary} if secondary else {}),
         "gathered": list(engine.module.parameters()),
     }
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """The bytes of the storages that tensors use, by address; what is no tensor is passed over."""
-    found: dict[int, int] = {}
+    """Return the bytes of the storages of tensors, by address; items that are not tensors are ignored."""
+    storages: dict[int, int] = {}
     for tensor in tensors:
-        _add(found, tensor)
-    return found
+        _add(storages, tensor)
+    return storages
 
 
-def _add(found: dict[int, int], tensor: Any) -> None:
+def _add(storages: dict[int, int], tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
         return
     if isinstance(tensor, FakeTensor):
-        return  # the compiler's, of which the address is nobody's, and torch warns
+        return  # a compiler's tensor without an address; torch would warn
     try:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
     except (RuntimeError, NotImplementedError):
-        return  # tensors without storage: functional wrappers
+        return  # a tensor without storage, such as a functional wrapper

@@ -1,5 +1,4 @@
-"""fp32 master weights of a model whose parameters have two bytes; their gradients are added and reduced in fp32
-unless bf16 is asked for."""
+"""fp32 master weights for 16-bit parameters; gradients are accumulated in fp32, and reduced in fp32 or bf16."""
 
 from __future__ import annotations
 
@@ -15,15 +14,14 @@ from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.model.init import defer_values, take_values
 
 _BUCKET = 2 ** 23
-"""Elements that are reduced at once, at most: 32 MiB. A larger parameter is a bucket by itself."""
+"""Maximum number of elements in a bucket: 32 MiB. A larger parameter is a bucket by itself."""
 
 
 def round_parameters(model: nn.Module, precision: str) -> None:
-    """Round every parameter to what `precision` computes with, or the values that a model on the meta device waits
-    for; its dtype and its storage stay.
+    """Round every parameter, or its deferred initial value, to the parameter dtype of `precision`.
 
-    So that master weights begin equal to the parameters in every engine, DeepSpeed's among them, which makes its
-    own from rounded parameters.
+    The dtype and storage of the parameters do not change. So initial master weights equal the parameters in every
+    engine, including DeepSpeed's, which copies master weights from rounded parameters.
     """
     dtype = parameter_dtype(precision)
     if dtype == torch.float32:
@@ -37,33 +35,36 @@ def round_parameters(model: nn.Module, precision: str) -> None:
 
 
 class MasterWeights(Mapping[nn.Parameter, Tensor]):
-    """Of each parameter of a model its fp32 master weight, which the optimizer steps in the parameter's place.
+    """Mapping of a model's parameters to fp32 master weights, which the optimizer steps instead.
 
-    A backward pass's gradients are added in fp32 to those of the masters, each as soon as it is there, and dropped.
-    Over the ranks of a group they are averaged in buckets while the backward pass goes on.
+    As soon as the backward pass has computed a parameter's gradient, it is added in fp32 to the gradient of the
+    master weight and freed. Gradients are averaged over the ranks of a group in buckets, overlapped with the
+    backward pass.
 
-    `reduces` tells the next backward pass that it is the last before a step.
+    Attributes:
+        reduces: True if the next backward pass is the last one before a step.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, group: ProcessGroup | None, peers: int,
                  reduced: torch.dtype = torch.float32) -> None:
-        """Round the model's fp32 parameters to `dtype` and keep what they were.
+        """Copy the model's fp32 parameters to master weights, and cast the parameters to `dtype`.
 
         Args:
-            group: of the ranks with the same parameters, `peers` in number; None for the whole world, as in torch.
-            reduced: what gradients travel in.
+            group: the ranks with the same parameters; None for the whole world, as in torch.
+            peers: number of ranks in the group.
+            reduced: dtype of the gradient reduction.
         """
         parameters = list(dict.fromkeys(model.parameters()))
         self._masters = {parameter: parameter.detach().clone() for parameter in parameters}
         self._group, self._share = group, 1.0 / peers
         self.reduces = True
-        # A backward pass makes the gradients of a model's last layers first.
+        # A backward pass computes the gradients of the last layers first.
         self._buckets = list(_buckets(reversed(parameters), self._masters, reduced))
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._first = self._next = 0 if peers > 1 else len(self._buckets)
         for parameter in parameters:
             parameter.data = parameter.data.to(dtype)
-            parameter.register_post_accumulate_grad_hook(self._take)
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         return self._masters[parameter]
@@ -75,27 +76,27 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         return len(self._masters)
 
     def groups(self, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Optimizer groups of the masters, from those of the parameters."""
+        """Return optimizer groups of the master weights, given those of the parameters."""
         return [{**group, "params": [self[parameter] for parameter in group["params"]]} for group in groups]
 
     def finish_reduction(self) -> None:
-        """Wait until every gradient is the mean over the ranks, also of parameters that no loss reached."""
+        """Average all gradients over the ranks and wait, including gradients that the backward did not compute."""
         self._reduce(len(self._buckets))
         for bucket in self._buckets:
             bucket.wait()
         self._next = self._first
 
     def zero_gradients(self) -> None:
-        """Forget the gradients."""
+        """Set the gradients to zero."""
         for bucket in self._buckets:
             bucket.gradients.zero_()
 
     def round(self) -> None:
-        """Make the parameters the rounded masters, after a step or a load."""
+        """Copy the rounded master weights to the parameters, after a step or a load."""
         with torch.no_grad():
             foreach_copy_(list(self._masters), list(self._masters.values()))
 
-    def _take(self, parameter: Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         total, gradient = self._masters[parameter].grad, parameter.grad
         assert total is not None
@@ -110,14 +111,14 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
             self._reduce(ready)
 
     def _reduce(self, end: int) -> None:
-        """Reduce the buckets up to `end`, in the one order that all ranks keep."""
+        """Start to reduce the buckets up to `end`, in the same order on all ranks."""
         for bucket in self._buckets[self._next:end]:
             bucket.reduce(self._group)
         self._next = max(self._next, end)
 
 
 class _Bucket:
-    """Neighbouring gradients in one flat fp32 tensor. `missing` of them are not yet there in this backward pass."""
+    """Gradients of consecutive parameters in a flat fp32 tensor; `missing` counts those not yet computed."""
 
     def __init__(self, parameters: list[nn.Parameter], masters: Mapping[nn.Parameter, Tensor],
                  reduced: torch.dtype) -> None:
@@ -130,28 +131,28 @@ class _Bucket:
             masters[parameter].grad = flat.view(parameter.shape)
 
     def reduce(self, group: ProcessGroup | None) -> None:
-        """Begin to add it up over the ranks of a group."""
-        travelling = self.gradients.to(self._reduced)
-        work = torch.distributed.all_reduce(travelling, group=group, async_op=True)
-        self._work = work, travelling
+        """Start the all-reduce of the bucket."""
+        reduced = self.gradients.to(self._reduced)
+        work = torch.distributed.all_reduce(reduced, group=group, async_op=True)
+        self._work = work, reduced
 
     def wait(self) -> None:
-        """Until it is reduced, if it is being reduced; then nothing of it is there for the next step."""
+        """Wait for the all-reduce, if any, and reset `missing` for the next step."""
         if self._work is not None:
-            work, travelling = self._work
+            work, reduced = self._work
             work.wait()
-            if travelling is not self.gradients:
-                self.gradients.copy_(travelling)
+            if reduced is not self.gradients:
+                self.gradients.copy_(reduced)
         self._work, self.missing = None, len(self.parameters)
 
 
 def _buckets(parameters: Iterable[nn.Parameter], masters: Mapping[nn.Parameter, Tensor],
              reduced: torch.dtype) -> Iterator[_Bucket]:
-    together: list[nn.Parameter] = []
+    bucket: list[nn.Parameter] = []
     for parameter in parameters:
-        if together and sum(one.numel() for one in together) + parameter.numel() > _BUCKET:
-            yield _Bucket(together, masters, reduced)
-            together = []
-        together.append(parameter)
-    if together:
-        yield _Bucket(together, masters, reduced)
+        if bucket and sum(member.numel() for member in bucket) + parameter.numel() > _BUCKET:
+            yield _Bucket(bucket, masters, reduced)
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield _Bucket(bucket, masters, reduced)

@@ -1,4 +1,4 @@
-"""Training state of a rank as slices of the plain model's parameters, and that of torch's optimizers."""
+"""Training state of a rank as slices of the plain model's parameters; state of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from ezpz_llm.model.parameters import Box, Placement, placement_of
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of one parameter that this rank holds, as live storage.
+    """Part of a parameter that this rank holds, as views of the engine's storage.
 
-    Flatten the box of the parameter in row-major order: the slice is its elements [start, stop). `tensors` has one
-    1-D fp32 tensor of stop - start elements for each of `EngineState.kinds`. They are views of the engine's own
-    storage, so that reading them saves and writing them loads. The same slice is held by `replicas` data-parallel
-    ranks, of which this is number `replica`; a slice that is not `primary` is a copy that another rank of the model
-    answers for.
+    The slice is elements [start, stop) of the parameter's box, flattened in row-major order.
+
+    Attributes:
+        tensors: a 1-D fp32 tensor with stop - start elements for each of `EngineState.kinds`. Saving reads these
+            views, loading writes them.
+        replica: index of this rank among the `replicas` data-parallel ranks with the same slice.
+        primary: False for a copy that another rank of the model owns.
     """
 
     name: str
@@ -41,22 +43,22 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """How many values it has."""
+        """Number of elements."""
         return self.stop - self.start
 
     def part(self, begin: int, end: int) -> Slice:
-        """Elements [begin, end) of this slice."""
+        """Return elements [begin, end) of this slice."""
         return replace(self, start=self.start + begin, stop=self.start + end,
                        tensors={kind: tensor[begin:end] for kind, tensor in self.tensors.items()})
 
 
 def cut(at: Placement, start: int, stop: int, tensors: dict[str, torch.Tensor], replica: int = 0,
         replicas: int = 1) -> Iterator[Slice]:
-    """The slices that elements [start, stop) of a rank's flattened parameter are.
+    """Yield the slices for elements [start, stop) of a rank's flattened parameter.
 
     Args:
-        at: where the parameter lies in the whole model.
-        tensors: by kind, the stop - start elements as 1-D views of the engine's storage.
+        at: placement of the parameter in the whole model.
+        tensors: the stop - start elements by kind, as 1-D views of the engine's storage.
     """
     offset = 0
     for box, first, last in at.pieces(start, stop):
@@ -67,58 +69,60 @@ def cut(at: Placement, start: int, stop: int, tensors: dict[str, torch.Tensor], 
 
 
 class EngineState(ABC):
-    """The training state of a wrapped engine on this rank. What has a name has the plain model's name for it.
+    """Training state of an engine on this rank, with the plain model's parameter names.
 
     Args:
-        optimizer: the one that steps the tensors: the innermost, where an engine wraps another's.
-        scale: the loss scale of fp16, if there is one.
+        optimizer: the optimizer that steps the tensors; the innermost one if optimizers are nested.
+        scale: the loss scale of fp16, if any.
     """
 
     shapes: dict[str, tuple[int, ...]]
-    """The global shape of every parameter, tied ones once, the same on all ranks."""
+    """Global shape of every parameter, tied parameters once, the same on all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scale: LossScale | None) -> None:
         self.optimizer, self.scale = optimizer, scale
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that each slice has: the fp32 master weight and the optimizer's state."""
+        """Kinds of tensors in each slice: the fp32 master weight and the optimizer's state."""
         return ("weight", *spec_of(self.optimizer).state)
 
     def slices(self) -> Iterable[Slice]:
-        """Everything this rank holds. Moments that do not exist before the first step are made (zero).
+        """Yield all slices of this rank. Call it only between steps.
 
-        Asked for between steps. Where state lies in files or has fewer bits than fp32, the tensors of a slice are
-        there only until the next one is asked for; what was written to them by then is kept.
+        Moments that do not exist before the first step are created (zero). If state is in files or has fewer bits
+        than fp32, the tensors of a slice are valid only until the next slice is requested; data written to them by
+        then is kept.
         """
         return self._slices(materialized)
 
     def raw_slices(self) -> Iterable[Slice]:
-        """The same slices, without tensors where they would have to be read, nor copies of what has fewer bits."""
+        """Yield the same slices with tensors as stored: none for state in files, no fp32 copies of 8-bit state."""
         return self._slices(raw)
 
     @abstractmethod
     def _slices(self, tensors_of: Access) -> Iterable[Slice]:
-        """The slices, each with the tensors that `tensors_of` gives."""
+        """Yield the slices, each with the tensors from `tensors_of`."""
 
     @property
     def optimizer_step(self) -> int:
-        """The optimizer's own count of the steps it has made, which Adam's bias correction uses."""
+        """The optimizer's step count, which Adam's bias correction uses."""
         return get_step(self.optimizer)
 
     def loaded(self, optimizer_step: int) -> None:
-        """Make the rest of the engine follow slices that were just written. Collective: every rank calls it."""
+        """Update the rest of the engine after slices were written. Collective."""
         set_step(self.optimizer, optimizer_step)
 
 
 def owned(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
-    """Each slice with the part of it that this rank answers for, and writes; None where another rank does.
+    """Yield each slice with the part of it that this rank owns and writes; None if other ranks own it.
 
-    Every element has one such rank, and all answer for about equally much. Ranks that hold replicas of the same
-    slices must list them in the same order. Slices are taken one at a time, as `EngineState.slices` wants it.
+    Each element has exactly one owner, and all ranks own about the same number of elements. Ranks with replicas of
+    the same slices must list them in the same order. Slices are requested one at a time, as `EngineState.slices`
+    requires.
 
     Args:
-        slices, raw_slices: of one state; `raw_slices` twice where tensors are not needed.
+        slices, raw_slices: of the same state; pass `raw_slices` for both if tensors are not needed.
     """
     totals: Counter[int] = Counter()
     for piece in raw_slices:
@@ -135,25 +139,24 @@ def owned(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tupl
         yield piece, piece.part(begin, end) if begin < end else None
 
 
-# The state of an optimizer, whether or not a step was made yet.
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
                   AbstractContextManager[dict[str, torch.Tensor]]]
-"""`materialized` or `raw`."""
+"""Type of `materialized` and `raw`."""
 
 
 class MakeOptimizer(Protocol):
-    """Makes the optimizer of parameter groups, each with "params" that an engine has put in the model's place."""
+    """Factory of an optimizer for parameter groups, whose "params" may be an engine's tensors."""
 
     def __call__(self, groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
-        """`fused`: False where a fused kernel must not be used."""
+        """Create the optimizer; `fused=False` forbids a fused kernel."""
 
 
 def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name: str = "adamw",
                    fused: bool = True) -> torch.optim.Optimizer:
-    """Build the optimizer of a name, as `Optimizer.build` describes it.
+    """Build the optimizer with that name; see `Optimizer.build`.
 
     Raises:
-        UserError: it does not run on the device of the parameters.
+        UserError: the optimizer does not support the device of the parameters.
     """
     optimizer = OPTIMIZERS[name].build(groups, settings, fused)
     optimizer.ezpz_name = name
@@ -161,23 +164,24 @@ def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name:
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """What is known of an optimizer; AdamW for one that was not made here, such as DeepSpeed's on the CPU."""
+    """Return the description of an optimizer; AdamW's for optimizers of others, such as DeepSpeed's CPU Adam."""
     return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
-    """Set the learning rate of the next step, for all groups; None leaves each its own."""
+    """Set the learning rate of all groups for the next step; None keeps each group's learning rate."""
     if lr is None:
         return
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def _begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Optimizer:
-    """What is known of the optimizer, with the state of `parameter` made (zero), which changes nothing.
+def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Optimizer:
+    """Create the state of `parameter` (zero) if missing, and return the optimizer's description.
 
-    `parameter` is the tensor that the optimizer steps (a flat partition under ZeRO), `group` the parameter group
-    whose settings it has.
+    Args:
+        group: the parameter group of `parameter`.
+        parameter: the tensor that the optimizer steps (a flat partition under ZeRO).
     """
     spec = spec_of(optimizer)
     if not optimizer.state[parameter]:
@@ -187,26 +191,26 @@ def _begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: t
 
 def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
-    """The tensors of `parameter` by kind as they are stored, each in its shape, to be measured and not read."""
-    spec = _begun(optimizer, group, parameter)
+    """Provide the stored tensors of `parameter` by kind, in their stored shape and dtype, for measuring memory."""
+    spec = _ensure_state(optimizer, group, parameter)
     return nullcontext({"weight": parameter.detach(), **spec.stored(optimizer, parameter)})
 
 
 @contextmanager
 def materialized(optimizer: torch.optim.Optimizer, group: dict[str, Any],
                  parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    """The same in fp32 for as long as one works on it: moments in 8 bits are copied, and rounded if written to."""
-    with _begun(optimizer, group, parameter).in_fp32(optimizer, parameter) as state:
+    """Provide the tensors of `parameter` by kind in fp32; 8-bit moments are copied, and written back rounded."""
+    with _ensure_state(optimizer, group, parameter).in_fp32(optimizer, parameter) as state:
         yield {"weight": parameter.detach(), **state}
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
-    """Steps made so far. DeepSpeed's fused Adam counts on one parameter of a group only, hence the largest."""
+    """Return the step count: the maximum, since DeepSpeed's fused Adam counts on one parameter per group only."""
     return max((int(state["step"]) for state in _states(optimizer)), default=0)
 
 
 def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set the count on every parameter that has a state."""
+    """Set the step count of every parameter that has a state."""
     for state in _states(optimizer):
         if isinstance(state["step"], torch.Tensor):
             state["step"].fill_(step)
@@ -217,14 +221,14 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def _replay_cpu_adam(optimizer: Any, step: int) -> None:
-    """Bring DeepSpeed's C++ Adam to `step`.
+    """Advance the step count of DeepSpeed's C++ Adam to `step`.
 
-    It keeps the powers of the betas by multiplying once a step, and takes std::pow after a jump, which rounds
-    differently; so the steps are made, on a tensor of one element. 100,000 of them take 0.2 s.
+    The kernel updates the powers of the betas by one multiplication per step, and uses std::pow after a jump, which
+    rounds differently. Therefore this makes all steps, on a tensor with one element; 100,000 steps take 0.2 s.
     """
     group = optimizer.param_groups[0]
     scratch = [torch.zeros(1) for _ in range(4)]
-    for number in range(step + 1):  # 0 is a jump back to the start, should it have made steps already
+    for number in range(step + 1):  # 0 resets an optimizer that has made steps
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, number, 0.0, *group["betas"], group["eps"], 0.0,
                                           group["bias_correction"], *scratch)
 
@@ -234,14 +238,14 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
 
 
 class TorchState(EngineState):
-    """Every data-parallel rank holds every parameter of its part of the model whole.
+    """State of parameters that are replicated on all data-parallel ranks.
 
     Args:
-        module: the plain model, below any wrapper.
-        optimizer: the optimizer whose parameters are the module's.
+        module: the plain model, without wrappers.
+        optimizer: the optimizer of the module's parameters.
         rank, world_size: among the data-parallel ranks, which share the writing.
-        scale: the loss scale of fp16, if there is one.
-        masters: where the optimizer steps these in the place of the module's parameters.
+        scale: the loss scale of fp16, if any.
+        masters: master weights, if the optimizer steps these instead of the module's parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
@@ -261,7 +265,7 @@ class TorchState(EngineState):
                 yield from cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
 
     def loaded(self, optimizer_step: int) -> None:
-        """Round the loaded fp32 masters into the parameters that compute."""
+        """Copy the loaded master weights, rounded, to the module's parameters."""
         super().loaded(optimizer_step)
         if self.masters is not None:
             self.masters.round()

@@ -1,11 +1,11 @@
-"""The engine of pipeline layouts: DeepSpeed's pipeline under a client optimizer and ZeRO 1, one stage a rank.
+"""Engine for pipeline layouts: DeepSpeed's pipeline with a client optimizer and ZeRO 1, one stage per rank.
 
-In bf16 the optimizer within is another one of DeepSpeed's, which adds each micro batch's gradients to flat fp32
-buffers of the whole stage. They are averaged over data-parallel ranks here, where they lie.
+In bf16, DeepSpeed uses a different optimizer wrapper, which adds each micro batch's gradients to flat fp32 buffers
+of the whole stage. This module averages the buffers over data-parallel ranks in place.
 
-Written against DeepSpeed 0.19. The stage is a module of our own; DeepSpeed sends activations and gradients, sums
-the tied table's gradient, reduces and steps. Its schedule is executed here, since its train_batch ends each step
-with collectives and prints of its own.
+Written for DeepSpeed 0.19. The stage is our own module; DeepSpeed sends activations and gradients, sums the
+gradient of the tied embedding, reduces and steps. This module executes DeepSpeed's schedule itself, since
+DeepSpeed's train_batch ends each step with further collectives and prints.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ezpz_llm.model.pipeline import PipelineStage
 from ezpz_llm.rundir import RunDir
 
 _BUCKET = 2 ** 23
-"""Elements that are reduced at once in bf16, at most."""
+"""Maximum number of elements to reduce at once in bf16."""
 
 _PHASES = {"ForwardPass": "forward", "BackwardPass": "backward",
            "ReduceTiedGrads": "optimizer", "ReduceGrads": "optimizer", "OptimizerStep": "optimizer"}
-"""What instructions count as. Loading has spans of its own; in sends and receives a stage mostly waits."""
+"""Phases of instructions. Loading has its own spans, and sends and receives are mostly idle time."""
 
 
 class PipelineEngine(Engine):
-    """A `deepspeed.PipelineEngine` behind the common interface."""
+    """Engine that wraps `deepspeed.PipelineEngine`."""
 
     module: PipelineStage
 
@@ -59,8 +59,8 @@ class PipelineEngine(Engine):
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
         _send_within(deepspeed, self._sends)
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
-        # On CPUs the fused kernel rounds a buffer's last few elements in another way than the others, and the
-        # copies of a tied table lie at different places of their buffers.
+        # On CPUs, the fused kernel rounds the last few elements of a buffer differently, and the copies of a tied
+        # embedding have different positions in their buffers.
         fused = dist.device.type != "cpu" or not model.config.tied
         optimizer = make(groups, fused=fused)
         with building_engine(deepspeed, dist.mesh):
@@ -76,14 +76,12 @@ class PipelineEngine(Engine):
         self._engine._compute_loss = True
 
     def _compute(self, inputs: Tensor) -> Tensor:
-        """This stage's forward pass; in the last stage the loss, so that no logits outlive a micro batch."""
+        """Run this stage's forward pass; the last stage returns the loss, so that logits are freed at once."""
         return self.module(inputs, self._targets) if self.module.is_last else self.module(inputs)
 
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """One step by DeepSpeed's schedule of instructions, each timed under its phase; (mean loss, gradient
-        norm).
-        """
+        """Execute DeepSpeed's schedule for one step, timing instructions; return mean loss and gradient norm."""
         engine = self._engine
         set_lr(engine.optimizer, lr)
         if self._scale is not None:
@@ -105,16 +103,16 @@ class PipelineEngine(Engine):
         self._update_scale(norm)
         if not self.module.is_last:
             return torch.zeros((), device=self.device), norm
-        # Of all ranks only those of the last stage have a loss, and the mean is over all.
+        # The loss of the step is the mean over all ranks, but only the last stage has a loss.
         return engine.total_loss * (self.layout.pp / self.batch.accumulation), norm
 
     def _sum_over_replicas(self) -> None:
-        """Sum the tied table's gradient over data-parallel ranks, before DeepSpeed adds the two stages' sums.
+        """Sum the tied embedding's gradient over data-parallel ranks, before DeepSpeed adds the two stages' sums.
 
-        Both copies have to stay the same to the last bit, and in which order a backend adds three numbers or more
-        is its own affair: it may be another in each stage, whose ranks have other links. So each stage's sum is
-        made first, and the two are added, which has one order. DeepSpeed reduces over data-parallel ranks once
-        more: by then each of them has a part of the sum, and zeros elsewhere.
+        Both copies must stay bitwise identical, but a backend may add three or more numbers in a different order in
+        each stage, whose ranks have different links. So each stage first computes its sum, and then the two sums
+        are added, for which there is only one order. Afterwards DeepSpeed reduces over data-parallel ranks again;
+        therefore each rank keeps only its share of the sum, and zeros elsewhere.
         """
         rank, ranks = self._replica
         if self.module.table is None or ranks < 3:
@@ -128,9 +126,9 @@ class PipelineEngine(Engine):
         flat[(rank + 1) * share:].zero_()
 
     def _average(self) -> None:
-        """Average the fp32 gradients of bf16 parameters over data-parallel ranks, in the dtype they travel in.
+        """Average the fp32 gradients of bf16 parameters over data-parallel ranks, in the reduction dtype.
 
-        DeepSpeed would copy all of them for it.
+        DeepSpeed's own reduction would copy all gradients.
         """
         ranks = self._replica[1]
         if ranks == 1:
@@ -138,23 +136,23 @@ class PipelineEngine(Engine):
         for flat in self._engine.optimizer.non_expert_gradients:
             flat.mul_(1 / ranks)
             for part in flat.split(_BUCKET):
-                sent = part.to(self._reduced)
-                torch.distributed.all_reduce(sent, group=self._mesh.group("dp", "sp"))
-                if sent is not part:
-                    part.copy_(sent)
+                reduced = part.to(self._reduced)
+                torch.distributed.all_reduce(reduced, group=self._mesh.group("dp", "sp"))
+                if reduced is not part:
+                    part.copy_(reduced)
 
     def loss_sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The last stage's is the summed loss, the others' 0: they have sent the batch on and are free."""
+        """Return the summed loss on the last stage, 0 on the others, which return as soon as they have sent."""
         output = self._flow(tokens, targets, reduction="sum")
         return torch.zeros((), device=self.device) if output is None else output
 
     def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Each row's loss on the last stage; zeros on the others."""
+        """Return the loss of each row on the last stage, zeros on the others."""
         output = self._flow(tokens, targets, reduction="rows")
         return torch.zeros(len(tokens), device=self.device) if output is None else output
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """fp32 logits (B, padded vocabulary) of the token after the last, on every stage."""
+        """Return fp32 logits (B, padded vocabulary) of the next token, on every stage."""
         logits = self._flow(tokens, last_only=True)
         if logits is None:
             logits = torch.empty(len(tokens), self.module.config.padded_vocab_size, device=self.device)
@@ -164,7 +162,7 @@ class PipelineEngine(Engine):
         return logits
 
     def _flow(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Pass a batch through this stage, to the next stage or, from the last one, to the caller."""
+        """Run a batch through this stage and send it to the next; the last stage returns its output."""
         x, stage = tokens, self._mesh.pp_rank
         if not self.module.is_first:
             x = torch.empty(*tokens.shape, self.module.config.n_embd, dtype=self._dtype, device=self.device)
@@ -175,30 +173,30 @@ class PipelineEngine(Engine):
         return None
 
     def training_state(self) -> EngineState:
-        """Slices of this stage's parameters; shapes are the whole model's, so that any layout can load them."""
+        """Return slices of this stage's parameters, with the whole model's shapes so that any layout can load."""
         state = deepspeed_state(self._engine, *self._replica, self._scale)
         state.shapes = parameter_shapes(self.module.config)
         return state
 
 
 def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[str, Any]:
-    """What DeepSpeed gets, with buckets that hold a tied table alone, in both stages that have one.
+    """Return DeepSpeed's config; in both stages with a tied embedding, buckets have its size.
 
-    Its elements then lie at the same places of what each stage reduces. Certified counts of collectives are of
-    these buckets; what keeps the copies the same under any backend is `_sum_over_replicas`.
+    So the tied embedding is a bucket of its own, with the same positions in both stages. Certified counts of
+    collectives depend on these buckets; `_sum_over_replicas` keeps the copies identical with any backend.
     """
     config = resolved.for_deepspeed(run_dir)
     if stage.table is not None:
         config["zero_optimization"] = {**config["zero_optimization"],
                                        "reduce_bucket_size": stage.table.weight.numel()}
     if "bf16" in config:
-        # No gradient in bf16 outlives its addition to the fp32 ones.
+        # Free each bf16 gradient as soon as it is added to the fp32 gradient.
         config["bf16"] = {**config["bf16"], "immediate_grad_update": True}
     return config
 
 
 def _send_within(deepspeed: ModuleType, group: ProcessGroup) -> None:
-    """Let DeepSpeed's stages, which send within the group of all ranks, send within this one."""
+    """Make DeepSpeed's stages send within `group` instead of the group of all ranks."""
     comm = deepspeed.comm
     deepspeed.runtime.pipe.p2p.dist = SimpleNamespace(**{
         **vars(comm), "send": functools.partial(comm.send, group=group),
@@ -207,15 +205,15 @@ def _send_within(deepspeed: ModuleType, group: ProcessGroup) -> None:
 
 def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Callable[[Tensor], Tensor],
                      mesh: Mesh) -> nn.Module:
-    """A DeepSpeed pipeline of as many layers as stages, of which this rank's is `compute`.
+    """Build a DeepSpeed pipeline with one layer per stage; this rank's layer is `compute`.
 
-    The tied table, and nothing else, is DeepSpeed's tied layer. It belongs to the first and the last layer, which
-    have to say so on every rank.
+    Only the tied embedding is a tied layer of DeepSpeed. It belongs to the first and the last layer, which every
+    rank must declare.
     """
     pipe = deepspeed.runtime.pipe
 
     class Tied(pipe.module.TiedLayerSpec):  # type: ignore[name-defined]
-        """A layer whose tied module exists already."""
+        """Tied layer with an existing module."""
 
         def build(self, log: bool = False) -> nn.Module:
             return stage.table
@@ -225,7 +223,7 @@ def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Calla
         for end in (0, -1):
             layers[end] = Tied("table", nn.Module, forward_fn=lambda table, inputs: compute(inputs))
     topology = pipe.topology.PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.size("dp", "sp"))
-    # Without gradients, since it broadcasts the tied table, a leaf that requires one.
+    # no_grad, because PipelineModule broadcasts the tied embedding, a leaf that requires a gradient.
     with torch.no_grad(), building_engine(deepspeed, mesh):
         module = pipe.module.PipelineModule(layers, topology=topology, partition_method="uniform")
     module.add_module("stage", stage)

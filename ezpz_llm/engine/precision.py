@@ -1,12 +1,12 @@
-"""One precision recipe per dtype, the same in every engine.
+"""Precision recipes, the same in every engine.
 
 fp32: parameters and arithmetic in fp32.
-tf32: as fp32, with the factors of matrix products rounded to 10 bits of mantissa, which matrix units need.
-bf16: parameters, activations and what travels of them in bfloat16; fp32 master weights and moments, to which the
-optimizer's steps are made (engine/masters.py), and gradients that are added and reduced in fp32.
-bf16_autocast: parameters, gradients, their reduction and the optimizer in fp32; the forward pass, and with it the
-backward pass's matrix products, under torch.autocast in bfloat16.
-fp16, fp16_autocast: the same with float16, and a dynamic loss scale.
+tf32: as fp32, with the factors of matmuls rounded to 10 mantissa bits on tensor cores.
+bf16: parameters, activations and their communication in bfloat16; the optimizer steps fp32 master weights and
+moments (engine/masters.py); gradients are accumulated and reduced in fp32.
+bf16_autocast: parameters, gradients, gradient reduction and optimizer in fp32; the forward pass, and thus the
+matmuls of the backward pass, under torch.autocast in bfloat16.
+fp16, fp16_autocast: the same with float16 and a dynamic loss scale.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def product_dtype(precision: str) -> torch.dtype:
-    """The dtype of a recipe's matrix products; fp32 for tf32, which is a setting of the process."""
+    """Return the dtype of a recipe's matmuls; fp32 for tf32, which is a setting of the process."""
     return _DTYPES.get(RECIPES[precision].products, torch.float32)
 
 
 def gradient_dtype(name: str) -> torch.dtype:
-    """The dtype of a name of `GradientDtypes`."""
+    """Return the dtype for a name in `GradientDtypes`."""
     return _DTYPES.get(name, torch.float32)
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """The dtype of the parameters that a forward pass uses."""
+    """Return the dtype of the parameters in a forward pass."""
     return product_dtype(precision) if RECIPES[precision].has_masters else torch.float32
 
 
 def native_precision(device: torch.device, layout: Layout) -> str:
-    """What "auto" means for a layout on a device that multiplies matrices in bf16; fp32 on another.
+    """Return the precision for "auto": fp32 on devices without bf16 matmuls, else bf16 or bf16_autocast.
 
-    On GPUs it is bf16, what other trainers run there, but bf16_autocast where the layout's engine has no bf16. CPUs
-    stay at bf16_autocast: what bf16 costs them is not measured on one that has the units.
+    GPUs use bf16, as in other trainers, or bf16_autocast if the layout's engine does not support bf16. CPUs use
+    bf16_autocast, since bf16 is not measured yet on a CPU with bf16 units.
     """
     known = DEVICES[device.type].bf16
     if known != "yes" and not (known == "ask" and _BF16_UNITS[device.type]()):
@@ -59,14 +59,14 @@ _BF16_UNITS: dict[str, Callable[[], bool]] = {
     "cpu": lambda: cpu_has_avx512_bf16() or cpu_has_amx(),
     "cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
 }
-"""How devices are asked whose kind does not say it."""
+"""Checks for bf16 units by device type, for types of which only some devices have them."""
 
 
 def autocast_forward(module: nn.Module, device: torch.device, precision: str) -> None:
-    """Let this module's forward pass run under the autocast of `precision`, if it has one, whoever calls it.
+    """Wrap the module's `forward` in the autocast of `precision`, if it has one.
 
-    The module's own `forward` is wrapped, and not the call to the engine: DeepSpeed's engine switches an autocast
-    that surrounds it off, and evaluation calls the module without the engine.
+    Wraps the module instead of calls to the engine, because DeepSpeed's engine disables a surrounding autocast, and
+    evaluation calls the module without the engine.
     """
     if not RECIPES[precision].autocast:
         return
@@ -82,21 +82,22 @@ def autocast_forward(module: nn.Module, device: torch.device, precision: str) ->
 
 
 def set_products(device: torch.device, precision: str) -> None:
-    """Let fp32 matrix products be TF32's or fp32's own, for all of this process, and see that they are.
+    """Enable or disable TF32 matmuls for this process, and check that the setting has an effect.
 
-    A setting that a device does not know is ignored there in silence.
+    Devices without TF32 silently ignore the setting.
 
     Raises:
-        UserError: tf32 is asked for, and products are as exact as without it.
+        UserError: tf32 is requested, but matmuls are as precise as without it.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "tf32" and not rounds_products(device):
-        raise UserError(f"tf32 has no effect on {device}: matrix products are as exact there as in fp32",
-                        where="precision", instead="--precision fp32, or bf16_autocast where the device has them")
+        raise UserError(f"tf32 has no effect on {device}: its matmuls are as precise as in fp32",
+                        where="precision",
+                        instead="use --precision fp32, or bf16_autocast if the device has bf16 units")
 
 
 def rounds_products(device: torch.device) -> bool:
-    """True if an fp32 matrix product loses what TF32 has no bits for."""
+    """Return True if an fp32 matmul rounds its factors to TF32."""
     size = 512
     value = 1 + 2.0 ** -13
     product = torch.full((size, size), value, device=device) @ torch.eye(size, device=device)
@@ -104,11 +105,11 @@ def rounds_products(device: torch.device) -> bool:
 
 
 class LossScale:
-    """fp16's dynamic loss scale, which moves as DeepSpeed's does.
+    """Dynamic loss scale of fp16, with the same updates as in DeepSpeed.
 
-    Kept apart from DeepSpeed's and torch's because its verdict must be one for all ranks: it is taken on the global
-    gradient norm, which every rank has, and not on the gradients a rank happens to hold. After Micikevicius et al.
-    2018, arXiv:1710.03740.
+    Independent of DeepSpeed's and torch's loss scales because all ranks must decide alike: it uses the global
+    gradient norm, which every rank has, instead of the gradients on this rank. See Micikevicius et al. 2018,
+    arXiv:1710.03740.
     """
 
     FACTOR = 2.0
@@ -116,29 +117,29 @@ class LossScale:
     def __init__(self, settings: DynamicScale) -> None:
         self._settings = settings
         self.scale = settings.start
-        self.good_steps = -1  # a window begins after the first good step
+        self.good_steps = -1  # a window starts after the first good step
         self._tolerated = settings.hysteresis - 1
 
     def update(self, finite: bool) -> None:
-        """Lower the scale after an overflow, raise it after a window of steps without one.
+        """Lower the scale after an overflow; raise it after a window of steps without overflow.
 
         Raises:
-            UserError: the gradients are not finite even under the lowest scale.
+            UserError: gradients are non-finite even with the lowest scale.
         """
         if finite:
-            self._settle()
+            self._count_good_step()
             return
         self.good_steps = -1
         if self._tolerated > 0:
             self._tolerated -= 1
             return
         if self.scale <= self._settings.least:
-            raise UserError(f"fp16 gradients are not finite under a loss scale of {self.scale:g}: the loss has "
-                            "diverged", instead="--precision bf16_autocast, a lower --lr, or --grad-clip 1",
+            raise UserError(f"fp16 gradients are non-finite with a loss scale of {self.scale:g}: the loss has "
+                            "diverged", instead="use --precision bf16_autocast, a lower --lr, or --grad-clip 1",
                             exit_code=1)
         self.scale = max(self.scale / self.FACTOR, self._settings.least)
 
-    def _settle(self) -> None:
+    def _count_good_step(self) -> None:
         self.good_steps += 1
         if self._settings.consecutive:
             self._tolerated = self._settings.hysteresis - 1
@@ -148,10 +149,10 @@ class LossScale:
             self._tolerated = self._settings.hysteresis - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, good steps in a row and overflows still tolerated, for a checkpoint."""
+        """Return scale, consecutive good steps and remaining tolerated overflows, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self._tolerated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what `state_dict` gave; checkpoints of earlier versions have no `tolerated`."""
+        """Restore the state from `state_dict`; checkpoints of earlier versions have no `tolerated`."""
         self.scale, self.good_steps = state["scale"], state["good_steps"]
         self._tolerated = state.get("tolerated", self._settings.hysteresis - 1)

@@ -17,10 +17,11 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def compute_in_fp32(model: nn.Module, precision: str) -> None:
-    """Give norms their parameters in fp32 while they compute, where `precision` has parameters of two bytes.
+    """Make norms compute with fp32 parameters, if parameters have 16 bits in `precision`.
 
-    A tenth of what is new is added to a running mean at each step: in bf16, with 8 bits, most of it would be lost.
-    torch has no norm whose statistics are fp32 and whose parameters are not. Inputs and outputs keep two bytes.
+    A running mean changes by a tenth of the difference per step, most of which bf16 with its 8 mantissa bits would
+    lose. torch does not support norms with fp32 statistics and 16-bit parameters. Inputs and outputs stay at 16
+    bits.
     """
     if not RECIPES[precision].has_masters:
         return
@@ -30,26 +31,27 @@ def compute_in_fp32(model: nn.Module, precision: str) -> None:
 
 
 def average(model: nn.Module, mesh: Mesh) -> None:
-    """Make running statistics the mean over data-parallel ranks, of which each has those of its own batches.
+    """Average running statistics over data-parallel ranks, which compute them from different batches. Collective.
 
-    The update of a statistic is linear in it, so that this is one process that takes the mean of all ranks' batch
-    statistics. Collective.
+    Since the update of a statistic is linear, the result equals a single process that averages all ranks' batch
+    statistics.
     """
     if mesh.size("dp", "sp") == 1:
         return
-    held = [statistic for norm in _with_statistics(model) if norm.training
-            for statistic in (norm.running_mean, norm.running_var)]
-    if not held:
+    statistics = [statistic for norm in _with_statistics(model) if norm.training
+                  for statistic in (norm.running_mean, norm.running_var)]
+    if not statistics:
         return
-    flat = torch.cat([statistic.flatten() for statistic in held])
+    flat = torch.cat([statistic.flatten() for statistic in statistics])
     torch.distributed.all_reduce(flat, group=mesh.group("dp", "sp"))
     flat /= mesh.size("dp", "sp")
-    for statistic, mean in zip(held, flat.split([statistic.numel() for statistic in held]), strict=True):
+    sizes = [statistic.numel() for statistic in statistics]
+    for statistic, mean in zip(statistics, flat.split(sizes), strict=True):
         statistic.copy_(mean.view_as(statistic))
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """Running means and variances, by name."""
+    """Return running means and variances, by name."""
     return {f"{name}.{kind}".removeprefix("."): getattr(norm, kind) for name, norm in model.named_modules()
             if _has_statistics(norm) for kind in ("running_mean", "running_var")}
 
@@ -67,13 +69,13 @@ def _with_fp32_parameters(norm: Any) -> Any:
 
     @functools.wraps(inner)
     def forward(*inputs: Tensor) -> Tensor:
-        """The norm's own, with its parameters in fp32."""
-        # The engine may have gathered them for this call alone: they are taken here, not before.
-        held = dict(norm._parameters)
-        norm._parameters.update({name: parameter.float() for name, parameter in held.items()})
+        """Run the norm with its parameters in fp32."""
+        # Read the parameters here, since the engine may have gathered them for this call only.
+        parameters = dict(norm._parameters)
+        norm._parameters.update({name: parameter.float() for name, parameter in parameters.items()})
         try:
             return inner(*inputs)
         finally:
-            norm._parameters.update(held)
+            norm._parameters.update(parameters)
 
     return forward

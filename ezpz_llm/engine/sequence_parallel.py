@@ -1,11 +1,11 @@
-"""Sequence parallelism after DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509), from outside the model.
+"""Sequence parallelism as in DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509), added to an existing model.
 
-Each rank of a group computes its share of every sequence. Only attention needs the rest: there an all-to-all gives
-each rank whole sequences of some heads, and another one takes them back. Parameters are whole on every rank, so to
-engines the ranks of a sequence are data-parallel ones: the mean of their gradients is the gradient, in every ZeRO
-stage alike, and no scale has to be known.
+Each rank of a group computes its share of every sequence. Only attention needs whole sequences: an all-to-all
+before it gives each rank whole sequences of some heads, and another all-to-all after it reverses this. Parameters
+are replicated, so the ranks of a sequence are data-parallel ranks to engines: the mean of their gradients is the
+gradient, in every ZeRO stage, without further scaling.
 
-Shapes: B sequences, T tokens of a sequence, S = T / size tokens of a rank's share, H heads, D dimensions of a head.
+Shapes: B sequences, T tokens per sequence, S = T / size tokens in a rank's share, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from ezpz_llm.model.loss import Reduction
 
 
 def apply(model: GPT, mesh: Mesh, device_type: str) -> None:
-    """Let a model take whole sequences and compute this rank's share of them.
+    """Change a model to take whole sequences and compute only this rank's share of them.
 
-    With targets it gives this rank's part of the loss: the mean over the group is the "mean", the sum any other.
-    Without, it gives the last token's logits, the same on every rank of the group. All of them make each call.
+    With targets, the model returns this rank's part of the loss: the group's mean is the "mean" reduction, the
+    group's sum any other reduction. Without targets, it returns the last token's logits on every rank. Calls are
+    collective in the group.
 
     Args:
-        device_type: what DeepSpeed is imported for.
+        device_type: device type to import DeepSpeed for.
     """
     deepspeed = import_deepspeed(device_type)
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), dist_init_required=False)
@@ -42,7 +43,7 @@ def apply(model: GPT, mesh: Mesh, device_type: str) -> None:
 
 
 class SequenceProduct(nn.Module):
-    """Attention's products over whole sequences, where each rank has a share of them."""
+    """Attention over whole sequences, of which each rank has a share."""
 
     def __init__(self, inner: nn.Module, group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
@@ -50,33 +51,33 @@ class SequenceProduct(nn.Module):
         from deepspeed.sequence.layer import DistributedAttention
 
         self.distributed = DistributedAttention(self._whole, group, scatter_idx=2, gather_idx=1)
-        # Traced, its all-to-all would lose its gradient in silence. A decorator would import the compiler.
-        self._eager = torch.compiler.disable(self._exchanged)
+        # When traced, the all-to-all silently loses its gradient. A decorator would import the compiler.
+        self._eager = torch.compiler.disable(self._exchange)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, H, S, D) each, keys and values with fewer heads where queries share them, to (B, H, S, D)."""
+        """Compute attention of (B, H, S, D) each; keys and values may have fewer heads. Returns (B, H, S, D)."""
         return self._eager(q, k, v)
 
-    def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _exchange(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shares = (heads.transpose(1, 2) for heads in (q, k, v))
         return self.distributed(*shares, batch_dim_idx=0).transpose(1, 2)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Some heads of whole sequences, (B, T, H / size, D)."""
+        """Compute attention of some heads over whole sequences, (B, T, H / size, D)."""
         return self.inner(*(heads.transpose(1, 2) for heads in (q, k, v))).transpose(1, 2)
 
 
 def _shared(inner: Callable[..., Tensor], rank: int, size: int,
             group: torch.distributed.ProcessGroup) -> Callable[..., Tensor]:
-    """GPT's forward pass on this rank's share of each sequence."""
+    """Wrap GPT's forward pass to compute this rank's share of each sequence."""
 
     @functools.wraps(inner)
     def forward(tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 last_only: bool = False) -> Tensor:
-        """The loss over all ranks' shares of the tokens, or (with `last_only`) the logits of the last one."""
+        """Return this rank's part of the loss, or (with `last_only`) the logits of the last token."""
         if targets is None:
             if not last_only:
-                raise ValueError("under sequence parallelism the logits of the last token only are together")
+                raise ValueError("sequence parallelism provides only the logits of the last token (last_only=True)")
             return last_logits(tokens)
         share = tokens.shape[1] // size
         mine = slice(rank * share, (rank + 1) * share)
@@ -84,12 +85,12 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
         loss = inner(tokens[:, mine], targets[:, mine], summed, first=rank * share)
         if reduction != "mean":
             return loss
-        # Of all that counts, which may lie in few shares.
+        # Divide by the targets of all shares, which may be unevenly distributed.
         return loss * (size / (targets != IGNORED).sum())
 
     def last_logits(tokens: Tensor) -> Tensor:
-        """The last token's logits, computed by the rank that has it and given to the others."""
-        # What is added at the end is seen by none of the tokens before it.
+        """Return the last token's logits on all ranks; the rank with the last token computes them."""
+        # Tokens do not attend to the padding after them.
         last = tokens.shape[1] - 1
         tokens = functional.pad(tokens, (0, -tokens.shape[1] % size))
         share = tokens.shape[1] // size

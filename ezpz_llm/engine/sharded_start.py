@@ -1,6 +1,6 @@
-"""Start of layouts that shard parameters: a model on the meta device is sharded, then each rank fills its share.
+"""Initialize layouts that shard parameters: shard the model on the meta device, then fill each rank's shard.
 
-What a rank holds on the way is its share and, under ZeRO-3, one whole parameter without values.
+Meanwhile, a rank holds only its shard and, under ZeRO-3, one whole parameter without values.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ezpz_llm.model.parameters import place, placement_of
 
 
 def first_element(shape: tuple[int, ...], rank: int, size: int) -> int:
-    """Where the rows of a rank begin in a flattened parameter that fully_shard shards over `size` ranks.
+    """Return the start of a rank's rows in a flattened parameter that fully_shard shards over `size` ranks.
 
-    It deals rows as torch.chunk does: equally many to each rank, until none is left.
+    fully_shard distributes rows like torch.chunk: equally many per rank until none is left.
     """
     return rank * -(-shape[0] // size) * math.prod(shape[1:])
 
 
 def fill_rows(model: nn.Module, device: torch.device, rank: int, size: int) -> None:
-    """Give a model that fully_shard has sharded its rank's rows on `device`, where it has no values yet.
+    """Fill this rank's rows of a model that fully_shard has sharded, on `device`, if it has no values yet.
 
     Args:
-        rank, size: among the ranks that the rows are sharded over.
+        rank, size: among the ranks over which the rows are sharded.
     """
     values = take_values(model)
     if values is None:
@@ -44,21 +44,21 @@ def fill_rows(model: nn.Module, device: torch.device, rank: int, size: int) -> N
 
 def partition(model: nn.Module, deepspeed: Any, config: dict[str, Any], mpu: Any, mesh: Mesh,
               dtype: torch.dtype) -> None:
-    """Make a model's parameters ZeRO-3's, of `dtype`: each rank keeps its part of each, where `config` says.
+    """Convert a model's parameters to partitioned ZeRO-3 parameters of `dtype`.
 
-    A model that has values is partitioned as it is: those of the first rank count. Left to `deepspeed.initialize`
-    that would be done with the whole model on the device at once, and on CPUs parameters in files would be rounded
-    to bf16: the call that it makes there forgets the dtype.
+    A model with values is partitioned with the values of the first rank. `deepspeed.initialize` would do this with
+    the whole model on the device at once, and on CPUs round parameters in files to bf16, because its call omits the
+    dtype.
 
     Args:
-        mpu: what `deepspeed.initialize` is given.
+        mpu: the same as for `deepspeed.initialize`.
     """
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     values = take_values(model)
     if values is None:
         for parameter in model.parameters():  # buffers keep their dtype, as in every other layout
             parameter.data = parameter.data.to(dtype)
-    # Without parameters it makes groups, buffers and files ready, and partitions nothing.
+    # For a module without parameters, Init only creates groups, buffers and files.
     init = deepspeed.zero.Init(module=model if values is None else nn.Module(), config_dict_or_path=config, mpu=mpu,
                                data_parallel_group=None if mpu is None else mpu.get_data_parallel_group())
     if values is None:
@@ -72,12 +72,12 @@ def partition(model: nn.Module, deepspeed: Any, config: dict[str, Any], mpu: Any
 @torch.no_grad()
 def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dtype: torch.dtype, rank: int,
                world_size: int) -> None:
-    """Let DeepSpeed cut a whole parameter that has values only where this rank keeps them.
+    """Fill this rank's part of a whole parameter, and let DeepSpeed partition it.
 
-    The object stays: an optimizer's groups name it.
+    The parameter object stays the same, since the optimizer's groups refer to it.
 
     Args:
-        rank, world_size: among the ranks that the parameter is partitioned over.
+        rank, world_size: among the ranks over which the parameter is partitioned.
     """
     at = placement_of(name, parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(
@@ -88,5 +88,5 @@ def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dt
     start = min(part * rank, parameter.ds_numel)
     fill(parameter.data.view(-1)[start:start + part], at, start, values)
     parameter.partition()
-    # hpZ's copy is made anew in every step, by the first pass: here it would have no values.
+    # The first forward pass of every step creates hpZ's copy; here it would be uninitialized.
     parameter.ds_secondary_tensor = None

@@ -1,4 +1,4 @@
-"""Trace of one step: its collectives in order, with kind, group and bytes, and the memory that it allocates."""
+"""Trace of one step: its collectives in order, with kind, group and bytes, and its memory allocations."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ezpz_llm.engine.live_memory import buckets, state_storages, taken
 
 
 class StepTrace:
-    """Record the collectives and the transient memory of one step, which the steps after it repeat.
+    """Recorder of the collectives and the transient memory of one step, which later steps repeat.
 
-    A trace has the names and times of collectives alone. Counting makes every operator of the step a Python call,
-    so that it is not done in the steps that are traced.
+    Profiler traces have only names and times of collectives. Counting makes every operator of the step a Python
+    call, so it uses a different step than the profiler.
 
     Attributes:
-        found: once the step has passed: `collectives` in order, each with its kind, the axes of its group ("dp",
+        found: results after the step. `collectives`, in order, each with its kind, the axes of its group ("dp",
             "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank;
-            `transient_bytes`, the most that the step allocated and had not freed; what `BufferLog` and
-            `DeepSpeedTools` find; `links`, how fast neighbouring nodes send to each other.
+            `transient_bytes`, the peak of memory allocated during the step; the results of `BufferLog` and
+            `DeepSpeedTools`; `links`, the measured bandwidth between neighboring nodes.
     """
 
     def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True,
@@ -45,7 +45,7 @@ class StepTrace:
         self.found: dict[str, Any] = {}
 
     def before_step(self, step: int) -> None:
-        """Start before the one step (not where blocks are compiled, which counting would keep from it)."""
+        """Start before the recorded step (not if blocks are compiled, since counting disables compiled code)."""
         if step == self._step and self._counts:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()
@@ -54,13 +54,13 @@ class StepTrace:
             self._log.__enter__()
 
     def after_step(self, step: int) -> None:
-        """Stop after it, and measure the links between nodes."""
+        """Stop after the recorded step, and measure the links between nodes."""
         self.close()
         if step == self._step:
             self.found["links"] = measure_links(self._dist, socket.gethostname())
 
     def close(self) -> None:
-        """The same for a run that ends within the step."""
+        """Stop and store the results; also for runs that end within the recorded step."""
         if self._log is None or self._profiler is None:
             return
         self._log.__exit__(None, None, None)
@@ -78,7 +78,7 @@ class _CollectiveLog(CollectiveMode):
         self.buffers = BufferLog(engine)
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
-        """Keep a call of torch.distributed: its kind, ranks and bytes."""
+        """Record the kind, ranks and bytes of a c10d call."""
         ranks = group_ranks(args)
         kind, size = (name, 0) if name in MOVE_NOTHING else issued(name, args)[::2]
         call = {"kind": kind, "axes": self._axes(ranks), "ranks": ranks, "bytes": size}
@@ -97,22 +97,21 @@ class _CollectiveLog(CollectiveMode):
 
 
 def _transient(profiler: torch.profiler.profile, device: torch.device) -> int:
-    """The most that was allocated since the beginning and not freed by then."""
+    """Return the peak of memory allocated since the start of the profile."""
     kind = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}.get(device.type, "")
     return max(accumulate((event.nbytes() for event in profiler.profiler.kineto_results.events()
                            if event.name() == "[memory]" and event.device_type().name == kind), initial=0))
 
 
-# What a step's communication takes besides parameters, gradients and moments.
 class Size(NamedTuple):
-    """Bytes allocated, and those of them that take memory."""
+    """Allocated bytes, and the resident part of them."""
 
     allocated: int
     taken: int
 
 
 class BufferLog:
-    """Memory of communication buffers, measured at each collective."""
+    """Memory of communication buffers besides the training state, measured at each collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -121,19 +120,22 @@ class BufferLog:
         self._moved: list[dict[int, Size]] = []
 
     def observe(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Measure DeepSpeed's buckets and the tensors that a collective is about to move."""
+        """Measure DeepSpeed's buckets and the tensors of a collective."""
         self._buckets = max(self._buckets, _size(buckets(self._engine)))
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._moved.append({storage.data_ptr(): _size([storage]) for storage in storages})
 
     def found(self) -> dict[str, int]:
-        """`buffer_bytes`, what the buckets took, or else the most that one collective moved besides states; and
-        `buffer_transient_bytes`, what of it was allocated in the step."""
+        """Return `buffer_bytes` and `buffer_transient_bytes`, the part allocated during the step.
+
+        The buffers are DeepSpeed's buckets, or without buckets the largest tensors of one collective besides the
+        training state.
+        """
         if self._buckets.allocated:
             return {"buffer_bytes": self._buckets.taken,
                     "buffer_transient_bytes": self._buckets.allocated - self._before.allocated}
-        own = state_storages(self._engine)
-        most = max((_sum(size for place, size in moved.items() if place not in own) for moved in self._moved),
+        state = state_storages(self._engine)
+        most = max((_sum(size for address, size in moved.items() if address not in state) for moved in self._moved),
                    default=Size(0, 0))
         return {"buffer_bytes": most.taken, "buffer_transient_bytes": most.allocated}
 
@@ -147,13 +149,14 @@ def _sum(sizes: Iterable[Size]) -> Size:
     return Size(sum(size.allocated for size in sizes), sum(size.taken for size in sizes))
 
 
-# DeepSpeed's own tools over one step: what others count beside what we do.
 class DeepSpeedTools:
-    """Its communication logger and its FLOPs profiler, where DeepSpeed is in use; elsewhere nothing.
+    """DeepSpeed's communication logger and FLOPs profiler during one step, to compare with our counts.
+
+    Does nothing in runs without DeepSpeed.
 
     Args:
-        products: FLOPs of this rank's matrix products in a step's forward passes, by our arithmetic; None where
-            the rank does not compute whole layers, which the FLOPs profiler would not know either.
+        products: our estimate of the FLOPs of this rank's matmuls in the forward passes of a step; None if the rank
+            does not compute whole layers, which the FLOPs profiler does not support.
     """
 
     def __init__(self, engine: Engine, products: float | None) -> None:
@@ -162,7 +165,7 @@ class DeepSpeedTools:
         self._profiler: Any = None
 
     def start(self) -> None:
-        """Before the step."""
+        """Start before the step."""
         _log_collectives(True)
         if self._products is not None and "deepspeed" in sys.modules:
             from deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -171,25 +174,25 @@ class DeepSpeedTools:
             self._profiler.start_profile()
 
     def stop(self) -> dict[str, Any]:
-        """After it: `deepspeed`, the calls that the logger saw by its names; `flops`, both counts."""
-        found: dict[str, Any] = {"deepspeed": _log_collectives(False)}
+        """Stop after the step; return `deepspeed`, the logged calls by name, and `flops`, both counts."""
+        results: dict[str, Any] = {"deepspeed": _log_collectives(False)}
         if self._profiler is not None:
-            # It counts a product's FLOPs as two a multiplication; its own total has other operators in it, too.
-            found["flops"] = {"deepspeed": 2 * self._profiler.get_total_macs(), "ours": self._products}
+            # Two FLOPs per multiply-accumulate; the profiler's FLOPs total includes operators other than matmuls.
+            results["flops"] = {"deepspeed": 2 * self._profiler.get_total_macs(), "ours": self._products}
             self._profiler.end_profile()
             self._profiler = None
-        return found
+        return results
 
 
 def _log_collectives(on: bool) -> dict[str, dict[str, float]]:
-    """Turn the logger on or off; what it has seen until then."""
+    """Turn the logger on or off; return the calls logged so far, and reset it."""
     module = sys.modules.get("deepspeed.comm.comm")
     if module is None:
         return {}
     logger = module.comms_logger
-    seen = {name: {"count": sum(entry[0] for entry in sizes.values()),
-                   "ms": sum(sum(entry[1]) for entry in sizes.values())}
-            for name, sizes in logger.get_raw_data().items()}
+    calls = {name: {"count": sum(entry[0] for entry in sizes.values()),
+                    "ms": sum(sum(entry[1]) for entry in sizes.values())}
+             for name, sizes in logger.get_raw_data().items()}
     logger.reset_data()
     module.configure(enabled=on, prof_all=on, verbose=False)
-    return seen
+    return calls

@@ -1,4 +1,4 @@
-"""The engine of layout ddp: torch's DistributedDataParallel, or the bare model where there is one rank."""
+"""Engine for layout ddp: torch's DistributedDataParallel, or the bare model on a single rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ezpz_llm.layout.resolve import Resolved
 
 
 class TorchEngine(MicroStepEngine):
-    """Whole parameters, gradients and moments on every rank; gradients averaged once a step.
+    """Engine with replicated parameters, gradients and moments; gradients are averaged once per step.
 
-    Where parameters have two bytes, master weights have the gradients and average them; else DDP does.
+    If parameters have 16 bits, the master weights hold and average the gradients; otherwise DDP does.
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
@@ -44,14 +44,14 @@ class TorchEngine(MicroStepEngine):
         wrapped = DistributedDataParallel(
             model, device_ids=None if self.device.index is None else [self.device.index],
             process_group=self._mesh.group("dp", "sp"), gradient_as_bucket_view=True)
-        # In no other layout are buffers rank 0's before each pass. As an attribute, which every torch has: the
-        # argument is deprecated from 2.13 on.
+        # No other layout broadcasts rank 0's buffers before each pass. The argument is deprecated since torch 2.13;
+        # the attribute exists in every version.
         wrapped.broadcast_buffers = False
         return wrapped
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """The loss of a micro batch; gradients are reduced in the backward pass of the last one alone."""
-        # The forward pass decides whether the backward pass reduces: the flag comes first.
+        """Return the loss of a micro batch; gradients are reduced only in the backward pass of the last one."""
+        # DDP reads the flag in the forward pass, so set it first.
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.require_backward_grad_sync = last_micro_step
         elif self.masters is not None:
@@ -59,11 +59,11 @@ class TorchEngine(MicroStepEngine):
         return self._wrapped(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the micro batch's gradients, divided by the accumulation and scaled as the precision asks."""
+        """Accumulate the micro batch's gradients, divided by the accumulation steps, times the loss scale."""
         (loss / self.batch.accumulation * self._loss_factor).backward()
 
     def step(self, lr: float | None) -> Tensor:
-        """Clip and step; the global gradient norm (0-d), inf where the step was skipped."""
+        """Clip gradients and make an optimizer step; return the global norm (0-d), Inf for a skipped fp16 step."""
         set_lr(self._optimizer, lr)
         if self.masters is not None:
             self.masters.finish_reduction()
@@ -83,5 +83,5 @@ class TorchEngine(MicroStepEngine):
         return norm_and_clip(self.module, self._mesh, self._optimizer, self._clip, scale, self.masters or {})
 
     def training_state(self) -> EngineState:
-        """The parameters and optimizer state, which every rank has whole."""
+        """Return the parameters and optimizer state, which are replicated on all ranks."""
         return TorchState(self.module, self._optimizer, *self._replica, self._scale, self.masters)

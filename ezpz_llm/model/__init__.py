@@ -1,1 +1,1 @@
-"""One GPT for GPT-2 and Llama shapes: its configuration, layers, initialisation and arithmetic."""
+"""GPT model for GPT-2 and Llama shapes: configuration, layers, initialization, parameter and FLOP counts."""

@@ -1,4 +1,4 @@
-"""Attention, by one of three kernels: torch's choice, the definition, or FlashAttention-3."""
+"""Choice of the attention kernel: torch's choice, the explicit definition, or FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 Attention = Literal["auto", "explicit", "flash3"]
-"""The best for the shapes, see `best_attention`; by the definition, with all scores in memory, for comparison;
-FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), from the module that it is installed as."""
+"""Attention kernels: "auto" is the best for the shapes (see `best_attention`); "explicit" is the definition with
+all scores in memory, for comparison; "flash3" is FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608)."""
 
 _MODULE = "flash_attn_interface"
 _LEAST_CONTEXT, _MOST_HEAD = 512, 256
-"""Tokens from which on FlashAttention-3 is the faster one; the dimensions of a head that it knows."""
+"""Context length from which FlashAttention-3 is faster, and its maximum head dimension."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the choice of a kernel depends on besides the shapes.
+    """Properties of the device and the installation that determine the choice of a kernel.
 
-    `capability` is the compute capability of an NVIDIA GPU, None for any other device. `can_activate`: this torch
-    lets another flash kernel take its own's place. `installed`: FlashAttention-3 is.
+    Attributes:
+        capability: compute capability of an NVIDIA GPU; None for other devices.
+        can_activate: True if this torch can replace its flash kernel.
+        installed: True if FlashAttention-3 is installed.
     """
 
     capability: tuple[int, int] | None
@@ -35,15 +37,15 @@ class Surroundings:
 
 
 def best_attention(there: Surroundings, *, half: bool, dropout: float, context: int, head_dim: int) -> Attention:
-    """The kernel of a run that asks for none.
+    """Return the kernel for --attention auto.
 
-    FlashAttention-3 on a Hopper where somebody has built it, for the shapes that it computes. Anywhere else it is
-    torch's choice, which on GPUs of compute capability 9.0 and 10.0 is cuDNN's kernel before its own flash
-    attention, from the releases on that trust it (cuDNN 9.15; torch's sdp_utils.cpp, check_prefer_cudnn_attention).
+    This is FlashAttention-3 on Hopper GPUs if it is installed and supports the shapes, otherwise torch's choice. On
+    GPUs with compute capability 9.0 and 10.0, torch prefers cuDNN's kernel to its own flash attention, since cuDNN
+    9.15 (torch's sdp_utils.cpp, check_prefer_cudnn_attention).
 
     Args:
-        half: products are in bf16 or fp16.
-        context: tokens of a sequence.
+        half: True if matmuls are in bf16 or fp16.
+        context: tokens in a sequence.
     """
     is_hopper = there.capability is not None and there.capability[0] == 9
     has_flash3 = is_hopper and there.can_activate and there.installed
@@ -52,7 +54,7 @@ def best_attention(there: Surroundings, *, half: bool, dropout: float, context: 
 
 
 def surroundings(device: torch.device) -> Surroundings:
-    """Those of a device of this process."""
+    """Return the `Surroundings` of a device."""
     import torch
     from torch.nn import attention
 
@@ -63,32 +65,33 @@ def surroundings(device: torch.device) -> Surroundings:
 
 
 def check_attention(attention: Attention, device: str, precision: str, dropout: float) -> None:
-    """Refuse a kernel that cannot run (imports no torch).
+    """Reject a kernel that cannot run (imports no torch).
 
     Args:
-        device: "cuda", "cpu" and so on, "auto" where it is not known yet; `precision` likewise.
+        device: device type, such as "cuda"; "auto" if not known yet.
+        precision: precision recipe; "auto" if not known yet.
 
     Raises:
-        UserError: says why.
+        UserError: the kernel is not installed, or does not support the device, precision or dropout.
     """
     if attention != "flash3":
         return
     if device not in ("cuda", "auto"):
-        raise _refused(f"computes on NVIDIA GPUs, not on {device}")
+        raise _rejected(f"computes on NVIDIA GPUs, not on {device}")
     if precision in ("fp32", "tf32"):
-        raise _refused(f"computes in bf16 and fp16, not in {precision}", "--precision bf16_autocast")
+        raise _rejected(f"computes in bf16 and fp16, not in {precision}", "use --precision bf16_autocast")
     if dropout:
-        raise _refused(f"has no dropout inside, and the model's is {dropout:g}", "--dropout 0")
+        raise _rejected(f"does not support dropout, but the model's dropout is {dropout:g}", "use --dropout 0")
     if importlib.util.find_spec(_MODULE) is None:
-        raise _refused(f"is not installed: there is no module {_MODULE}",
-                       "build it from the folder hopper of github.com/Dao-AILab/flash-attention")
+        raise _rejected(f"is not installed: there is no module {_MODULE}",
+                        "build it from the folder hopper of github.com/Dao-AILab/flash-attention")
 
 
 def use_attention(model: nn.Module, attention: Attention, device: torch.device) -> None:
-    """Let a model's attention be computed so; flash3 then holds for all of this process.
+    """Make a model use an attention kernel; flash3 applies to the whole process.
 
     Raises:
-        UserError: this torch or this device has no FlashAttention-3.
+        UserError: this torch or this device does not support FlashAttention-3.
     """
     from ezpz_llm.model.gpt import CausalProduct
 
@@ -105,13 +108,13 @@ def _activate_flash3(device: torch.device) -> None:
 
     there = surroundings(device)
     if there.capability is None or there.capability[0] != 9:
-        raise _refused(f"needs a GPU of compute capability 9, a Hopper, which {device} is not")
+        raise _rejected(f"requires a Hopper GPU (compute capability 9), but {device} is not one")
     if not there.can_activate:
-        raise _refused(f"cannot be taken in by torch {torch.__version__}", "a newer torch")
+        raise _rejected(f"is not supported by torch {torch.__version__}", "upgrade torch")
     attention.activate_flash_attention_impl("FA3")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # which torch would take first on a Hopper
+    torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper, torch would prefer cuDNN's kernel
 
 
-def _refused(why: str, instead: str | None = None) -> UserError:
-    return UserError(f"FlashAttention-3 {why}", where="--attention flash3",
-                     instead=f"{instead}, or --attention auto" if instead else "--attention auto")
+def _rejected(reason: str, instead: str | None = None) -> UserError:
+    return UserError(f"FlashAttention-3 {reason}", where="--attention flash3",
+                     instead=f"{instead}, or use --attention auto" if instead else "use --attention auto")

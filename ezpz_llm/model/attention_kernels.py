@@ -1,4 +1,4 @@
-"""Attention kernels: which one the model's shapes get, and ours for CPUs in bf16, by blocks of rows of scores."""
+"""Attention kernel for a model's shapes, and a blockwise kernel for CPUs in bf16."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from ezpz_llm.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """What computes attention."""
+    """Attention kernel and its memory for scores."""
 
     name: str
-    """blockwise_attention, ours for CPUs; of torch's flash_attention, efficient_attention, cudnn_attention,
-    overrideable (the device's own), or math."""
+    """"blockwise_attention" (ours, for CPUs), or torch's "flash_attention", "efficient_attention",
+    "cudnn_attention", "overrideable" (of the device) or "math"."""
     score_bytes: int
-    """What the math kernel keeps of one layer's scores for the backward pass, B H T^2 values; 0 for the others."""
+    """Bytes of a layer's scores that the math kernel keeps for the backward pass (B H T^2 values); 0 for others."""
 
 
 def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
                      dtype: torch.dtype, explicit: bool = False) -> AttentionKernel:
-    """Which kernel trains with `micro_batch` full sequences: ours, or the one that torch says it takes.
+    """Return the kernel for training with `micro_batch` full sequences: ours, or torch's choice.
 
-    `dtype` is that of the products: bfloat16 under autocast. The answer changes with the shape: fp32, dropout or
-    grouped queries may rule out the fast kernels. `explicit`: the math kernel was asked for.
+    fp32, dropout or grouped-query attention may rule out the fast kernels.
+
+    Args:
+        dtype: dtype of the matmuls; bfloat16 under autocast.
+        explicit: True if the math kernel is requested.
     """
     if is_blockwise(device, dtype, config.dropout) and not explicit:
         return AttentionKernel("blockwise_attention", 0)
@@ -41,7 +44,7 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
                            requires_grad=True)
 
     keys = heads(config.n_kv_head)
-    # The same question that scaled_dot_product_attention asks itself; torch has no public name for it.
+    # scaled_dot_product_attention calls the same function, which has no public name.
     choice = fused_attention_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
                                     enable_gqa=config.n_head != config.n_kv_head)
     backend = SDPBackend.MATH if explicit else SDPBackend(choice)
@@ -50,18 +53,22 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
 
 
 _ROWS = 128
-"""Measured best for 256 and 512 tokens, and 4 % from the best for 1024."""
+"""Rows of a block: the fastest for 256 and 512 tokens, and 4 % slower than the fastest for 1024 (measured)."""
 _ELEMENTS = 2 ** 25
-"""Scores of a block, at most: fewer rows where there are very many keys."""
+"""Maximum number of scores in a block, which reduces its rows for very long sequences."""
 
 
 def is_blockwise(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
-    """True if this is the kernel for products of this dtype."""
+    """Return True if `blockwise_attention` is the kernel for matmuls of this dtype."""
     return device.type == "cpu" and dtype == torch.bfloat16 and not dropout
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D), laid out as (B, T, H, D)."""
+    """Compute causal attention by blocks of rows of the scores.
+
+    Takes queries (B, H, T, D), keys and values (B, H_kv, T, D); returns (B, H, T, D) with memory layout (B, T, H,
+    D).
+    """
     with torch.autocast(q.device.type, enabled=False):
         return _BlockwiseAttention.apply(q, k, v)
 
@@ -73,8 +80,8 @@ class _BlockwiseAttention(torch.autograd.Function):
         queries, keys, values = _pairs(q, k), _pairs(k, k)[:, 0], _pairs(v, k)[:, 0]
         out = q.new_empty(size, length, heads, dim).transpose(1, 2)
         for first, end in _blocks(queries):
-            found = torch.bmm(_probabilities(queries, keys, first, end), values[:, :end])
-            out[:, :, first:end] = found.view(size, heads, end - first, dim)
+            block = torch.bmm(_probabilities(queries, keys, first, end), values[:, :end])
+            out[:, :, first:end] = block.view(size, heads, end - first, dim)
         ctx.save_for_backward(queries, keys, values)
         return out
 
@@ -85,16 +92,17 @@ class _BlockwiseAttention(torch.autograd.Function):
         size, shared, length, dim = queries.shape
         grads = grad.reshape(queries.shape)
         for_queries = torch.empty_like(queries)
-        # Later rows see all keys of earlier ones: with the last block first, it begins the sums of all.
+        # Later rows attend to all keys of earlier rows, so starting with the last block initializes all sums.
         for_keys: Any = None
         for_values: Any = None
         for first, end in reversed(_blocks(queries)):
-            seen = _probabilities(queries, keys, first, end)
+            probabilities = _probabilities(queries, keys, first, end)
             outer = _rows(grads, first, end)
-            rows = softmax_backward(torch.bmm(outer, values[:, :end].mT), seen, -1, seen.dtype)
+            rows = softmax_backward(torch.bmm(outer, values[:, :end].mT), probabilities, -1, probabilities.dtype)
             rows *= 1 / math.sqrt(dim)
             for_queries[:, :, first:end] = torch.bmm(rows, keys[:, :end]).view(size, shared, end - first, dim)
-            of_keys, of_values = torch.bmm(rows.mT, _rows(queries, first, end)), torch.bmm(seen.mT, outer)
+            of_keys = torch.bmm(rows.mT, _rows(queries, first, end))
+            of_values = torch.bmm(probabilities.mT, outer)
             if for_keys is None:
                 for_keys, for_values = of_keys, of_values
                 if first:
@@ -107,27 +115,27 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def _pairs(heads: Tensor, keys: Tensor) -> Tensor:
-    """(B, H, T, D) to (P, R, T, D)."""
+    """Reshape (B, H, T, D) to (P, R, T, D), for P = B H_kv pairs and R = H / H_kv queries per key."""
     return heads.reshape(keys.shape[0] * keys.shape[1], -1, *heads.shape[2:])
 
 
 def _rows(heads: Tensor, first: int, end: int) -> Tensor:
-    """Some rows of (P, R, T, D), as (P, R n, D)."""
+    """Return n rows of (P, R, T, D) as (P, R n, D)."""
     return heads[:, :, first:end].flatten(1, 2)
 
 
 def _blocks(queries: Tensor) -> list[tuple[int, int]]:
-    """First and end of each block of rows."""
+    """Return start and end of each block of rows."""
     size, shared, length, _ = queries.shape
     rows = max(1, min(_ROWS, _ELEMENTS // (size * shared * length)))
     return [(first, min(first + rows, length)) for first in range(0, length, rows)]
 
 
 def _probabilities(queries: Tensor, keys: Tensor, first: int, end: int) -> Tensor:
-    """The softmax of a block's scores, (P, R n, E)."""
-    rows, rest = _rows(queries, first, end), end - first
+    """Compute the softmax of a block's scores, (P, R n, end)."""
+    rows, count = _rows(queries, first, end), end - first
     scores = torch.bmm(rows, keys[:, :end].mT)
     scores *= 1 / math.sqrt(queries.shape[-1])
-    hidden = torch.full((rest, rest), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-    scores.view(len(keys), -1, rest, end)[..., first:] += hidden
+    mask = torch.full((count, count), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+    scores.view(len(keys), -1, count, end)[..., first:] += mask
     return torch.softmax(scores, dim=-1)

@@ -1,6 +1,6 @@
-"""Shape of a model, by name or by number (imports no torch).
+"""Model configuration, and the named models (imports no torch).
 
-Symbols: C width, D dimensions of a head, H heads, L layers, T context, V vocabulary.
+Symbols: C width, D head dimension, H heads, L layers, T context length, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,65 +22,65 @@ _CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_a
 _COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2**20, "head_dim": 2**20,
            "block_size": 2**24, "rope_context": 2**24,
            "vocab_size": MOST_IDS, "vocab_multiple": 2**20, "intermediate_size": 2**24}
-"""Whole numbers from 1 on, and the most that a check can go through in a second."""
+"""Positive integer fields and their maxima, chosen so that --check takes at most a second."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. Three fields may be left at 0 and then follow from the others.
+    """Configuration of a decoder-only transformer. Three fields may be 0; they then follow from the others.
 
     Raises:
-        UserError: when the numbers do not fit together.
+        UserError: a value is invalid, or values are inconsistent.
     """
 
     n_layer: int
-    """Transformer blocks, L."""
+    """Number of transformer blocks, L."""
     n_head: int
-    """Attention heads, H; they divide the width, unless `head_dim` is given."""
+    """Number of attention heads, H. C must be a multiple of H unless `head_dim` is given."""
     n_embd: int
     """Width, C."""
     block_size: int
-    """Longest context, T."""
+    """Maximum context length, T."""
     vocab_size: int
-    """Tokens that the tokenizer can produce. Ids from here to `padded_vocab_size` never occur in data."""
+    """Vocabulary size of the tokenizer. Ids from here to `padded_vocab_size` never occur in data."""
     n_kv_head: int = 0
-    """Key/value heads (grouped-query attention); they divide the heads. 0: as many as heads."""
+    """Number of key/value heads (grouped-query attention); H must be a multiple of it. 0: H."""
     head_dim: int = 0
-    """Dimensions of one head, D. 0: C/H."""
+    """Head dimension, D. 0: C/H."""
     intermediate_size: int = 0
     """Width inside the MLP. 0: 4 C for GELU; for swiglu 8/3 C, rounded up to a multiple of 128."""
     vocab_multiple: int = 128
-    """The embedding's rows are padded to a multiple of this: faster products, divisible by parallel degrees."""
+    """Pad the embedding's rows to a multiple of this, for faster matmuls and divisibility by parallel degrees."""
     norm: Norm = "layernorm"
     norm_eps: float = 1e-5
     position: Position = "learned"
     rope_theta: float = 500000.0
     """Base of the rotary angles; unused with learned positions."""
     rope_factor: float = 1.0
-    """How much slower slow rotations are, so that a model that was trained with a context of `rope_context` reads a
-    longer one: Llama 3.1's rule, see `ezpz_llm.model.gpt.rotation_frequencies`. 1: as they are."""
+    """Factor by which low frequencies are reduced, to extend a model trained with a context of `rope_context`, by
+    Llama 3.1's rule; see `ezpz_llm.model.gpt.rotation_frequencies`. 1: unchanged."""
     rope_low: float = 1.0
-    """Turns within `rope_context` below which a rotation counts as slow."""
+    """Turns within `rope_context` below which a frequency is reduced by the full factor."""
     rope_high: float = 4.0
-    """Turns from which on it counts as fast, and stays as it is; between the two the rule is interpolated."""
+    """Turns within `rope_context` from which a frequency is unchanged; in between, the rule interpolates."""
     rope_context: int = 8192
     window: int = 0
-    """Tokens that each token attends to, itself included, as Mistral's sliding window has it; 0: all. The context
-    may be no longer: within it a window changes nothing."""
+    """Sliding window of attention in tokens, including the token itself (Mistral); 0: unlimited. The context must
+    not be longer than the window, which then has no effect."""
     qk_norm: QKNorm = "none"
-    """RMSNorm of queries and keys (Henry et al. 2020, arXiv:2010.04245), before they are rotated: of each "head",
-    as Qwen3 has it, or over the "width" of all heads, as OLMo 2 has it."""
+    """RMSNorm of queries and keys before rotation (Henry et al. 2020, arXiv:2010.04245): of each "head" (Qwen3), or
+    over the "width" of all heads (OLMo 2)."""
     norm_order: NormOrder = "before"
-    """Whether a block's norms stand before attention and MLP, or after, before the sum (OLMo 2)."""
+    """Position of a block's norms: "before" attention and MLP, or "after" them, before the sum (OLMo 2)."""
     mlp: Mlp = "gelu"
-    """"gelu" in its tanh form, as GPT-2 has it, "gelu_erf" by its definition, as nanoGPT has it, or "swiglu"."""
+    """Activation of the MLP: "gelu" (tanh form, GPT-2), "gelu_erf" (exact, nanoGPT) or "swiglu"."""
     bias: bool = True
-    """Biases in linear layers and LayerNorm (RMSNorm never has one, the output head neither)."""
+    """Use biases in linear layers and LayerNorm. RMSNorm and the output head never have a bias."""
     dropout: float = 0.0
     tied: bool = True
-    """Whether the output head is the token embedding."""
+    """Share the weight of the token embedding with the output head."""
     init: Init = "gpt2"
-    """Initialisation scheme; see init.py."""
+    """Initialization scheme; see init.py."""
 
     def __post_init__(self) -> None:
         if self.n_kv_head == 0:
@@ -92,9 +92,9 @@ class ModelConfig:
         for name, most in _COUNTS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} is {shown(value)}: it must be a whole number of at least 1", where="model")
+                raise UserError(f"{name} is {shown(value)}: it must be an integer of at least 1", where="model")
             if value > most:
-                raise UserError(f"{name} is {shown(value)}: it must be {most:,} at most", where="model")
+                raise UserError(f"{name} is {shown(value)}: it must be at most {most:,}", where="model")
         for name, known in _CHOICES.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise unknown(f"{name} of a model", str(getattr(self, name)), known, where="model")
@@ -103,40 +103,40 @@ class ModelConfig:
             if not isinstance(value, (int, float)) or not 0 <= value < 1e12:
                 raise UserError(f"{name} is {shown(value)}: it must be a number from 0 to 1e12", where="model")
         if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"dropout is {self.dropout}: it must lie in 0 <= dropout < 1", where="model")
+            raise UserError(f"dropout is {self.dropout}: it must be in [0, 1)", where="model")
         if self.rope_factor < 1 or self.rope_low >= self.rope_high:
             raise UserError(f"rope_factor is {self.rope_factor:g}, rope_low {self.rope_low:g}, rope_high "
-                            f"{self.rope_high:g}: the factor must be at least 1, rope_low less than rope_high",
+                            f"{self.rope_high:g}: rope_factor must be at least 1, and rope_low less than rope_high",
                             where="model")
         self._check_window()
         if self.n_head % self.n_kv_head:
             raise UserError(f"{self.n_head} heads are not a multiple of {self.n_kv_head} key/value heads",
-                            where="model", instead=f"n_kv_head one of {_divisors(self.n_head)}")
+                            where="model", instead=f"set n_kv_head to one of {_divisors(self.n_head)}")
         if self.position == "rope" and self.head_dim % 2:
-            raise UserError(f"rotary positions turn pairs, but a head has {self.head_dim} dimensions",
-                            where="model", instead="an even n_embd/n_head, or an even head_dim")
+            raise UserError(f"rotary positions need an even head dimension, but a head has {self.head_dim} "
+                            "dimensions", where="model", instead="use an even n_embd/n_head or an even head_dim")
 
     def _equal_heads(self) -> int:
         if not all(type(count) is int and count > 0 for count in (self.n_embd, self.n_head)):
-            return 0  # what is wrong with them is found next
+            return 0  # the checks that follow report the invalid value
         if self.n_embd % self.n_head:
             raise UserError(f"width {self.n_embd} is not a multiple of {self.n_head} heads", where="model",
-                            instead=f"n_embd {self.n_head * max(1, round(self.n_embd / self.n_head))}, "
-                                    f"or n_head one of {_divisors(self.n_embd)}")
+                            instead=f"set n_embd {self.n_head * max(1, round(self.n_embd / self.n_head))}, "
+                                    f"or n_head to one of {_divisors(self.n_embd)}")
         return self.n_embd // self.n_head
 
     def _check_window(self) -> None:
         if type(self.window) is not int or self.window < 0:
-            raise UserError(f"window is {shown(self.window)}: it must be a whole number of at least 0",
+            raise UserError(f"window is {shown(self.window)}: it must be an integer of at least 0",
                             where="model")
         if self.window and self.block_size > self.window:
-            raise UserError(f"a context of {self.block_size} is longer than the window of {self.window} tokens "
-                            "that this model attends to", where="model",
-                            instead=f"block_size {self.window} or less")
+            raise UserError(f"a context of {self.block_size} tokens is longer than the model's attention window of "
+                            f"{self.window} tokens", where="model",
+                            instead=f"set block_size to {self.window} or less")
 
     @property
     def q_width(self) -> int:
-        """Width of all queries, C_q; C unless `head_dim` says otherwise."""
+        """Width of all queries, C_q = H D."""
         return self.n_head * self.head_dim
 
     @property
@@ -166,9 +166,9 @@ _OLMO2 = {**_LLAMA, "qk_norm": "width", "norm_order": "after", "norm_eps": 1e-6}
 _TINY = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257, "vocab_multiple": 64}
 
 # GPT-2: Radford et al. 2019, with the vocabulary padded. GPT-3's 125M: Brown et al. 2020, table 2.1.
-# shakespeare-char: nanoGPT's published configuration, with the tanh form of GELU (nanoGPT's own model has erf's).
+# shakespeare-char: nanoGPT's published configuration, with the tanh form of GELU (nanoGPT uses the erf form).
 # llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3. The others: config.json of Llama-3.2-1B, Qwen3-0.6B-Base,
-# OLMo-2-0425-1B and Mistral-7B-v0.3 at Hugging Face.
+# OLMo-2-0425-1B and Mistral-7B-v0.3 on Hugging Face.
 _SHAPES: dict[str, dict[str, Any]] = {
     "tiny-gpt2": {**_TINY},
     "tiny-llama": {**_TINY, **_LLAMA, "n_kv_head": 2},
@@ -196,17 +196,17 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 
 MODELS: dict[str, ModelConfig] = {name: ModelConfig(**shape) for name, shape in _SHAPES.items()}
-"""Every shape that has a name. The tiny ones and shakespeare-char are meant to adopt a tokenizer's vocabulary."""
+"""All named models. The tiny ones and shakespeare-char are meant to adopt the vocabulary size of a tokenizer."""
 
 
 def get_model_config(name: str, **overrides: Any) -> ModelConfig:
-    """The shape `name`, with some fields changed; an override of None leaves the shape's own value.
+    """Return the configuration of a named model, with overrides; None keeps the model's value.
 
-    What the shape leaves to be derived follows the overrides (more heads bring as many key/value heads), and an
-    MLP width that it states keeps its ratio to the width.
+    Derived fields follow the overrides (for example, n_kv_head follows n_head). An explicit intermediate_size keeps
+    its ratio to n_embd.
 
     Raises:
-        UserError: for an unknown name or field (offering the nearest), or a shape that does not fit together.
+        UserError: unknown name or field (the message suggests the nearest), or inconsistent values.
     """
     if name not in _SHAPES:
         raise unknown("model", name, _SHAPES, where="--model")

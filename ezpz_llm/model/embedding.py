@@ -1,7 +1,7 @@
-"""The embedding table, tied or not, and which rows of a vocabulary that is divided over ranks lie on one.
+"""Token embedding, tied or untied, and this rank's part of a vocabulary that is sharded over ranks.
 
-Shapes: B sequences, T tokens, N any number of tokens, C width, V padded vocabulary, R ranks. Rank r has tokens
-r V/R up to (r + 1) V/R.
+Shapes: B sequences, T tokens, N any number of tokens, C width, V padded vocabulary size, R ranks. Rank r has tokens
+[r V/R, (r + 1) V/R).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Columns:
-    """Which of the logits' columns a rank has: part number `rank` of `ranks` equal ones.
+    """Columns of the logits on this rank: part `rank` of `ranks` equal parts.
 
-    `group` is None for the whole world, as in torch. One rank alone has all of them and needs no group.
+    Attributes:
+        group: process group of the ranks; None for the whole world, as in torch.
     """
 
     rank: int = 0
@@ -28,13 +29,13 @@ class Columns:
     group: ProcessGroup | None = None
 
     def own(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Targets (N) as indices into this rank's `width` columns, 0 for those elsewhere, and which lie here."""
+        """Return targets (N) as indices into this rank's columns (0 for others), and a mask of local targets."""
         return own_rows(targets, self.rank * width, width)
 
     def join(self, normaliser: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp and the target's logit, (N) each in fp32, of all columns, from those of each rank's.
+        """Combine the ranks' log-sum-exp and target logit, (N) each in fp32, to those of all columns.
 
-        One small collective: each rank sends two numbers a token.
+        Uses one small all-gather, with two numbers per token and rank.
         """
         if self.ranks == 1:
             return normaliser, chosen
@@ -46,35 +47,36 @@ class Columns:
 
 
 def own_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Indices into rows [first, first + count), 0 for what lies elsewhere, and which tokens lie here."""
+    """Return indices into rows [first, first + count), 0 for other tokens, and a mask of tokens in these rows."""
     index = tokens - first
     inside = (index >= 0) & (index < count)
     return index * inside, inside
 
 
 def lookup(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Rows (..., C) of a table (V, C); a row's gradient is the sum over its tokens, in fp32 before it is rounded.
+    """Look up rows (..., C) in an embedding (V, C), whose gradient is summed over tokens in fp32.
 
-    On CPU torch rounds a table of two bytes after each token, which loses most of a frequent token's gradient.
+    For a 16-bit embedding on CPU, torch rounds the sum after each token, which loses most of a frequent token's
+    gradient.
     """
     if weight.device.type == "cpu" and weight.dtype != torch.float32:
         return _Lookup.apply(tokens, weight, False)
     return functional.embedding(tokens, weight)
 
 
-# The embedding table, whose gradient is added to the head's where both are one tensor.
 class TiedEmbedding(nn.Embedding):
-    """An embedding of V tokens in C dimensions.
+    """Embedding of V tokens in C dimensions.
 
-    `tied`: the head's product has the same weight, whose dense gradient comes in the same backward pass. On CPU
-    the lookup's own is then given as rows, which autograd adds to it: dense it would be V rows of zeros but for the
-    few that were looked up. (torch 2.13 adds them to a copy of the head's, not in place.)
+    Attributes:
+        tied: True if the output head has the same weight. The head's dense gradient then comes in the same backward
+            pass, so on CPU the gradient of the lookup is sparse, and autograd adds it; a dense gradient would have
+            V rows of mostly zeros. (torch 2.13 adds the rows to a copy of the head's gradient, not in place.)
     """
 
     tied = False
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T) to rows (B, T, C)."""
+        """Look up rows (B, T, C) for tokens (B, T)."""
         if self.tied and self.weight.device.type == "cpu":
             return _Lookup.apply(tokens, self.weight, True)
         return lookup(tokens, self.weight)

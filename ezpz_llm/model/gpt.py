@@ -1,12 +1,12 @@
-"""One GPT for GPT-2 and Llama shapes, with the module names of Hugging Face's GPT-2.
+"""GPT model for GPT-2 and Llama shapes, with the module names of Hugging Face's GPT-2.
 
-Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D dimensions of a head,
-V padded vocabulary; C_q = H D is the width of all queries.
+Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D head dimension, V padded vocabulary size;
+C_q = H D is the width of all queries.
 
-The model is plain: it knows no ranks, no precision and no engine. Those are applied from outside, by replacing
-modules named in a table or by autocast. Hence three habits: a module uses only its own parameters (engines gather
-them by hooks on its forward), sizes of sharded dimensions are read from the tensors and not from the
-configuration, and the product of queries and keys is a module, as is the head, whose loss never has all logits.
+The model is independent of ranks, precision and engines, which are applied from outside by replacing modules that
+are named in a table, or by autocast. This requires three conventions. A module uses only its own parameters, since
+engines gather them by hooks on its forward. Sizes of sharded dimensions are read from tensors, not from the
+configuration. Attention's matmuls are a module, and so is the head, whose loss never materializes all logits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """The angles theta^(-2i/D) between two rotary positions (Su et al. 2021, arXiv:2104.09864), (D/2,) in fp32.
+    """Return the rotary frequencies theta^(-2i/D) (Su et al. 2021, arXiv:2104.09864), (D/2,) in fp32.
 
-    With `rope_factor`, by the rule of Llama 3.1 (github.com/meta-llama/llama-models, apply_scaling in model.py):
-    rotations of fewer than `rope_low` turns within `rope_context` are slower by the factor, those of more than
-    `rope_high` stay, and between the two both are mixed in proportion to the turns.
+    `rope_factor` applies the rule of Llama 3.1 (github.com/meta-llama/llama-models, apply_scaling in model.py):
+    frequencies of fewer than `rope_low` turns within `rope_context` are divided by the factor, those of more than
+    `rope_high` turns are unchanged, and in between the two are interpolated linearly in the number of turns.
     """
     frequencies = config.rope_theta ** (
         -torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim)
@@ -48,10 +48,10 @@ def rotation_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def rotation_tables(length: int, frequencies: Tensor, first: int = 0) -> Rotation:
-    """The rotations of rotary positions from `first` on.
+    """Return the rotations of `length` positions from `first` on.
 
-    Computed on each forward pass, in fp32: as buffers they would be rounded by a model-wide change of dtype and
-    lost on the way from a meta device.
+    They are computed in fp32 in each forward pass, because buffers would be rounded when the model's dtype changes,
+    and lost when the model leaves the meta device.
     """
     device = frequencies.device
     angles = torch.arange(first, first + length, device=device, dtype=torch.float32)[:, None] * frequencies
@@ -59,20 +59,20 @@ def rotation_tables(length: int, frequencies: Tensor, first: int = 0) -> Rotatio
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (i, i + D/2) of (B, H, T, D) by its angle; fp32 inside, the input's dtype outside."""
+    """Rotate each pair (i, i + D/2) of (B, H, T, D) by its angle; computes in fp32, returns the input's dtype."""
     cos, sin = rotation
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's; on CPU computed in fp32 whatever the parameters' dtype.
+    """torch's LayerNorm, computed in fp32 on CPU for any parameter dtype.
 
-    torch 2.13 adds the gradients of gain and bias in bf16 there, 32 % wrong after 4,096 tokens.
+    torch 2.13 sums the gradients of gain and bias in bf16 on CPU, with an error of 32 % after 4,096 tokens.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) normalised in fp32 on a CPU too, where torch computes in the type of `x`."""
+        """Normalize (…, C), in fp32 also on CPU, where torch computes in the dtype of `x`."""
         if x.device.type != "cpu" or self.weight.dtype == torch.float32:
             return super().forward(x)
         bias = None if self.bias is None else self.bias.float()
@@ -81,27 +81,27 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's; on CPU computed in fp32 whatever the parameters' dtype: its steps would each be rounded."""
+    """torch's RMSNorm, computed in fp32 on CPU for any parameter dtype, since torch would round each step."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) normalised in fp32 on a CPU too, where torch computes in the type of `x`."""
+        """Normalize (…, C), in fp32 also on CPU, where torch computes in the dtype of `x`."""
         if x.device.type != "cpu" or self.weight.dtype == torch.float32:
             return super().forward(x)
         return functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The normalisation of one C-wide activation."""
+    """Create the normalization layer of a C-wide activation."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, eps=config.norm_eps)
     return LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class CausalProduct(nn.Module):
-    """Scaled dot products of whole sequences, the part of attention that has no parameters.
+    """Causal scaled dot-product attention, the part of attention without parameters.
 
-    `explicit`: by the definition, with all scores in memory, where torch would choose among its kernels, or we
-    would take ours.
+    Attributes:
+        explicit: compute the definition with all scores in memory, instead of torch's choice or our kernel.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -110,7 +110,7 @@ class CausalProduct(nn.Module):
         self.explicit = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D)."""
+        """Compute attention of queries (B, H, T, D), keys and values (B, H_kv, T, D); returns (B, H, T, D)."""
         dropout = self.dropout if self.training else 0.0
         if is_blockwise(q.device, q.dtype, dropout) and not self.explicit:
             return blockwise_attention(q, k, v)
@@ -120,7 +120,7 @@ class CausalProduct(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `c_attn` holds queries, keys and values as parts (C_q, C_kv, C_kv) of its rows."""
+    """Causal self-attention; rows of `c_attn` are queries, keys and values (C_q, C_kv, C_kv)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """(B, T, D) to (B, T, D); `rotation` has the angles of rotary positions, None without."""
+        """Compute attention of (B, T, C); `rotation` is None with learned positions. Returns (B, T, C)."""
         heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
         kv_heads = heads.shape[1] // (self.queries_per_kv + 2)
         q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
@@ -152,20 +152,20 @@ class Attention(nn.Module):
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """A norm of queries or keys in the dtype of its gain, which under autocast is fp32."""
+    """Normalize queries or keys in the dtype of the gain, which is fp32 under autocast."""
     return norm(x.to(norm.weight.dtype)).type_as(x)
 
 
 def _over_heads(norm: nn.Module, x: Tensor) -> Tensor:
-    """A norm of all heads of a token as one, (B, H, T, D) to the same."""
+    """Normalize over all heads of a token, (B, H, T, D)."""
     heads = x.transpose(1, 2)
     return _normed(norm, heads.flatten(2)).unflatten(-1, heads.shape[2:]).transpose(1, 2)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+    """Apply GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
-    Compiled for CPU the sigmoid is several times as fast as the tanh, which is 2 sigmoid(2z) - 1.
+    Compiled code on CPU uses tanh(z) = 2 sigmoid(2z) - 1, since its sigmoid is several times as fast as its tanh.
     """
     if not (torch.compiler.is_compiling() and x.device.type == "cpu"):
         return functional.gelu(x, approximate="tanh")
@@ -174,7 +174,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """C to the intermediate width and back, through one of the two forms of GELU or, with `c_gate`, SwiGLU."""
+    """Two linear layers with one of two forms of GELU or, with `c_gate`, SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D) over the hidden layer, gated (SwiGLU) where there is a gate."""
+        """Compute the MLP of (B, T, C)."""
         if self.c_gate is None:
             hidden = self.activation(self.c_fc(x))
         else:
@@ -195,9 +195,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, (B, T, C) to (B, T, C).
+    """Transformer block, (B, T, C) to (B, T, C).
 
-    `recomputes`: its activations are computed again in the backward pass, and only its input is kept until then.
+    Attributes:
+        recomputes: use activation checkpointing: keep only the input, and recompute activations in the backward.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -210,9 +211,9 @@ class Block(nn.Module):
         self.recomputes = False
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """(B, T, D) to (B, T, D); activations inside are computed again in the backward pass if so chosen."""
-        # A method, and no function that closes over a block: torch 2.6 guards such by identity, and would compile a
-        # graph for each block.
+        """Compute the block, with activation checkpointing if `recomputes`."""
+        # checkpoint() gets a method instead of a closure over the block, since torch 2.6 guards closures by
+        # identity and would compile a graph for each block.
         return checkpoint(self._layers, x, rotation, use_reentrant=False) if self.recomputes \
             else self._layers(x, rotation)
 
@@ -225,7 +226,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to logits, or to the loss. A new model holds torch's default values: see `init_weights`."""
+    """GPT model that returns logits or the loss. A new model has torch's default weights; see `init_weights`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -245,23 +246,23 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer["wte"].weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        # Behind every .to(): a move from the meta device makes new parameters, module by module.
+        # Called by every .to(). A move from the meta device creates new parameters, which breaks the tie.
         super()._apply(fn, recurse)
         self._tie()
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 first: int = 0, last_only: bool = False) -> Tensor:
-        """Tokens (B, T) to logits (B, T, V), or with targets (B, T) to the loss, 0-d in fp32.
+        """Return logits (B, T, V) of tokens (B, T), or with targets (B, T) the loss, 0-d in fp32.
 
         Targets of -100 are ignored.
 
         Args:
-            first: the position of the first token, where the sequence is part of a longer one.
-            last_only: logits of the last token only, (B, 1, V).
+            first: position of the first token, if the sequence is part of a longer one.
+            last_only: return logits of the last token only, (B, 1, V).
 
         Raises:
-            UserError: when the sequence exceeds the model's block size.
+            UserError: the sequence exceeds the model's block size.
         """
         x = embed(self.config, self.transformer, tokens, first)
         rotation = rotation_of(self.config, tokens.shape[1], tokens.device, first)
@@ -272,15 +273,15 @@ class GPT(nn.Module):
 
 
 def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int = 0) -> Tensor:
-    """Tokens (B, T) to activations (B, T, C), by the embeddings and the dropout among a model's parts.
+    """Embed tokens (B, T) to activations (B, T, C), with the embeddings and the dropout in `parts`.
 
     Raises:
-        UserError: when the sequence exceeds the model's block size.
+        UserError: the sequence exceeds the model's block size.
     """
     length = first + tokens.shape[1]
     if length > config.block_size:
         raise UserError(f"a sequence of {length} tokens exceeds the model's context of {config.block_size}",
-                        instead=f"at most {config.block_size} tokens, or a model with a larger block_size")
+                        instead=f"give at most {config.block_size} tokens, or use a model with a larger block_size")
     x = parts["wte"](tokens)
     if config.position == "learned":
         x = x + parts["wpe"](torch.arange(first, length, device=tokens.device))
@@ -288,7 +289,7 @@ def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int 
 
 
 def rotation_of(config: ModelConfig, length: int, device: torch.device, first: int = 0) -> Rotation | None:
-    """The rotation of `length` positions from `first` on, None where positions are learned."""
+    """Return the rotation of `length` positions from `first` on; None for learned positions."""
     if config.position == "learned":
         return None
     return rotation_tables(length, rotation_frequencies(config, device), first)

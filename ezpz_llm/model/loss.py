@@ -1,12 +1,13 @@
-"""Output head and training loss: of logits, or in chunks of hidden states without ever having all logits.
+"""Output head and training loss, computed from all logits or in chunks that never materialize all logits.
 
-Shapes: B sequences, T tokens, N = B T, n of them in a chunk, C width, V padded vocabulary, R ranks that have V/R
+Shapes: B sequences, T tokens, N = B T, n tokens in a chunk, C width, V padded vocabulary size, R ranks with V/R
 columns each.
 
-Where a gradient is wanted, those of the hidden states and of the head's weight are computed in the forward pass,
-while a chunk's logits are in memory: as many products as the plain loss makes, none twice. What is kept until the
-backward pass is these two gradients, (N, C) and (V/R, C). Nothing is divided by the number of tokens before the
-products, so that in fp16 a small gradient is not lost to it: the logits' own gradient is a probability.
+If gradients are required, the chunked loss computes the gradients of the hidden states and of the head's weight in
+the forward pass, while a chunk's logits are in memory. This needs the same matmuls as the plain loss, each once.
+Only these two gradients, (N, C) and (V/R, C), are kept until the backward pass. The division by the number of
+tokens follows after the matmuls, so that small gradients do not underflow in fp16: the gradient of a logit is a
+probability.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from ezpz_llm.dist.device import device_memory
 from ezpz_llm.model.embedding import Columns
 from ezpz_llm.model.loss_chunk import chosen_chunk, most_logits
 
-# The training loss of logits: negative log-likelihood in nats, in fp32 whatever the logits' dtype.
 Reduction = Literal["mean", "sum", "rows"]
-"""Over all targets that count: their mean, 0-d; their sum, 0-d; the sum of each sequence, (B,)."""
+"""Reduction over targets that are not ignored: mean, 0-d; sum, 0-d; sum of each sequence, (B,)."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: Reduction = "mean", z_loss: float = 0.0,
                   columns: Columns = Columns()) -> Tensor:  # noqa: B008 (a frozen value)
-    """Logits (B, T, V/R) and targets (B, T) to an fp32 tensor, see Reduction; targets of -100 count in none.
+    """Compute the negative log-likelihood in nats from logits (B, T, V/R) and targets (B, T), in fp32.
 
-    Keeps the logits for the backward pass, and makes several tensors of their size in fp32.
+    Targets of -100 are ignored. Keeps the logits for the backward pass, and creates several fp32 tensors of their
+    size.
+
+    Args:
+        z_loss: weight of the squared log-sum-exp, which is added to the gradient but not to the value.
+        columns: this rank's columns of the logits.
     """
     flat, aims = logits.flatten(0, -2), targets.flatten()
     if columns.ranks > 1:
@@ -49,7 +54,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: Reduction = "mean"
 
 
 def reduced(losses: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-    """The losses (N) of targets (B, T), those that do not count being 0."""
+    """Reduce losses (N) of targets (B, T); losses of ignored targets must be 0."""
     if reduction == "rows":
         return losses.view(targets.shape).sum(dim=-1)
     total = losses.sum()
@@ -57,9 +62,9 @@ def reduced(losses: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Logits (N, V/R) and targets (N) to the negative log-likelihoods (N) in fp32, 0 where a target is ignored.
+    """Negative log-likelihoods (N) in fp32 from logits (N, V/R) and targets (N); 0 for ignored targets.
 
-    The gradient needs no communication: a softmax's columns follow from the logits and the normaliser alone.
+    The gradient needs no communication, because columns of a softmax follow from the logits and the normalizer.
     """
 
     @staticmethod
@@ -84,29 +89,29 @@ class _TokenLosses(torch.autograd.Function):
 
 
 _CACHED = 2 ** 22
-"""Logits that a CPU passes over several times at once, in fp32: they should stay in its last cache."""
+"""Logits per block on CPU, in fp32; the block is read several times and should fit in the last-level cache."""
 _SUMMED = 2 ** 22
-"""Elements of the head's weight whose gradient a CPU adds at once: in bf16 and fp32 within its last cache."""
+"""Elements per block of the head's weight gradient on CPU; should fit in the last-level cache in bf16 and fp32."""
 
 
 @functools.cache
 def most_logits_on(device: torch.device) -> int:
-    """The most logits of a chunk on a device that is there."""
+    """Return the maximum number of logits in a chunk on a device of this machine."""
     return most_logits(device.type, device_memory(device))
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
                           chunk: int, z_loss: float = 0.0, columns: Columns = Columns(),  # noqa: B008
                           compiled: bool = False) -> Tensor:
-    """Hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T) to an fp32 tensor.
+    """Compute the loss from hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T), in fp32.
 
-    The same as `cross_entropy` of their product, up to the order of sums, but that "rows" have no gradient.
-    Products are in autocast's dtype.
+    Equals `cross_entropy` of their product, up to the order of sums, except that "rows" has no gradient. Matmuls
+    are in autocast's dtype.
 
     Args:
-        chunk: tokens to take at once.
-        z_loss, columns: as there.
-        compiled: pass over the logits in two kernels of torch.compile's, and not in one an operation.
+        chunk: tokens per chunk.
+        z_loss, columns: as in `cross_entropy`.
+        compiled: process logits with two kernels of torch.compile, instead of one kernel per operation.
     """
     kind = hidden.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
@@ -119,7 +124,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduc
 
 @dataclass(frozen=True)
 class _Task:
-    """What a chunked loss is told besides its tensors. `dtype` is that of the products."""
+    """Options of a chunked loss. `dtype` is the dtype of the matmuls."""
 
     reduction: Reduction
     chunk: int
@@ -138,23 +143,23 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, task.dtype, *(task.gradients and need
                                                              for need in ctx.needs_input_grad[:2]))
         cast = weight.to(task.dtype)
-        make_room = _CompiledRoom if task.compiled else _Room
-        room = make_room(min(task.chunk, len(hidden)), len(weight), task.dtype, hidden.device)
+        buffer_type = _CompiledBuffer if task.compiled else _Buffer
+        buffer = buffer_type(min(task.chunk, len(hidden)), len(weight), task.dtype, hidden.device)
         losses = torch.empty(len(hidden), device=hidden.device)
         for start in range(0, len(hidden), task.chunk):
             part = slice(start, start + task.chunk)
             rows = hidden[part].to(task.dtype)
-            logits = torch.mm(rows, cast.t(), out=room.logits[:len(rows)])
+            logits = torch.mm(rows, cast.t(), out=buffer.logits[:len(rows)])
             index, inside = task.columns.own(flat[part], len(weight))
             chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
-            own = room.normaliser(logits, index, gradients.wanted)
+            own = buffer.normaliser(logits, index, gradients.wanted)
             normaliser, chosen = task.columns.join(own, chosen)
             losses[part] = (normaliser - chosen) * counted[part]
             if gradients.wanted:
                 factor = None
                 if task.z_loss or task.columns.ranks > 1:
                     factor = torch.exp(own - normaliser) * (1 + 2 * task.z_loss * normaliser)
-                gradients.add(part, room.gradient(logits, own, factor, index, inside), rows, cast, counted[part])
+                gradients.add(part, buffer.gradient(logits, own, factor, index, inside), rows, cast, counted[part])
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(gradients.hidden, gradients.weight,
                               counted.sum() if task.reduction == "mean" else None)
@@ -168,48 +173,47 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, divisor = ctx.saved_tensors
         scale = grad if divisor is None else grad / divisor
-        # In place: nobody else has them, and a second backward pass would be noticed by autograd.
+        # In place, since nothing else uses these tensors. Autograd would detect a second backward pass.
         return (None if hidden is None else hidden.mul_(scale),
                 None if weight is None else weight.mul_(scale).to(ctx.weight_dtype), None, None)
 
 
-class _Room:
-    """Memory for one chunk's logits, used again for each."""
+class _Buffer:
+    """Reused memory for a chunk's logits, and the operations on it."""
 
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
         self._chosen = torch.empty(tokens, device=device)
         self._rows = min(tokens, max(1, _CACHED // columns)) if device.type == "cpu" else tokens
-        # On CPU fresh memory of this size would cost as much as the work.
+        # On CPU, allocating memory of this size would take as long as the computation.
         self._softmax = torch.empty(self._rows, columns) if device.type == "cpu" else None
 
     def normaliser(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
-        """The log-sum-exp (n) of these logits (n, V/R) in fp32; where gradients are wanted, puts what they need in
-        place of the logits."""
+        """Return the log-sum-exp (n) of logits (n, V/R) in fp32; with `gradients`, overwrite logits by softmax."""
         own, chosen = torch.empty(len(logits), device=logits.device), self._chosen[:len(logits)]
         for start in range(0, len(logits), self._rows):
             rows = slice(start, start + self._rows)
-            some = logits[rows]
-            largest = some.amax(dim=-1).float()
+            block = logits[rows]
+            largest = block.amax(dim=-1).float()
             if self._softmax is None:
-                softmax = torch.softmax(some, dim=-1, dtype=torch.float32)
+                softmax = torch.softmax(block, dim=-1, dtype=torch.float32)
             else:
-                softmax = self._softmax[:len(some)].copy_(some)
+                softmax = self._softmax[:len(block)].copy_(block)
                 torch.softmax(softmax, dim=-1, out=softmax)
-            # The largest probability is one over the sum of exponentials, so never too small for a logarithm.
+            # The largest probability is at least 1 / columns, so its logarithm does not underflow.
             own[rows] = largest - softmax.amax(dim=-1).log()
             if gradients:
                 chosen[rows] = softmax.gather(1, index[rows, None])[:, 0]
-                some.copy_(softmax)
+                block.copy_(softmax)
         return own
 
     def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
-        """The gradient of each token's loss by the logits, in their place and dtype.
+        """Compute the gradient of each token's loss with respect to its logits, in place.
 
         Args:
-            own: what `normaliser` gave for them.
-            factor: by which the softmax of these columns is multiplied, (n); None for one.
-            index, inside: the target's column, where it lies here.
+            own: the result of `normaliser`.
+            factor: factor of the softmax of these columns, (n); None for 1.
+            index, inside: the target's column, and whether it is on this rank.
         """
         chosen = self._chosen[:len(logits)]
         if factor is not None:
@@ -217,14 +221,14 @@ class _Room:
                 rows = slice(start, start + self._rows)
                 logits[rows].mul_(factor[rows, None])
             chosen = chosen * factor
-        # The difference to one is taken before it is rounded: of a sure prediction it is all there is.
+        # Subtract before rounding: for a confident prediction, the difference is far below bf16's resolution at 1.
         difference = (chosen - inside.float()).to(logits.dtype)
-        # scatter_ would copy all of the logits to fp32 and back on CPU.
+        # On CPU, scatter_ would copy all logits to fp32 and back.
         return logits.index_put_((torch.arange(len(logits), device=logits.device), index), difference)
 
 
-class _CompiledRoom:
-    """The same by two compiled kernels, which read the logits once or twice each and need no second memory."""
+class _CompiledBuffer:
+    """Variant of `_Buffer` with two compiled kernels, which read logits at most twice and need no extra memory."""
 
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
@@ -239,7 +243,7 @@ class _CompiledRoom:
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)  # the last chunk may be smaller
+    return torch.compile(function, dynamic=True)  # since the last chunk may be smaller
 
 
 def _normaliser(logits: Tensor) -> Tensor:
@@ -253,9 +257,9 @@ def _gradient(logits: Tensor, own: Tensor, factor: Tensor, index: Tensor) -> Ten
 
 
 class _Gradients:
-    """The gradients of the summed loss of the chunks so far; None where nobody wants one.
+    """Gradients of the summed loss of the chunks so far; None if not required.
 
-    The weight's is a sum over chunks, in fp32 also of a weight in two bytes.
+    The weight's gradient is summed over chunks in fp32, also for a 16-bit weight.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, for_hidden: bool,
@@ -274,17 +278,17 @@ class _Gradients:
         return self.hidden is not None or self.weight is not None
 
     def add(self, part: slice, logits: Tensor, rows: Tensor, weight: Tensor, counted: Tensor) -> None:
-        """Add those of one chunk.
+        """Add the gradients of a chunk.
 
         Args:
-            logits: their gradient (n, V/R), also for tokens that do not count.
-            rows, weight: the products' factors, (n, C) and (V/R, C).
+            logits: gradient of the logits (n, V/R), including ignored targets.
+            rows, weight: factors of the matmul, (n, C) and (V/R, C).
         """
         if self.hidden is not None:
             self.hidden[part] = torch.mm(logits, weight).mul_(counted[:, None])
         if self.weight is None:
             return
-        rows = rows * counted[:, None]  # cheaper than to clear rows of the logits
+        rows = rows * counted[:, None]  # cheaper than clearing rows of the logits
         if self._cast is not None:
             for start in range(0, len(self.weight), self._rows):
                 own = self.weight[start:start + self._rows]
@@ -297,16 +301,19 @@ class _Gradients:
         self._empty = False
 
 
-# Logits and loss share one module so that ZeRO-3's forward hooks gather the weight for both.
 class Head(nn.Linear):
-    """A linear layer from C to V logits, without bias, and the loss of its logits.
+    """Linear layer from C to V logits, without bias, and the loss of its logits.
 
-    `loss_chunk` is the number of tokens whose logits are there at once, None to choose it by the shape, and 0 for
-    all of them, kept until the backward pass. `z_loss` is the weight of that term, see `cross_entropy`.
-    `compiled` lets torch.compile fuse what is done to a chunk's logits.
+    Both are one module so that ZeRO-3's forward hooks gather the weight for both.
 
     Args:
-        columns: which of the logits' columns this one gives, where the vocabulary is divided over ranks.
+        columns: this rank's columns of the logits, if the vocabulary is sharded over ranks.
+
+    Attributes:
+        loss_chunk: tokens per chunk of logits; None for a default by shape; 0 for all logits at once, which are
+            then kept until the backward pass.
+        z_loss: weight of the z-loss; see `cross_entropy`.
+        compiled: use torch.compile for operations on a chunk's logits.
     """
 
     def __init__(self, width: int, vocabulary: int, columns: Columns = Columns()) -> None:  # noqa: B008
@@ -317,7 +324,7 @@ class Head(nn.Linear):
         self.compiled = False
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Hidden states (B, T, C) to logits (B, T, V/R), or with targets (B, T) to the loss, see `Reduction`."""
+        """Return logits (B, T, V/R) of hidden states (B, T, C), or with targets (B, T) the loss."""
         if targets is None:
             return super().forward(x)
         if self.loss_chunk == 0:
@@ -328,6 +335,6 @@ class Head(nn.Linear):
 
 
 def configure_head(model: nn.Module, loss_chunk: int | None, z_loss: float = 0.0) -> None:
-    """Set how a model, or the part of one that a rank has, computes its loss."""
-    if hasattr(model, "lm_head"):  # not every stage of a pipeline has one
+    """Set the loss options of a model, or of a rank's part of one."""
+    if hasattr(model, "lm_head"):  # only the last stage of a pipeline has a head
         model.lm_head.loss_chunk, model.lm_head.z_loss = loss_chunk, z_loss

@@ -1,24 +1,25 @@
-"""Default number of logits in a chunk of the loss, for trainer and memory estimate (imports no torch)."""
+"""Default chunk size of the loss, for the trainer and the memory estimate (imports no torch)."""
 
 from __future__ import annotations
 
 _ON_CPU, _LEAST, _UNKNOWN, _MOST = 2 ** 26, 2 ** 26, 2 ** 27, 2 ** 29
-"""Logits of a chunk that is chosen here. Fewer make the sum of the chunks' weight gradients costly, and matrix
-products of few rows slow: of 131,072 columns 2^27 logits are 1024 tokens, and each chunk moves 12 bytes of every
+"""Numbers of logits in a default chunk. With fewer logits, the sum of the chunks' weight gradients is costly, and
+matmuls with few rows are slow: with 131,072 columns, 2^27 logits are 1024 tokens, and each chunk moves 12 bytes per
 element of the head's weight gradient."""
 _SHARE, _LOGIT_BYTES = 24, 6
-"""Part of a device's memory that a chunk may take; bytes of a logit, in bf16 and beside it in fp32."""
+"""Divisor of the device's memory that a chunk may use, and bytes per logit, in bf16 plus fp32."""
 _ROWS = 64
-"""A chosen chunk is a multiple of so many tokens, which matrix units want."""
+"""Multiple of tokens in a default chunk, for tensor cores."""
 
 
 def most_logits(device_type: str, memory: int | None) -> int:
-    """The most logits of a chunk: on devices the largest power of two that takes at most a 24th of their memory.
+    """Return the maximum number of logits in a chunk.
 
-    From 2^26 to 2^29, which is reached with 78 GB.
+    On devices, this is the largest power of two that uses at most 1/24 of the memory, between 2^26 and 2^29 (from
+    78 GB).
 
     Args:
-        memory: bytes of the device's own, None where that is not known.
+        memory: bytes of device memory; None if unknown.
     """
     if device_type == "cpu":
         return _ON_CPU
@@ -29,7 +30,7 @@ def most_logits(device_type: str, memory: int | None) -> int:
 
 
 def chosen_chunk(tokens: int, columns: int, most: int) -> int:
-    """How many tokens to take at once, where nobody said: equal chunks of at most so many logits."""
+    """Return the default number of tokens per chunk: equal chunks with at most `most` logits."""
     most = max(_ROWS, most // columns // _ROWS * _ROWS)
     chunks = -(-tokens // most)
     return -(-tokens // chunks // _ROWS) * _ROWS

@@ -1,6 +1,6 @@
 """Partition of a model's blocks into pipeline stages (imports no torch).
 
-Symbols: C_q width of all queries, L layers, T context, V vocabulary.
+Symbols: C_q width of all queries, L layers, T context length, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Partition = Literal["parameters", "time"]
 
 @dataclass(frozen=True)
 class Weights:
-    """What a stage's parts cost: one block, what the first stage has besides (embedding), and the last (head)."""
+    """Costs of a block, of the first stage's embedding, and of the last stage's head."""
 
     block: float
     first: float
@@ -27,40 +27,40 @@ class Weights:
 
 
 def part_weights(config: ModelConfig, by: Partition) -> Weights:
-    """The cost of a model's parts, in parameters or in floating-point operations of a token's forward pass.
+    """Return the costs of a model's parts, in parameters or in FLOPs of a token's forward pass.
 
-    "time" counts matrix products, two operations a parameter, and the 4 C_q T of attention's scores and values over
-    the whole context; the backward pass costs twice that everywhere. Looking an embedding up costs nothing. Blocks
-    with equal numbers take equally long on any device, so only the head's share depends on this model of time.
+    "time" counts matmuls: 2 FLOPs per parameter, and 4 C_q T for attention over the whole context. The backward
+    pass costs twice as much in every part, and an embedding lookup costs nothing. All blocks take equally long on
+    any device, so only the head's share depends on this estimate.
     """
     block = count(config, BLOCK)
     table = config.padded_vocab_size * config.n_embd
     if by == "time":
         return Weights(2 * block + 4 * config.q_width * config.block_size, 0, 2 * table)
-    # The last stage holds a table also where it is tied.
+    # The last stage has a copy of a tied embedding.
     return Weights(block, count(config, BEFORE), count(config, AFTER) + (table if config.tied else 0))
 
 
 def stage_bounds(config: ModelConfig, stages: int, by: Partition) -> tuple[int, ...]:
-    """Stage s computes blocks bounds[s] up to bounds[s + 1]; each has at least one, and the heaviest is lightest.
+    """Return the bounds of stages: stage s computes blocks [bounds[s], bounds[s + 1]).
 
-    Every stage having a block, it also has both kinds of parameters that weight decay tells apart, and so takes
-    part in each of the reductions that an optimizer makes once a kind.
+    Each stage has at least one block, and the largest load is minimal. Because every stage has a block, it has
+    parameters of both decay groups, and so takes part in the optimizer's reductions, which run once per group.
 
     Raises:
         UserError: there are fewer blocks than stages.
     """
     if stages > config.n_layer:
         raise UserError(f"{config.n_layer} blocks cannot be divided among {stages} pipeline stages", where="pp",
-                        instead=f"--pp {config.n_layer} or less, or --n-layer {stages}")
+                        instead=f"use --pp {config.n_layer} or less, or --n-layer {stages}")
     return balance(config.n_layer, stages, part_weights(config, by))
 
 
 def balance(blocks: int, stages: int, weights: Weights) -> tuple[int, ...]:
-    """Bounds of `stages` contiguous, non-empty parts of `blocks` equal blocks.
+    """Return the bounds of `stages` contiguous, non-empty parts of `blocks` equal blocks.
 
-    The largest load is minimal; among those divisions the sum of squared loads is, which evens out the rest; among
-    those the early stages have fewer blocks.
+    Minimizes the largest load, then the sum of squared loads, which balances the other stages, then the number of
+    blocks in early stages.
     """
     def load(stage: int, count: int) -> float:
         return count * weights.block + weights.first * (stage == 0) + weights.last * (stage == stages - 1)
@@ -75,13 +75,17 @@ def balance(blocks: int, stages: int, weights: Weights) -> tuple[int, ...]:
 
 def _best(blocks: int, stages: int,
           extend: Callable[[float, int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """The least cost of a division and its bounds; `extend` adds a stage with so many blocks to a cost."""
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # by blocks divided among the stages so far
+    """Return the minimal cost of a partition and its bounds.
+
+    Args:
+        extend: returns the cost after adding a stage, from the cost so far, the stage and its number of blocks.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # by number of blocks in the stages so far
     for stage in range(stages):
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
         for done, (cost, bounds) in best.items():
             for stop in range(done + 1, blocks - (stages - stage - 1) + 1):
                 candidate = (extend(cost, stage, stop - done), (*bounds, stop))
-                found[stop] = min(candidate, found.get(stop, candidate))
-        best = found
+                extended[stop] = min(candidate, extended.get(stop, candidate))
+        best = extended
     return best[blocks]

@@ -1,6 +1,6 @@
-"""A stage of a pipeline: a contiguous part of a GPT, with the plain model's names.
+"""Stage of a pipeline: a contiguous part of a GPT, with the plain model's names.
 
-Shapes: B sequences, T tokens, C width, V padded vocabulary.
+Shapes: B sequences, T tokens, C width, V padded vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from ezpz_llm.model.parameters import TABLE, place, placement_of, secondary
 
 
 class PipelineStage(nn.Module):
-    """Some of a model's blocks; in the first stage the embedding before them, in the last one norm and head.
-
-    `table` is the module with the embedding table where the last stage's head multiplies with the first one's
-    embedding: its one parameter is held by both, and its gradient has to be summed over them. Only the first stage
-    answers for it. It is None in the stages between, and where the head has a weight of its own.
+    """Consecutive blocks of a model, with the embedding in the first stage, and norm and head in the last stage.
 
     Args:
-        model: a GPT, also one on the meta device or with modules replaced. Its parts are taken over, not copied.
+        model: a GPT, possibly on the meta device or with replaced modules, which the stage uses without copying.
         bounds: see `ezpz_llm.model.partition`.
-        stage: this stage's number.
+        stage: index of this stage.
     """
 
     def __init__(self, model: GPT, bounds: Sequence[int], stage: int) -> None:
@@ -38,7 +34,7 @@ class PipelineStage(nn.Module):
             self.transformer["wte"].tied = False  # another rank has the head
         blocks = nn.ModuleList()
         for number in range(bounds[stage], bounds[stage + 1]):
-            blocks.add_module(str(number), model.transformer["h"][number])  # keeps the block's name
+            blocks.add_module(str(number), model.transformer["h"][number])  # keep the block's name
         self.transformer["h"] = blocks
         if self.is_last:
             self.transformer["ln_f"] = model.transformer["ln_f"]
@@ -48,17 +44,20 @@ class PipelineStage(nn.Module):
 
     @property
     def table(self) -> nn.Module | None:
-        """The embedding table of a stage that has one and shares it with the other end."""
+        """Module with the tied embedding in the first and the last stage; None in other stages, or if untied.
+
+        Both stages hold a copy, over which the gradient must be summed. The first stage owns the parameter.
+        """
         if not self.config.tied or not (self.is_first or self.is_last):
             return None
         return self.transformer["wte"] if self.is_first else self.lm_head
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 last_only: bool = False) -> Tensor:
-        """What the next stage receives, (B, T, C) in the parameters' dtype; from the last one what GPT gives.
+        """Return the next stage's input, (B, T, C) in the parameters' dtype, or in the last stage GPT's output.
 
         Args:
-            x: tokens (B, T) in the first stage, else what the stage before gave.
+            x: tokens (B, T) in the first stage, else the output of the previous stage.
             targets, reduction, last_only: as in `GPT.forward`, for the last stage.
         """
         if self.is_first:

@@ -1,11 +1,11 @@
-"""Tensor parallelism: layers divided over ranks by the table of parameters, from outside the plain model.
+"""Tensor parallelism: shard the layers of a plain model over ranks, by the table of parameters.
 
-After Shoeybi et al. 2019 (arXiv:1909.08053): in each block attention's heads and the MLP's hidden units are
-divided, so that attention and MLP communicate once each, in the forward pass at their end, in the backward pass at
-their start. The vocabulary is divided too, and no rank has whole logits in training or validation.
+As in Shoeybi et al. 2019 (arXiv:1909.08053), attention's heads and the MLP's hidden units are sharded in each
+block. Attention and MLP communicate once each: at their end in the forward pass, at their start in the backward
+pass. The vocabulary is sharded too, so no rank has whole logits in training or validation.
 
-Symbols: B sequences, T tokens, C width, C_kv width of all keys, V padded vocabulary, R ranks. Rank r has tokens
-r V/R up to (r + 1) V/R.
+Symbols: B sequences, T tokens, C width, C_kv width of all keys, V padded vocabulary size, R ranks. Rank r has
+tokens [r V/R, (r + 1) V/R).
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from ezpz_llm.model.parameters import (
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, join_last, reduce_from_tp_region, summed
 
 REGIONS = ("attn", "mlp", "lm_head")
-"""Modules that get whole activations and compute with divided layers."""
+"""Modules that take whole activations and compute with sharded layers."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Part number `rank` of `size` equal ones."""
+    """Part `rank` of `size` equal parts."""
 
     rank: int
     size: int
 
     def of(self, start: int, stop: int) -> tuple[int, int]:
-        """This part of a range."""
+        """Return this part of a range."""
         each = (stop - start) // self.size
         return start + self.rank * each, start + (self.rank + 1) * each
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank has some vocabulary rows.
+    """Embedding with this rank's vocabulary rows.
 
-    Exact: of the ranks' parts of a sum all but one are zero.
+    The sum over ranks is exact, because only one rank's term is non-zero.
     """
 
     def __init__(self, rows: int, width: int, group: ProcessGroup | None, rank: int) -> None:
@@ -67,27 +67,27 @@ class VocabularyEmbedding(nn.Module):
         self.group, self.first = group, rank * rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T) to activations (B, T, C)."""
+        """Look up activations (B, T, C) for tokens (B, T)."""
         index, inside = own_rows(tokens, self.first, len(self.weight))
         rows = lookup(index, self.weight)
         return reduce_from_tp_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer of which this rank has some inputs; the bias is added once, to the sum."""
+    """Linear layer with this rank's inputs; the bias is added once, to the sum."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, group: ProcessGroup | None) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """The ranks' partial products, summed; the bias is added once."""
+        """Sum the ranks' partial products, and add the bias once."""
         total = reduce_from_tp_region(functional.linear(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over a width of which this rank has some columns; only the sums of squares are communicated."""
+    """RMSNorm over a sharded width; ranks communicate only the sums of squares."""
 
     def __init__(self, columns: int, share: Share, eps: float | None, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -95,33 +95,33 @@ class ShardedRMSNorm(nn.Module):
         self.width, self.eps, self.group = columns * share.size, eps, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's columns (B, T, columns), normalised by the mean square of all; fp32 inside."""
+        """Normalize this rank's columns (B, T, columns) by the mean square of all columns, in fp32."""
         wide = x.float()
         squares = wide.square().sum(-1, keepdim=True)
-        # Every rank's columns depend on the sum, whose gradient therefore is summed too.
+        # Every rank's columns depend on the sum, so its gradient is summed over ranks too.
         squares = copy_to_tp_region(reduce_from_tp_region(squares, self.group), self.group)
         return wide * torch.rsqrt(squares / self.width + (self.eps or 0.0)) * self.weight
 
 
 class RankedDropout(nn.Module):
-    """A module with dropout that draws another mask on each rank, while the ranks' generators stay alike.
+    """Wrapper of a module with dropout that draws different masks on each rank but keeps ranks' generators in sync.
 
-    The number that seeds the masks comes from the CPU's generator, which is the same on all peers and needs no
-    synchronisation with the device. Whoever restores that generator, as activation checkpointing does before it
-    computes a block again, gets the same masks.
+    The seed of the masks comes from the CPU generator, which is the same on all peers and needs no synchronization
+    with the device. Restoring that generator, as activation checkpointing does before it recomputes a block, gives
+    the same masks.
     """
 
     def __init__(self, inner: nn.Module, rank: int) -> None:
         super().__init__()
         self.inner, self.rank = inner, rank
-        # As a decorator it would import torch's compiler with this module, which takes two seconds.
-        self._eager = torch.compiler.disable(self._with_own_masks)
+        # A decorator would import torch's compiler with this module, which takes two seconds.
+        self._eager = torch.compiler.disable(self._with_ranked_masks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention with dropout of this rank's heads, outside of compiled graphs."""
+        """Compute attention with dropout for this rank's heads, outside of compiled graphs."""
         return self._eager(q, k, v)
 
-    def _with_own_masks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _with_ranked_masks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.training:
             return self.inner(q, k, v)
         seed = seed_for(int(torch.randint(2**32, ())), "dropout", self.rank)
@@ -135,16 +135,17 @@ class RankedDropout(nn.Module):
 
 
 def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
-    """Divide a model on the meta device over the `size` ranks of a group, of which this is number `rank`.
+    """Shard a model on the meta device over the `size` ranks of a group.
 
-    Afterwards every parameter is placed. Parameters that stay whole are alike on all ranks, and rank 0 answers for
-    them. With targets the model gives the same loss on every rank, without them whole logits.
+    Afterwards every parameter has a placement. Rank 0 owns replicated parameters. With targets, the model returns
+    the same loss on every rank; without targets, whole logits.
 
     Args:
         group: None for the whole world.
+        rank: this rank's index in the group.
 
     Raises:
-        UserError: heads, hidden units or vocabulary cannot be divided so, or a parameter has no rule.
+        UserError: heads, hidden units or vocabulary are not divisible, or a parameter has no rule.
     """
     check_divisible(model.config, size)
     share = Share(rank, size)
@@ -152,8 +153,8 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
         own = dict(module.named_parameters(recurse=False))
         rows = {key: _with_rule(f"{name}.{key}") for key in own}
         if "weight" in rows and rows["weight"].is_sharded:
-            parts = [share.of(*part) for part in _side_by_side(rows["weight"].parts(model.config))]
-            model.set_submodule(name, _divided(name, module, rows["weight"].tp, parts, share, group))
+            parts = [share.of(*part) for part in _consecutive(rows["weight"].parts(model.config))]
+            model.set_submodule(name, _sharded(name, module, rows["weight"].tp, parts, share, group))
         else:
             for key, parameter in own.items():
                 _place_whole(f"{name}.{key}", parameter, share)
@@ -168,9 +169,10 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
 
 
 def sum_gradients(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Let the gradients of "summed" parameters be summed over the group, each when the backward pass makes it.
+    """Register hooks that sum the gradients of "summed" parameters over the group during the backward pass.
 
-    For a model, or a pipeline stage of one, that has its storage: a move from the meta device makes new parameters.
+    Call this after a model, or a pipeline stage of one, has storage: moving from the meta device creates new
+    parameters.
     """
     for name, parameter in model.named_parameters():
         if parameter_named(placement_of(name, parameter).name).tp == "summed":
@@ -178,7 +180,7 @@ def sum_gradients(model: nn.Module, group: ProcessGroup | None) -> None:
 
 
 def gather_logits(model: nn.Module, group: ProcessGroup | None, size: int) -> None:
-    """Let a model, or the last stage of one, give whole logits where it is called without targets."""
+    """Register a hook that gathers whole logits if a model, or its last stage, is called without targets."""
     def whole_logits(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output if output.dim() < 3 else join_last(output, group, size)
 
@@ -186,33 +188,37 @@ def gather_logits(model: nn.Module, group: ProcessGroup | None, size: int) -> No
 
 
 def check_divisible(config: ModelConfig, size: int) -> None:
-    """Refuse a shape that cannot be divided over `size` ranks.
+    """Reject a model that cannot be sharded over `size` ranks.
 
     Raises:
-        UserError: names what does not divide.
+        UserError: heads, hidden units or vocabulary rows are not divisible.
     """
-    for number, what in ((config.n_kv_head, "key/value heads (n_kv_head)"),
+    for number, unit in ((config.n_kv_head, "key/value heads (n_kv_head)"),
                          (config.intermediate_size, "hidden units of the MLP (intermediate_size)"),
                          (config.padded_vocab_size,
                           "vocabulary rows (vocab_size up to a multiple of vocab_multiple)")):
         if number % size:
-            raise UserError(f"{number} {what} cannot be divided over {size} tensor-parallel ranks", where="tp",
-                            instead=f"tp {math.gcd(number, size)}, or a multiple of {size}")
+            raise UserError(f"{number} {unit} cannot be divided over {size} tensor-parallel ranks", where="tp",
+                            instead=f"use tp {math.gcd(number, size)}, or a multiple of {size}")
 
 
 def _with_rule(name: str) -> Parameter:
     row = parameter_named(name)
     if row.tp is None:
         raise UserError(f"{name} has no tensor-parallel rule in the table of parameters", where="tp",
-                        instead=f"one of {', '.join(get_args(TpRule))} in its row, or no tp")
+                        instead=f"add one of {', '.join(get_args(TpRule))} to its row, or disable tp")
     return row
 
 
-def _divided(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[tuple[int, int]], share: Share,
+def _sharded(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[tuple[int, int]], share: Share,
              group: ProcessGroup | None) -> nn.Module:
-    """This rank's part of a layer, its parameters placed, without values. `parts`: its ranges of weight rows."""
+    """Create this rank's part of a layer, with placements but without values.
+
+    Args:
+        parts: this rank's ranges of weight rows.
+    """
     if isinstance(module, nn.RMSNorm):
-        return _divided_norm(name, module, parts, share, group)
+        return _sharded_norm(name, module, parts, share, group)
     rows, columns = module.weight.shape
     bias = getattr(module, "bias", None)
     with module.weight.device:
@@ -232,7 +238,7 @@ def _divided(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[
     return result
 
 
-def _divided_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]], share: Share,
+def _sharded_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]], share: Share,
                   group: ProcessGroup | None) -> nn.Module:
     with module.weight.device:
         result = ShardedRMSNorm(sum(stop - start for start, stop in parts), share, module.eps, group)
@@ -242,7 +248,7 @@ def _divided_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]
 
 def _by_rows(rule: TpRule | None, rows: int, columns: int, bias: bool, share: Share,
              group: ProcessGroup | None) -> nn.Module:
-    """A layer with some rows of the plain one's weight, which are its outputs or its tokens."""
+    """Create a layer with some rows of the plain layer's weight, which are outputs or vocabulary rows."""
     if rule == "vocabulary":
         return VocabularyEmbedding(rows, columns, group, share.rank)
     if rule == "head":
@@ -250,8 +256,8 @@ def _by_rows(rule: TpRule | None, rows: int, columns: int, bias: bool, share: Sh
     return nn.Linear(columns, rows, bias=bias)
 
 
-def _side_by_side(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The ranges of parts that lie side by side."""
+def _consecutive(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of consecutive parts."""
     start = 0
     for length in sizes:
         yield start, start + length

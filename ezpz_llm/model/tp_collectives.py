@@ -1,12 +1,11 @@
-"""Sums over the ranks that share a layer, and how gradients pass them.
+"""Differentiable sums over tensor-parallel ranks.
 
-A region of a sharded model is entered with activations that are the same on every rank and left with a sum of the
-ranks' parts, which is the same again (Shoeybi et al. 2019, arXiv:1909.08053). Of these two, one communicates in the
-forward pass and the other in the backward pass.
+The input of a sharded region is the same on every rank, and so is its output, a sum of the ranks' parts (Shoeybi et
+al. 2019, arXiv:1909.08053). The end of a region communicates in the forward pass, its start in the backward pass.
 
-Sums travel in the dtype of the residual stream that they are added to, and of its gradient. Under autocast that is
-fp32: every part has been rounded once, like the product that a single process makes. In bf16 and fp16 it is two
-bytes, rounded again at each hop of a ring, as everyone's tensor parallelism does it (Megatron, torchtitan).
+Sums are communicated in the dtype of the residual stream. Under autocast this is fp32, so that every part is
+rounded once, like the matmul of a single process. In bf16 and fp16, sums are rounded again at each hop of a ring,
+as in Megatron and torchtitan.
 
 `group` is the ranks' process group; None is the whole world, as in torch.
 """
@@ -44,25 +43,25 @@ class _SumForward(torch.autograd.Function):
 
 
 def summed(x: Tensor, group: ProcessGroup | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sum of the ranks' tensors in a dtype."""
-    # A copy also where it is x's: neither a saved activation nor a gradient in flight may change.
+    """Return the sum of the ranks' tensors, in `dtype`."""
+    # Always copy, because `x` may be a saved activation or a gradient that is still in use.
     total = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     torch.distributed.all_reduce(total, group=group)
     return total
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The same activation; its gradient is the sum of the ranks' gradients."""
+    """Return `x`; its gradient is summed over the ranks."""
     return _SumBackward.apply(x, group)
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' parts, in fp32 under autocast; each part has the sum's gradient."""
+    """Return the sum of the ranks' parts, in fp32 under autocast; each part gets the gradient of the sum."""
     return _SumForward.apply(x, group)
 
 
 def join_last(x: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
-    """The ranks' parts side by side along the last dimension. Has no gradient."""
+    """Concatenate the ranks' parts along the last dimension, without gradient."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
     torch.distributed.all_gather(parts, x.detach().contiguous(), group=group)
     return torch.cat(parts, dim=-1)

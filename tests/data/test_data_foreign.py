@@ -1,4 +1,4 @@
-"""Shards of build-nanogpt and nanoGPT, read where they lie."""
+"""Shards of build-nanogpt and nanoGPT, read in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nanogpt_shards(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray]:
-    """A folder as build-nanogpt's script writes it, of ids below 257; its training and validation tokens."""
+    """Folder in build-nanogpt's format with ids below 257, and its training and validation tokens."""
     folder = tmp_path / "edu_fineweb10B"
     folder.mkdir()
     tokens = np.random.default_rng(1).integers(0, 257, 7300).astype(np.uint16)
@@ -72,12 +72,12 @@ def test_build_nanogpt(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cach
     check_corpus(str(folder), "bytes", 16)
     with pytest.raises(UserError, match="too few for one window"):
         check_corpus(str(folder), "bytes", 6000)
-    # Batches and validation are the ones of any other stream.
+    # Batches and validation windows are the same as for any other stream.
     batch = Batches(data.split("train"), block_size=16, seed=1, global_batch=4, micro_batch=4, dp_rank=0, dp_size=1)
     tokens, targets = batch.micro_batches(0)[0]
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
     assert ValidationWindows(data.split("val"), 16).predictions == 1999
-    with pytest.raises(UserError, match="leave --out, --val-fraction"):
+    with pytest.raises(UserError, match="omit --out, --val-fraction"):
         prepare(str(folder), "bytes", val_fraction=0.2)
     # Other files, or another tokenizer, are another corpus.
     os.utime(folder / "edufineweb_train_000001.npy", ns=(1, 1))
@@ -89,29 +89,29 @@ def test_shards_that_do_not_do(nanogpt_shards: tuple[Path, np.ndarray, np.ndarra
     shard = folder / "edufineweb_train_000002.npy"
     whole = shard.read_bytes()
 
-    def refused(message: str, where: Path = shard) -> None:
+    def check_rejected(message: str, where: Path = shard) -> None:
         with pytest.raises(UserError, match=message) as caught:
             prepare(str(folder), "bytes", progress=False)
         assert str(where) in str(caught.value)
         assert list(cache.rglob("*.*")) == []
 
     os.truncate(shard, len(whole) - 100)
-    refused("this shard is truncated, or no shard")
+    check_rejected("this shard is truncated, or not a shard")
     shard.write_bytes(b"some text")
-    refused("this shard is truncated, or no shard")
-    # An empty file, an archive, a pickle; a header whose text is not Python's.
+    check_rejected("this shard is truncated, or not a shard")
+    # An empty file, an archive, a pickle; a header that is not Python text.
     header = whole[:8] + b"\xff\xff" + b"{" * 65_535
     for content in (b"", b"PK\x03\x04" + whole, pickle.dumps({}), whole[:10] + b"(" * 118 + whole[128:], header):
         shard.write_bytes(content)
-        refused("this shard is truncated, or no shard")
+        check_rejected("this shard is truncated, or not a shard")
     np.save(shard, train[:10].astype(np.float32))
-    refused("this shard holds float32 in 1 dimensions")
+    check_rejected("this shard contains float32 with 1 dimensions")
     np.save(shard, train[:10].astype(np.uint32))
-    refused("these shards are of several types", folder)
+    check_rejected("these shards have different data types", folder)
     bad = train[:100].copy()
     bad[70] = 300
     np.save(shard, bad)
-    refused("token 300 at place 70: the tokenizer bytes has only 257")
+    check_rejected("token 300 at position 70 is outside .* bytes, which has 257 tokens")
     shard.write_bytes(whole)
     index = prepare(str(folder), "bytes", progress=False)
     os.truncate(shard, len(whole) - 100)
@@ -125,7 +125,7 @@ def test_shards_that_do_not_do(nanogpt_shards: tuple[Path, np.ndarray, np.ndarra
 
 
 def test_nanogpt_characters(tmp_path: Path) -> None:
-    """prepare.py of shakespeare_char: train.bin, val.bin and a pickled table, which is read without running it."""
+    """Output of nanoGPT's shakespeare_char/prepare.py; its pickled table is read without running code."""
     text = "To be, or not to be: that is the question.\n" * 40
     characters = sorted(set(text))
     ids = np.array([characters.index(character) for character in text], np.uint16)
@@ -138,7 +138,7 @@ def test_nanogpt_characters(tmp_path: Path) -> None:
     assert data.vocab_size == len(characters)
     assert data.tokenizer.decode(data.split("train")[:]) + data.tokenizer.decode(data.split("val")[:]) == text
     assert data.manifest["written_by"] == "nanoGPT"
-    with pytest.raises(UserError, match="these tokens are characters, not of the tokenizer bytes"):
+    with pytest.raises(UserError, match="these tokens are characters; the tokenizer bytes did not make them"):
         prepare(str(tmp_path), "bytes", progress=False)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta | {"itos": {0: "ab", 1: "c"}}))
     with pytest.raises(UserError, match="not characters in code point order"):
@@ -147,7 +147,7 @@ def test_nanogpt_characters(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no meta\.pkl"):
         prepare(str(tmp_path), "char", progress=False)
     np.array([1, 2, 3], np.uint8).tofile(tmp_path / "val.bin")
-    with pytest.raises(UserError, match="this shard is truncated, or no shard"):
+    with pytest.raises(UserError, match="this shard is truncated, or not a shard"):
         prepare(str(tmp_path), "bytes", progress=False)
 
 
@@ -155,8 +155,8 @@ TYPES = ["<u4", "<i4", ">u4", "<i8", "<u8", ">i8", ">u2", "u1"]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_tokens_of_another_width_are_named_and_the_advice_converts_them(tmp_path: Path, dtype: str) -> None:
-    """They were read as uint16 in silence: of uint32, twice as many tokens, every second one 0."""
+def test_tokens_of_another_width_are_detected_and_the_advice_converts_them(tmp_path: Path, dtype: str) -> None:
+    """Read as uint16 without a check, uint32 tokens would be twice as many, and every second one 0."""
     ids = np.random.default_rng(1).zipf(1.3, 6000) % 100
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(map(chr, range(32, 132))))}))
     for name, part in (("train", ids[:5000]), ("val", ids[5000:])):
@@ -175,12 +175,12 @@ def test_tokens_of_another_width_are_named_and_the_advice_converts_them(tmp_path
     np.testing.assert_array_equal(data.split("val")[:], ids[5000:])
 
 
-def test_the_advice_for_llm_c_makes_a_corpus(tmp_path: Path) -> None:
+def test_advice_for_llm_c_creates_a_corpus(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 257, 4000).astype(np.uint16)
     for name in ("x_train", "x_val"):
         (tmp_path / f"{name}.bin").write_bytes(np.array([20240520, 1, 4000], "<i4").tobytes() + bytes(1012)
                                                + ids.tobytes())
-    with pytest.raises(UserError, match=r"tokens of llm\.c \(uint16\), not supported") as caught:
+    with pytest.raises(UserError, match=r"llm\.c tokens \(uint16\), not supported") as caught:
         check_corpus(str(tmp_path))
     command = re.search(r"python3 -c \".*\"", caught.value.instead)
     assert command is not None
@@ -192,7 +192,7 @@ def test_the_advice_for_llm_c_makes_a_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("x_train_000000.npy", "x_val_000000.npy"),
                                    ("m.bin", "m.idx")])
-def test_git_lfs_pointers_are_no_tokens(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_git_lfs_pointers_are_rejected(tmp_path: Path, names: tuple[str, str]) -> None:
     for name in names:
         (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
     with pytest.raises(UserError, match="is a Git LFS pointer") as caught:
@@ -200,7 +200,7 @@ def test_git_lfs_pointers_are_no_tokens(tmp_path: Path, names: tuple[str, str]) 
     assert "git lfs pull" in str(caught.value)
 
 
-def test_text_called_train_bin_is_no_tokens(tmp_path: Path) -> None:
+def test_text_named_train_bin_is_rejected(tmp_path: Path) -> None:
     for name in ("train", "val"):
         (tmp_path / f"{name}.bin").write_text("To be, or not to be: that is the question.\n" * 40)
     with pytest.raises(UserError, match="looks like text"):
@@ -217,7 +217,7 @@ def test_a_vocabulary_beyond_16_bits_is_recognized(tmp_path: Path) -> None:
     np.random.default_rng(2).zipf(1.1, 40_000) % 50_257, np.zeros(9000), np.arange(9000) % 7,
     np.random.default_rng(2).integers(0, 2, 9000), np.frombuffer(b"plain text, and more of it\n" * 99, np.uint8),
     np.r_[0, np.arange(257)], np.array([5, 0] * 9), np.tile([1, 7, 1, 9, 1, 8], 999)])
-def test_true_uint16_tokens_are_not_taken_for_others(tmp_path: Path, ids: np.ndarray) -> None:
+def test_true_uint16_tokens_are_accepted(tmp_path: Path, ids: np.ndarray) -> None:
     for name in ("train", "val"):
         ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
         check_uint16(tmp_path / f"{name}.bin")
@@ -227,15 +227,15 @@ def test_narrow_tokens_behind_a_header_that_says_uint32(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 257, 4000).astype(np.uint16)
     for name in ("train", "val"):
         np.save(tmp_path / f"x_{name}_000000.npy", ids.view(np.uint32))
-    with pytest.raises(UserError, match="since all would fit as uint16"):
+    with pytest.raises(UserError, match="since all tokens fit as uint16"):
         check_corpus(str(tmp_path), "bytes")
 
 
-def test_integer_arrays_of_other_types_are_converted_by_the_advice(tmp_path: Path) -> None:
+def test_advice_converts_integer_arrays_of_other_types(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 257, (40, 100))
     for name in ("train", "val"):
         np.save(tmp_path / f"x_{name}_000000.npy", ids)
-    with pytest.raises(UserError, match="this shard holds int64 in 2 dimensions") as caught:
+    with pytest.raises(UserError, match="this shard contains int64 with 2 dimensions") as caught:
         check_corpus(str(tmp_path), "bytes")
     command = re.search(r"mkdir .* && python3 -c \".*?\"", str(caught.value))
     assert command is not None
@@ -244,36 +244,36 @@ def test_integer_arrays_of_other_types_are_converted_by_the_advice(tmp_path: Pat
     np.testing.assert_array_equal(data.split("train")[:], ids.ravel())
 
 
-def test_ids_beyond_the_vocabulary_are_found_before_anything_is_written(
+def test_ids_beyond_the_vocabulary_are_found_before_writing(
         nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cache: Path) -> None:
     folder, train, _ = nanogpt_shards
     train[1999] = 300
     np.save(folder / "edufineweb_train_000001.npy", train[:2000])
-    with pytest.raises(UserError, match="token 300 at place 1,999: the tokenizer bytes has only 257"):
+    with pytest.raises(UserError, match=r"token 300 at position 1,999 .* bytes, which has 257 tokens"):
         check_corpus(str(folder), "bytes")
     assert not cache.exists()
 
 
 class Runs:
-    """What a hostile file unpickles to."""
+    """Object whose unpickling runs a command."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("touch was-here",)
 
 
-def test_a_meta_file_cannot_run_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meta_pkl_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("train.bin", "val.bin"):
         np.array([0, 1, 2], np.uint16).tofile(tmp_path / name)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Runs()}))
-    with pytest.raises(UserError, match=r"it names .*\.system"):
+    with pytest.raises(UserError, match=r"it imports .*\.system"):
         prepare(str(tmp_path), progress=False)
     assert not (tmp_path / "was-here").exists()
 
 
 @pytest.mark.full
 def test_ten_billion_tokens_in_a_hundred_shards(tmp_path: Path) -> None:
-    """20 GB of (empty) shards: opening them and taking a thousand samples from all over costs no memory."""
+    """Open 20 GB of (sparse) shards and read a thousand samples, without using memory for them."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -301,8 +301,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.parametrize("entry", [{"tokens": 10**9}, {"offset": 10**9}, {"tokens": 5, "offset": 8}])
-def test_a_shard_that_ends_beyond_its_file_is_refused(tmp_path: Path, entry: dict[str, int]) -> None:
-    """Its file may have the promised size, and the tokens not be in it."""
+def test_shard_that_ends_beyond_its_file_is_rejected(tmp_path: Path, entry: dict[str, int]) -> None:
+    """The file has the expected size, but the tokens extend beyond it."""
     (tmp_path / "train_000000.bin").write_bytes(bytes(16))
     shard = {"file": "train_000000.bin", "tokens": 8, "sha256": "0" * 64, "file_bytes": 16, **entry}
     split = {"tokens": 8, "shards": [shard]}

@@ -1,4 +1,4 @@
-"""A corpus's files are known by content: JSON, gzip and zst are read, what holds no documents is refused."""
+"""Format detection by content: JSON, gzip and zstd files are read, files without documents are rejected."""
 
 from __future__ import annotations
 
@@ -54,66 +54,66 @@ def tokens(*texts: str) -> list[int]:
 
 
 def tokens_of(path: Path) -> list[int]:
-    """The tokens of a file as a corpus, in tasks of a few documents."""
+    """Return the tokens of a corpus of one file, read in tasks of a few documents."""
     read = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(path)), size=64)]
     assert sum(part.source_bytes for part in read) == path.stat().st_size
     return np.concatenate([part.tokens for part in read]).tolist()
 
 
-def refused(path: Path, content: bytes | None = None) -> str:
-    """What is said of a file; the check and the work say the same, and nothing is made."""
+def error_of(path: Path, content: bytes | None = None) -> str:
+    """Return the error message for a file, which is the same in `check_corpus` and `prepare`."""
     if content is not None:
         path.write_bytes(content)
-    said = []
+    messages = []
     for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
         with pytest.raises(UserError) as caught:
             act(str(path))
         assert str(path) in str(caught.value)
-        said.append(str(caught.value))
-    assert said[0] == said[1]
-    return said[0]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json", "a.txt", "a", "a.json.gz",
                                   "a.jsonl.gz", "a.GZ", "plain-name-packed.jsonl"])
-def test_json_lines_are_documents_under_any_name(name: str, tmp_path: Path) -> None:
+def test_json_lines_with_any_file_name(name: str, tmp_path: Path) -> None:
     content = lines(TEXTS)
     if "gz" in name.lower() or "packed" in name:
-        content = gzip.compress(content[:50]) + gzip.compress(content[50:])  # of two members, as bgzip writes
+        content = gzip.compress(content[:50]) + gzip.compress(content[50:])  # two members, as written by bgzip
     (tmp_path / name).write_bytes(content)
     assert tokens_of(tmp_path / name) == tokens(*TEXTS)
 
 
-def test_what_looks_like_json_and_is_text_stays_text(tmp_path: Path) -> None:
+def test_text_that_looks_like_json_is_read_as_text(tmp_path: Path) -> None:
     for content in ('{"a": 1, this is prose', "{ braces }\n", '{\n "text": "over several lines"\n}', "[1, 2]\n",
                     '{"a": 1}\nand then prose\n', "\n\n"):
         (tmp_path / "a.txt").write_text(content)
         assert tokens_of(tmp_path / "a.txt") == tokens(content)
 
 
-def test_a_line_longer_than_the_head_of_a_file(tmp_path: Path) -> None:
+def test_line_longer_than_the_head_of_a_file(tmp_path: Path) -> None:
     for packed in (bytes, gzip.compress):
         (tmp_path / "a.json").write_bytes(packed(lines(["x" * 200_000, "y"])))
         assert tokens_of(tmp_path / "a.json") == tokens("x" * 200_000, "y")
 
 
-def test_one_document_without_an_end_does_not_fill_the_memory(tmp_path: Path,
+def test_endless_document_does_not_fill_memory(tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("formats", "reader"):
         monkeypatch.setattr(f"ezpz_llm.data.{module}.LONGEST_LINE", 1 << 20)
-    for name, content, said in (("a.jsonl", b'{"text": "' + b"x" * (9 << 20), "a.jsonl:1"),
-                                ("a.txt", bytes(9 << 20), "a.txt, byte 0"),
-                                ("a.json", b'[{"text": "' + b"x" * (9 << 20), "a.json, item 0")):
+    for name, content, place in (("a.jsonl", b'{"text": "' + b"x" * (9 << 20), "a.jsonl:1"),
+                                 ("a.txt", bytes(9 << 20), "a.txt, byte 0"),
+                                 ("a.json", b'[{"text": "' + b"x" * (9 << 20), "a.json, item 0")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError) as caught:
             for _ in tasks(find_corpus(str(tmp_path / name)), size=1 << 18):
                 pass
-        assert said in str(caught.value)
+        assert place in str(caught.value)
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress])
-def test_an_array_of_objects_is_documents(tmp_path: Path, packed: object) -> None:
-    """Also of more than is read at once, with items longer than that."""
+def test_json_array_of_objects(tmp_path: Path, packed: object) -> None:
+    """The array is longer than the read size, and so is one of its items."""
     texts = [*TEXTS, "x" * 700_000, *(f"document {number}" for number in range(30_000))]
     for indent in (None, 2):
         content = json.dumps([{"text": text} for text in texts], indent=indent, ensure_ascii=False)
@@ -122,7 +122,7 @@ def test_an_array_of_objects_is_documents(tmp_path: Path, packed: object) -> Non
                                                                             size=300_000)]
         assert len(read) > 2
         assert np.concatenate([part.tokens for part in read]).tolist() == tokens(*texts)
-    for content, message in (('[{"text": "a"}, {"text": "b"', "not a whole JSON array in UTF-8"),
+    for content, message in (('[{"text": "a"}, {"text": "b"', "not a complete JSON array in UTF-8"),
                              ('[{"text": "a"}, {text: "b"}]', "item 1"),
                              ('[{"text": "a"}] {}', "more follows it"),
                              ('[{"text": "a"}, {"txt": "b"}]', 'item 1 has no "text"')):
@@ -132,7 +132,7 @@ def test_an_array_of_objects_is_documents(tmp_path: Path, packed: object) -> Non
         assert message in str(caught.value)
 
 
-def test_zst_takes_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_requires_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl.zst"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zstandard", None)
@@ -144,7 +144,7 @@ def test_zst_takes_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     packed = zstandard.compress(lines(TEXTS)) + zstandard.compress(lines(["end"]))
     path.write_bytes(packed)
     assert tokens_of(path) == tokens(*TEXTS, "end")
-    assert "packed by zstd, is damaged: it is cut short" in refused(path, packed[:-5])
+    assert "this zstd file is damaged: it is truncated" in error_of(path, packed[:-5])
 
 
 def _archive(kind: str) -> bytes:
@@ -165,24 +165,24 @@ IDS = np.random.default_rng(1).integers(0, 50_257, 4000).astype(np.uint16)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
 OTHERS = {
     "a.png": (PNG, "a PNG image"), "a.jsonl": (PNG, "a PNG image"),
-    "a.gz": (gzip.compress(PNG), "PNG image, packed"),
+    "a.gz": (gzip.compress(PNG), "PNG image, compressed"),
     "a.zip": (_zip("a.txt"), "a zip archive"), "a.tar": (_archive(""), "a tar archive"),
-    "a.tar.gz": (_archive("gz"), "a tar archive, packed by gzip"), "a.bz2": (bz2.compress(b"text"), "bzip2"),
-    "a.xz": (lzma.compress(b"text"), "packed by xz"), "a.pdf": (b"%PDF-1.7\n", "a PDF document"),
+    "a.tar.gz": (_archive("gz"), "a tar archive, compressed with gzip"), "a.bz2": (bz2.compress(b"text"), "bzip2"),
+    "a.xz": (lzma.compress(b"text"), "xz-compressed"), "a.pdf": (b"%PDF-1.7\n", "a PDF document"),
     "a.csv": (b"text,n\na,1\n", "a table (.csv)"), "a.TSV.gz": (gzip.compress(b"a\tb\n"), "a table (.tsv)"),
-    "twice.gz": (gzip.compress(gzip.compress(b"text")), "packed twice"), "a.npy": (b"\x93NUMPY\x01", "NumPy"),
+    "twice.gz": (gzip.compress(gzip.compress(b"text")), "compressed twice"), "a.npy": (b"\x93NUMPY\x01", "NumPy"),
     "a.pt": (b"\x80\x02\x8a", "a Python pickle"), "a.mp4": (b"\0\0\0 ftypisom", "MP4"),
     "a.json": (b'{\n "name": "x"\n}', "one JSON object over several lines"),
     "b.json": (b"[1, 2]", "neither lines"),
     "c.json": (b'"text"', "neither lines nor an array"),
-    "a.parquet.gz": (gzip.compress(b"PAR1"), "parquet, packed"),
+    "a.parquet.gz": (gzip.compress(b"PAR1"), "parquet compressed with gzip"),
     "b.parquet": (LFS, "a Git LFS pointer"), "b.jsonl": (LFS, "a Git LFS pointer"), "b.txt": (LFS, "git lfs pull"),
-    "x_train.bin": (struct.pack("<i", 20240520) + bytes(1020), "tokens of llm.c (uint16), not supported"),
-    "y_train.bin": (struct.pack("<i", 20240801) + bytes(1020), "tokens of llm.c (uint32), not supported"),
-    "lit.bin": (b"LITPKDS" + bytes(40), "lit-gpt"), "chunk-0-0.bin": (IDS.tobytes(), "litdata (LitGPT)"),
-    "part-0-00000.npy": (IDS.tobytes(), "raw tokens without NumPy's header, as OLMo writes"),
-    "ids.bin": (IDS.tobytes(), "of nanoGPT's train.bin and val.bin name the folder"),
-    "b.pt": (_zip("archive/data.pkl"), "PyTorch (.pt)"), "b.npz": (_zip("arr_0.npy"), "NumPy arrays (.npz)"),
+    "x_train.bin": (struct.pack("<i", 20240520) + bytes(1020), "llm.c tokens (uint16), not supported"),
+    "y_train.bin": (struct.pack("<i", 20240801) + bytes(1020), "llm.c tokens (uint32), not supported"),
+    "lit.bin": (b"LITPKDS" + bytes(40), "lit-gpt"), "chunk-0-0.bin": (IDS.tobytes(), "litdata chunk (LitGPT)"),
+    "part-0-00000.npy": (IDS.tobytes(), "raw tokens without a NumPy header, as written by OLMo"),
+    "ids.bin": (IDS.tobytes(), "for nanoGPT's train.bin and val.bin, give the folder"),
+    "b.pt": (_zip("archive/data.pkl"), "PyTorch file (.pt)"), "b.npz": (_zip("arr_0.npy"), "NumPy arrays (.npz)"),
     "a.arrow": (b"ARROW1\0\0", "an Arrow file"), "data.arrow": (b"\xff\xff\xff\xff\x10\0\0\0", "save_to_disk"),
     "a.safetensors": (b"\x10\0\0\0\0\0\0\0{\"a\": {}}", "safetensors"), "a.mds": (IDS.tobytes(), "MosaicML"),
     "a.ds": (IDS.tobytes(), "datatrove"),
@@ -190,20 +190,20 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_formats_are_refused_by_name_and_without_advice_that_harms(name: str, tmp_path: Path) -> None:
-    content, what = OTHERS[name]
-    said = refused(tmp_path / name, content)
-    assert what in said
-    assert "iconv" not in said
+def test_other_formats_are_rejected_with_their_name(name: str, tmp_path: Path) -> None:
+    content, description = OTHERS[name]
+    error = error_of(tmp_path / name, content)
+    assert description in error
+    assert "iconv" not in error
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/a.txt").write_text("good text")
     (tmp_path / name).rename(tmp_path / "folder" / name)
-    with pytest.raises(UserError) as caught:  # in a folder, before any of it is read
+    with pytest.raises(UserError) as caught:  # also in a folder
         check_corpus(str(tmp_path / "folder"))
-    assert what in str(caught.value)
+    assert description in str(caught.value)
 
 
-def test_only_text_in_another_encoding_is_to_be_converted(tmp_path: Path) -> None:
+def test_only_text_gets_advice_to_convert_its_encoding(tmp_path: Path) -> None:
     for name, content, advice in (("latin.txt", "café au lait".encode("latin-1"), "iconv -f LATIN1 -t UTF-8"),
                                   ("utf16.txt", "text".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
                                   ("binary", bytes(range(256)) * 9, None)):
@@ -219,12 +219,12 @@ def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     whole = gzip.compress(lines([os.urandom(3000).hex() for _ in range(200)]))
     for content in (whole[:-9], whole[:5000] + bytes(50) + whole[5050:]):
         (tmp_path / "a.jsonl.gz").write_bytes(content)
-        with pytest.raises(UserError, match="packed by gzip, is damaged: "):
+        with pytest.raises(UserError, match="this gzip file is damaged: "):
             prepare(str(tmp_path / "a.jsonl.gz"), progress=False)
     assert list(tmp_path.glob("cache/shards/.*")) == []
 
 
-def test_a_byte_order_mark_is_no_token_and_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_byte_order_marks_are_dropped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.txt").write_bytes(BOM + "eins \ufeff".encode())
@@ -234,28 +234,28 @@ def test_a_byte_order_mark_is_no_token_and_is_counted(tmp_path: Path, capsys: py
     made = prepare(str(folder), val_fraction=0.0)
     assert TokenData.open(made).split("train")[:].tolist() == tokens("eins \ufeff", "zwei", "drei")
     assert read_manifest(made)["source"]["byte_order_marks"] == 4
-    assert "4 byte-order marks at the beginning of files were dropped" in capsys.readouterr().err
+    assert "dropped 4 byte-order marks at the start of files" in capsys.readouterr().err
 
 
-def test_what_is_no_file_is_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_special_files_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.txt").write_text("text")
     os.mkfifo(folder / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
-        monkeypatch.chdir(folder)  # an address of this kind has at most 107 characters
+        monkeypatch.chdir(folder)  # the path of a Unix socket has at most 107 characters
         server.bind("socket")
         made = prepare(str(folder), val_fraction=0.0)
     assert TokenData.open(made).split("train")[:].tolist() == tokens("text")
-    said = capsys.readouterr().err
-    assert f"{folder / 'pipe'} (a FIFO)" in said
-    assert f"{folder / 'socket'} (a socket)" in said
-    assert "the corpus is a FIFO, which can be read only once" in refused(folder / "pipe")
+    notes = capsys.readouterr().err
+    assert f"{folder / 'pipe'} (a FIFO)" in notes
+    assert f"{folder / 'socket'} (a socket)" in notes
+    assert "the corpus is a FIFO, which can be read only once" in error_of(folder / "pipe")
 
 
-def test_the_name_of_the_text_can_be_another(tmp_path: Path) -> None:
-    """In JSON lines, an array and parquet; shards of one name are not those of another."""
+def test_text_key(tmp_path: Path) -> None:
+    """--text-key works for JSON lines, arrays and parquet, and is part of the shards' identity."""
     (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"], "content"))
     with pytest.raises(UserError) as caught:
         prepare(str(tmp_path / "a.jsonl"), progress=False)
@@ -271,7 +271,7 @@ def test_the_name_of_the_text_can_be_another(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('[{"a": "x"}]')
     mixed = f"{tmp_path / 'a.jsonl'}=1,{tmp_path / 'b.json'}=1,{made}=1"
     assert len(TokenData.open(prepare(mixed, text_key="a", progress=False)).parts) == 3
-    with pytest.raises(UserError, match="prepared already"):
+    with pytest.raises(UserError, match="already prepared"):
         check_corpus(str(made), text_key="a")
     # The trainer takes it too: only with it are the shards the ones that are there, and too few.
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "' + b"x" * 99 + b'", "b": "y"}\n')
@@ -287,7 +287,7 @@ def test_the_name_of_the_text_can_be_another(tmp_path: Path) -> None:
 
 
 def _broken_folder(folder: Path) -> Path:
-    """Good documents, and five that cannot be read, of every kind."""
+    """Create a folder with valid documents and five broken ones of different kinds."""
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(["one"]) + b'{"txt": 1}\n{"text": "cut\n\xff{}\n' + lines(["two"]))
     (folder / "b.txt").write_bytes(b"x" * 5_000_000 + b" \xff " + b"y" * 5_000_000)
@@ -297,32 +297,32 @@ def _broken_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_broken_documents_are_left_out_and_counted_up_to_a_limit(tmp_path: Path, workers: int,
+def test_broken_documents_are_skipped_and_counted_up_to_a_limit(tmp_path: Path, workers: int,
                                                                  capsys: pytest.CaptureFixture[str]) -> None:
     folder = _broken_folder(tmp_path / "folder")
     with pytest.raises(UserError, match='line 2 has no "text"') as caught:  # the default: the first one is an error
         prepare(str(folder), workers=workers, progress=False)
     assert "--max-broken N" in caught.value.instead
-    with pytest.raises(Interrupted, match="4 broken documents were left out before it") as caught:
+    with pytest.raises(Interrupted, match="one broken document more than --max-broken 4 allows") as caught:
         prepare(str(folder), workers=workers, max_broken=4, progress=False)
     assert "--max-broken 40" in caught.value.instead
     made = prepare(str(folder), workers=workers, max_broken=5, val_fraction=0.0)
     assert TokenData.open(made).split("train")[:].tolist() == tokens("one", "two", "three", "four")
     broken = read_manifest(made)["source"]["broken"]
     assert broken["documents"] == 5
-    for named, found in zip(("a.jsonl:2: ", "a.jsonl:3: ", "a.jsonl:4: ", "b.txt: ", "c.json: "), broken["first"],
+    for place, error in zip(("a.jsonl:2: ", "a.jsonl:3: ", "a.jsonl:4: ", "b.txt: ", "c.json: "), broken["first"],
                             strict=True):
-        assert found.startswith(str(folder / named))
+        assert error.startswith(str(folder / place))
     assert "offset 5,000,001" in broken["first"][3]
-    assert "5 broken documents were left out" in capsys.readouterr().err
-    # Accepted once, they need not be accepted again.
+    assert "skipped 5 broken documents" in capsys.readouterr().err
+    # Existing shards are used without --max-broken.
     assert prepare(str(folder), val_fraction=0.0, progress=False) == made
     chars = prepare(str(folder), "char", max_broken=5, progress=False)
     assert set(TokenData.open(chars).tokenizer.characters) == set("onetwothreefour")
 
 
-def test_counts_of_broken_documents_hold_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in the middle and gone on with: the same manifest as of an undisturbed work."""
+def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preparation that stops and resumes gives the same manifest as one without interruption."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(
@@ -330,12 +330,12 @@ def test_counts_of_broken_documents_hold_over_a_kill(tmp_path: Path, monkeypatch
     whole = prepare(str(folder), out=tmp_path / "whole", max_broken=99, progress=False)
     monkeypatch.setattr(tokenize_corpus, "_SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(tokenize_corpus, "tasks", lambda *args, **kwargs: tasks(*args, size=1 << 13, **kwargs))
-    with pytest.raises(Interrupted, match="17 broken documents were left out before it"):
+    with pytest.raises(Interrupted, match="one broken document more than --max-broken 17 allows"):
         prepare(str(folder), out=tmp_path / "out", max_broken=17, progress=False)
-    said = []
-    monkeypatch.setattr(tokenize_corpus, "say", said.append)
+    messages = []
+    monkeypatch.setattr(tokenize_corpus, "say", messages.append)
     prepare(str(folder), out=tmp_path / "out", max_broken=99)
-    assert any("going on after" in line for line in said)
+    assert any("resuming after" in line for line in messages)
     facts = [read_manifest(made) for made in (whole, tmp_path / "out")]
     assert facts[0]["source"]["broken"]["documents"] == 30
     for name in ("source", "splits", "documents"):
@@ -343,8 +343,8 @@ def test_counts_of_broken_documents_hold_over_a_kill(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.full
-def test_names_too_long_for_a_path_are_one_message(tmp_path: Path) -> None:
-    """Also as a mixture, a tokenizer, and as the name of a file that is there."""
+def test_names_too_long_for_a_path_are_user_errors(tmp_path: Path) -> None:
+    """Names of a corpus, a mixture and a tokenizer; a long name of an existing file works."""
     long = "x" * 320
     for words in ([f"{long}=1"], [f"{long}=0.7,{long}2=0.3"], [f"/{long}"], ["stdlib", "--tokenizer", long]):
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.data", "prepare", *words], cwd=tmp_path,

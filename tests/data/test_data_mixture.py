@@ -1,4 +1,4 @@
-"""Corpora mixed by weights: exact shares, and a pure function of (seed, i) all the same."""
+"""Mixtures of corpora: exact shares, and samples that are a pure function of (seed, i)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
     names = [str(weight) for weight in weights]
     if min(weights) / sum(weights) * BLOCK < 1:
-        with pytest.raises(UserError, match="the least is 1 in 4096"):
+        with pytest.raises(UserError, match="the minimum is 1 in 4096"):
             shares(names, weights)
         return
     counts = shares(names, weights)
@@ -42,13 +42,13 @@ def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
        block=st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
 def test_each_sample_of_each_stream_comes_once(weights: list[float], seed: int, block: int) -> None:
-    """In each block every stream gives its share, of its own next samples; each index alone gives the same."""
+    """Each block has each stream's share of its next samples; computing one index alone gives the same sample."""
     counts = shares([str(weight) for weight in weights], weights)
     which, own = draw(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
     for part, count in enumerate(counts):
         np.testing.assert_array_equal(np.sort(own[which == part]), np.arange(block * count, (block + 1) * count))
-    one_which, one_own = draw(counts, seed, np.array([block * BLOCK + 77]))
-    assert (one_which[0], one_own[0]) == (which[77], own[77])
+    single_which, single_own = draw(counts, seed, np.array([block * BLOCK + 77]))
+    assert (single_which[0], single_own[0]) == (which[77], own[77])
 
 
 def test_streams_are_interleaved_and_seeds_differ() -> None:
@@ -68,13 +68,13 @@ def stream_of(first: int, length: int, path: Path) -> TokenStream:
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Mixture:
-    """Two streams whose tokens say where they lie: 0 to 5000, and from 10,000 on."""
+    """Two streams whose tokens encode their positions: 0 to 5000, and from 10,000 on."""
     streams = stream_of(0, 5000, tmp_path / "a.bin"), stream_of(10_000, 1700, tmp_path / "b.bin")
     return Mixture(streams, (3072, 1024))
 
 
 def test_streams_of_one_length_have_orders_of_their_own(tmp_path: Path) -> None:
-    """Else the same places of two texts would always come together."""
+    """Streams with a common order would always have the same positions of two texts in a batch."""
     halves = Mixture(tuple(stream_of(0, 5000, tmp_path / name) for name in "ab"), (BLOCK // 2, BLOCK // 2))
     samples = np.arange(BLOCK)
     which, own = draw(halves.counts, 3, samples)
@@ -85,14 +85,14 @@ def test_streams_of_one_length_have_orders_of_their_own(tmp_path: Path) -> None:
 
 def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None:
     def step(consumed: int, dp_size: int, micro: int, batch: int = 24) -> np.ndarray:
-        found = []
+        firsts = []
         for rank in range(dp_size):
             batches = Batches(mixture, block_size=16, seed=3, global_batch=batch, micro_batch=micro, dp_rank=rank,
                               dp_size=dp_size)
             for tokens, targets in batches.micro_batches(consumed):
                 np.testing.assert_array_equal(targets, tokens + 1)
-                found.append(tokens[:, 0])
-        return np.concatenate(found)
+                firsts.append(tokens[:, 0])
+        return np.concatenate(firsts)
 
     for consumed in (0, 4090, 70_000):
         expected = step(consumed, 1, 24)
@@ -100,7 +100,7 @@ def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None
             np.testing.assert_array_equal(step(consumed, dp_size, micro), expected)
         divided = np.concatenate([step(consumed, 1, 8, 8), step(consumed + 8, 2, 8, 16)])
         np.testing.assert_array_equal(divided, expected)
-    # Of 20 blocks each stream gives its share, through its own windows in its own epochs.
+    # In 20 blocks, each stream has its share, in its own windows and epochs.
     starts = np.concatenate([step(first, 1, 512, 512) for first in range(0, 20 * BLOCK, 512)])
     assert (starts >= 10_000).mean() == 0.25
     _, often = np.unique(starts[starts >= 10_000], return_counts=True)
@@ -111,7 +111,7 @@ def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None
 
 @pytest.mark.parametrize(("most", "expected"), [(None, (4999, 1699)), (1000, (750, 250)), (4, (3, 1))])
 @pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (3, 2), (5, 4)])
-def test_validation_takes_each_stream_in_its_share(mixture: Mixture, most: int | None, expected: tuple[int, int],
+def test_validation_uses_each_streams_share(mixture: Mixture, most: int | None, expected: tuple[int, int],
                                                    micro: int, ranks: int) -> None:
     windows = ValidationWindows(mixture, 16, most)
     assert windows.predictions == sum(expected)
@@ -149,33 +149,33 @@ def test_a_mixture_is_named_by_its_parts(tmp_path: Path, cache: Path) -> None:
     assert data.tokenizer.name == "bytes"
 
 
-def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
+def test_invalid_mixtures(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words of text\n" * 500)
     (tmp_path / "b.txt").write_text("other words\n" * 500)
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     chars = prepare(str(a), "char", progress=False)
     mixed = prepare(f"{a}=1,{b}=1", progress=False)
     for words, tokenizer, message in [
-        (f"{a}=0.7,{a}=0.3", None, "is mixed with itself"),
-        (f"{a}=1,{tmp_path / 'x' / '..' / 'a.txt'}=1", None, "is mixed with itself"),
-        (f"{a}=1,{b}=0.0001", None, "the least is 1 in 4096"),
+        (f"{a}=0.7,{a}=0.3", None, "is given more than once"),
+        (f"{a}=1,{tmp_path / 'x' / '..' / 'a.txt'}=1", None, "is given more than once"),
+        (f"{a}=1,{b}=0.0001", None, "the minimum is 1 in 4096"),
         (f"{a}=1,{tmp_path / 'c.txt'}=1", None, "no such corpus file or folder"),
-        (f"{a}=1,{b}=1", "char", "must have one tokenizer; these have two different tables of char"),
-        (f"{chars}=1,{b}=1", None, "must have one tokenizer; these have char and bytes"),
+        (f"{a}=1,{b}=1", "char", "must have the same tokenizer; these have two different char tables"),
+        (f"{chars}=1,{b}=1", None, "must have the same tokenizer; these have char and bytes"),
         (f"{mixed}=1,{b}=1", None, "a mixture cannot be part of another"),
     ]:
         with pytest.raises(UserError, match=message):
             prepare(words, tokenizer, progress=False)
-    # A part that is a mixture could be this one.
+    # A mixture as a part could contain itself.
     stored = json.loads((mixed / "manifest.json").read_text())
     (mixed / "manifest.json").write_text(json.dumps(stored | {"parts": [{"folder": str(mixed), "weight": 1}]}))
     for read in (TokenData.open, verify):
         with pytest.raises(UserError, match="a mixture cannot be part of another"):
             read(mixed)
     np.save(prepare(str(b), progress=False) / "counts.npy", np.ones(3, np.int64))
-    with pytest.raises(UserError, match=r"these counts are int64 \(3,\), of 257 tokens"):
+    with pytest.raises(UserError, match=r"these counts are int64 \(3,\); expected int64 \(257,\)"):
         prepare(f"{a}=1,{b}=2", progress=False)
-    with pytest.raises(UserError, match="leave --out"):
+    with pytest.raises(UserError, match="omit --out"):
         prepare(f"{a}=1,{b}=1", out=tmp_path / "out", progress=False)
 
 
@@ -190,17 +190,17 @@ def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
     ("a.txt=70%,b.txt=30%", "the weight of a.txt is '70%', not", "a.txt=0.5,b.txt=0.5"),
     ("a.txt=1,b.txt=1.2.3", "the weight of b.txt is '1.2.3'", "b.txt=1"),
     ("a.txt=nan,b.txt=inf", "the weight of a.txt is 'nan'", "a.txt=0.5,b.txt=0.5"),
-    ("a.txt=0.7,b.txt=0.3,", "a part has no name: is there a comma too many?", "--corpus a.txt=0.7,b.txt=0.3"),
+    ("a.txt=0.7,b.txt=0.3,", "a part has no name; is there an extra comma?", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt=0.7,,b.txt=0.3", "a part has no name", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt=0.7,=0.3", "the weight 0.3 has no corpus before it", "--corpus a.txt, or several"),
-    ("a.txt=0.5,a.txt=0.5", "a.txt is mixed with itself", "name each corpus once"),
-    ("a.txt=0.7", "a single corpus has no weight", "--corpus a.txt"),
+    ("a.txt=0.5,a.txt=0.5", "a.txt is given more than once", "give each corpus once"),
+    ("a.txt=0.7", "a single corpus takes no weight", "--corpus a.txt"),
     ("a.txt,", "a part has no name", "--corpus a.txt"),
     ("lr=0.1,a.txt=1", "lr=0.1 has no weight", "--corpus lr=0.1=1,a.txt=1"),
     ("m=0.5,a.txt", "a.txt has no weight", "--corpus m=0.5,a.txt=0.5"),  # Megatron's m.bin and m.idx
     ("a.txt=0.5,no,such.txt=0.5", "no has no weight", "ln -s PATH NAME"),
 ])
-def test_a_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, found: str,
+def test_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, found: str,
                                          instead: str) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt", "lr=0.1", "m.idx"):

@@ -1,4 +1,4 @@
-"""Preparing token shards: what is written, what is refused, and that nothing is ever seen half done."""
+"""Preparation of token shards: content, rejected input, and atomicity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def data(*words: object, code: int = 0, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    """Run the command; its exit code must be `code`, and it must never show a traceback."""
+    """Run `ezpz-llm data`; check its exit code, and that it prints no traceback."""
     done = subprocess.run([*DATA, *map(str, words)], capture_output=True, text=True, timeout=scaled(60), **kwargs)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == code, done.stderr
@@ -49,12 +49,12 @@ def data(*words: object, code: int = 0, **kwargs: object) -> subprocess.Complete
 
 
 def file_at_hand(name: str) -> Path:
-    """A file in $EZPZ_LLM_TEST_DATA or in shared/data beside the repository; else skip."""
+    """Return a file in $EZPZ_LLM_TEST_DATA or in shared/data beside the repository, or skip the test."""
     beside = ROOT.parent / "shared" / "data"
     for folder in filter(None, (os.environ.get("EZPZ_LLM_TEST_DATA"), beside)):
         if (Path(folder) / name).is_file():
             return Path(folder) / name
-    pytest.skip(f"no {name}: put it in a folder and name that in EZPZ_LLM_TEST_DATA")
+    pytest.skip(f"no {name}: put it in a folder and set EZPZ_LLM_TEST_DATA to that folder")
 
 
 def all_tokens(folder: Path) -> np.ndarray:
@@ -64,7 +64,7 @@ def all_tokens(folder: Path) -> np.ndarray:
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    """A folder with a long document, short ones, an empty and a hidden file, and a jsonl of two."""
+    """Folder with a long document, short ones, an empty file, a hidden file, and a jsonl with two documents."""
     folder = tmp_path / "documents"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("long " * 2000)
@@ -80,7 +80,7 @@ EXPECTED = ["long " * 2000, "short <|endoftext|> naïve", "first", "secönd", "\
 
 
 def test_shards_hold_each_document_after_a_separator(documents: Path, tmp_path: Path) -> None:
-    """Concatenated shards equal concatenated documents; one is longer than a shard, the last shard is short."""
+    """Concatenated shards equal concatenated documents; a document is longer than a shard."""
     folder = prepare(str(documents), out=tmp_path / "out", shard_tokens=999, val_fraction=0.25, progress=False)
     expected = np.concatenate([[256, *text.encode()] for text in EXPECTED])
     np.testing.assert_array_equal(all_tokens(folder), expected)
@@ -96,7 +96,7 @@ def test_shards_hold_each_document_after_a_separator(documents: Path, tmp_path: 
     assert hashlib.sha256(first).hexdigest() == train["shards"][0]["sha256"]
     assert verify(folder) == len(list(folder.glob("*.bin"))) == 11
     assert facts["unigram_entropy"] == pytest.approx(entropy(np.bincount(expected)))
-    # Splits are those of the manifest: another file, or a name that only resembles one, is none.
+    # The manifest determines the splits: other files, or similar names, are not splits.
     (folder / "eval_000000.bin").write_bytes(b"\x00" * 10)
     assert len(TokenData.open(folder).split("val")) == val["tokens"]
     with pytest.raises(UserError, match="did you mean val"):
@@ -114,17 +114,17 @@ def test_writing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, lengths
         train.write(part)
     train.copy_tail(keep, val)
     train.cut(keep)
-    train.cut(keep)  # as after a kill in the middle of it
+    train.cut(keep)  # as after a kill during the first call
     entries = [writer.describe() for writer in (train, val)]
     assert [entry["tokens"] for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
     names = [file["file"] for entry in entries for file in entry["shards"]]
     assert sorted(names) == sorted(path.name for path in folder.iterdir())
-    found = b"".join((folder / name).read_bytes() for name in names)
-    assert found == stream.tobytes()
+    written = b"".join((folder / name).read_bytes() for name in names)
+    assert written == stream.tobytes()
 
 
 def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, documents: Path) -> None:
-    """Two workers and several pieces a file give what one process gives on the whole."""
+    """Two workers with several pieces per file write the same shards as one process."""
     (documents / "m.txt").write_text("Zwölf Boxkämpfer jagen\nViktor quer über den Sylter Deich. " * 150_000)
     with (documents / "n.jsonl").open("w") as file:
         for number in range(60_000):
@@ -140,7 +140,7 @@ def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, document
         all_tokens(one)[:10_001], np.array([256, *("long " * 2000).encode()]))
     with (documents / "n.jsonl").open("a") as file:
         file.write('{"txt": 1}\n')
-    with pytest.raises(UserError, match='line 60001 has no "text"'):  # through a worker process, unharmed
+    with pytest.raises(UserError, match='line 60001 has no "text"'):  # an error in a worker process
         prepare(str(documents), out=tmp_path / "three", workers=2, progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents", "one", "two"]
 
@@ -169,8 +169,8 @@ def test_stdlib_by_default(cache: Path) -> None:
     assert opened.split("train")[:].max() <= 256
     shown = data("show", folder).stdout
     assert f"{facts['tokens'] - int(facts['tokens'] * 0.98):,} tokens" in shown
-    assert "each as its manifest says" in data("verify", folder).stdout
-    # A second time it is only found; `--check` writes nothing and a prepared folder is a corpus itself.
+    assert "shards match the manifest" in data("verify", folder).stdout
+    # The second call only returns the folder; `--check` writes nothing; a prepared folder is a corpus itself.
     stamp = (folder / "manifest.json").stat().st_mtime_ns
     again = data("prepare", "stdlib", "--check", "--world-size", 2)
     assert again.stdout == ""
@@ -181,14 +181,14 @@ def test_stdlib_by_default(cache: Path) -> None:
     check_corpus("stdlib")
     assert cpu_seconds() - began < scaled(0.3)
     assert prepare(str(folder), "bytes") == folder
-    with pytest.raises(UserError, match="prepared already"):
+    with pytest.raises(UserError, match="already prepared"):
         prepare(str(folder), val_fraction=0.3)
     with pytest.raises(UserError, match="with the tokenizer bytes, not char"):
         check_corpus(str(folder), "char")
 
 
 def test_shakespeare_by_characters(cache: Path) -> None:
-    """nanoGPT's split of tiny Shakespeare, exactly."""
+    """The split of tiny Shakespeare is the same as in nanoGPT."""
     missing = data("prepare", "shakespeare", code=2).stderr
     assert "python3 -m ezpz_llm.data prepare shakespeare --file FILE (or --download)" in missing
     folder = Path(data("prepare", "shakespeare", "--file", file_at_hand("tinyshakespeare.txt")).stdout.strip())
@@ -200,17 +200,17 @@ def test_shakespeare_by_characters(cache: Path) -> None:
     assert opened.tokenizer.decode(all_tokens(folder)) == text.decode()
 
 
-def test_another_file_is_not_shakespeare(tmp_path: Path, cache: Path) -> None:
+def test_other_file_is_not_shakespeare(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "other.txt").write_text("To be")
-    said = data("prepare", "shakespeare", "--file", tmp_path / "other.txt", code=2).stderr
-    assert f"this is not tiny Shakespeare: 5 bytes with sha256 {hashlib.sha256(b'To be').hexdigest()}" in said
+    error = data("prepare", "shakespeare", "--file", tmp_path / "other.txt", code=2).stderr
+    assert f"this is not tiny Shakespeare: 5 bytes with sha256 {hashlib.sha256(b'To be').hexdigest()}" in error
     assert not cache.exists()
-    said = data("prepare", "stdlib", "--file", tmp_path / "other.txt", code=2).stderr
-    assert "for shakespeare, not stdlib" in said
+    error = data("prepare", "stdlib", "--file", tmp_path / "other.txt", code=2).stderr
+    assert "only with shakespeare, not with stdlib" in error
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("empty.txt", b"", "nothing to read: the corpus is empty"),
+    ("empty.txt", b"", "nothing to read: the file is empty"),
     ("latin.txt", b"caf\xe9 au lait", "not UTF-8 text: byte 0xe9 at offset 3"),
     ("long.txt", b"word " * 1_000_000 + b"\xff", "byte 0xff at offset 5,000,000"),
     ("nothing.jsonl", b'\n{"text": ""}\n', "nothing to read: no document has any text"),
@@ -224,7 +224,7 @@ def test_another_file_is_not_shakespeare(tmp_path: Path, cache: Path) -> None:
     ("list.jsonl", b'["text"]\n', 'line 1 has no "text"'),
 ])
 @pytest.mark.parametrize("tokenizer", ["bytes", "char"])
-def test_bad_corpora_are_refused(tmp_path: Path, cache: Path, name: str, content: bytes, message: str,
+def test_bad_corpora_are_rejected(tmp_path: Path, cache: Path, name: str, content: bytes, message: str,
                                  tokenizer: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -234,20 +234,20 @@ def test_bad_corpora_are_refused(tmp_path: Path, cache: Path, name: str, content
     assert list(cache.rglob("*.*")) == []
 
 
-def test_names_and_numbers_that_do_not_do(tmp_path: Path) -> None:
+def test_invalid_names_and_numbers(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("text")
     for words, message in [
         (["shakespear"], "did you mean shakespeare"),
         ([tmp_path / "missing.txt"], "no such corpus file or folder"),
-        ([tmp_path / "folder"], "a folder without a file that has text in it"),
+        ([tmp_path / "folder"], "the folder contains no non-empty files"),
         ([tmp_path / "a.txt", "--tokenizer", "byte"], "did you mean bytes"),
         ([tmp_path / "a.txt", "--val-fraction", "1"], "a validation fraction of 1.0"),
-        ([tmp_path / "a.txt", "--shard-tokens", "0"], "0 tokens a shard"),
+        ([tmp_path / "a.txt", "--shard-tokens", "0"], "0 tokens per shard"),
         ([tmp_path / "a.txt", "--workers", "0"], "0 workers"),
         ([tmp_path / "a.txt", "--tokenizer", "gpt2"], "is not on this machine"),
         ([tmp_path / "a.txt", "--out", tmp_path / "a.txt" / "out"], "cannot write here: File exists"),
-        ([tmp_path / "a.txt", "--out", tmp_path], "something else is here"),
+        ([tmp_path / "a.txt", "--out", tmp_path], "this folder contains other files"),
     ]:
         assert message in data("prepare", *words, code=2).stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "folder"]
@@ -261,11 +261,11 @@ def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path
     os.truncate(out / "train_000000.bin", 1001)
     again = ["prepare", tmp_path / "a b.txt", "--out", out]
     for words in (["verify", out], ["show", out], ["prepare", out], again):
-        said = data(*words, code=2).stderr
-        assert "train_000000.bin has 1,001 bytes; the manifest expects 1,800 bytes" in said
-    command = said.split("make the folder again: ")[1].strip()
-    mended = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=scaled(60))
-    assert mended.returncode == 0
+        error = data(*words, code=2).stderr
+        assert "train_000000.bin has 1,001 bytes; the manifest expects 1,800 bytes" in error
+    command = error.split("create the folder again: ")[1].strip()
+    repair = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=scaled(60))
+    assert repair.returncode == 0
     assert (out / "train_000000.bin").read_bytes() == before
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
@@ -281,12 +281,12 @@ def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path
     with pytest.raises(UserError, match="this is not JSON"):
         TokenData.open(out)
     (out / "manifest.json").write_text('{"name": "a web app"}')
-    with pytest.raises(UserError, match="does not describe token shards"):
+    with pytest.raises(UserError, match="is not a manifest of token shards"):
         prepare(str(out))
 
 
-def test_a_manifest_of_another_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """Also gpt2's, whose file need not be on this machine for it."""
+def test_manifest_of_another_tokenizer_is_rejected(tmp_path: Path) -> None:
+    """The check needs no file, also for gpt2."""
     (tmp_path / "a.txt").write_text("some text " * 100)
     out = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out", progress=False)
     whole = json.loads((out / "manifest.json").read_text())
@@ -295,7 +295,7 @@ def test_a_manifest_of_another_tokenizer_is_refused_before_anything_starts(tmp_p
         (out / "manifest.json").write_text(json.dumps(whole | {"tokenizer": entry}))
         for check in (lambda: check_corpus(str(out)), lambda: prepare(str(out)),
                       lambda: prepare(str(tmp_path / "a.txt"), out=out)):
-            with pytest.raises(UserError, match=f"made by another {name} tokenizer: fingerprint 0{{64}}") as caught:
+            with pytest.raises(UserError, match=f"another {name} tokenizer made .* is 0{{64}}") as caught:
                 check()
             assert "prepare the corpus again" in str(caught.value)
     (out / "manifest.json").write_text(json.dumps(whole | {"tokenizer": {"name": "gpt2",
@@ -303,36 +303,36 @@ def test_a_manifest_of_another_tokenizer_is_refused_before_anything_starts(tmp_p
     check_corpus(str(out), "gpt2")
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     source, out = tmp_path / "a.txt", tmp_path / "out"
     source.write_text("some text " * 100)
-    out.mkdir()  # empty: may be used
+    out.mkdir()  # an empty folder may be used
     assert prepare(str(source), out=out, progress=False) == out
     assert prepare(str(source), out=out, progress=False) == out
-    with pytest.raises(UserError, match="other shards are here"):
+    with pytest.raises(UserError, match="this folder contains other shards"):
         prepare(str(source), out=out, val_fraction=0.3, progress=False)
     os.utime(source, ns=(1, 1))
-    with pytest.raises(UserError, match="files that have changed"):
+    with pytest.raises(UserError, match="the corpus files have changed"):
         prepare(str(source), out=out, progress=False)
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file size stands in for the disk: the write fails with an OSError in the same place."""
+def test_full_disk_before_the_first_save_leaves_no_files(tmp_path: Path) -> None:
+    """A limit on the file size causes an OSError in the same call as a full disk."""
     (tmp_path / "a.txt").write_text("some text " * 100_000)
-    said = data("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", code=2,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))).stderr
-    assert "cannot write here: File too large" in said
+    error = data("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", code=2,
+                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))).stderr
+    assert "cannot write here: File too large" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_two_at_once_make_one_folder(tmp_path: Path) -> None:
+def test_concurrent_processes_create_one_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words of text\n" * 300_000)
     words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
     running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     ended = [process.communicate(timeout=scaled(60)) for process in running]
     assert [process.returncode for process in running] == [0] * 4, ended
     assert {out.strip() for out, _ in ended} == {str(tmp_path / "out")}
-    assert sum("prepared" in said for _, said in ended) == 1, ended  # the others waited, or came later
+    assert sum("prepared" in stderr for _, stderr in ended) == 1, ended  # the others waited, or started later
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "counts.npy", "manifest.json", "train_000000.bin", "val_000000.bin"]
@@ -341,8 +341,8 @@ def test_two_at_once_make_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
-    """Nothing is visible, no worker stays behind, and running it again succeeds."""
+def test_kill_during_preparation(tmp_path: Path, how: signal.Signals) -> None:
+    """After a kill, no folder is visible, no worker is left, and a second run succeeds."""
     with (tmp_path / "a.txt").open("w") as file:
         for _ in range(40):
             file.write("some words of text\n" * 60_000)
@@ -355,9 +355,9 @@ def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    said = process.communicate(timeout=scaled(120))[1]
+    stderr = process.communicate(timeout=scaled(120))[1]
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
     while _processes_with(str(tmp_path)):
         assert time.monotonic() < deadline
@@ -366,7 +366,7 @@ def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
     if how == signal.SIGKILL:
         assert len(hidden) == 1
     else:
-        assert all((folder / JOURNAL).exists() for folder in hidden)  # kept only if it can be gone on with
+        assert all((folder / JOURNAL).exists() for folder in hidden)  # kept only if it can be resumed
     again = data(*words[3:])
     assert again.stdout.strip() == str(tmp_path / "out")
     assert verify(tmp_path / "out") == 2
@@ -374,31 +374,31 @@ def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def _processes_with(value: str) -> list[int]:
-    """Processes whose environment has EZPZ_LLM_TEST_MARKER=value."""
-    found = []
+    """Return the ids of processes with EZPZ_LLM_TEST_MARKER=value in their environment."""
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
         if f"EZPZ_LLM_TEST_MARKER={value}".encode() in environment:
-            found.append(int(folder.name))
-    return found
+            processes.append(int(folder.name))
+    return processes
 
 
 def test_help_is_fast_and_torch_free() -> None:
     began = cpu_seconds()
     assert "--val-fraction" in data("prepare", "--help").stdout
     assert cpu_seconds() - began < scaled(1)
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.__main__;"
          "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
         capture_output=True, text=True, timeout=scaled(60))
-    assert found.stdout.strip() == "[]", found.stderr
+    assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_cache_that_cannot_be_made_is_found_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_a_cache_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taken").touch()
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "taken" / "cache"))
-    with pytest.raises(UserError, match=r"which cannot be made: .*taken is no folder"):
+    with pytest.raises(UserError, match=r"cannot create .*: .*taken is not a folder"):
         check_corpus("stdlib")

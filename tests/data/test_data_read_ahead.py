@@ -1,4 +1,4 @@
-"""Reading ahead: the same samples, whatever is asked for, and no waiting for a disk that keeps up."""
+"""Read-ahead: the same samples for any order of requests, and no waiting for a disk that is fast enough."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP = {"block_size": 16, "seed": 3, "global_batch": 24, "micro_batch": 4, "dp_r
 
 
 class SlowStream(TokenStream):
-    """A stream on a disk that takes 20 ms to find a step's windows; remembers which thread read."""
+    """Stream on a disk with a latency of 20 ms; records the names of the reading threads."""
 
     threads: set[str]
     broken = False
@@ -37,14 +37,14 @@ def stream(tmp_path: Path) -> SlowStream:
     return stream
 
 
-def same(found: list[tuple[np.ndarray, np.ndarray]], expected: list[tuple[np.ndarray, np.ndarray]]) -> bool:
-    return len(found) == len(expected) and all(
-        np.array_equal(a, b) for ours, theirs in zip(found, expected, strict=True)
-        for a, b in zip(ours, theirs, strict=True))
+def same(actual: list[tuple[np.ndarray, np.ndarray]], expected: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+    return len(actual) == len(expected) and all(
+        np.array_equal(a, b) for left, right in zip(actual, expected, strict=True)
+        for a, b in zip(left, right, strict=True))
 
 
 def test_any_step_may_be_asked_for(stream: SlowStream) -> None:
-    """In order, one twice (a step that is taken again), back to an earlier one, and far ahead."""
+    """Steps in order, a repeated step, an earlier step, and a much later step."""
     ahead, plain = ReadAhead(stream, **STEP), Batches(stream, **STEP)
     for consumed in (0, 24, 48, 48, 72, 24, 48, 10_000, 10_024):
         assert same(ahead.micro_batches(consumed), plain.micro_batches(consumed))
@@ -63,7 +63,7 @@ def test_a_step_does_not_wait_for_a_disk_that_keeps_up(stream: SlowStream) -> No
     assert waited(Batches(stream, **STEP)) > 9 * 0.02
     assert stream.threads == {"MainThread"}
     assert waited(ReadAhead(stream, **STEP)) < 0.5 * 9 * 0.02
-    assert len(stream.threads) == 2  # the first step by the caller, the others by one thread
+    assert len(stream.threads) == 2  # the caller reads the first step, one thread reads the others
 
 
 def test_an_error_of_the_reading_thread_reaches_the_step(stream: SlowStream) -> None:
@@ -72,6 +72,6 @@ def test_an_error_of_the_reading_thread_reaches_the_step(stream: SlowStream) -> 
     ahead.micro_batches(24)
     time.sleep(0.2)
     stream.broken = True
-    ahead.micro_batches(48)  # was read before
+    ahead.micro_batches(48)  # read before the failure
     with pytest.raises(OSError, match="the disk is gone"):
         ahead.micro_batches(72)

@@ -1,4 +1,4 @@
-"""Samples: the order is a pure function of (seed, i), and the same for any division over ranks."""
+"""Samples: the order is a pure function of (seed, i), and the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ezpz_llm.data.shards import TokenStream
 
 
 def stream_of(tokens: np.ndarray, folder: Path, shard_tokens: int) -> TokenStream:
-    """`tokens` as a stream over shard files."""
+    """Write `tokens` to shard files and return their stream."""
     shards = []
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):
         part = tokens[start:start + shard_tokens].astype("<u2")
@@ -35,7 +35,7 @@ def stream_of(tokens: np.ndarray, folder: Path, shard_tokens: int) -> TokenStrea
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
-    # Token = position, so that a window says where it was taken; shards of 700 are crossed by many windows.
+    # Token = position, so that a window shows its start; with shards of 700, many windows cross a shard border.
     return stream_of(np.arange(5000), tmp_path_factory.mktemp("stream"), 700)
 
 
@@ -47,7 +47,7 @@ def test_shuffle_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 
 
 def test_shuffle_is_even() -> None:
-    """Each of the 24 orders of 4 things about equally often; no place of 1000 favours a value."""
+    """All 24 permutations of 4 items are about equally frequent; no position of 1000 favors a value."""
     orders = np.array([permute(np.arange(4), 4, keys(seed, np.zeros(4, int))) for seed in range(4800)])
     _, counts = np.unique(orders, axis=0, return_counts=True)
     assert len(counts) == 24
@@ -68,9 +68,9 @@ def test_epochs_cover_the_stream_once(length: int, block: int, seed: int, first:
     assert starts[0] >= 0
     assert starts[-1] + block + 1 <= length
     assert (np.diff(starts) == block).all()
-    # What an epoch leaves out is less than two windows (a documented loss, not a silent one).
+    # An epoch omits less than two windows, as documented.
     assert length - 1 - n * block < 2 * block
-    # Each index alone gives what it gives among others.
+    # Computing one index alone gives the same result as computing several.
     assert sample_windows(length, block, seed, np.array([first]))[0] == sample_windows(
         length, block, seed, np.arange(first, first + 3))[0]
 
@@ -94,9 +94,9 @@ def test_ten_billion_tokens_cost_no_memory() -> None:
 
 
 def step_of(stream: TokenStream, consumed: int, dp_size: int, micro: int, **other: int) -> np.ndarray:
-    """All windows' first tokens of a step, over ranks and micro batches in order."""
+    """Return the first tokens of a step's windows, over ranks and micro batches in order."""
     settings = {"block_size": 16, "seed": 3, "global_batch": 24} | other
-    found = []
+    firsts = []
     for rank in range(dp_size):
         batches = Batches(stream, micro_batch=micro, dp_rank=rank, dp_size=dp_size, **settings)
         entries = batches.micro_batches(consumed)
@@ -106,8 +106,8 @@ def step_of(stream: TokenStream, consumed: int, dp_size: int, micro: int, **othe
             assert tokens.dtype == targets.dtype == np.int64
             np.testing.assert_array_equal(targets[:, :-1], tokens[:, 1:])
             np.testing.assert_array_equal(targets, tokens + 1)  # the next token, also over shard borders
-            found.append(tokens[:, 0])
-    return np.concatenate(found)
+            firsts.append(tokens[:, 0])
+    return np.concatenate(firsts)
 
 
 @pytest.mark.parametrize("consumed", [0, 24, 300, 311, 4090])
@@ -120,14 +120,14 @@ def test_a_step_is_the_same_for_any_ranks_and_micro_batch(stream: TokenStream, c
 @given(cut=st.integers(0, 500), batch=st.sampled_from([6, 12, 24]))
 @settings(max_examples=25, deadline=None)
 def test_resume_continues_from_any_position(stream: TokenStream, cut: int, batch: int) -> None:
-    """The samples taken before and after a cut, with another global batch after it, are those of one run."""
+    """Resuming with another global batch size continues the sample sequence of an uninterrupted run."""
     before = step_of(stream, cut, 2, 3, global_batch=6)
     after = step_of(stream, cut + 6, 2, batch // 2, global_batch=batch)
     np.testing.assert_array_equal(np.concatenate([before, after]),
                                   sample_windows(len(stream), 16, 3, np.arange(cut, cut + 6 + batch)))
 
 
-def test_batches_that_do_not_divide_are_refused(stream: TokenStream) -> None:
+def test_indivisible_global_batch_is_rejected(stream: TokenStream) -> None:
     with pytest.raises(UserError, match=r"24 samples .* micro batches of 5 on 2 .*\(10 at once\)") as caught:
         step_of(stream, 0, 2, 5)
     assert "--global-batch-size 20" in str(caught.value)
@@ -153,7 +153,7 @@ def test_validation_holds_each_prediction_once(tmp_path: Path, length: int, bloc
     assert windows.predictions == expected
     assert len(windows) == -(-expected // block)
     shares = [list(windows.batches(micro, rank, ranks)) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1  # or a rank would wait in a collective
+    assert len({len(share) for share in shares}) == 1  # otherwise a rank would wait in a collective
     tokens = np.concatenate([entry[0] for share in shares for entry in share])
     targets = np.concatenate([entry[1] for share in shares for entry in share])
     assert tokens.shape == targets.shape == (len(shares[0]) * micro * ranks, block)
@@ -163,8 +163,8 @@ def test_validation_holds_each_prediction_once(tmp_path: Path, length: int, bloc
     assert (tokens[~counted] == 0).all()
 
 
-def test_nothing_to_validate_on_is_refused(tmp_path: Path) -> None:
+def test_empty_validation_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 tokens"):
         ValidationWindows(stream_of(np.arange(1), tmp_path, 5), 4)
-    with pytest.raises(UserError, match="predictions wanted: 0"):
+    with pytest.raises(UserError, match="0 predictions are requested"):
         ValidationWindows(stream_of(np.arange(9), tmp_path, 5), 4, 0)

@@ -1,4 +1,4 @@
-"""Preparing large corpora: killed and gone on with, full disks, parquet, streamed data sets."""
+"""Preparation of large corpora: kill and resume, full disks, parquet, streamed data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import encode_task
 from ezpz_llm.data.tokenizers import get_tokenizer
 
-# The command, but with a journal after each task of 16 kB, so that a small corpus is a long work.
+# The command with a journal after each task of 16 kB, so that a small corpus has many save points.
 HASTY = [sys.executable, "-c", """
 import functools, sys
 from ezpz_llm.data import tokenize_corpus
@@ -87,7 +87,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def wait_for(process: subprocess.Popen, journal: Path, documents: int) -> None:
-    """Until the journal of a running preparation has begun so many documents."""
+    """Wait until the journal of a running preparation has at least `documents` documents."""
     deadline = time.monotonic() + scaled(60)
     while True:
         assert process.poll() is None, process.communicate()
@@ -103,7 +103,7 @@ def partial(out: Path) -> Path:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A folder with a text file, two jsonl files and a text file again, of many tasks and documents."""
+    """Folder with a text file, two jsonl files and another text file, with many tasks and documents."""
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "a.txt").write_text(words(3, 20_000))
@@ -114,7 +114,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_killed_at_every_operation(tmp_path: Path) -> None:
-    """Whatever change of the disk a SIGKILL comes before or after, the shards end up the same to the byte."""
+    """A SIGKILL before or after any file-system operation leaves the final shards bitwise identical."""
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir()
     folder.mkdir()
@@ -124,20 +124,20 @@ def test_killed_at_every_operation(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script, source, folder], capture_output=True, text=True,
                           timeout=scaled(120))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["operations"] > 25
-    assert [result for result in found["results"] if not result["same"]] == []
-    assert found["left"] == ["often", "whole"]
-    kept = [result["kept"] for result in found["results"][1:]]
-    assert found["results"][0]["kills"] >= 1
-    assert max(kept) == 80  # one text, 79 that are not empty
-    assert sum(count > 0 for count in kept) > len(kept) / 2  # most kills cost the work of one task only
+    report = json.loads(done.stdout)
+    assert report["operations"] > 25
+    assert [result for result in report["results"] if not result["same"]] == []
+    assert report["left"] == ["often", "whole"]
+    kept = [result["kept"] for result in report["results"][1:]]
+    assert report["results"][0]["kills"] >= 1
+    assert max(kept) == 80  # one text file and 79 non-empty lines
+    assert sum(count > 0 for count in kept) > len(kept) / 2  # most kills lose only the work of one task
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_with_workers_and_gone_on_with(mixed: Path, tmp_path: Path, how: signal.Signals) -> None:
-    """With a pool of processes, three times at moments of chance; and another host takes the work over."""
+def test_kill_with_workers_and_resume(mixed: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """Kill a pool of processes three times at random moments; then another node takes the work over."""
     whole = prepare(str(mixed), out=tmp_path / "whole", shard_tokens=50_000, progress=False)
     out = tmp_path / "out"
     command = [*HASTY, "prepare", str(mixed), "--out", str(out), "--shard-tokens", "50000", "--workers", "2"]
@@ -145,22 +145,22 @@ def test_killed_with_workers_and_gone_on_with(mixed: Path, tmp_path: Path, how: 
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         wait_for(process, partial(out) / JOURNAL, kept)
         process.send_signal(how)
-        said = process.communicate(timeout=scaled(60))[1]
+        stderr = process.communicate(timeout=scaled(60))[1]
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
-        assert "Traceback" not in said
+        assert "Traceback" not in stderr
         assert not out.exists()
-    assert "going on after" in said
+    assert "resuming after" in stderr
     other = out.with_name(f".{out.name}.partial-another-host")
     partial(out).rename(other)
     os.utime(other / JOURNAL, (time.time() - 3600,) * 2)
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "resuming after" in done.stderr
     assert shards(out) == shards(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "out", "whole"]
 
 
-def test_work_that_another_host_is_at_is_left_alone(mixed: Path, tmp_path: Path) -> None:
+def test_work_in_progress_on_another_node_is_not_touched(mixed: Path, tmp_path: Path) -> None:
     other = tmp_path / ".out.partial-another-host"
     other.mkdir()
     (other / JOURNAL).write_text("{}")
@@ -168,8 +168,8 @@ def test_work_that_another_host_is_at_is_left_alone(mixed: Path, tmp_path: Path)
     assert (other / JOURNAL).exists()
 
 
-def test_what_cannot_be_gone_on_with_is_begun_anew(mixed: Path, tmp_path: Path) -> None:
-    """A journal of another request, a broken one, shards that are shorter than it says."""
+def test_work_that_cannot_be_resumed_is_restarted(mixed: Path, tmp_path: Path) -> None:
+    """A journal of another request, an invalid journal, or missing tokens."""
     whole = prepare(str(mixed), out=tmp_path / "whole", progress=False)
     command = [*HASTY, "prepare", str(mixed), "--out", str(tmp_path / "out")]
     for spoil in ("request", "broken", "shorter", "missing"):
@@ -179,7 +179,7 @@ def test_what_cannot_be_gone_on_with_is_begun_anew(mixed: Path, tmp_path: Path) 
         process.kill()
         process.communicate(timeout=scaled(60))
         if spoil == "request":
-            mixed.joinpath("a.txt").touch()  # another time stamp: other content, for all that is known
+            mixed.joinpath("a.txt").touch()  # a new time stamp counts as changed content
         elif spoil == "broken":
             (hidden / JOURNAL).write_text("{")
         elif spoil == "shorter":
@@ -188,25 +188,25 @@ def test_what_cannot_be_gone_on_with_is_begun_anew(mixed: Path, tmp_path: Path) 
             (hidden / "train_000000.bin").unlink()
         done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
         assert done.returncode == 0, done.stderr
-        assert "going on after" not in done.stderr
-        found, expected = shards(tmp_path / "out"), shards(whole)
-        assert {name: found[name] for name in found if name.endswith(".bin")} == {
+        assert "resuming after" not in done.stderr
+        actual, expected = shards(tmp_path / "out"), shards(whole)
+        assert {name: actual[name] for name in actual if name.endswith(".bin")} == {
             name: expected[name] for name in expected if name.endswith(".bin")}
         shutil.rmtree(tmp_path / "out")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Path:
-    """A file system of 2 MB of its own, or skip."""
+    """Mount a file system of 2 MB, or skip the test."""
     place = tmp_path / "disk"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("no right to mount a small file system")
+        pytest.skip("no permission to mount a file system")
     yield place
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_disk_that_fills_keeps_what_is_done(mixed: Path, small_disk: Path, tmp_path: Path) -> None:
+def test_full_disk_keeps_the_completed_part(mixed: Path, small_disk: Path, tmp_path: Path) -> None:
     with (mixed / "e.jsonl").open("w") as file:
         for text in documents(3000, 5000):
             file.write(json.dumps({"text": text}) + "\n")
@@ -216,20 +216,20 @@ def test_a_disk_that_fills_keeps_what_is_done(mixed: Path, small_disk: Path, tmp
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
         assert done.returncode == 2
-        assert "cannot write here: No space left on device; what was prepared so far is kept" in done.stderr
-        assert "make room, and give the same command again: it continues where it stopped" in done.stderr
+        assert "cannot write here: No space left on device; the completed part is kept" in done.stderr
+        assert "free disk space, and run the same command again: it continues where it stopped" in done.stderr
         assert "Traceback" not in done.stderr
         assert not (small_disk / "out").exists()
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "resuming after" in done.stderr
     assert shards(small_disk / "out") == shards(whole)
 
 
 @pytest.mark.parametrize("size", [1, 700, 1 << 14])
-def test_reading_can_be_taken_up_after_any_task(mixed: Path, size: int) -> None:
-    """The rest of the corpus from the place after each task: nothing lost, nothing twice, line numbers right."""
+def test_reading_can_resume_after_any_task(mixed: Path, size: int) -> None:
+    """Resuming after any task loses and repeats nothing, and keeps line numbers correct."""
     (mixed / "a.txt").write_text(words(3, 300))
     write_jsonl(mixed / "b.jsonl", documents(40))
     write_jsonl(mixed / "c.jsonl", documents(30))
@@ -250,15 +250,15 @@ def test_reading_can_be_taken_up_after_any_task(mixed: Path, size: int) -> None:
     done = np.cumsum([part.tokens.size for part in encoded])
     for number in range(0, len(read), max(1, len(read) // 30)):
         rest = list(tasks(corpus, json.loads(json.dumps(read[number].after)), size))
-        found = np.concatenate([np.empty(0, int), *(encode_task(other, tokenizer).tokens for other in rest)])
-        np.testing.assert_array_equal(found, whole[done[number]:])
+        resumed = np.concatenate([np.empty(0, int), *(encode_task(other, tokenizer).tokens for other in rest)])
+        np.testing.assert_array_equal(resumed, whole[done[number]:])
     lines = {(piece.path.name, piece.line) for task in read for piece in task.pieces
              if hasattr(piece, "line") and piece.is_jsonl}
     assert size > 700 or {line for name, line in lines if name == "b.jsonl"} >= {1, 40}
 
 
 def test_parquet(tmp_path: Path) -> None:
-    """Many files, row groups of any size; the same tokens as from jsonl, whatever the number of processes."""
+    """Parquet files with row groups of any size give the same tokens as jsonl, for any number of processes."""
     texts = documents(1500)
     (tmp_path / "parquet").mkdir()
     for number, (first, rows) in enumerate([(0, 1), (400, 97), (800, 5000)]):
@@ -275,11 +275,11 @@ def test_parquet(tmp_path: Path) -> None:
     assert facts[1]["source"]["bytes"] == sum(path.stat().st_size for path in (tmp_path / "parquet").iterdir())
 
 
-def test_parquet_that_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    def refused(content: bytes | None, message: str) -> None:
+    def check_rejected(content: bytes | None, message: str) -> None:
         if content is not None:
             (tmp_path / "a.parquet").write_bytes(content)
         with pytest.raises(UserError) as caught:
@@ -289,20 +289,20 @@ def test_parquet_that_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     write_parquet(tmp_path / "a.parquet", documents(300))
     whole = (tmp_path / "a.parquet").read_bytes()
-    refused(whole[:-100], "not a whole parquet file of UTF-8 text: ")
-    refused(b"some text", "not a whole parquet file of UTF-8 text: ")
+    check_rejected(whole[:-100], "not a complete parquet file of UTF-8 text: ")
+    check_rejected(b"some text", "not a complete parquet file of UTF-8 text: ")
     write_parquet(tmp_path / "a.parquet", ["one", None])
-    refused((tmp_path / "a.parquet").read_bytes(), 'row 1 has "text", but it is null')
+    check_rejected((tmp_path / "a.parquet").read_bytes(), 'row 1 has "text", but it is null')
     parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), tmp_path / "a.parquet")
-    refused((tmp_path / "a.parquet").read_bytes(), 'no column "text" among content, n')
+    check_rejected((tmp_path / "a.parquet").read_bytes(), 'no column "text" among content, n')
     parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "a.parquet")
-    refused((tmp_path / "a.parquet").read_bytes(), 'a column of int64, not of strings, called "text"')
+    check_rejected((tmp_path / "a.parquet").read_bytes(), 'the column "text" has type int64, not string')
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    refused(None, "pip install 'ezpz_llm[data]'")
+    check_rejected(None, "pip install 'ezpz_llm[data]'")
 
 
 def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
-    """The published script's shards, token for token: a full buffer is a shard, shard 0 is for validation."""
+    """Same shards as the published script: a full buffer is a shard, and shard 0 is for validation."""
     texts, size = documents(400), 7000
     expected, buffer = [], np.empty(0, int)
     for text in filter(None, texts):
@@ -322,10 +322,10 @@ def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
     assert (facts["val_tokens"], facts["splits"]["val"]["tokens"]) == (size, size)
     assert "val_fraction" not in facts
     assert prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size) == folder
-    with pytest.raises(UserError, match="other shards are here"):
+    with pytest.raises(UserError, match="this folder contains other shards"):
         prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size + 1)
     for choice, message in (({"val_tokens": -1}, "-1 validation tokens"),
-                            ({"val_tokens": 10**8}, "nothing is left to train on: the corpus has"),
+                            ({"val_tokens": 10**8}, "no tokens are left to train on: the corpus has"),
                             ({"val_tokens": 1, "val_fraction": 0.1}, "two validation splits")):
         with pytest.raises(UserError, match=message):
             prepare(str(tmp_path / "a.jsonl"), progress=False, **choice)
@@ -333,7 +333,7 @@ def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
-    """A folder in the hub's form, streamed by `datasets`: killed and gone on with, as if nothing had happened."""
+    """A local folder streamed with `datasets`, killed and resumed, gives the same tokens as without the kill."""
     pytest.importorskip("datasets")
     texts = documents(1200)
     folder = tmp_path / "fineweb"
@@ -359,7 +359,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     process.communicate(timeout=scaled(60))
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "resuming after" in done.stderr
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), expected)
     assert read_manifest(out)["documents"] == sum(map(bool, texts))
     assert read_manifest(out)["splits"]["val"]["tokens"] == 9000
@@ -367,7 +367,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.full
 def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
-    """From a server that answers as the hub does: the sample, its commit, a file that cannot be had, going on."""
+    """A stand-in for the hub's server: the sample, its commit, an unavailable file, and resuming after it."""
     pytest.importorskip("datasets")
     texts, folder, withheld = documents(900), tmp_path / "repository", {"sample/10BT/002_00000.parquet"}
     (folder / "sample" / "10BT").mkdir(parents=True)
@@ -378,29 +378,29 @@ def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
                       texts[300 * number:300 * number + 300], row_group_size=100)
     (folder / "data").mkdir()
     write_parquet(folder / "data" / "000.parquet", ["not in the sample"])
-    with hub(folder, withheld) as (address, asked):
+    with hub(folder, withheld) as (address, requests):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "no_proxy": "127.0.0.1",
                         "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
         command = [*HASTY, "prepare", "fineweb-edu", "--tokenizer", "bytes", "--val-tokens", "5000", "--download"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
         assert done.returncode == 2, done.stderr
-        assert "the data set cannot be read" in done.stderr
+        assert "cannot read the data set" in done.stderr
         assert "Traceback" not in done.stderr
         withheld.clear()
         done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
         assert done.returncode == 0, done.stderr
-        assert "going on after" in done.stderr
-        assert not [line for line in asked if "/data/000.parquet" in line]
+        assert "resuming after" in done.stderr
+        assert not [line for line in requests if "/data/000.parquet" in line]
     out = Path(done.stdout.strip())
     assert out.name.startswith("fineweb-edu-sample-10BT-bytes-")
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), tokens_of(texts))
     assert read_manifest(out)["source"]["revision"] == COMMIT
-    # Once prepared it needs no network, nor leave to use it.
+    # A prepared data set needs neither the network nor --download.
     assert prepare("fineweb-edu", "bytes", val_tokens=5000) == out
 
 
-def test_data_sets_are_fetched_only_where_that_was_asked_for(tmp_path: Path, cache: Path) -> None:
+def test_data_sets_are_downloaded_only_on_request(tmp_path: Path, cache: Path) -> None:
     for name in ("fineweb-edu", "hf:some/thing:part@v1"):
         with pytest.raises(UserError) as caught:
             check_corpus(name, "bytes")
@@ -409,9 +409,9 @@ def test_data_sets_are_fetched_only_where_that_was_asked_for(tmp_path: Path, cac
         assert "is not prepared on this machine" in str(caught.value)
         assert f"python3 -m ezpz_llm.data prepare {name}" in str(caught.value)
         assert str(caught.value).endswith("--download")
-        with pytest.raises(UserError, match="the data set cannot be read"):  # HF_HUB_OFFLINE: no network is used
+        with pytest.raises(UserError, match="cannot read the data set"):  # HF_HUB_OFFLINE: no network is used
             prepare(name, "bytes", download=True, progress=False)
-    with pytest.raises(UserError, match="names neither a data set nor a folder"):
+    with pytest.raises(UserError, match="is neither a data set nor a folder"):
         check_corpus("hf:what is this")
     with pytest.raises(UserError, match="did you mean fineweb-edu"):
         check_corpus("fineweb")

@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries: ids equal to the library's own, however a text is cut; known by their table."""
+"""Tokenizers of other libraries: ids equal the library's for any cut of a text; fingerprints of their tables."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def all_ids(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_in_many_pieces_has_the_librarys_own_ids(tmp_path: Path, family: str) -> None:
-    """Cut every few kilobytes, in any script; and each line of JSON by itself."""
+def test_text_in_many_pieces_has_the_same_ids_as_in_the_library(tmp_path: Path, family: str) -> None:
+    """Text cut every few kilobytes in any script, and JSON lines."""
     file, text = trained(family), mixed_text(90_000)
     (tmp_path / "a.txt").write_text(text, newline="")
     tokenizer = load(file)
@@ -48,7 +48,7 @@ def test_a_text_in_many_pieces_has_the_librarys_own_ids(tmp_path: Path, family: 
     lines = [part for part in text.split("\n\n")[:200] if part]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     folder = prepare(str(tmp_path / "b.jsonl"), str(file), progress=False)
-    np.testing.assert_array_equal(all_ids(folder), [one for line in lines for one in (end, *own_ids(file, line))])
+    np.testing.assert_array_equal(all_ids(folder), [id_ for line in lines for id_ in (end, *own_ids(file, line))])
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_10_mb_of_mixed_scripts(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shards_have_a_copy_and_say_which_it_is(tmp_path: Path, family: str) -> None:
+def test_shards_include_a_copy_of_the_tokenizer(tmp_path: Path, family: str) -> None:
     file = trained(family)
     (tmp_path / "a.txt").write_text(mixed_text(20_000))
     made = prepare(str(tmp_path / "a.txt"), str(file), out=tmp_path / "shards", progress=False)
@@ -76,18 +76,18 @@ def test_shards_have_a_copy_and_say_which_it_is(tmp_path: Path, family: str) -> 
     ids = tokenizer.encode("the learning rate")
     assert tokenizer.decode(ids) == "the learning rate"
     np.testing.assert_array_equal(ids, own_ids(file, "the learning rate"))
-    # The folder of shards names its tokenizer, as the file does, and the same text is prepared only once.
+    # The folder of shards selects the same tokenizer as the file, so the same text is prepared only once.
     assert choose(str(moved)).entry == facts["tokenizer"]
     first = prepare(str(tmp_path / "a.txt"), str(moved), progress=False)
     assert prepare(str(tmp_path / "a.txt"), str(file.parent), progress=False) == first
     mixture = prepare(f"{moved}=1,{first}=1", progress=False)
     assert TokenData.open(mixture).tokenizer.name == tokenizer.name
     (moved / name).unlink()
-    with pytest.raises(UserError, match=f"its {name} is not there"):
+    with pytest.raises(UserError, match=f"the {name} of the tokenizer .* is missing"):
         from_entry(facts["tokenizer"], folder=moved)
 
 
-def test_the_same_table_saved_in_another_way_is_the_same(tmp_path: Path) -> None:
+def test_fingerprint_is_independent_of_how_the_file_was_saved(tmp_path: Path) -> None:
     file = trained("byte-level BPE")
     stored = json.loads(file.read_text())
     pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in stored["model"]["merges"]]
@@ -96,7 +96,7 @@ def test_the_same_table_saved_in_another_way_is_the_same(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored, indent=1))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
     saved = load(tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<pad>"]}')  # none: its name tells
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<pad>"]}')  # invalid, so the name decides
     assert entry_of_file(tmp_path / "tokenizer.json")["end_of_text"] == stored["model"]["vocab"]["<|endoftext|>"]
     assert saved.fingerprint == entry_of_file(file)["fingerprint"]
     assert saved.end_of_text == stored["model"]["vocab"]["<pad>"]
@@ -107,36 +107,36 @@ def test_the_same_table_saved_in_another_way_is_the_same(tmp_path: Path) -> None
     stored["model"]["merges"][0], stored["model"]["merges"][1] = stored["model"]["merges"][1::-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     assert entry_of_file(tmp_path / "tokenizer.json")["fingerprint"] != saved.fingerprint
-    with pytest.raises(UserError, match="another tokenizer than the one that made the tokens"):
+    with pytest.raises(UserError, match="this tokenizer did not make the tokens"):
         load(tmp_path / "tokenizer.json", saved.entry)
 
 
-def test_another_tokenizer_than_that_of_the_shards_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_that_did_not_make_the_shards_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(mixed_text(20_000))
     made = prepare(str(tmp_path / "a.txt"), str(trained("unigram")), progress=False)
     for other in (str(trained("SentencePiece BPE")), "bytes"):
         with pytest.raises(UserError, match="this folder was prepared with the tokenizer unigram"):
             check_corpus(str(made), other)
     plain = prepare(str(tmp_path / "a.txt"), "bytes", progress=False)
-    with pytest.raises(UserError, match="must have one tokenizer; these have unigram-700 and bytes"):
+    with pytest.raises(UserError, match="must have the same tokenizer; these have unigram-700 and bytes"):
         prepare(f"{made}=1,{plain}=1", progress=False)
 
 
-def test_files_that_are_no_tokenizer_are_refused_in_one_message(tmp_path: Path) -> None:
+def test_files_without_a_tokenizer_are_rejected(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     (tmp_path / "a.txt").write_text("text")
-    for name, content, message in (("tokenizer.json", "{", "no table of Hugging Face's tokenizers"),
-                                   ("tokenizer.json", '{"model": {"vocab": {}}}', "no table of Hugging Face's"),
-                                   ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}', "no table of Hugging"),
-                                   # 16 GB of counters, one for each id
-                                   ("tokenizer.json", '{"model": {"vocab": {"a": 2147483648}}}', "no ids from 0"),
+    for name, content, message in (("tokenizer.json", "{", "not a tokenizer.json of Hugging Face tokenizers"),
+                                   ("tokenizer.json", '{"model": {"vocab": {}}}', "not a tokenizer.json of"),
+                                   ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}', "not a tokenizer.json"),
+                                   # would need 16 GB of counters, one per id
+                                   ("tokenizer.json", '{"model": {"vocab": {"a": 2147483648}}}', "ids are from 0"),
                                    ("x.model", "nothing", "SentencePiece cannot read this"),
-                                   ("a.vocab", "a b", "no tokenizer's file")):
+                                   ("a.vocab", "a b", "this file is not a tokenizer")):
         (tmp_path / name).write_text(content)
         with pytest.raises(UserError, match=message) as caught:
             check_corpus(str(tmp_path / "a.txt"), str(tmp_path / name))
         assert str(tmp_path / name) in str(caught.value)
-        assert ".model of SentencePiece" in caught.value.instead
+        assert "SentencePiece *.model" in caught.value.instead
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Odd", "vocab": {"a": 0}}}')
     with pytest.raises(UserError, match="the library tokenizers cannot read this"):
         prepare(str(tmp_path / "a.txt"), str(tmp_path), progress=False)
@@ -144,8 +144,8 @@ def test_files_that_are_no_tokenizer_are_refused_in_one_message(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["byte-level BPE", "unigram"])
-def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, family: str) -> None:
-    """Before any rank starts: the check imports neither torch nor the library of tokenizers."""
+def test_missing_library_is_reported_with_its_extra(tmp_path: Path, family: str) -> None:
+    """The check before any rank starts imports neither torch nor the tokenizer library."""
     file = trained(family)
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     (tmp_path / "sentencepiece.py").write_text("raise ImportError('not here')")
@@ -164,7 +164,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, famil
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_killed_at_every_operation(tmp_path: Path, family: str) -> None:
-    """As with our own tokenizers (test_data_scale): the same files to the byte, the tokenizer's among them."""
+    """The final files, including the tokenizer's, are bitwise identical, as in test_data_scale."""
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir()
     folder.mkdir()
@@ -173,9 +173,9 @@ def test_killed_at_every_operation(tmp_path: Path, family: str) -> None:
     done = subprocess.run([sys.executable, HELPERS / "data_kills.py", source, folder, trained(family)],
                           capture_output=True, text=True, timeout=scaled(300))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["operations"] > 25
-    assert trained(family).name in found["names"]
-    assert [result for result in found["results"] if not result["same"]] == []
-    assert found["left"] == ["often", "whole"]
-    assert max(result["kept"] for result in found["results"][1:]) == 41
+    report = json.loads(done.stdout)
+    assert report["operations"] > 25
+    assert trained(family).name in report["names"]
+    assert [result for result in report["results"] if not result["same"]] == []
+    assert report["left"] == ["often", "whole"]
+    assert max(result["kept"] for result in report["results"][1:]) == 41

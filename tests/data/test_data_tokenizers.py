@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, ordinary treatment of "<|endoftext|>", identity, gpt2's one file."""
+"""Tokenizers: round trips, "<|endoftext|>" within a text, fingerprints, and gpt2's file."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_characters() -> None:
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (6, None)
     np.testing.assert_array_equal(tokenizer.encode("aé😀\n b"), [2, 4, 5, 0, 1, 3])
     assert tokenizer.decode(np.array([2, 4, 5, 0])) == "aé😀\n"
-    with pytest.raises(UserError, match=r"'c' \(U\+0063\), not one of the tokenizer's 6"):
+    with pytest.raises(UserError, match=r"'c' \(U\+0063\): not among the 6 characters"):
         tokenizer.encode("abca")
-    with pytest.raises(UserError, match="U\\+1F601"):  # beyond the last of the table
+    with pytest.raises(UserError, match="U\\+1F601"):  # beyond the last character of the table
         tokenizer.encode("a😁")
     assert from_entry(to_entry(tokenizer)).decode(np.array([5])) == "😀"
 
 
-def test_a_tokenizer_of_another_fingerprint_is_refused() -> None:
+def test_tokenizer_with_another_fingerprint_is_rejected() -> None:
     entry = to_entry(get_tokenizer("bytes"))
     assert from_entry(entry).name == "bytes"
     with pytest.raises(UserError, match="another bytes tokenizer"):
@@ -81,7 +81,7 @@ def test_a_tokenizer_of_another_fingerprint_is_refused() -> None:
     assert len(set(prints)) == 3
 
 
-def test_unknown_tokenizer_offers_the_nearest() -> None:
+def test_unknown_tokenizer_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean gpt2") as caught:
         get_tokenizer("gpt-2")
     assert "\n" in str(caught.value)
@@ -105,14 +105,14 @@ def test_merges_file_gives_ranks_in_gpt2s_byte_order() -> None:
     assert [ranks[b" t"], ranks[b" th"], ranks["é".encode()]] == [256, 257, 258]
 
 
-def test_gpt2_without_its_file_names_path_and_command(tmp_path: Path) -> None:
+def test_missing_gpt2_file_error_has_path_and_command(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         get_tokenizer("gpt2")
     assert str(tmp_path / "cache" / "tiktoken" / "vocab.bpe") in str(caught.value)
     assert "python3 -m ezpz_llm.data tokenizer gpt2 --from-folder DIR" in str(caught.value)
 
 
-def test_a_wrong_gpt2_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_wrong_gpt2_file_is_rejected_and_not_removed(tmp_path: Path) -> None:
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\nh e\n")
     with pytest.raises(UserError, match="this is not the vocabulary of the gpt2 tokenizer"):
         provide_gpt2(tmp_path)
@@ -143,8 +143,8 @@ def test_gpt2(tmp_path: Path, name: str) -> None:
 
 @given(text=st.text(alphabet="ab'sé中1, .\n\r\t\u00a0\u3000\u2028\x85\x1c 😀", max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_cutting_a_text_changes_no_gpt2_token(text: str) -> None:
-    """Pieces, not merges, are what a cut could change: any vocabulary shows it. This one merges white space."""
+def test_cutting_a_text_preserves_gpt2_tokens(text: str) -> None:
+    """A cut could change pieces, not merges, so any vocabulary would show it; this one merges white space."""
     tokenizer = _space_merging()
     data = text.encode()
     cut = cut_text(data)
@@ -170,7 +170,7 @@ def _space_merging() -> EncodingTokenizer:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """A web server on this host that serves /file.txt."""
+    """Local web server that serves /file.txt."""
     served = tmp_path / "served"
     served.mkdir()
     (served / "file.txt").write_text("what is wanted")
@@ -194,10 +194,10 @@ def test_download_is_announced_and_checked(server: str, monkeypatch: pytest.Monk
     sha256 = hashlib.sha256(b"what is wanted").hexdigest()
     file = replace(GPT2_VOCAB, address=f"{server}/file.txt", size=14, sha256=sha256)
     assert file.download().read_text() == "what is wanted"
-    said = capsys.readouterr().err
-    assert f"{server}/file.txt" in said
-    assert "14 bytes" in said
-    assert sha256 in said
+    stderr = capsys.readouterr().err
+    assert f"{server}/file.txt" in stderr
+    assert "14 bytes" in stderr
+    assert sha256 in stderr
     with pytest.raises(UserError, match="this is not the vocabulary"):
         replace(file, name="other", sha256="0" * 64).download()
     assert not file.path.with_name("other").exists()

@@ -1,4 +1,4 @@
-"""`ezpz-llm data which`: the documents that a step read, against a walk over all tokens; and what has no answer."""
+"""`ezpz-llm data which`: a step's documents compared with a scan of all tokens, and error messages."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def megatron(folder: Path, documents: list[str], name: str = "theirs") -> TokenD
 
 
 def check(data: TokenData, owners: list[int], documents: list[str]) -> None:
-    """1,000 random samples are what a walk over the split says: the document of each token, and its file's tokens.
+    """Compare the extracts of 1,000 random samples with a scan of the split.
 
-    `owners`: of each token of the split, the number of its document.
+    Args:
+        owners: index of the document of each token in the split.
     """
     numbers = sorted(np.random.default_rng(3).choice(10**6, 1000, replace=False).tolist())
-    found: dict[int, list] = {number: [] for number in numbers}
-    for one in extracts(data, T, SEED, numbers):
-        found[one.sample].append(one)
-    files = {name: np.fromfile(name, np.uint16) for name in {e.file for es in found.values() for e in es}}
+    by_sample: dict[int, list] = {number: [] for number in numbers}
+    for extract in extracts(data, T, SEED, numbers):
+        by_sample[extract.sample].append(extract)
+    files = {name: np.fromfile(name, np.uint16) for name in {e.file for es in by_sample.values() for e in es}}
     batches = Batches(data.split("train"), block_size=T, seed=SEED, global_batch=1, micro_batch=1, dp_rank=0,
                       dp_size=1)
     stream = data.split("train")[:]  # type: ignore[index]
@@ -62,7 +63,7 @@ def check(data: TokenData, owners: list[int], documents: list[str]) -> None:
     for number in numbers:
         (tokens, targets), = batches.micro_batches(number)
         window = np.append(tokens[0], targets[0, -1])
-        pieces = found[number]
+        pieces = by_sample[number]
         assert np.concatenate([files[e.file][e.first:e.stop] for e in pieces]).tolist() == window.tolist()
         at = positions[window.astype(stream.dtype).tobytes()]
         assert [e.document for e in pieces for _ in range(e.first, e.stop)] == owners[at:at + T + 1]
@@ -78,7 +79,7 @@ def test_our_shards_by_end_of_text_tokens(tmp_path: Path) -> None:
     check(data, owners[:len(data.split("train"))], [text[:47] for text in documents])
 
 
-def test_a_split_that_begins_inside_a_document(tmp_path: Path) -> None:
+def test_split_that_starts_within_a_document(tmp_path: Path) -> None:
     documents = texts(800)
     data = our_shards(tmp_path, documents, val_tokens=1010)
     owners = [number for number, text in enumerate(documents) for _ in range(len(text) + 1)][1010:]
@@ -86,7 +87,7 @@ def test_a_split_that_begins_inside_a_document(tmp_path: Path) -> None:
     check(data, [number - owners[0] for number in owners], [rest[0], *(text[:47] for text in rest[1:])])
 
 
-def test_megatrons_by_the_index(tmp_path: Path) -> None:
+def test_megatron_documents_by_the_index(tmp_path: Path) -> None:
     documents = texts(800)
     data = megatron(tmp_path, documents)
     owners = [number for number, text in enumerate(documents) for _ in text]
@@ -99,13 +100,12 @@ def test_a_mixture_names_the_corpus(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         parts[name] = megatron(tmp_path / name, [f"{word} {text}" for text in texts(300)], name)
     folder = prepare(f"{tmp_path / 'a' / 'a'}=0.75,{tmp_path / 'b' / 'b'}=0.25", "bytes", progress=False)
-    found = extracts(TokenData.open(folder), T, SEED, range(4096))
-    names = {one.sample: one.corpus for one in found}
+    parts_read = extracts(TokenData.open(folder), T, SEED, range(4096))
+    names = {extract.sample: extract.corpus for extract in parts_read}
     assert sum("b.idx" in name for name in names.values()) == 1024
-    assert all(one.text.startswith("beta" if "b.idx" in one.corpus else "alpha") for one in found)
+    assert all(extract.text.startswith("beta" if "b.idx" in extract.corpus else "alpha") for extract in parts_read)
 
 
-# A run's records: here what the trainer writes of them, line by line.
 def run_of(folder: Path, data: TokenData, sizes: list[int], first: int = 1, **record: object) -> Path:
     run = folder / "run"
     run.mkdir(exist_ok=True)
@@ -119,32 +119,32 @@ def run_of(folder: Path, data: TokenData, sizes: list[int], first: int = 1, **re
     return run
 
 
-def asked(capsys: pytest.CaptureFixture[str], run: Path, step: int) -> dict:
+def which(capsys: pytest.CaptureFixture[str], run: Path, step: int) -> dict:
     main(["which", str(run), "--step", str(step), "--json"])
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_position_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_position_follows_the_runs_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = our_shards(tmp_path, texts(800))
     # Resumed after step 2 with twice the batch.
     run = run_of(tmp_path, data, [4, 4, 8, 8], steps=4, samples_consumed=24)
-    read = asked(capsys, run, 3)
+    read = which(capsys, run, 3)
     assert (read["first"], read["stop"]) == (8, 16)
-    assert {one["sample"] for one in read["extracts"]} == set(range(8, 16))
+    assert {extract["sample"] for extract in read["extracts"]} == set(range(8, 16))
     assert [e.document for e in extracts(data, T, SEED, range(8, 16))] == [e["document"] for e in read["extracts"]]
-    # Back from step 5 to step 2 and again from 4 to 2: the samples between are left out.
+    # Rollbacks from step 5 to 2 and from step 4 to 2 skip the samples in between.
     back = [{"from_step": 5, "to_step": 2, "samples_passed_over": 12},
             {"from_step": 4, "to_step": 2, "samples_passed_over": 20}]
     run = run_of(tmp_path, data, [4, 4, 4], rollbacks=back)
-    assert [asked(capsys, run, step)["first"] for step in (2, 3)] == [4, 28]
-    # The run of another directory, gone on with: where it began is known from its end.
+    assert [which(capsys, run, step)["first"] for step in (2, 3)] == [4, 28]
+    # A run that continues another directory's run: its final record determines its first sample.
     run = run_of(tmp_path, data, [8, 8], first=11, steps=12, samples_consumed=56)
-    assert [asked(capsys, run, step)["first"] for step in (11, 12)] == [40, 48]
+    assert [which(capsys, run, step)["first"] for step in (11, 12)] == [40, 48]
 
 
 @pytest.mark.full
-def test_the_trainers_own_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two steps of 4 samples, then two of 8 in the same run directory."""
+def test_records_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps of 4 samples, then two steps of 8 in the same run directory."""
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(400)))
     run = tmp_path / "run"
     for words in (("--steps", "2", "--global-batch-size", "4"),
@@ -156,46 +156,46 @@ def test_the_trainers_own_records(tmp_path: Path, capsys: pytest.CaptureFixture[
              *words], env=clean_env(OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(tmp_path / "cache")),
             capture_output=True, text=True, timeout=scaled(200), check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    reads = [asked(capsys, run, step) for step in (1, 2, 3, 4)]
+    reads = [which(capsys, run, step) for step in (1, 2, 3, 4)]
     assert [(read["first"], read["stop"]) for read in reads] == [(0, 4), (4, 8), (8, 16), (16, 24)]
-    assert all(one["corpus"] == str(tmp_path / "mine.jsonl") for read in reads for one in read["extracts"])
+    assert all(extract["corpus"] == str(tmp_path / "mine.jsonl") for read in reads for extract in read["extracts"])
 
 
 def test_lines_are_safe_for_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = our_shards(tmp_path, ["\x1b]0;title\x07 words " * 4] * 300)
     main(["which", str(run_of(tmp_path, data, [2])), "--step", "1"])
-    said = capsys.readouterr().out
-    assert said.startswith("step 1: samples 0 to 1\n")
-    assert str(tmp_path / "mine.jsonl") in said
-    assert "words" in said
-    assert "\x1b" not in said
-    assert "\x07" not in said
+    table = capsys.readouterr().out
+    assert table.startswith("step 1: samples 0 to 1\n")
+    assert str(tmp_path / "mine.jsonl") in table
+    assert "words" in table
+    assert "\x1b" not in table
+    assert "\x07" not in table
 
 
-def test_no_answer_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = our_shards(tmp_path, texts(300))
 
-    def refused(run: Path, step: int, message: str) -> None:
+    def check_rejected(run: Path, step: int, message: str) -> None:
         with pytest.raises(UserError, match=message) as raised:
             main(["which", str(run), "--step", str(step)])
         assert raised.value.where
         assert raised.value.instead
 
-    refused(tmp_path / "nowhere", 1, "run directory does not exist")
+    check_rejected(tmp_path / "nowhere", 1, "run directory does not exist")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", 1, "did not record its data")
+    check_rejected(tmp_path / "empty", 1, "did not record its data")
     run = run_of(tmp_path, data, [4, 4])
-    refused(run, 3, "no step 3")
-    refused(run, 0, "no step 0")
-    refused(run_of(tmp_path, data, [8], first=11), 11, "went on from another")
-    refused(run_of(tmp_path, data, [4, 4], steps=2, samples_consumed=16), 1, "the block size was another")
+    check_rejected(run, 3, "no step 3")
+    check_rejected(run, 0, "no step 0")
+    check_rejected(run_of(tmp_path, data, [8], first=11), 11, "continues another run")
+    check_rejected(run_of(tmp_path, data, [4, 4], steps=2, samples_consumed=16), 1, "the block size changed")
     run = run_of(tmp_path, data, [4])
     record = json.loads((run / "run.json").read_text())
     record["data"]["fingerprint"] = "of other tokens"
     (run / "run.json").write_text(json.dumps(record))
-    refused(run, 1, "are others")
+    check_rejected(run, 1, "have changed since the run read them")
     run = run_of(tmp_path, data, [4])
     (data.folder / "train_000003.bin").unlink()
-    refused(run, 1, "train_000003.bin is missing")
+    check_rejected(run, 1, "train_000003.bin is missing")
     (data.folder / "manifest.json").unlink()
-    refused(run, 1, "no manifest.json")
+    check_rejected(run, 1, "no manifest.json")

@@ -1,4 +1,4 @@
-"""Weights bring their tokenizer: the default; another one is asked for or refused, an unknown one is named."""
+"""Tokenizer of weights: it is the default; another one must be requested; unknown ones are rejected by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def char(text: str = TEXT) -> CharTokenizer:
 
 
 def weights(folder: Path, tokenizer: Tokenizer | None, vocab_size: int = 0) -> Path:
-    """A folder of Hugging Face's with random weights, which are sure of what they say, and a tokenizer."""
+    """Write a Hugging Face folder with a tokenizer and random weights whose predictions are confident."""
     model = get_model_config("tiny-gpt2", n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_multiple=1,
                              vocab_size=vocab_size or tokenizer.vocab_size)
     folder.mkdir()
@@ -76,7 +76,7 @@ def weights(folder: Path, tokenizer: Tokenizer | None, vocab_size: int = 0) -> P
 
 
 def train(*words: object) -> RunPlan:
-    """What the check of `ezpz_llm.train` finds before any rank starts."""
+    """Run the check of `ezpz_llm.train` and return its plan."""
     return check_run(parse([*map(str, words), "--global-batch-size", "4"]), 1)
 
 
@@ -84,8 +84,8 @@ def evaluated(*words: object) -> None:
     evaluate.main(["val", *map(str, words), "--check"])
 
 
-def test_the_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
-    """Of a corpus that would have another one."""
+def test_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
+    """The weights' tokenizer replaces the corpus's default."""
     folder = weights(place / "hf", char())
     plan = train("--init-from", folder, "--corpus", "text.txt")
     assert (plan.config.tokenizer, str(plan.sources["tokenizer"])) == (str(folder), "weights to begin with")
@@ -98,8 +98,8 @@ def test_the_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
     assert train("--init-from", place / "same", "--corpus", plain).config.tokenizer == str(place / "same")
 
 
-def test_characters_of_another_alphabet_are_refused(place: Path) -> None:
-    """Although they are fewer than the weights have rows: every id would be another character."""
+def test_other_alphabet_is_rejected(place: Path) -> None:
+    """A smaller alphabet would fit the embedding, but every id would mean another character."""
     folder = weights(place / "hf", char())
     shards = prepare("other.txt", "char", progress=False)
     for check in (lambda: train("--init-from", folder, "--corpus", shards),
@@ -107,13 +107,13 @@ def test_characters_of_another_alphabet_are_refused(place: Path) -> None:
                   lambda: evaluated(folder, "--corpus", shards)):
         with pytest.raises(UserError, match=r"tokenizer is char \(28 characters, .* corpus's is char \(21"):
             check()
-    # "char" is the weights' own alphabet: what it lacks is an error while preparing.
+    # "char" selects the weights' alphabet; a missing character is an error during preparation.
     plan = train("--init-from", folder, "--corpus", "other.txt", "--tokenizer", "char")
     with pytest.raises(UserError, match="unknown character"):
         prepare("other.txt", plan.config.tokenizer, progress=False)
 
 
-def test_a_prepared_corpus_of_another_tokenizer_is_refused_unless_it_is_asked_for(place: Path) -> None:
+def test_prepared_corpus_of_another_tokenizer_is_rejected_unless_requested(place: Path) -> None:
     folder = weights(place / "hf", char(), vocab_size=300)
     shards = prepare("text.txt", "bytes", out=place / "bytes", progress=False)
     for check in (lambda: train("--init-from", folder, "--corpus", shards),
@@ -125,14 +125,14 @@ def test_a_prepared_corpus_of_another_tokenizer_is_refused_unless_it_is_asked_fo
         assert "weights' tokenizer is char (28 characters, fingerprint " in str(caught.value)
         assert "corpus's is bytes (fingerprint " in str(caught.value)
         assert f"prepare it with --tokenizer {folder}" in str(caught.value)
-    for asked in ("bytes", shards):
-        assert train("--init-from", folder, "--corpus", shards, "--tokenizer", asked).config.tokenizer == "bytes"
-        evaluated(folder, "--corpus", shards, "--tokenizer", asked)
+    for choice in ("bytes", shards):
+        assert train("--init-from", folder, "--corpus", shards, "--tokenizer", choice).config.tokenizer == "bytes"
+        evaluated(folder, "--corpus", shards, "--tokenizer", choice)
     with pytest.raises(UserError, match="the weights' tokenizer is char"):
         train("--init-from", folder, "--corpus", shards, "--tokenizer", "char")
 
 
-def test_unknown_and_unsupported_tokenizers_are_refused_by_name(place: Path) -> None:
+def test_unknown_and_unsupported_tokenizers_are_rejected_by_name(place: Path) -> None:
     folder = weights(place / "hf", None, vocab_size=300)
     for check in (lambda: train("--init-from", folder, "--corpus", "text.txt"),
                   lambda: evaluated(folder, "--corpus", "text.txt")):
@@ -146,14 +146,14 @@ def test_unknown_and_unsupported_tokenizers_are_refused_by_name(place: Path) -> 
                   lambda: prepare("text.txt", str(folder))):
         with pytest.raises(UserError, match=r"tokenizer is WordPiece \(vocab.txt\)"):
             check()
-    with pytest.raises(UserError, match="says nothing of a tokenizer"):
+    with pytest.raises(UserError, match="this folder contains no tokenizer"):
         prepare("text.txt", str(place))
     with pytest.raises(UserError, match="unknown tokenizer 'gtp2'"):
         train("--init-from", folder, "--tokenizer", "gtp2")
 
 
-def test_gpt2_is_known_by_its_table(place: Path) -> None:
-    """In our export, as transformers writes it, and not if a merge is another; no vocab.bpe is needed for it."""
+def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
+    """gpt2 is recognized without vocab.bpe in exports of ezpz_llm and transformers, unless a merge differs."""
     file = vocab_bpe()
     ours = {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
     provide_gpt2(file.parent)
@@ -188,7 +188,7 @@ def test_gpt2_is_known_by_its_table(place: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_with_a_tokenizer_of_another_library(place: Path, family: str) -> None:
-    """It encodes their corpora, stands beside an export, and another one is refused."""
+    """The weights' tokenizer encodes corpora and is copied to exports; another tokenizer is rejected."""
     file = trained(family)
     folder = weights(place / "hf", None, vocab_size=700)
     copy_files(file, folder)
@@ -219,10 +219,10 @@ def test_an_exported_tokenizer_is_loaded_by_transformers(place: Path) -> None:
     assert (theirs.eos_token, theirs.eos_token_id, theirs.model_max_length) == ("<|endoftext|>", 1, 32)
     end, note = write_tokenizer(entry_of_file(file), 32, place / "none", place)
     assert end is None
-    assert "its tokenizer.json is not there (copy the tokenizer.json with the fingerprint" in str(note)
+    assert "is missing (copy the tokenizer.json with the fingerprint" in str(note)
 
 
-def test_what_is_known_of_bytes_and_characters_is_the_whole_table(place: Path) -> None:
+def test_bytes_and_char_are_recognized_by_their_whole_table(place: Path) -> None:
     for tokenizer in (get_tokenizer("bytes"), char()):
         write_tokenizer(to_entry(tokenizer), 32, place)
         stored = json.loads((place / "tokenizer.json").read_text())
@@ -236,9 +236,9 @@ def test_what_is_known_of_bytes_and_characters_is_the_whole_table(place: Path) -
 
 
 @pytest.mark.full
-def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
+def test_warnings_for_a_loss_above_chance_and_for_another_tokenizer(
         place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Random weights that are sure of themselves: in training and in evaluation."""
+    """Confident random weights, in training and in evaluation."""
     folder = weights(place / "hf", char(), vocab_size=300)
     words = [sys.executable, "-m", "ezpz_llm.train", "--init-from", str(folder), "--corpus", "text.txt",
              "--tokenizer", "bytes", "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--profile",
@@ -250,9 +250,9 @@ def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
     assert f"of the loaded weights is above ln V = {math.log(300):.2f}" in done.stdout
     assert evaluate.main(["val", str(folder), "--corpus", "text.txt", "--device", "cpu", "--run-dir", "at"]) == 0
     assert read_record(RunDir(place / "at"))["evaluation"]["val"]["tokenizer"] == "char"
-    said = capsys.readouterr().err
-    assert f"warning: the loss is above ln V = {math.log(300):.4f}" in said
-    assert both not in said
+    stderr = capsys.readouterr().err
+    assert f"warning: the loss is above ln V = {math.log(300):.4f}" in stderr
+    assert both not in stderr
     generate.main([str(folder), "--tokenizer", "bytes", "--tokens", "2", "--device", "cpu", "--run-dir", "made"])
     assert f"warning: {both}" in capsys.readouterr().err
 
@@ -260,7 +260,7 @@ def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_keeps_its_tokenizer(place: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its checkpoints continue a prompt, are exported and evaluated after the shards are gone."""
+    """Generation, export and evaluation from a run's checkpoint work after its shards are deleted."""
     file = trained(family)
     (place / "mixed.txt").write_text(mixed_text(60_000))
     words = [sys.executable, "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "1", "--n-embd", "32",

@@ -1,4 +1,4 @@
-"""Blocks are compiled to one graph under the layouts that compile by default, and to more under the others."""
+"""Compiled blocks: one graph in layouts that compile by default, several graphs in the others."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check(tmp_path: Path, runs: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-def test_a_block_is_one_graph_that_all_blocks_share(tmp_path: Path) -> None:
+def test_all_blocks_share_one_graph(tmp_path: Path) -> None:
     check(tmp_path, SOME)
 
 
 @pytest.mark.full
-def test_which_layouts_compile_to_one_graph(tmp_path: Path) -> None:
+def test_layouts_that_compile_to_one_graph(tmp_path: Path) -> None:
     check(tmp_path, MORE)

@@ -1,4 +1,4 @@
-"""fsdp2, sequence parallelism and tiles compute what one process computes: a job of two ranks and one of four."""
+"""fsdp2, sequence parallelism and tiles compute the same as one process: jobs of two and four ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES = [f"fp32:{shape}:{layout}" for shape in ("qwen3", "olmo2", "slowed")
 OTHERS = ["fp32:llama:zero3:small", "fp32:gpt2:sp2:summed", "checkpoints"]
 FOUR = ["fp32:gpt2:fsdp2", "fp32:gpt2:fsdp2_within2", "bf16:gpt2:fsdp2_within2", "bf16_autocast:odd:fsdp2_within2",
         "fp32:llama:sp2", "fp32:llama:zero3,sp2", "fp32:gpt2:zero1,sp2,tp2"]
-# bf16: runs of one process that only add in another order lie up to 2.2e-3 apart in some of these six steps.
+# bf16: single-process runs that only add in a different order differ by up to 2.2e-3 in some of these six steps.
 LOSS_BOUND = {"fp32": 1e-5, "bf16_autocast": 4e-3, "bf16": 4e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16_autocast": 3e-2, "bf16": 3e-2}
 
@@ -74,7 +74,7 @@ def test_every_step_is_that_of_one_process(two: dict[str, Any], run: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", FAMILIES)
-def test_every_family_is_that_of_one_process(families: dict[str, Any], run: str) -> None:
+def test_every_family_equals_one_process(families: dict[str, Any], run: str) -> None:
     check(run, families[run])
 
 
@@ -85,26 +85,26 @@ def test_with_data_parallelism_too(four: dict[str, Any], run: str) -> None:
 
 
 @pytest.mark.full
-def test_a_loss_that_is_summed_over_a_sequence_shows_in_the_norm(two: dict[str, Any]) -> None:
+def test_summed_sequence_loss_changes_the_norm(two: dict[str, Any]) -> None:
     assert largest(two["fp32:gpt2:sp2:summed"]["norms"], relative=True) == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.mark.full
-def test_a_tile_is_the_most_that_is_gathered_of_a_tiled_layer(two: dict[str, Any]) -> None:
-    # Llama's three MLP layers have 96 x 32 parameters, which is the most that zero3 gathers at once; tiled, they
-    # have a quarter, and the most is the untiled c_attn's 64 x 32.
+def test_tiled_layers_are_gathered_by_tile(two: dict[str, Any]) -> None:
+    # Llama's three MLP layers have 96 x 32 parameters, the most that zero3 gathers at once. Their tiles have a
+    # quarter of that, so that the untiled c_attn with 64 x 32 is the largest.
     whole, tiled = two["fp32:llama:zero3:small"], two["fp32:llama:tiled:small"]
     assert (whole["gathered"], tiled["gathered"]) == (96 * 32, 64 * 32)
     assert largest([whole["losses"][0], tiled["losses"][0]]) <= LOSS_BOUND["fp32"]
 
 
 @pytest.mark.full
-def test_the_layout_as_shipped_gathers_tile_by_tile(two: dict[str, Any]) -> None:
-    # Of blocks of 128 wide: c_attn's 256 x 128, more than any tile, and four norms, which are kept whole.
+def test_shipped_layout_gathers_by_tile(two: dict[str, Any]) -> None:
+    # Blocks have width 128: c_attn with 256 x 128 is larger than any tile, and four norms are not partitioned.
     assert two["fp32:wide:tiled"]["gathered"] == 256 * 128 + 4 * 128
 
 
 @pytest.mark.full
-def test_states_pass_between_layouts(two: dict[str, Any]) -> None:
+def test_states_move_between_layouts(two: dict[str, Any]) -> None:
     for pair, losses in two["checkpoints"].items():
         assert largest(losses) <= LOSS_BOUND["fp32"], pair

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: it trains, saves memory, and its checkpoints are everybody's."""
+"""AdamW with 8-bit moments: it trains, saves memory, and its checkpoints work with any optimizer."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_trains_nearly_as_with_32_bits(results: dict[str, Any], layout: str) -> None:
-    found = results[layout]
-    assert found["losses"] == pytest.approx(found["plain"], abs=0.05)
-    assert found["losses"] != found["plain"]
-    assert found["losses"][-1] < found["losses"][0] - 0.1
+def test_eight_bit_losses_are_close_to_32_bit(results: dict[str, Any], layout: str) -> None:
+    result = results[layout]
+    assert result["losses"] == pytest.approx(result["plain"], abs=0.05)
+    assert result["losses"] != result["plain"]
+    assert result["losses"][-1] < result["losses"][0] - 0.1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moments_take_a_quarter(results: dict[str, Any], layout: str) -> None:
     eight, whole = results[layout]["bytes"]
-    # And scales, and what is too small for it: biases and norms, the table, under fsdp2 halves of small matrices.
+    # Plus scales and tensors that stay in 32 bits: biases, norms, the embedding, in fsdp2 halves of small matrices.
     assert eight < (0.5 if layout in ("ddp", "fsdp2") else 0.28) * whole
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(results: dict[str, Any], layout: str) -> None:
-    found = results[layout]
-    assert found["reading changes nothing"]
-    assert found["restored"] < 1e-6
-    again, ahead = found[f"{layout} adamw_8bit"]
+def test_resumed_run_equals_an_uninterrupted_one(results: dict[str, Any], layout: str) -> None:
+    result = results[layout]
+    assert result["reading changes nothing"]
+    assert result["restored"] < 1e-6
+    again, ahead = result[f"{layout} adamw_8bit"]
     assert again == pytest.approx(ahead, abs=1e-5)
-    other, ahead = found["ddp adamw"]
+    other, ahead = result["ddp adamw"]
     assert other == pytest.approx(ahead, abs=0.02)
 
 
 @pytest.mark.parametrize(("layout", "world", "word"), [
     ("tp2", 2, "diverge"), ("pp2", 2, "diverge")])
-def test_layouts_whose_copies_would_come_apart_are_refused(layout: str, world: int, word: str) -> None:
+def test_layouts_whose_copies_would_diverge_are_rejected(layout: str, world: int, word: str) -> None:
     with pytest.raises(UserError, match=word):
         resolve(Request(layout, world_size=world, optimizer="adamw_8bit"))
 
 
-def test_offloaded_state_has_an_optimizer_of_its_own() -> None:
+def test_offloaded_state_requires_deepspeeds_adamw() -> None:
     layout = resolve(Request("zero3", world_size=2)).layout.with_zero(offload_optimizer="cpu")
     for optimizer in ("adamw_8bit", "adamw_unfused"):
         with pytest.raises(UserError, match="DeepSpeed's CPU AdamW"):
@@ -76,7 +76,7 @@ def test_offloaded_state_has_an_optimizer_of_its_own() -> None:
     check_optimizer("adamw", layout)
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError) as error:
         resolve(Request("ddp", world_size=1, optimizer="adamw_8bit"))
@@ -86,9 +86,9 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_optimizer_is_built_offered_and_described() -> None:
     page = (ROOT / "docs" / "reference" / "training.md").read_text()
     assert list(OPTIMIZERS) == list(get_args(OptimizerName))
-    # What every one is built by is abstract in their class: Python makes none without it.
+    # `build` is abstract, so Python cannot create an optimizer without it.
     assert Optimizer.build.__isabstractmethod__
-    assert all(isinstance(one, Optimizer) for one in OPTIMIZERS.values())
+    assert all(isinstance(optimizer, Optimizer) for optimizer in OPTIMIZERS.values())
     assert get_type_hints(TrainConfig)["optimizer"] == OptimizerName
     assert all(f"{name}`" in page for name in OPTIMIZERS)
     assert {name: row.state_bytes for name, row in OPTIMIZERS.items()} == {

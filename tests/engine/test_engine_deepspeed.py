@@ -1,4 +1,4 @@
-"""Names taken from inside DeepSpeed and torch, and what DeepSpeed must not do in a run."""
+"""Private names of DeepSpeed and torch, and unwanted actions of DeepSpeed in a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
                           timeout=scaled(120), check=False)
 
 
-def test_a_private_name_of_torch_that_is_gone_is_told_at_import():
+def test_missing_private_name_of_torch_is_reported_at_import():
     done = python("import torch; del torch._fused_sdp_choice\n"
                   "from ezpz_llm.train import main\nfrom ezpz_llm.base.errors import run_command\n"
                   "sys.exit(run_command(main, ['--steps', '1', '--device', 'cpu']))")
@@ -34,7 +34,7 @@ def test_a_private_name_of_torch_that_is_gone_is_told_at_import():
     assert "pip install 'torch" in done.stderr
 
 
-def test_what_is_there_is_found():
+def test_find_returns_existing_names():
     assert find("torch.distributed", "ProcessGroup.BackendType.GLOO").name == "GLOO"
     with pytest.raises(UserError, match=r"has no torch\.distributed\.no_such_module\.name"):
         find("torch.distributed.no_such_module", "name")
@@ -43,11 +43,11 @@ def test_what_is_there_is_found():
 @pytest.mark.full
 @pytest.mark.parametrize("accelerator", ["cpu", "xpu"])
 def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
-    """It would take its own backend "ccl", and compile that, whatever torch's process group is of."""
+    """DeepSpeed would use its backend "ccl", and compile it, whatever torch's process group uses."""
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
     done = python(f"""
 import os, torch, torch.distributed as dist
-os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed prints what it takes when it is imported
+os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed prints its choice on import
 from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.live_memory import live_storages
@@ -68,8 +68,8 @@ print(type(deepspeed.comm.comm.cdb).__name__)
     assert done.stdout.split() == [{"cpu": "gloo", "xpu": "xccl"}[accelerator], "TorchBackend"]
 
 
-def test_collectives_are_stubbed_twice_where_a_group_is_bound_to_its_device():
-    """As NCCL's groups are: they keep the first stand-in, and refuse another that is bound to nothing."""
+def test_collectives_can_be_stubbed_twice_in_a_group_bound_to_a_device():
+    """Groups bound to a device, like NCCL's, keep the first stub and reject another stub without a device."""
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -77,7 +77,7 @@ def test_collectives_are_stubbed_twice_where_a_group_is_bound_to_its_device():
         for _ in range(3):
             with stubbed_collectives():
                 dist.all_reduce(torch.ones(2))
-            # Outside of it the real ones work.
+            # Outside, the real collectives work.
             summed = torch.ones(2)
             dist.all_reduce(summed)
             assert summed.tolist() == [1, 1]
@@ -85,8 +85,8 @@ def test_collectives_are_stubbed_twice_where_a_group_is_bound_to_its_device():
         dist.destroy_process_group()
 
 
-def test_adamw_counts_steps_in_a_tensor_whatever_it_derives_from(monkeypatch):
-    """It became a kind of Adam only in torch 2.7."""
+def test_adamw_counts_steps_in_a_tensor_in_any_torch(monkeypatch):
+    """AdamW is a subclass of Adam only since torch 2.7."""
     monkeypatch.setattr(torch.optim, "Adam", type("Adam", (), {}))
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
@@ -96,12 +96,12 @@ def test_adamw_counts_steps_in_a_tensor_whatever_it_derives_from(monkeypatch):
     assert optimizer_state.get_step(optimizer) == 1
 
 
-def test_a_tensor_that_is_undefined_holds_nothing():
-    """torch 2.6 leaves such ones behind a backward pass, and raises at whatever they are asked."""
+def test_undefined_tensors_are_supported():
+    """torch 2.6 leaves undefined tensors after a backward pass, and raises on any access."""
     class Undefined(torch.Tensor):
         @property
         def is_leaf(self):
             raise RuntimeError("cannot call get_autograd_meta() on undefined tensor")
 
-    there = torch.ones(1000).as_subclass(Undefined)
-    assert live_storages()[there.untyped_storage().data_ptr()] == 4000
+    tensor = torch.ones(1000).as_subclass(Undefined)
+    assert live_storages()[tensor.untyped_storage().data_ptr()] == 4000

@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes: one job of two ranks, read by many tests."""
+"""Every layout computes the same as one process: many tests of one job with two ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHARDED = ("zero1", "zero2", "zero3")
 STEPS = 20
 LOSS_BOUND = {"fp32": 1e-5, "bf16_autocast": 2e-3, "bf16": 2e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16_autocast": 3e-2, "bf16": 3e-2}
-# With two micro-steps and two ranks, bf16's own noise over 20 steps is 3e-4 in the loss and 4e-3 in the norm.
+# With two micro-steps and two ranks, rounding in bf16 changes the loss by 3e-4 and the norm by 4e-3 over 20 steps.
 
 
 def run_ranks(folder: Path, runs: list[str], ranks: int, timeout: float = 240) -> str:
-    """Run `engine_ranks.py`; what it printed, or a failure with all of it."""
+    """Run `engine_ranks.py`, assert that it succeeds, and return its output."""
     command = [sys.executable, str(SCRIPT), str(folder), *runs]
     if ranks > 1:
         command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), *command]
@@ -40,12 +40,12 @@ def read(folder: Path, run: str) -> dict:
 
 
 def differences(folder: Path, run: str, reference: str) -> tuple[float, float]:
-    """The largest loss difference, and the largest relative one of gradient norms."""
-    ours, theirs = read(folder, run), read(folder, reference)
-    assert len(ours["losses"]) == len(theirs["losses"]) == STEPS
-    losses = [abs(a - b) for a, b in zip([*ours["losses"], ours["evaluated"]],
-                                         [*theirs["losses"], theirs["evaluated"]], strict=True)]
-    return max(losses), max(abs(a - b) / b for a, b in zip(ours["norms"], theirs["norms"], strict=True))
+    """Return the largest loss difference, and the largest relative difference of gradient norms."""
+    result, expected = read(folder, run), read(folder, reference)
+    assert len(result["losses"]) == len(expected["losses"]) == STEPS
+    losses = [abs(a - b) for a, b in zip([*result["losses"], result["evaluated"]],
+                                         [*expected["losses"], expected["evaluated"]], strict=True)]
+    return max(losses), max(abs(a - b) / b for a, b in zip(result["norms"], expected["norms"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def more_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the default leaves out: every layout in bf16 and fp16, buckets, another shape."""
+    """Runs that the default tests omit: every layout in bf16 and fp16, buckets, another shape."""
     folder = tmp_path_factory.mktemp("more-of-two-ranks")
     runs = ["fp32:reference", "fp32:reference+llama", "fp32:zero3+llama",
             *(f"fp32:{layout}+buckets" for layout in SHARDED),
@@ -84,7 +84,7 @@ def test_every_step_is_that_of_one_process(two_ranks: tuple[Path, str], run: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "zero2"])
-def test_every_step_in_bf16_is_that_of_one_process(more_of_two_ranks: Path, layout: str) -> None:
+def test_every_step_in_bf16_equals_one_process(more_of_two_ranks: Path, layout: str) -> None:
     check(more_of_two_ranks, f"bf16_autocast:{layout}", "bf16_autocast:reference")
 
 
@@ -95,7 +95,7 @@ def test_bucket_sizes_and_overlap_change_nothing(more_of_two_ranks: Path, layout
 
 
 @pytest.mark.slow
-def test_a_llama_shape_is_that_of_one_process(more_of_two_ranks: Path) -> None:
+def test_llama_shape_equals_one_process(more_of_two_ranks: Path) -> None:
     check(more_of_two_ranks, "fp32:zero3+llama", "fp32:reference+llama")
 
 
@@ -135,7 +135,7 @@ def test_ranks_agree_and_the_model_stays_plain(two_ranks: tuple[Path, str], layo
     folder, _ = two_ranks
     result = read(folder, f"fp32:{layout}")
     assert result["norms_agree"]
-    assert result["ranks_agree"]  # every rank evaluates, with one outcome
+    assert result["ranks_agree"]  # every rank evaluates with the same result
     assert result["training"] == [False, True]
     assert result["keys"] == read(folder, "fp32:reference")["keys"]
     assert not any(key.startswith("module.") for key in result["keys"])
@@ -147,10 +147,10 @@ def test_ranks_agree_and_the_model_stays_plain(two_ranks: tuple[Path, str], layo
     ("two_ranks", "zero2"),
     *(pytest.param("more_of_two_ranks", layout, marks=pytest.mark.slow) for layout in ("zero0", "zero3")),
 ])
-def test_fp16_skips_overflowing_steps_alike_on_all_ranks(request: pytest.FixtureRequest, runs: str,
+def test_fp16_skips_overflowing_steps_on_all_ranks(request: pytest.FixtureRequest, runs: str,
                                                          layout: str) -> None:
-    found = request.getfixturevalue(runs)
-    folder = found[0] if runs == "two_ranks" else found
+    fixture = request.getfixturevalue(runs)
+    folder = fixture[0] if runs == "two_ranks" else fixture
     ddp, ours = read(folder, "fp16_autocast:ddp+overflow"), read(folder, f"fp16_autocast:{layout}+overflow")
     assert ours["skipped"] == ddp["skipped"] == ours["norms"].count(float("inf")) > 0
     assert ours["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16_autocast"])
@@ -173,7 +173,7 @@ def test_one_rank_works_in_every_layout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_built("cpu_adam"), reason="cpu_adam is not built (ezpz-llm doctor --build-ops)")
-def test_offloaded_optimizer_is_that_of_one_process(tmp_path: Path) -> None:
+def test_offloaded_optimizer_equals_one_process(tmp_path: Path) -> None:
     runs = [f"{precision}:{layout}" for precision in ("fp32", "bf16_autocast")
             for layout in ("reference", "zero3_offload_optimizer")]
     run_ranks(tmp_path, runs, ranks=2)

@@ -1,4 +1,4 @@
-"""The engine of one process: accumulation, clipping, precision, loss scale."""
+"""Engine on a single rank: accumulation, clipping, precision, loss scale."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE = Mesh(Degrees(1), 0)
 
 
 class Net(nn.Module):
-    """A regression with a loss of its own, as an engine wants it."""
+    """Regression model that returns its loss, as engines require."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_accumulation_is_the_full_batch(tmp_path, accumulation: int) -> None:
 
 
 def stepped_on(net: Net, kind: str, clip: float, loss_scale: float = 1.0) -> tuple[float, list[torch.Tensor]]:
-    """The norm, and the gradients that an optimizer gets, which its first moments tell."""
+    """Return the norm, and the gradients that an optimizer receives, computed from its first moments."""
     optimizer = make_optimizer([{"params": list(net.parameters())}], {"lr": 1e-2, "betas": (0.5, 0.9)}, kind)
     (net(torch.ones(4, 8), torch.ones(4, 1)) * loss_scale).backward()
     norm = norm_and_clip(net, ALONE, optimizer, clip, loss_scale).item()
@@ -97,7 +97,7 @@ def test_the_norm_and_the_clipping_are_torchs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_unfused"])
-def test_without_clipping_the_gradient_is_left_as_it_is(kind: str) -> None:
+def test_without_clipping_gradients_are_unchanged(kind: str) -> None:
     theirs = Net()
     theirs(torch.ones(4, 8), torch.ones(4, 1)).backward()
     # Powers of two and norms below the limit change nothing either.
@@ -160,10 +160,10 @@ def test_one_rank_is_not_wrapped(tmp_path) -> None:
     assert engine._wrapped is engine.module
 
 
-def test_fully_shard_of_a_torch_that_sums_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_with_incorrect_fully_shard_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(FSDPModule, "set_force_sum_reduction_for_comms", raising=False)
     part = torch.nn.Linear(1, 1)
     part.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})  # as fully_shard does
-    with pytest.raises(UserError, match="wrong on a CPU") as raised:
+    with pytest.raises(UserError, match="incorrect on CPU") as raised:
         _sum_and_divide(part)
     assert "--ds-config zero3" in raised.value.instead

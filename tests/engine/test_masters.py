@@ -1,4 +1,4 @@
-"""Parameters in bf16 under fp32 master weights: what is added, stepped, held and saved."""
+"""bf16 parameters with fp32 master weights: accumulation, steps, memory and checkpoints."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gradients_of_micro_steps_are_added_in_fp32(tmp_path) -> None:
         gradient = engine.masters[parameter].grad
         assert gradient is not None
         assert torch.equal(gradient, sums[name])
-        assert not torch.equal(gradient, gradient.bfloat16().float()), "a sum in bf16 would have fewer bits"
+        assert not torch.equal(gradient, gradient.bfloat16().float()), "the sum was not computed in fp32"
     exact = torch.stack([gradient.norm() for gradient in sums.values()]).norm()
     assert engine.step(1e-3).item() == pytest.approx(exact.item(), rel=1e-6)
     assert not any(master.grad.any() for master in engine.masters.values())
@@ -77,34 +77,34 @@ def test_gradients_of_micro_steps_are_added_in_fp32(tmp_path) -> None:
 def test_steps_smaller_than_a_rounding_are_kept_by_the_masters(tmp_path) -> None:
     engine = make(tmp_path)
     first = masters(engine)
-    assert all(torch.equal(value, value.bfloat16().float()) for value in first.values()), "a start is rounded"
+    assert all(torch.equal(value, value.bfloat16().float()) for value in first.values()), "not rounded initially"
     for _ in range(3):
         backward(engine)
         engine.step(1e-7)
     assert all(not torch.equal(value, first[name]) for name, value in masters(engine).items())
     gains = [parameter for name, parameter in engine.module.named_parameters() if name.endswith("ln_1.weight")]
-    assert all(torch.equal(gain, torch.ones_like(gain)) for gain in gains), "3e-7 is no bf16 beside 1"
+    assert all(torch.equal(gain, torch.ones_like(gain)) for gain in gains), "3e-7 is below bf16's resolution at 1"
     for _, parameter in engine.module.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, engine.masters[parameter].bfloat16())
 
 
-def test_a_rank_holds_18_bytes_a_parameter(tmp_path) -> None:
+def test_rank_holds_18_bytes_per_parameter(tmp_path) -> None:
     gc.collect()
     before = live_storages()
     engine = make(tmp_path)
     backward(engine)
     engine.step(1e-3)
-    found = live_tensor_memory(engine, before)
+    measured = live_tensor_memory(engine, before)
     size = parameter_count(CONFIG)
-    assert {kind: found[kind] for kind in ("parameters", "gradients", "moments", "master")} == {
+    assert {kind: measured[kind] for kind in ("parameters", "gradients", "moments", "master")} == {
         "parameters": 2 * size, "gradients": 4 * size, "moments": 8 * size, "master": 4 * size}
     assert total(memory_per_rank(engine.layout, CONFIG, 1, precision="bf16"), "device") == 18 * size
     assert total(memory_per_rank(engine.layout, CONFIG, 1, precision="bf16_autocast"), "device") == 16 * size
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("bf16", "bf16"), ("bf16", "fp32"), ("bf16_autocast", "bf16")])
-def test_any_recipe_goes_on_from_any_others_state(tmp_path, saved: str, loaded: str) -> None:
+def test_any_recipe_resumes_from_any_other(tmp_path, saved: str, loaded: str) -> None:
     source, target = make(tmp_path, saved), make(tmp_path, loaded)
     backward(source)
     source.step(1e-3)

@@ -1,4 +1,4 @@
-"""Offload to host memory and to files computes what one process computes: one job of two ranks for many tests."""
+"""Offload to CPU memory and files computes the same as one process: many tests of one job with two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCRIPT = HELPERS / "offload_ranks.py"
 STEPS, HALF = 6, 3
 LOSS_BOUND = {"fp32": 1e-5, "bf16_autocast": 2e-3, "bf16": 2e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16_autocast": 1e-2, "bf16": 1e-2}
-# bf16's own noise over 6 steps is 1e-3 in the norm.
+# Rounding in bf16 changes the norm by 1e-3 over 6 steps.
 IN_MEMORY = ("zero1+offload", "zero2+offload", "zero3_offload_optimizer", "zero3_offload_all",
              "zero3_offload_all+only_parameters")
 IN_FILES = ("zero3_nvme", "zero3_nvme+pieces", "zero3_nvme+pieces+overlap", "zero3_nvme+only_optimizer",
@@ -61,7 +61,7 @@ def all_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, *runs: str) -> Path:
-    """The folder of these runs of two ranks."""
+    """Run these runs on two ranks and return the folder of their results."""
     references = [f"{shape}:{precision}:ddp" for shape in ("gpt2", "llama")
                   for precision in ("fp32", "bf16_autocast" if shape == "gpt2" else "bf16")]
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder),
@@ -70,8 +70,8 @@ def trained(folder: Path, *runs: str) -> Path:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(400), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (done.stdout + done.stderr).splitlines()
-    unasked = [line for line in lines if not line.startswith(("gpt2:", "llama:"))]
-    (folder / "printed.txt").write_text("\n".join(unasked))
+    unexpected = [line for line in lines if not line.startswith(("gpt2:", "llama:"))]
+    (folder / "printed.txt").write_text("\n".join(unexpected))
     return folder
 
 
@@ -88,7 +88,7 @@ def test_every_step_is_that_of_one_process(request: pytest.FixtureRequest, of: s
     folder = request.getfixturevalue(of)
     shape, precision, _ = run.split(":")
     ours, alone = read(folder, run), read(folder, f"{shape}:{precision}:ddp")
-    assert len(ours["losses"]) == len(ours["norms"]) == STEPS  # one norm a step: ranks agree
+    assert len(ours["losses"]) == len(ours["norms"]) == STEPS  # one norm per step, since ranks agree
     assert min(alone["norms"]) > 0.5  # the clip
     assert alone["losses"][-1] < alone["losses"][0] - 0.1
     assert ours["losses"] == pytest.approx(alone["losses"], abs=LOSS_BOUND[precision], rel=0)
@@ -99,8 +99,8 @@ def test_every_step_is_that_of_one_process(request: pytest.FixtureRequest, of: s
 
 @pytest.mark.slow
 @built
-def test_files_hold_what_the_layout_says(all_of_two_ranks: Path) -> None:
-    """Weights, moments and gradients of sub-groups, and the wide parameters; nothing where memory holds them."""
+def test_files_contain_the_offloaded_state(all_of_two_ranks: Path) -> None:
+    """Files contain the state of sub-groups and the wide parameters; layouts in memory have no files."""
     for layout in IN_MEMORY:
         assert read(all_of_two_ranks, f"gpt2:fp32:{layout}")["files"] == {}
     counts = {layout: Counter(kind(name) for name in read(all_of_two_ranks, f"gpt2:fp32:{layout}")["files"])
@@ -117,13 +117,13 @@ def test_files_hold_what_the_layout_says(all_of_two_ranks: Path) -> None:
 
 
 def kind(file: str) -> str:
-    """What a file of DeepSpeed's holds: "58_param.tensor.swp", "52_60.tensor.swp", "exp_avg-52_60.tensor.swp"…"""
+    """Return the kind of a file: "58_param.tensor.swp", "52_60.tensor.swp", "exp_avg-52_60.tensor.swp"…"""
     return next((name for name in ("param", "gradient", "exp_avg_sq", "exp_avg") if name in file), "weight")
 
 
 @pytest.mark.full
 @built
-def test_no_file_outlives_its_run_and_deepspeed_is_quiet(two_ranks: Path) -> None:
+def test_files_are_removed_and_deepspeed_is_quiet(two_ranks: Path) -> None:
     assert list(two_ranks.rglob("*.swp")) == []
     assert not (two_ranks / "run" / "nvme").exists()
     assert (two_ranks / "printed.txt").read_text() == ""
@@ -132,7 +132,7 @@ def test_no_file_outlives_its_run_and_deepspeed_is_quiet(two_ranks: Path) -> Non
 @pytest.mark.full
 @built
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_checkpoint_goes_from_files_to_memory_and_back(two_ranks: Path, pair: str) -> None:
+def test_checkpoints_move_between_files_and_memory(two_ranks: Path, pair: str) -> None:
     result = read(two_ranks, pair)
     alone = read(two_ranks, "gpt2:fp32:ddp")["losses"]
     assert result["losses"] == pytest.approx(result["straight"], abs=LOSS_BOUND["fp32"], rel=0)
@@ -140,7 +140,7 @@ def test_a_checkpoint_goes_from_files_to_memory_and_back(two_ranks: Path, pair: 
     assert len(result["losses"]) == STEPS - HALF
 
 
-def test_which_ops_a_layout_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_needed_by_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {(None, None): (), ("cpu", None): ("cpu_adam",), (None, "cpu"): (), ("cpu", "cpu"): ("cpu_adam",),
                 ("nvme", None): OPS, ("cpu", "nvme"): OPS, (None, "nvme"): OPS[1:]}
     for (optimizer, param), needed in expected.items():
@@ -148,18 +148,18 @@ def test_which_ops_a_layout_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert needed_ops(layout) == needed
     monkeypatch.setattr(ops, "is_built", lambda name: name == "cpu_adam")
     resolve(Request("zero3_offload_all", world_size=2))
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         resolve(Request("zero3_nvme", world_size=2))
-    assert refused.value.instead == "ezpz-llm doctor --build-ops pin_memory async_io"
+    assert caught.value.instead == "ezpz-llm doctor --build-ops pin_memory async_io"
 
 
 @pytest.fixture
-def ops_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def ops_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
 
 
 def own(folder: Path, **zero: object) -> str:
-    """A ds_config with both in files, changed."""
+    """Write a ds_config that offloads optimizer and parameters to files, with changes."""
     blocks: dict = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
     for key, value in zero.items():
         blocks[key] = {**blocks[key], **value} if isinstance(value, dict) else value
@@ -168,7 +168,7 @@ def own(folder: Path, **zero: object) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("zero", "told"), [
+@pytest.mark.parametrize(("zero", "message"), [
     ({"offload_optimizer": {"buffer_count": 3}}, "buffer_count is 3 and must be at least 4"),
     ({"offload_optimizer": {"buffer_count": 8, "pipeline_read": True, "pipeline_write": True}}, "at least 12"),
     ({"offload_param": {"buffer_count": 1}}, "buffer_count is 1 and must be at least 5"),
@@ -180,13 +180,13 @@ def own(folder: Path, **zero: object) -> str:
     ({"offload_param": {"nvme_path": "/a"}, "offload_optimizer": {"nvme_path": "/b"}}, "two folders"),
     ({"stage": 2, "offload_param": {"device": "none"}}, "to NVMe needs ZeRO stage 3"),
 ])
-def test_what_deepspeed_would_fail_with_is_refused(tmp_path: Path, ops_are_there: None, zero: dict,
-                                                   told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_options_that_deepspeed_would_fail_with_are_rejected(tmp_path: Path, ops_are_built: None, zero: dict,
+                                                   message: str) -> None:
+    with pytest.raises(UserError, match=message):
         resolve(Request(own(tmp_path, **zero), world_size=2, model=get_model_config("gpt2-124m")))
 
 
-def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> None:
+def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_built: None) -> None:
     def zero(world_size: int, **options: object) -> dict:
         return resolve(Request("zero3_nvme", world_size=world_size, **options)).deepspeed["zero_optimization"]
 
@@ -195,7 +195,7 @@ def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> N
     assert zero(2, model=model)["offload_param"]["buffer_size"] == table // 2
     assert zero(8, model=model)["offload_param"]["buffer_size"] == table // 8
     assert zero(2, model=get_model_config("tiny-gpt2"))["offload_param"]["buffer_size"] == 2 ** 18
-    # Tensor-parallel ranks divide the table, and each has all positions.
+    # Tensor-parallel ranks shard the token embedding and replicate the positions.
     long = get_model_config("tiny-gpt2", n_embd=384, n_head=6, block_size=4096)
     assert zero(4, model=model, tp=2)["offload_param"]["buffer_size"] == table // 4
     assert zero(2, model=long, tp=2)["offload_param"]["buffer_size"] == 4096 * 384
@@ -203,7 +203,7 @@ def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> N
     assert both.deepspeed["zero_optimization"]["offload_optimizer"]["buffer_count"] == 8
 
 
-def test_the_folder_for_files_by_precedence(tmp_path: Path, ops_are_there: None) -> None:
+def test_precedence_of_the_folder_for_files(tmp_path: Path, ops_are_built: None) -> None:
     theirs = own(tmp_path, offload_param={"nvme_path": "/theirs"}, offload_optimizer={"nvme_path": "/theirs"})
     for words, path in ((["--ds-config", "zero3_nvme"], None), (["--ds-config", theirs], "/theirs"),
                         (["--ds-config", theirs, "--nvme-path", "/ours"], "/ours")):
@@ -216,7 +216,7 @@ def test_the_folder_for_files_by_precedence(tmp_path: Path, ops_are_there: None)
 
 
 class Owner:
-    """Whatever goes with the files."""
+    """Object whose lifetime is the lifetime of the files."""
 
 
 def alone(folder: Path) -> Dist:
@@ -236,24 +236,24 @@ def prepare(dist: Dist, path: str | None, owner: Owner, numel: int = 1000, **blo
     return zero
 
 
-def test_a_folder_lives_as_long_as_its_owner(tmp_path: Path) -> None:
+def test_folder_is_removed_with_its_owner(tmp_path: Path) -> None:
     dist = alone(tmp_path)
     first, second, third = Owner(), Owner(), Owner()
     named = tmp_path / "disk"
     named.mkdir()
     folders = [Path(prepare(dist, path, owner)["offload_optimizer"]["nvme_path"])
                for path, owner in ((None, first), (None, second), (str(named), third))]
-    assert len(set(folders)) == 3  # two engines of one run do not meet
+    assert len(set(folders)) == 3  # two engines of a run have separate folders
     assert folders[0].parent == dist.run_dir.offloaded
     assert folders[2].parent == named
     assert all(folder.is_dir() for folder in folders)
     del first, second, third
     assert not any(folder.exists() for folder in folders)
     assert not dist.run_dir.offloaded.exists()
-    assert named.exists()  # the user's own
+    assert named.exists()  # it belongs to the user
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist, owner = alone(tmp_path), Owner()
     with pytest.raises(UserError, match="No such file or directory") as missing:
         prepare(dist, str(tmp_path / "missing"), owner)
@@ -268,7 +268,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(nvme.resource, "getrlimit", lambda which: (2 ** 16, 2 ** 16))
     with pytest.raises(UserError, match=r"lock 0.\d+ GB of memory"):
         prepare(dist, None, owner, numel=10 ** 7)
-    assert not dist.run_dir.offloaded.exists()  # though its owner is still there
+    assert not dist.run_dir.offloaded.exists()  # although the owner still exists
 
 
 KILLED = """
@@ -283,7 +283,7 @@ time.sleep(60)
 """
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_a_live_one_s_is_not(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     worker = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), *sys.path],
                               stdout=subprocess.PIPE, text=True)
     try:
@@ -304,7 +304,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_a_live_one_s_is_n
     assert list(tmp_path.glob("ezpz-llm-*")) == []
 
 
-def test_launch_removes_what_killed_ranks_left_in_the_run_directory(tmp_path: Path) -> None:
+def test_launch_removes_offloaded_files_of_killed_ranks(tmp_path: Path) -> None:
     program = ("import os, signal; os.makedirs(os.environ['EZPZ_LLM_RUN_DIR'] + '/nvme/rank'); "
                "os.kill(os.getpid(), signal.SIGKILL)")
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"),

@@ -1,4 +1,4 @@
-"""An optimizer of another package: one file and its entry point; a run with it goes on from a checkpoint."""
+"""Optimizer of another package: one file with an entry point; runs with it resume from checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LION = Lion("lion", "Lion (arXiv:2302.06675)", {"exp_avg": 4})
 
 @pytest.fixture(name="env")
 def _env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which a package with that one file is installed."""
+    """Environment in which a package with that file is installed."""
     folder = tmp_path / "installed"
     (folder / "lion-1.0.dist-info").mkdir(parents=True)
     (folder / "lion.py").write_text(_LION)
@@ -65,7 +65,7 @@ def _losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.full), "zero2"])
-def test_a_run_with_it_goes_on_from_its_checkpoint(tmp_path: Path, env: dict[str, str], layout: str) -> None:
+def test_run_with_plugin_resumes_from_its_checkpoint(tmp_path: Path, env: dict[str, str], layout: str) -> None:
     whole = _train(tmp_path, env, "--n-layer", "1", "--block-size", "32", "--ds-config", layout, "--steps", "6",
                    "--optimizer", "lion", "--lr", "3e-4", "--schedule", "constant", "--save-every", "3",
                    "--eval-tokens", "0", "--sample-tokens", "0", "--profile", "false", "--run-dir", "whole",
@@ -81,11 +81,11 @@ def test_a_run_with_it_goes_on_from_its_checkpoint(tmp_path: Path, env: dict[str
     assert json.loads(index.read_text())["kinds"] == ["weight", "exp_avg"]
 
 
-def test_it_is_checked_and_offered_like_ours(tmp_path: Path, env: dict[str, str]) -> None:
-    refused = _train(tmp_path, env, "--check", "--world-size", "2", "--ds-config", "pp2", "--optimizer", "lion")
-    assert refused.returncode == 2
-    assert "Lion has not been tried in a pipeline" in refused.stderr
-    assert "--optimizer lion" in refused.stderr
+def test_plugin_is_checked_and_listed_like_built_in_optimizers(tmp_path: Path, env: dict[str, str]) -> None:
+    pipeline = _train(tmp_path, env, "--check", "--world-size", "2", "--ds-config", "pp2", "--optimizer", "lion")
+    assert pipeline.returncode == 2
+    assert "Lion has not been tried in a pipeline" in pipeline.stderr
+    assert "--optimizer lion" in pipeline.stderr
     offloaded = _train(tmp_path, env, "--check", "--ds-config", "zero3_offload_optimizer", "--optimizer", "lion")
     assert offloaded.returncode == 2
     assert "lion: Lion (arXiv:2302.06675)" in " ".join(_train(tmp_path, env, "--help-all").stdout.split())
@@ -93,14 +93,14 @@ def test_it_is_checked_and_offered_like_ours(tmp_path: Path, env: dict[str, str]
     assert "adamw_8bit" in _train(tmp_path, bare, "--check", "--optimizer", "lion").stderr
 
 
-def test_a_broken_one_is_left_out_with_a_warning(tmp_path: Path, env: dict[str, str]) -> None:
+def test_broken_plugin_is_skipped_with_a_warning(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "installed/lion.py").write_text("import what_is_not_there\n")
     checked = _train(tmp_path, env, "--check")
     assert checked.returncode == 0, checked.stderr
     assert "warning: lion = lion:LION (ezpz_llm.optimizers) is left out: ModuleNotFoundError: No module named " \
         "'what_is_not_there'" in checked.stderr
     assert "Traceback" not in checked.stderr
-    asked = _train(tmp_path, env, "--check", "--optimizer", "lion")
-    assert asked.returncode == 2
-    assert "is left out" in asked.stderr
-    assert "adamw_8bit" in asked.stderr
+    selected = _train(tmp_path, env, "--check", "--optimizer", "lion")
+    assert selected.returncode == 2
+    assert "is left out" in selected.stderr
+    assert "adamw_8bit" in selected.stderr

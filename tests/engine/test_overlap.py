@@ -1,6 +1,6 @@
-"""Gradients of ZeRO 1 and 2 that are reduced beside the backward pass are those that are reduced after it.
+"""ZeRO 1 and 2 give the same gradients with and without overlap of reduction and backward pass.
 
-DeepSpeed has no streams on a CPU: what is run here is its order of hooks and buckets, with two buckets by turns.
+DeepSpeed has no streams on a CPU, so this tests the order of its hooks and buckets, with two alternating buckets.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rank_jobs import results_of
 from ezpz_llm.engine.deepspeed_engine import keep_until_reduced
 
 BUCKETS = (1, 6000, 1_000_000)
-"""Each parameter by itself, larger than its bucket; the tied table and some others in one; all in one."""
+"""Bucket sizes: every parameter is larger than a bucket; the tied embedding shares a bucket; one bucket for all."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_overlap_changes_no_bit_of_a_tied_model_with_accumulation(tmp_path: Path, ranks: int) -> None:
-    # Gloo adds three ranks' numbers in an order that depends on their place in a bucket, and stage 1 fills its
-    # buckets in another order where it overlaps.
+def test_overlap_is_bitwise_identical_for_a_tied_model_with_accumulation(tmp_path: Path, ranks: int) -> None:
+    # With three ranks, Gloo's order of additions depends on the position in a bucket, and with overlap stage 1
+    # fills its buckets in a different order.
     cases = [(layout, bucket) for layout in ("zero1", "zero2") for bucket in BUCKETS
              if ranks == 2 or layout == "zero2" or bucket == 1]
     runs = [f"{layout}+{bucket}{how}" for layout, bucket in cases for how in ("", "+overlap")]
@@ -35,14 +35,14 @@ def test_overlap_changes_no_bit_of_a_tied_model_with_accumulation(tmp_path: Path
     assert results["zero2+1000000"]["bits"] != first["bits"] or ranks == 2
 
 
-def test_a_gradient_is_kept_for_the_stream_that_reduces_it() -> None:
-    """The allocator is told of the stream before the reduction is issued; only where there is one."""
+def test_gradient_is_kept_for_the_reduction_stream() -> None:
+    """record_stream is called before the reduction is issued, and only if there is a stream."""
     calls: list[object] = []
     tensor = SimpleNamespace(record_stream=lambda stream: calls.append(stream))
 
     def zero(overlap_comm: bool, stream: str | None) -> SimpleNamespace:
         return SimpleNamespace(overlap_comm=overlap_comm, reduction_stream=stream,
-                               average_tensor=lambda found, dtype: calls.append((found, dtype)))
+                               average_tensor=lambda tensor, dtype: calls.append((tensor, dtype)))
 
     optimizer = zero(True, "its stream")
     keep_until_reduced(optimizer)

@@ -1,4 +1,4 @@
-"""Pipelines compute what one process computes, on stages that are divided evenly."""
+"""Pipelines compute the same as one process, on balanced stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def run_ranks(folder: Path, ranks: int, runs: list[str]) -> str:
-    """Run `pipeline_ranks.py`; what it printed, or a failure with all of it."""
+    """Run `pipeline_ranks.py`, assert that it succeeds, and return its output."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder)]
     done = subprocess.run([*command, *runs], env=ENV, capture_output=True, text=True,
                           timeout=scaled(240), check=False)
@@ -52,11 +52,11 @@ def read(folder: Path, run: str) -> dict:
 
 
 def differences(folder: Path, run: str, reference: str) -> tuple[float, float]:
-    """The largest loss difference, and the largest relative one of gradient norms."""
-    ours, theirs = read(folder, run), read(folder, reference)
-    assert len(ours["losses"]) == len(theirs["losses"]) == len(ours["norms"]) == STEPS
-    return (max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)),
-            max(abs(a - b) / b for a, b in zip(ours["norms"], theirs["norms"], strict=True)))
+    """Return the largest loss difference, and the largest relative difference of gradient norms."""
+    result, expected = read(folder, run), read(folder, reference)
+    assert len(result["losses"]) == len(expected["losses"]) == len(result["norms"]) == STEPS
+    return (max(abs(a - b) for a, b in zip(result["losses"], expected["losses"], strict=True)),
+            max(abs(a - b) / b for a, b in zip(result["norms"], expected["norms"], strict=True)))
 
 
 def assert_same(folder: Path, run: str, reference: str) -> None:
@@ -67,20 +67,18 @@ def assert_same(folder: Path, run: str, reference: str) -> None:
 
 
 @pytest.mark.full
-def test_every_family_is_that_of_one_process(tmp_path: Path) -> None:
+def test_every_family_equals_one_process(tmp_path: Path) -> None:
     families = ("qwen3", "olmo2", "slowed")
     run_ranks(tmp_path, 2, [f"{shape}:fp32:{layout}" for shape in families for layout in ("ddp", "pp2")])
     for shape in families:
         assert_same(tmp_path, f"{shape}:fp32:pp2", f"{shape}:fp32:ddp")
 
 
-# Partition and stages, without ranks
-
 loads = st.floats(0, 1e3)
 
 
 @given(st.integers(1, 9), st.integers(1, 5), loads.filter(bool), loads, loads)
-def test_no_division_has_a_lighter_heaviest_stage(blocks, stages, block, first, last) -> None:
+def test_balance_minimizes_the_heaviest_stage(blocks, stages, block, first, last) -> None:
     if stages > blocks:
         return
 
@@ -99,15 +97,15 @@ def test_no_division_has_a_lighter_heaviest_stage(blocks, stages, block, first, 
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "gpt2-124m", "llama3-8b"])
-def test_weights_by_parameters_are_the_models_parameters(name: str) -> None:
+def test_parameter_weights_add_up_to_the_model(name: str) -> None:
     config = MODELS[name]
     weights = part_weights(config, "parameters")
-    table_again = config.padded_vocab_size * config.n_embd if config.tied else 0  # the last stage holds it, too
+    table_copy = config.padded_vocab_size * config.n_embd if config.tied else 0  # the last stage has a copy
     total = weights.block * config.n_layer + weights.first + weights.last
-    assert total == parameter_count(config) + table_again
+    assert total == parameter_count(config) + table_copy
 
 
-def test_the_head_counts_as_time_and_the_embedding_as_parameters() -> None:
+def test_head_counts_as_time_and_embedding_as_parameters() -> None:
     config = MODELS["gpt2-124m"]
     assert stage_bounds(config, 2, "parameters") == (0, 6, 12)
     assert stage_bounds(config, 2, "time") == (0, 8, 12)  # the head takes as long as four or five blocks
@@ -116,7 +114,7 @@ def test_the_head_counts_as_time_and_the_embedding_as_parameters() -> None:
 
 
 @pytest.mark.parametrize(("shape", "tied"), [("gpt2", True), ("llama", False), ("llama", True)])
-def test_stages_in_a_row_are_the_model(shape: str, tied: bool) -> None:
+def test_consecutive_stages_equal_the_model(shape: str, tied: bool) -> None:
     config = replace(get_model_config(f"tiny-{shape}", n_layer=5, n_embd=32), tied=tied)
     whole = GPT(config)
     init_weights(whole, config, 3)
@@ -175,26 +173,26 @@ def test_recomputed_blocks_can_be_compiled() -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         for block in model.transformer["h"]:
-            block.compile(backend="aot_eager")  # traced as by any backend, in less time
+            block.compile(backend="aot_eager")  # traces like any backend, but faster
         losses.append(model(tokens, tokens).item())
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(("block", "recompute", "refused"), [
+@pytest.mark.parametrize(("block", "recompute", "message"), [
     ({"pipeline": {"activation_checkpoint_interval": 1}}, 1, None),
     ({"pipeline": {"activation_checkpoint_interval": 0}, "activation_checkpointing": {"profile": False}}, 0, None),
     ({}, None, None),
     ({"pipeline": {"activation_checkpoint_interval": 2}}, None, "--recompute K is for every K-th block"),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, None, "whole and on the device"),
 ])
-def test_activation_checkpointing_of_a_file_is_taken_over_or_refused(
-        tmp_path: Path, block: dict, recompute: int | None, refused: str | None) -> None:
+def test_activation_checkpointing_of_a_file_is_used_or_rejected(
+        tmp_path: Path, block: dict, recompute: int | None, message: str | None) -> None:
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
-    if refused is not None:
-        with pytest.raises(UserError, match=refused):
+    if message is not None:
+        with pytest.raises(UserError, match=message):
             resolve(Request(str(path), world_size=2))
         return
     resolved = resolve(Request(str(path), world_size=2))
@@ -203,8 +201,6 @@ def test_activation_checkpointing_of_a_file_is_taken_over_or_refused(
     assert not resolved.deepspeed.get("pipeline")
     assert resolve(Request(str(path), world_size=2, sources={"recompute": COMMAND_LINE})).recompute is None
 
-
-# Two ranks
 
 PIPELINES = ("gpt2:fp32:pp2", "gpt2:fp32:pp2+recompute", "gpt2:bf16_autocast:pp2", "gpt2:bf16:pp2",
              "llama:fp32:pp2", "llama:bf16:pp2+recompute-half", "llama:fp32:pp2+time")
@@ -226,7 +222,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("run", PIPELINES)
-def test_two_stages_are_one_process(two_ranks: tuple[Path, str], run: str) -> None:
+def test_two_stages_equal_one_process(two_ranks: tuple[Path, str], run: str) -> None:
     folder, _ = two_ranks
     reference = ":".join(run.split(":")[:2]) + ":ddp"
     assert_same(folder, run, reference)
@@ -247,20 +243,20 @@ def test_other_engines_recompute_too(two_ranks: tuple[Path, str], run: str) -> N
 
 
 @pytest.mark.full
-def test_every_instruction_that_computes_is_timed(two_ranks: tuple[Path, str]) -> None:
+def test_computing_instructions_are_timed(two_ranks: tuple[Path, str]) -> None:
     per_step = {"forward": ACCUMULATION, "backward": ACCUMULATION, "optimizer": 3}
     assert read(two_ranks[0], "gpt2:fp32:pp2")["spans"] == {name: STEPS * n for name, n in per_step.items()}
 
 
 @pytest.mark.full
-def test_both_copies_of_a_tied_table_stay_the_same_to_the_last_bit(two_ranks: tuple[Path, str]) -> None:
+def test_copies_of_a_tied_embedding_stay_bitwise_identical(two_ranks: tuple[Path, str]) -> None:
     for run in ("gpt2:fp32:pp2", "gpt2:bf16_autocast:pp2", "gpt2:bf16:pp2", "gpt2:fp32:pp2+dropout",
                 "gpt2:fp32:ddp=>gpt2:fp32:pp2", "gpt2:bf16:ddp=>gpt2:bf16:pp2"):
         assert read(two_ranks[0], run)["table_differs"] == 0
 
 
 @pytest.mark.full
-def test_a_tied_table_whose_gradients_are_not_summed_is_noticed(two_ranks: tuple[Path, str]) -> None:
+def test_unsummed_gradients_of_a_tied_embedding_are_detected(two_ranks: tuple[Path, str]) -> None:
     folder, _ = two_ranks
     loss, norm = differences(folder, "gpt2:fp32:pp2+untied", "gpt2:fp32:ddp")
     assert loss > LOSS_BOUND["bf16_autocast"]
@@ -277,7 +273,7 @@ def test_recomputation_draws_the_same_dropout(two_ranks: tuple[Path, str]) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("change", RESUMED)
-def test_checkpoints_go_into_a_pipeline_and_out_of_it(two_ranks: tuple[Path, str], change: str) -> None:
+def test_checkpoints_move_into_and_out_of_a_pipeline(two_ranks: tuple[Path, str], change: str) -> None:
     assert_same(two_ranks[0], change, f"{':'.join(change.split(':')[:2])}:ddp")
 
 
@@ -293,8 +289,6 @@ def test_deepspeed_is_quiet(two_ranks: tuple[Path, str]) -> None:
     assert two_ranks[1] == ""
 
 
-# More ranks
-
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four-ranks")
@@ -309,9 +303,9 @@ FOUR = ("gpt2:fp32:pp2", "gpt2:bf16:pp2", "llama:fp32:pp2+recompute", "gpt2:fp32
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", FOUR)
-def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
+def test_four_ranks_equal_one_process(four_ranks: Path, run: str) -> None:
     shape, precision, _ = run.split(":")
-    # Two pipelines halve the micro batch; in bf16 other sizes of a product round differently.
+    # Two pipelines halve the micro batch; in bf16, matmuls of other sizes round differently.
     reference = f"{shape}:{precision}:ddp{'+small' if precision == 'bf16' else ''}"
     assert_same(four_ranks, run, reference)
     ours, theirs = read(four_ranks, run), read(four_ranks, reference)
@@ -321,12 +315,12 @@ def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_changes_every_degree(four_ranks: Path) -> None:
+def test_checkpoint_loads_with_other_degrees(four_ranks: Path) -> None:
     assert_same(four_ranks, "gpt2:fp32:pp2_tp2=>gpt2:fp32:pp4", "gpt2:fp32:ddp")
 
 
 @pytest.mark.full
-def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
+def test_run_reports_idle_time_of_stages(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     small = ["--n-layer", "4", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
              "--sample-tokens", "9", "--gradient-accumulation-steps", "4", "--profile", "false", "--recompute", "2"]
@@ -344,7 +338,7 @@ def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
     bubble = record["summary"]["bubble"]
     assert bubble["expected"] == pytest.approx(1 / 5)  # p = 2, m = 4
     assert len(bubble["idle"]) == 2
-    # Stages of two cores that do other things too idle longer, and hardly ever less.
+    # On two cores that run other processes as well, stages idle longer, and hardly ever less.
     assert all(0.1 < idle < 0.9 for idle in bubble["idle"])
     assert re.search(r"Pipeline stages idle .*: \d+\.\d%, \d+\.\d%; .*\n.* is 20\.0%", done.stdout)
     assert "sample after step 20" in done.stdout
@@ -359,5 +353,5 @@ def test_tables_agree_to_the_last_bit_over_three_pipelines(tmp_path: Path) -> No
     for run in runs:
         assert read(tmp_path, run)["table_differs"] == 0
         assert_same(tmp_path, run, "gpt2:fp32:ddp+wide")
-    # Within a group of the pipeline's two ranks, and not of all six.
+    # Stages send within a group of the pipeline's two ranks, not of all six.
     assert read(tmp_path, runs[0])["sends"] == [2]

@@ -1,4 +1,4 @@
-"""The engine of one process against a training step by definition: losses, norms and weights of three steps."""
+"""Engine on a single rank compared with a reference training step: losses, norms and weights of three steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def alone(folder: Path) -> Dist:
 
 
 def micro_batches(step: int, accumulation: int) -> list[MicroBatch]:
-    """Those of a step; the more targets are ignored, the later a sequence comes."""
+    """Return the micro batches of a step; later sequences have more ignored targets."""
     generator = torch.Generator().manual_seed(step)
     rows = torch.randint(SMALL["vocab_size"], (BATCH, SMALL["block_size"] + 1), generator=generator)
     targets = rows[:, 1:].clone()
@@ -43,49 +43,49 @@ def micro_batches(step: int, accumulation: int) -> list[MicroBatch]:
 
 
 def apart(folder: Path, shape: str, accumulation: int, clip: float, fault: str | None = None) -> dict[str, float]:
-    """The largest relative distance of losses, of norms, and of weights in units of their movement."""
+    """Return the largest relative differences of losses and norms, and of weights relative to their change."""
     config = get_model_config(f"tiny-{shape}", **SMALL)
-    me = alone(folder)
+    dist = alone(folder)
     model = GPT(config)
     init_weights(model, config, seed=3)
     resolved = resolve(Request("ddp", world_size=1, global_batch=BATCH, accumulation=accumulation, clip=clip,
                                precision="fp32", model=config))
-    engine: Engine = build_engine(model, resolved, me, lr=1.0, betas=BETAS, eps=EPS,
+    engine: Engine = build_engine(model, resolved, dist, lr=1.0, betas=BETAS, eps=EPS,
                                   param_groups=decay_groups(model, DECAY))
     if fault is not None:
-        FAULTS[fault].engine(engine, me)
+        FAULTS[fault].engine(engine, dist)
     settings = Settings(config.n_head, config.n_kv_head, config.norm, config.norm_eps, config.rope_theta, clip,
                         BETAS, EPS, DECAY)
-    began = {name: value.detach().double().clone() for name, value in model.named_parameters()}
-    state, found = plain_step.fresh(began), {"loss": 0.0, "norm": 0.0}
+    initial = {name: value.detach().double().clone() for name, value in model.named_parameters()}
+    state, largest = plain_step.fresh(initial), {"loss": 0.0, "norm": 0.0}
     for step in range(STEPS):
         batches, rate = micro_batches(step, accumulation), plain_step.cosine_rate(step, 1e-2, 1e-3, 0, STEPS)
-        mine = engine.train_step(batches, rate, lambda phase: nullcontext())
+        results = engine.train_step(batches, rate, lambda phase: nullcontext())
         loss, norm, state = plain_step.train_step(state, batches, rate, settings)
         assert (norm > clip) == (clip == CLIPPED)
-        for what, one, other in zip(found, mine, (loss, norm), strict=True):
-            found[what] = max(found[what], abs(one.item() / other - 1))
-    return {**found, "weights": max(
-        ((value.detach() - state.weights[name]).norm() / (state.weights[name] - began[name]).norm()).item()
+        for name, actual, expected in zip(largest, results, (loss, norm), strict=True):
+            largest[name] = max(largest[name], abs(actual.item() / expected - 1))
+    return {**largest, "weights": max(
+        ((value.detach() - state.weights[name]).norm() / (state.weights[name] - initial[name]).norm()).item()
         for name, value in model.named_parameters())}
 
 
 LARGEST = {"loss": 1e-6, "norm": 1e-5, "weights": 1e-4}
-"""What fp32 may be apart after three steps: some roundings of 6e-8 in losses, more in gradients, and most in what
-Adam makes of the smallest of them."""
+"""Bounds for fp32 after three steps: a few roundings of 6e-8 in losses, more in gradients, and most in the updates
+that Adam computes from the smallest gradients."""
 
 
 @pytest.mark.parametrize("clip", [CLIPPED, NOT_CLIPPED])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_three_steps_are_those_of_the_definition(tmp_path: Path, shape: str, accumulation: int,
+def test_three_steps_equal_the_reference(tmp_path: Path, shape: str, accumulation: int,
                                                  clip: float) -> None:
-    found = apart(tmp_path, shape, accumulation, clip)
-    assert {what: found[what] for what in LARGEST if not found[what] < LARGEST[what]} == {}
+    differences = apart(tmp_path, shape, accumulation, clip)
+    assert {name: differences[name] for name in LARGEST if not differences[name] < LARGEST[name]} == {}
 
 
 @pytest.mark.parametrize(("fault", "seen"), [
     ("half-the-micro-batches", {"loss", "norm", "weights"}), ("last-loss", {"loss"}), ("beta2", {"weights"})])
-def test_a_step_that_is_another_one_is_seen(tmp_path: Path, fault: str, seen: set[str]) -> None:
-    found = apart(tmp_path, "gpt2", 4, NOT_CLIPPED, fault)
-    assert seen <= {what for what in LARGEST if found[what] > 10 * LARGEST[what]}
+def test_wrong_step_is_detected(tmp_path: Path, fault: str, seen: set[str]) -> None:
+    differences = apart(tmp_path, "gpt2", 4, NOT_CLIPPED, fault)
+    assert seen <= {name for name in LARGEST if differences[name] > 10 * LARGEST[name]}

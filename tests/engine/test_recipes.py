@@ -1,4 +1,4 @@
-"""Bytes on the wire and in memory of parameters in bf16, beside those of autocast: to the byte, on two ranks."""
+"""Exact bytes on the wire and in memory on two ranks, for bf16 parameters and for autocast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCUMULATION = 2
 IN_BF16: tuple[tuple[str, GradientDtype, GradientDtype], ...] = (("ddp", "fp32", "bf16"), ("fsdp2", "fp32", "bf16"),
            *((layout, added, reduced) for layout in ("zero1", "zero2", "zero3")
              for added, reduced in (("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16"))))
-"""Layout, what gradients are added in, what they are reduced in."""
+"""Layout, dtype of gradient accumulation, dtype of gradient reduction."""
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def issued(found: dict[str, Any], run: str) -> dict[str, int]:
-    """Bytes by kind, all of them among the two ranks."""
+    """Return bytes by kind, after checking that all groups have two ranks."""
     kinds = found[run]["collectives"]
     assert all(set(kind["groups"]) == {"2"} for kind in kinds.values())
-    return {kind: one["bytes"] for kind, one in kinds.items() if kind != "scalars"}
+    return {kind: counts["bytes"] for kind, counts in kinds.items() if kind != "scalars"}
 
 
 def test_ddp_reduces_gradients_once_a_step_in_fp32(found: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def test_zero3_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", ["ddp,tp2", "tp2_zero3"])
 def test_tensor_parallel_sums_are_half_of_autocasts(found: dict[str, Any], layout: str) -> None:
-    """No gradient is reduced among these two ranks, which hold other parts of the model."""
+    """These two ranks hold different parts of the model, so they reduce no gradients."""
     low, wide = (found[f"{precision}:{layout}"]["collectives"]["all_reduce"]
                  for precision in ("bf16", "bf16_autocast"))
     assert (2 * low["bytes"], low["count"]) == (wide["bytes"], wide["count"])
@@ -76,7 +76,7 @@ def test_tensor_parallel_sums_are_half_of_autocasts(found: dict[str, Any], layou
 
 
 def test_sequence_parallel_exchanges_are_in_bf16(found: dict[str, Any]) -> None:
-    # Queries, keys, values and the product, in both passes, as under autocast.
+    # Queries, keys, values and the output, in both passes, as under autocast.
     expected = 2 * CONFIG.n_layer * 4 * 2 * 8 * CONFIG.block_size // 2 * CONFIG.n_embd
     for precision in ("bf16", "bf16_autocast"):
         assert issued(found, f"{precision}:sp2")["all_to_all"] == expected
@@ -91,7 +91,7 @@ def test_fsdp2_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("layout", "parameters", "gradients", "moments", "master"), [
     ("ddp", 2, 4, 8, 4), ("fsdp2", 4 / 2, 4 / 2, 8 / 2, 0), ("zero1", 2, 4 / 2, 8 / 2, 4 / 2),
     ("zero2", 2, 4 / 2, 8 / 2, 4 / 2), ("zero3", 2 / 2, 4 / 2, 8 / 2, 4 / 2)])
-def test_bytes_a_parameter_on_two_ranks(found: dict[str, Any], layout: str, parameters: float, gradients: float,
+def test_bytes_per_parameter_on_two_ranks(found: dict[str, Any], layout: str, parameters: float, gradients: float,
                                         moments: float, master: float) -> None:
     held = found[f"bf16:{layout}"]["held"]
     expected = {"parameters": parameters, "gradients": gradients, "moments": moments, "master": master}
@@ -101,8 +101,8 @@ def test_bytes_a_parameter_on_two_ranks(found: dict[str, Any], layout: str, para
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
-def test_a_runs_memory_table_measures_what_the_arithmetic_says(found: dict[str, Any], layout: str) -> None:
-    """It looks at gradients where the step begins, at the rest after the last evaluation."""
+def test_memory_table_agrees_with_the_estimate(found: dict[str, Any], layout: str) -> None:
+    """The table measures gradients at the start of the step, the rest after the last evaluation."""
     seen = found[f"bf16:{layout}"]
     parts = {part.kind: part.bytes for part in memory_per_rank(
         resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16")}
@@ -112,7 +112,7 @@ def test_a_runs_memory_table_measures_what_the_arithmetic_says(found: dict[str, 
 
 
 @pytest.mark.parametrize(("layout", "added", "reduced"), IN_BF16)
-def test_gradients_are_added_and_travel_in_what_was_asked_for(found: dict[str, Any], layout: str,
+def test_gradients_are_accumulated_and_reduced_in_the_requested_dtypes(found: dict[str, Any], layout: str,
                                                               added: GradientDtype, reduced: GradientDtype) -> None:
     asked = issued(found, f"bf16:{layout}:{added}:{reduced}")
     itemsize = {"fp32": 4, "bf16": 2}
@@ -124,7 +124,7 @@ def test_gradients_are_added_and_travel_in_what_was_asked_for(found: dict[str, A
     parts = {part.kind: part.bytes for part in memory_per_rank(
         resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16",
         gradients=GradientDtypes(added, reduced))}
-    # Stages 1 and 2 keep a parameter that lies on both ranks whole on both, if they do not add in fp32.
+    # Stages 1 and 2 keep a whole copy of a parameter that straddles both ranks, unless they accumulate in fp32.
     straddling = max(map(prod, parameter_shapes(CONFIG).values())) if layout in ("zero1", "zero2") else 0
     assert 0 <= seen["held"]["gradients"] - parts["gradients"] <= (2 * straddling if added == "bf16" else 0)
     assert parts["gradients"] == itemsize[added] * SIZE // (1 if layout == "ddp" else 2)
@@ -137,7 +137,7 @@ def test_gradients_are_added_and_travel_in_what_was_asked_for(found: dict[str, A
     ("cuda", True, "zero1", "bf16"), ("cuda", True, "pp2", "bf16"), ("cuda", True, "zero0", "bf16_autocast"),
     ("cuda", False, "zero1", "fp32"), ("xpu", True, "fsdp2", "bf16"), ("mps", True, "ddp", "fp32"),
     ("cpu", True, "zero1", "bf16_autocast"), ("cpu", False, "zero1", "fp32")])
-def test_what_auto_means(monkeypatch: pytest.MonkeyPatch, device: str, has_bf16: bool, ds_config: str,
+def test_auto_precision(monkeypatch: pytest.MonkeyPatch, device: str, has_bf16: bool, ds_config: str,
                          precision: str) -> None:
     monkeypatch.setitem(_BF16_UNITS, device, lambda: has_bf16)
     layout = resolve(Request(ds_config, world_size=2)).layout

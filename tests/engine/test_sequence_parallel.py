@@ -1,4 +1,4 @@
-"""The loss of a sequence that several ranks have shares of: their parts' mean is that of all targets together."""
+"""Loss of a sequence that is sharded over ranks: the mean of the ranks' parts is the loss over all targets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BATCH, LENGTH = 2, 8
 
 
 def losses(tokens: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Of each token, another one at every position; 0 where its target is ignored."""
+    """Return a loss for each token that depends on its position; 0 if its target is ignored."""
     places = torch.arange(first, first + tokens.shape[1])
     return (tokens + 10.0 * places) * (targets != IGNORED)
 
 
 def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int) -> Tensor:
-    found = losses(tokens, targets, first)
-    return found.sum(dim=-1) if reduction == "rows" else found.sum()
+    per_token = losses(tokens, targets, first)
+    return per_token.sum(dim=-1) if reduction == "rows" else per_token.sum()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""Every layout starts from the values that one process draws, and no rank ever holds a whole sharded model."""
+"""Initial weights equal a single process's in every layout, and no rank ever holds a whole sharded model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RUNS = {1: ["gpt2:zero3", "gpt2:fsdp2"],
         4: [*(f"gpt2:{layout}" for layout in ("tp2_zero3", "pp2_tp2", "fsdp2", "zero3+hpz2")),
             *(f"llama:{layout}" for layout in ("tp2_zero3", "zero3+hpz2", "zero3+hpz4", *SHARDED)),
             "big:fsdp2", "big:zero3"]}
-# States in fp32 that a rank has after the start, in shares of the parameters: DeepSpeed makes its gradient buffers
-# and a copy for the optimizer at once, in the same dtype.
+# fp32 states that a rank has after initialization, in multiples of its share of the parameters: DeepSpeed allocates
+# gradient buffers and a copy for the optimizer immediately, in the same dtype.
 COPIES = {"fsdp2": 1, "zero3": 3}
 SLACK = 1 << 20
 
@@ -60,7 +60,7 @@ def test_values_are_those_of_one_process(started: tuple[int, dict[str, Any]]) ->
             assert groups * total <= second < 1.01 * groups * total
 
 
-def test_a_rank_holds_its_share_and_one_block(started: tuple[int, dict[str, Any]]) -> None:
+def test_rank_holds_its_share_and_one_block(started: tuple[int, dict[str, Any]]) -> None:
     ranks, results = started
     if ranks == 1:
         pytest.skip("one rank's share is everything")
@@ -68,10 +68,10 @@ def test_a_rank_holds_its_share_and_one_block(started: tuple[int, dict[str, Any]
     for layout, copies in COPIES.items():
         result = results[f"big:{layout}"]
         share = 4 * sum(result["parameters"].values()) / ranks
-        assert share > 2 * block  # else a whole model would go unseen
+        assert share > 2 * block  # otherwise the test could not detect a whole model
         for after, peak, resident in zip(result["after"], result["peak"], result["resident"], strict=True):
             assert abs(after - copies * share) < 0.01 * share + SLACK
             assert peak - after <= block
-            # Pages, too: beside them what libraries take, and what is freed and kept for later. The other ranks'
-            # shares would come on top.
+            # Resident pages include memory of libraries and memory kept by the allocator. A whole model would add
+            # the other ranks' shares.
             assert resident < copies * share + block + (ranks - 1) * share

@@ -1,4 +1,4 @@
-"""Skipped steps, under every layout: one job of four ranks, read by many tests."""
+"""Skipped steps in every layout: many tests of one job with four ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slowness import scaled
 
 SCRIPT = HELPERS / "step_skip_ranks.py"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2",
-           # Asked on the host, like the optimizers of offload and of 8 bits.
+           # The CPU reads the decision to skip, as with optimizers of offload and 8 bits.
            "ddp:adamw_unfused", "zero2:adamw_unfused")
 
 
@@ -33,20 +33,20 @@ def four_ranks(tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_by_decay_group_are_those_of_plain_torch(four_ranks, layout):
-    """Gradient norms before clipping, updates over parameters; whatever divides or repeats an element."""
-    found = four_ranks[layout]
-    assert found["expected"].keys() < found.keys()
-    for name, value in found["expected"].items():
-        assert found[name] == pytest.approx(value, rel=1e-5), name
-    assert (found["lr_decayed"], found["lr_others"]) == (3e-3, 3e-3)
+    """Gradient norms before clipping, and update ratios, for sharded and replicated elements."""
+    result = four_ranks[layout]
+    assert result["expected"].keys() < result.keys()
+    for name, value in result["expected"].items():
+        assert result[name] == pytest.approx(value, rel=1e-5), name
+    assert (result["lr_decayed"], result["lr_others"]) == (3e-3, 3e-3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_refused_step_changes_nothing_on_any_rank(four_ranks, layout):
-    """Neither parameters, nor moments, nor the count of steps; a NaN is one rank's alone."""
-    found = four_ranks[layout]
-    assert found["too large"]
-    assert found["not a number"]
-    assert found["fine"]
-    assert found["sound"]
+def test_skipped_step_changes_nothing_on_any_rank(four_ranks, layout):
+    """A skipped step changes neither parameters, nor moments, nor the step count, even if one rank has the NaN."""
+    result = four_ranks[layout]
+    assert result["too large"]
+    assert result["not a number"]
+    assert result["fine"]
+    assert result["sound"]

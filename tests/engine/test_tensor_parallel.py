@@ -1,4 +1,4 @@
-"""Tensor parallelism computes what one process computes: a job of two ranks and one of four, read by many tests."""
+"""Tensor parallelism computes the same as one process: many tests of jobs with two and four ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO += ["bf16_autocast:gpt2:ddp", "bf16_autocast:gpt2:tp2_zero1", "bf16_autocast
 FOUR = ["fp32:gpt2:ddp", "fp32:gpt2:tp2_zero1", "fp32:llama:tp2_zero3", "bf16_autocast:gpt2:tp2_zero3"]
 ONE = "fp32:llama:tp2_zero1"
 UNMARKED = ["fp32:gpt2:tp2_zero1:unmarked", "fp32:gpt2:tp2_zero3:unmarked"]
-# Between layouts with tensor parallelism, in the same process: DeepSpeed keeps what it was told in globals.
+# Run between layouts with tensor parallelism in the same process, because DeepSpeed keeps state in globals.
 UNDIVIDED = ["fp32:gpt2:zero0:undivided", "fp32:gpt2:zero1:undivided", "fp32:gpt2:zero3:undivided"]
 LATER = "fp32:gpt2:zero2"
 ADDED = [f"fp32:{shape}:{layout}:qk_norm" for shape, layout in (("gpt2", "tp2"), ("llama", "tp2_zero1"),
@@ -66,7 +66,7 @@ def largest(pair: list[list[float]], *, relative: bool = False) -> float:
     return max(abs(a - b) / (abs(b) if relative else 1) for a, b in zip(*pair, strict=True))
 
 
-def test_every_step_of_one_layout_is_that_of_one_process(two: dict[str, Any]) -> None:
+def test_every_step_of_one_layout_equals_one_process(two: dict[str, Any]) -> None:
     check(ONE, two[ONE])
 
 
@@ -83,9 +83,9 @@ def test_with_data_parallelism_too(four: dict[str, Any], run: str) -> None:
 
 
 @pytest.mark.parametrize("run", UNMARKED)
-def test_an_unmarked_parameter_shows_in_the_norm(two: dict[str, Any], run: str) -> None:
+def test_unmarked_parameter_changes_the_norm(two: dict[str, Any], run: str) -> None:
     assert largest(two[run]["norms"], relative=True) > 0.1
-    assert largest(two[run]["losses"]) < 1e-3  # where it hardly shows
+    assert largest(two[run]["losses"]) < 1e-3  # losses hardly show the error
 
 
 @pytest.mark.parametrize("run", ADDED)
@@ -93,44 +93,44 @@ def test_gradients_of_a_parameter_used_on_part_of_the_heads_are_summed(two: dict
     check(run, two[run])
 
 
-def test_without_that_sum_its_copies_drift_apart(two: dict[str, Any]) -> None:
+def test_without_the_sum_copies_drift_apart(two: dict[str, Any]) -> None:
     assert not two[UNSUMMED]["replicated agree"]
 
 
-def test_first_weights_are_those_of_one_process(two: dict[str, Any]) -> None:
-    for found in two["parts"]["initial weights"]:
-        assert found == dict.fromkeys(found, True)
-        assert len(found) == 15
+def test_initial_weights_equal_one_process(two: dict[str, Any]) -> None:
+    for checks in two["parts"]["initial weights"]:
+        assert checks == dict.fromkeys(checks, True)
+        assert len(checks) == 15
 
 
-def test_the_divided_loss_is_the_plain_one(two: dict[str, Any]) -> None:
-    for found in two["parts"]["loss"]:
-        assert found.pop("nothing") == [0.0, 1.0]  # no target counts: a sum of 0, and a mean that is none
-        assert len(found) == 24  # two dtypes, two reductions, whole and in two kinds of chunks, without and with z
-        for name, (value, gradient) in found.items():
+def test_sharded_loss_equals_the_plain_loss(two: dict[str, Any]) -> None:
+    for errors in two["parts"]["loss"]:
+        assert errors.pop("nothing") == [0.0, 1.0]  # all targets ignored: a sum of 0, and a mean of NaN
+        assert len(errors) == 24  # two dtypes, two reductions, three ways of chunking, without and with z-loss
+        for name, (value, gradient) in errors.items():
             bounds = (2e-6, 2e-6) if "float32" in name else (2e-3, 2e-2)
             assert value < bounds[0], name
             assert gradient < bounds[1], name
 
 
 def test_dropout_is_alike_where_ranks_hold_the_same_and_differs_where_not(two: dict[str, Any]) -> None:
-    for found in two["parts"]["dropout"]:
-        assert found == dict.fromkeys(found, True)
-        assert sum(name.endswith(".drop alike") for name in found) == 5
+    for checks in two["parts"]["dropout"]:
+        assert checks == dict.fromkeys(checks, True)
+        assert sum(name.endswith(".drop alike") for name in checks) == 5
 
 
-def test_checkpoints_go_between_tensor_parallel_ranks_and_one_process(two: dict[str, Any]) -> None:
-    found = two["parts"]["checkpoints"]
-    assert len(found) == 4
-    for pair in found.values():
+def test_checkpoints_move_between_tensor_parallel_ranks_and_one_process(two: dict[str, Any]) -> None:
+    pairs = two["parts"]["checkpoints"]
+    assert len(pairs) == 4
+    for pair in pairs.values():
         assert largest(pair) <= LOSS_BOUND["fp32"]
 
 
-@pytest.mark.parametrize(("what", "changes", "size"), [
+@pytest.mark.parametrize(("message", "changes", "size"), [
     ("2 key/value heads", {"n_kv_head": 2}, 4), ("hidden units", {"intermediate_size": 127}, 2),
     ("65 vocabulary rows", {"vocab_size": 65, "vocab_multiple": 1}, 2)])
-def test_what_cannot_be_divided_is_refused(what: str, changes: dict[str, int], size: int) -> None:
+def test_indivisible_models_are_rejected(message: str, changes: dict[str, int], size: int) -> None:
     with torch.device("meta"):
         model = GPT(get_model_config("tiny-llama", **changes))
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=message):
         apply(model, None, 0, size)

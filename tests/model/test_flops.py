@@ -1,4 +1,4 @@
-"""FLOPs by formula beside torch's counter; the matrix product ceiling; what becomes of both in a run's numbers."""
+"""FLOPs by formula and by torch's counter, the measured matmul peak, and both in a run's metrics."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_torch_counts_what_the_formula_says_for_every_preset(name):
+def test_formula_agrees_with_torchs_counter_for_every_named_model(name):
     config = MODELS[name]
-    found = count_flops(config)
-    assert found.is_proven, found
-    assert found.counted == found.products
-    assert found.causal == found.model - 6 * config.n_layer * config.q_width * config.block_size
-    # What 6N counts and no product is: positions, biases, gains.
-    assert 0 <= found.model - found.products < 0.04 * found.model
+    flops = count_flops(config)
+    assert flops.is_proven, flops
+    assert flops.counted == flops.products
+    assert flops.causal == flops.model - 6 * config.n_layer * config.q_width * config.block_size
+    # 6N includes positions, biases and gains, which are not matmuls.
+    assert 0 <= flops.model - flops.products < 0.04 * flops.model
 
 
 @pytest.mark.parametrize(("name", "overrides"), [
     ("tiny-gpt2", {"bias": False, "tied": False}), ("tiny-llama", {"n_kv_head": 1, "mlp": "gelu", "bias": True}),
     ("tiny-gpt2", {"n_layer": 1, "block_size": 7, "vocab_size": 99})])
-def test_and_for_other_shapes(name, overrides):
+def test_formula_agrees_with_torchs_counter_for_other_shapes(name, overrides):
     assert count_flops(get_model_config(name, **overrides)).is_proven
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "gpt3-125m"])
-def test_two_blocks_tell_of_the_whole_model(name):
+def test_two_blocks_are_enough_to_count_a_model(name):
     config = MODELS[name]
     assert counted_flops(config) == count_flops(config).counted * config.block_size
 
 
-def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
+def test_model_with_more_matmuls_than_the_formula_has_no_mfu(monkeypatch):
     class Wider(GPT):
         def __init__(self, config):
             super().__init__(config)
@@ -56,17 +56,17 @@ def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
                 block.mlp.c_proj = nn.Sequential(block.mlp.c_proj, nn.Linear(config.n_embd, config.n_embd))
 
     monkeypatch.setattr(announce, "GPT", Wider)
-    found = count_flops(MODELS["tiny-gpt2"])
-    assert not found.is_proven
-    assert found.counted - found.products == 6 * 4 * 128 * 128
-    assert not replace(found, counted=None).is_proven
-    (name, said), = describe(StepWork(1, 1, 1, 1, 256), found)
+    flops = count_flops(MODELS["tiny-gpt2"])
+    assert not flops.is_proven
+    assert flops.counted - flops.products == 6 * 4 * 128 * 128
+    assert not replace(flops, counted=None).is_proven
+    (name, text), = describe(StepWork(1, 1, 1, 1, 256), flops)
     assert name == "FLOPs"
-    assert said.startswith("warning: ")
-    assert f"torch's own counter finds {found.counted:.6g}: no MFU will be shown" in said
+    assert text.startswith("warning: ")
+    assert f"torch's own counter finds {flops.counted:.6g}: no MFU will be shown" in text
 
 
-def test_the_ceiling_is_what_a_product_reaches_and_is_found_in_time():
+def test_measured_peak_is_reachable_and_measured_in_time():
     state = torch.get_rng_state()
     began = cpu_seconds()
     flops, size = fastest_product(CPU, torch.float32)
@@ -78,15 +78,15 @@ def test_the_ceiling_is_what_a_product_reaches_and_is_found_in_time():
         began = time.perf_counter()
         left @ right
         seconds.append(time.perf_counter() - began)
-    while not 0.2 < flops / (2 * size ** 3 / min(seconds)) < 5:  # others may use the same core for a while
+    while not 0.2 < flops / (2 * size ** 3 / min(seconds)) < 5:  # other processes may use the core for a while
         assert time.monotonic() < deadline, (flops, size, seconds)
         flops = fastest_product(CPU, torch.float32)[0]
     torch.set_rng_state(state)
     fastest_product(CPU, torch.bfloat16, budget_s=0.01)
-    assert torch.equal(torch.get_rng_state(), state), "training draws the same numbers with and without it"
+    assert torch.equal(torch.get_rng_state(), state), "the measurement changed the random state"
 
 
-def test_the_best_rate_counts_whatever_its_size(monkeypatch):
+def test_best_rate_is_used_for_any_size(monkeypatch):
     rate = {256: 1e9, 512: 3e9, 1024: 2e9}
 
     def burst(factors, products):
@@ -96,7 +96,7 @@ def test_the_best_rate_counts_whatever_its_size(monkeypatch):
     assert fastest_product(CPU, torch.float32, budget_s=10) == (pytest.approx(3e9), 512)
 
 
-def test_what_the_first_product_costs_is_not_taken_from_the_budget(monkeypatch):
+def test_first_matmul_is_not_part_of_the_time_budget(monkeypatch):
     calls = []
 
     def burst(factors, products):
@@ -112,17 +112,17 @@ def test_what_the_first_product_costs_is_not_taken_from_the_budget(monkeypatch):
 
 @pytest.mark.parametrize(("samples", "best", "count"), [
     ([5.0, 5.2, 9.0], 5.2, 2), ([0.1, 5.0, 5.1, 9.0], 5.1, 3), ([0.1, 5.0, 0.2, 3.0, 1.0, 9.0], 5.0, 5)])
-def test_the_peak_is_the_best_of_several_samples(monkeypatch, samples, best, count):
+def test_peak_is_the_best_of_several_samples(monkeypatch, samples, best, count):
     given = iter(samples)
     monkeypatch.setattr(peaks, "fastest_product", lambda device, dtype: (next(given), 512))
     assert best_sample(CPU, torch.float32) == (best, 512)
     assert len(samples) - len(list(given)) == count
 
 
-def test_a_single_process_is_its_own_slowest():
+def test_single_process_is_the_slowest():
     alone = SimpleNamespace(rank=0, world_size=1, device=CPU, barrier=lambda: None)
-    found = measure_ceiling(alone, "fp32")
-    assert (found.slowest_rank, found.slowest_flops, found.precision) == (0, found.flops, "fp32")
+    ceiling = measure_ceiling(alone, "fp32")
+    assert (ceiling.slowest_rank, ceiling.slowest_flops, ceiling.precision) == (0, ceiling.flops, "fp32")
 
 
 WORK = StepWork(4, 2, 8, 8, 1024, flops_per_token=8e8, causal_flops_per_token=7e8,
@@ -130,11 +130,11 @@ WORK = StepWork(4, 2, 8, 8, 1024, flops_per_token=8e8, causal_flops_per_token=7e
 
 
 def test_rates_by_both_conventions_and_beside_the_ceiling():
-    rates = WORK.rates(65536 / 8000)  # 1000 tokens a second on each device
+    rates = WORK.rates(65536 / 8000)  # 1000 tokens/s per device
     assert rates.flops_per_second_per_device == pytest.approx(8e11)
     assert (rates.mfu, rates.mfu_causal, rates.ceiling_share) == pytest.approx((0.4, 0.35, 0.5))
     unknown = replace(WORK, peak=None).rates(65536 / 8000)
-    assert (unknown.mfu, unknown.mfu_causal) == (None, None), "another device's peak is never assumed"
+    assert (unknown.mfu, unknown.mfu_causal) == (None, None), "no MFU without the device's peak"
     assert unknown.ceiling_share == pytest.approx(0.5)
     uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
     assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
@@ -144,7 +144,7 @@ def test_rates_by_both_conventions_and_beside_the_ceiling():
                     "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}
 
 
-def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_path):
+def test_final_text_has_both_mfus_and_explains_shares_above_one(tmp_path):
     run_dir = RunDir(tmp_path / "run").create()
     for step in range(1, 31):
         phases = {"data_s": 1.0, "forward_s": 3.0, "backward_s": 3.0, "optimizer_s": 1.0, "other_s": 0.192}

@@ -1,4 +1,4 @@
-"""A model whose parameters are bf16: sums over tokens are made in fp32 on every kind of parameter."""
+"""Model with bf16 parameters: sums over tokens are computed in fp32 for all kinds of parameters."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_gradients_of_a_norm_are_summed_over_4096_tokens_in_fp32(shape: str)
     norm(x).backward(grad)
     exact(x.double()).backward(grad.double())
     assert norm(x).dtype == norm.weight.grad.dtype == torch.bfloat16
-    for ours, wanted in zip(norm.parameters(), exact.parameters(), strict=True):
-        assert apart(ours.grad, wanted.grad) <= ROUNDING
+    for ours, expected in zip(norm.parameters(), exact.parameters(), strict=True):
+        assert apart(ours.grad, expected.grad) <= ROUNDING
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -42,9 +42,9 @@ def test_a_frequent_token_gets_the_sum_of_its_gradients(tied: bool) -> None:
     table = TiedEmbedding(9, 4).bfloat16()
     table.tied = tied
     table(tokens).backward(grad)
-    found = table.weight.grad.to_dense() if tied else table.weight.grad
+    gradient = table.weight.grad.to_dense() if tied else table.weight.grad
     exact = torch.zeros(9, 4, dtype=torch.float64).index_add_(0, tokens.flatten(), grad.flatten(0, 1).double())
-    assert apart(found, exact) <= ROUNDING
+    assert apart(gradient, exact) <= ROUNDING
     assert torch.equal(lookup(tokens, table.weight), table.weight[tokens])
 
 
@@ -63,7 +63,7 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32() -> None:
 
 @pytest.mark.parametrize("shape", ["tiny-gpt2", "tiny-llama"])
 @pytest.mark.parametrize("chunk", [0, 48])
-def test_a_whole_model_in_bf16_gives_gradients_near_those_of_fp32(shape: str, chunk: int) -> None:
+def test_bf16_gradients_of_a_model_are_close_to_fp32(shape: str, chunk: int) -> None:
     config: ModelConfig = get_model_config(shape, n_layer=2, block_size=64, vocab_size=96, dropout=0.0)
     models = [GPT(config), GPT(config).bfloat16()]
     tokens = torch.randint(0, 40, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -79,6 +79,6 @@ def test_a_whole_model_in_bf16_gives_gradients_near_those_of_fp32(shape: str, ch
     for (name, exact), ours in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert ours.grad.dtype == torch.bfloat16
         rows = slice(config.n_embd, 2 * config.n_embd) if name.endswith("c_attn.bias") else slice(0)
-        mine, theirs = ours.grad.float().clone(), exact.grad.clone()
-        mine[rows], theirs[rows] = 0, 0  # keys' biases have no gradient but rounding
-        assert apart(mine, theirs) <= 0.05, name
+        gradient, expected = ours.grad.float().clone(), exact.grad.clone()
+        gradient[rows], expected[rows] = 0, 0  # the gradient of the keys' biases is only rounding errors
+        assert apart(gradient, expected) <= 0.05, name

@@ -1,4 +1,4 @@
-"""Attention by blocks of rows against torch's kernel in fp32."""
+"""Blockwise attention compared with torch's kernel in fp32."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ezpz_llm.model.gpt import GPT
 
 
 def inputs(heads: int, kv_heads: int, length: int, dim: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values as the model has them, parts of one tensor, and a gradient; all rounded to bf16."""
+    """Return queries, keys and values as parts of one tensor, as in the model, and a gradient, rounded to bf16."""
     torch.manual_seed(0)
-    together = torch.randn(2, length, heads + 2 * kv_heads, dim).bfloat16().transpose(1, 2)
-    return (*together.split((heads, kv_heads, kv_heads), dim=1),
+    qkv = torch.randn(2, length, heads + 2 * kv_heads, dim).bfloat16().transpose(1, 2)
+    return (*qkv.split((heads, kv_heads, kv_heads), dim=1),
             torch.randn(2, length, heads, dim).bfloat16().transpose(1, 2))
 
 
@@ -29,7 +29,7 @@ def both(function, q, k, v, grad) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "dim"), [
     (2, 2, 64, 16),  # one block
-    (4, 2, 300, 32),  # several, the last one shorter, of queries that share keys
+    (4, 2, 300, 32),  # several blocks, the last one shorter, with grouped queries
     (3, 1, 129, 24),  # a block of one row
 ])
 def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, heads, kv_heads, length, dim) -> None:
@@ -37,19 +37,19 @@ def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, heads, k
     exact = both(lambda *parts: functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True),
                  q.float(), k.float(), v.float(), grad.float())
 
-    def distance(found: list[torch.Tensor]) -> list[float]:
-        return [((one.float() - other).norm() / other.norm()).item()
-                for one, other in zip(found, exact, strict=True)]
+    def distance(tensors: list[torch.Tensor]) -> list[float]:
+        return [((tensor.float() - expected).norm() / expected.norm()).item()
+                for tensor, expected in zip(tensors, exact, strict=True)]
 
     assert all(error < 0.01 for error in distance(both(blockwise_attention, q, k, v, grad)))
-    monkeypatch.setattr(module, "_ELEMENTS", 2 * heads * length * 7)  # rows of very long sequences
+    monkeypatch.setattr(module, "_ELEMENTS", 2 * heads * length * 7)  # blocks as for very long sequences
     assert all(error < 0.01 for error in distance(both(blockwise_attention, q, k, v, grad)))
-    # In fp32 the same steps leave nothing but the order of sums.
+    # In fp32, only the order of sums differs.
     in_fp32 = both(blockwise_attention, q.float(), k.float(), v.float(), grad.float())
     assert all(error < 2e-6 for error in distance(in_fp32))
 
 
-def test_the_model_takes_it_in_bf16_and_learns_what_it_learns_without() -> None:
+def test_model_uses_blockwise_attention_in_bf16_with_close_gradients() -> None:
     config = get_model_config("tiny-llama", n_layer=2, vocab_size=97, block_size=160)
     tokens = torch.randint(97, (2, 161), generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -67,12 +67,12 @@ def test_the_model_takes_it_in_bf16_and_learns_what_it_learns_without() -> None:
 
 
 def graph(loss: torch.Tensor) -> str:
-    """The names of all functions behind a loss."""
-    found, todo, names = set(), [loss.grad_fn], []
+    """Return the names of all functions in the autograd graph of a loss."""
+    visited, todo, names = set(), [loss.grad_fn], []
     while todo:
         node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             names.append(node.name())
             todo += [parent for parent, _ in node.next_functions]
     return " ".join(names)

@@ -1,4 +1,4 @@
-"""Compiled blocks, and the attention kernel that is reported."""
+"""Compiled blocks, and the reported attention kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
     for candidate in (model, compiled):
         init_weights(candidate, candidate.config, 0)
     compile_blocks(compiled)
-    compiled.lm_head.compiled = False  # which has two graphs of its own
+    compiled.lm_head.compiled = False  # it would add two graphs
     assert list(compiled.state_dict()) == list(model.state_dict())
     counters.clear()
     tokens = torch.randint(257, (2, 33))
@@ -41,29 +41,29 @@ def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
 
 
 @pytest.mark.slow
-def test_a_compiled_loss_equals_an_eager_one():
+def test_compiled_loss_equals_eager_loss():
     torch.manual_seed(0)
     x, targets = torch.randn(3, 7, 24), torch.randint(70, (3, 7))
     targets[0, 2:5] = -100
     for z_loss in (0.0, 0.1):
-        found = []
+        results = []
         for compiled in (False, True):
             torch.manual_seed(1)
             head, inputs = Head(24, 70), x.clone().requires_grad_()
             head.loss_chunk, head.z_loss, head.compiled = 8, z_loss, compiled
             loss = head(inputs, targets)
             loss.backward()
-            found.append((loss.detach(), inputs.grad, head.weight.grad))
-        for eager_one, compiled_one in zip(*found, strict=True):
-            torch.testing.assert_close(compiled_one, eager_one, rtol=1e-5, atol=1e-6)
+            results.append((loss.detach(), inputs.grad, head.weight.grad))
+        for eager_result, compiled_result in zip(*results, strict=True):
+            torch.testing.assert_close(compiled_result, eager_result, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
-def test_gelu_is_the_same_compiled():
+def test_compiled_gelu_equals_eager_gelu():
     x = torch.linspace(-12, 12, 4001, requires_grad=True)
-    eager_one, compiled_one = gelu(x), torch.compile(gelu)(x)
-    torch.testing.assert_close(compiled_one, eager_one, rtol=1e-5, atol=1e-6)
-    gradients = [torch.autograd.grad(one.sum(), x)[0] for one in (eager_one, compiled_one)]
+    eager_result, compiled_result = gelu(x), torch.compile(gelu)(x)
+    torch.testing.assert_close(compiled_result, eager_result, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(result.sum(), x)[0] for result in (eager_result, compiled_result)]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=2e-6)
 
 
@@ -72,7 +72,7 @@ def test_the_reported_kernel_is_the_one_that_runs():
     cpu = torch.device("cpu")
     kernel = attention_kernel(config, 2, cpu, torch.float32)
     assert (kernel.name, kernel.score_bytes) == ("flash_attention", 0)
-    # Dropout inside attention leaves only the explicit form on CPU, which keeps B H T^2 scores.
+    # With dropout in attention, CPUs have only the explicit form, which keeps B H T^2 scores.
     dropout = attention_kernel(get_model_config("tiny-gpt2", block_size=64, dropout=0.1), 2, cpu, torch.float32)
     assert (dropout.name, dropout.score_bytes) == ("math", 2 * 4 * 64 * 64 * 4)
     with sdpa_kernel(SDPBackend.MATH):

@@ -1,4 +1,4 @@
-"""Shapes by name: counts, overrides and refusals, all without torch."""
+"""Named models: counts, overrides and rejected values, without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_parameter_count_follows_overrides(name, overrides):
     assert parameter_count(config) == sum(p.numel() for p in model.parameters())
 
 
-# name, vocab_multiple, context, N, 6N + 12LCT, 6N + 6LCT: published or worked out by hand
+# name, vocab_multiple, context, N, 6N + 12LCT, 6N + 6LCT: published or calculated by hand
 GOLDEN = [
     ("gpt2-124m", 1, 1024, 124_439_808, 859_885_056, 803_261_952),
     ("gpt2-355m", 1, 1024, 354_823_168, 2_430_928_896, 2_279_933_952),
@@ -66,18 +66,18 @@ def test_padded_and_untied_counts():
     assert get_model_config("shakespeare-char").padded_vocab_size == 65
     llama = MODELS["llama3-8b"]
     assert parameter_count(llama) == 8_030_261_248
-    # The input table of an untied model is only looked up: it costs no products.
+    # The input embedding of an untied model is only looked up, without a matmul.
     looked_up = 6 * 128256 * 4096
     assert flops_per_token(llama, 8192) == 6 * 8_030_261_248 - looked_up + 12 * 32 * 4096 * 8192
 
 
-def test_the_tiny_models_are_of_one_size():
+def test_tiny_models_have_the_same_size():
     assert MODELS["tiny-llama"].intermediate_size == 384
     gpt2, llama = (get_model_config(name, bias=False) for name in ("tiny-gpt2", "tiny-llama"))
     assert parameter_count(gpt2) - gpt2.block_size * gpt2.n_embd == parameter_count(llama)
 
 
-def test_what_a_shape_derives_follows_its_overrides():
+def test_derived_fields_follow_overrides():
     yardstick = get_model_config("shakespeare-char", n_layer=4, n_head=4, n_embd=128, block_size=64, dropout=0.0)
     assert (yardstick.n_kv_head, yardstick.intermediate_size, yardstick.bias) == (4, 512, False)
     assert get_model_config("llama3-8b", n_embd=512).intermediate_size == 1792
@@ -85,7 +85,7 @@ def test_what_a_shape_derives_follows_its_overrides():
     assert get_model_config("tiny-gpt2", vocab_size=300).padded_vocab_size == 320
 
 
-@pytest.mark.parametrize(("name", "overrides", "said"), [
+@pytest.mark.parametrize(("name", "overrides", "parts"), [
     ("gpt2-125m", {}, ["unknown model 'gpt2-125m'", "gpt2-124m"]),
     ("tiny-gpt2", {"n_heads": 4}, ["'n_heads'", "n_head"]),
     ("tiny-gpt2", {"n_head": 5}, ["128", "5 heads", "n_embd 130", "1, 2, 4, 8"]),
@@ -96,12 +96,12 @@ def test_what_a_shape_derives_follows_its_overrides():
     ("tiny-gpt2", {"block_size": 2.5}, ["block_size is 2.5"]),
     ("tiny-gpt2", {"norm": "layer-norm"}, ["norm of a model", "layernorm"]),
 ])
-def test_a_shape_that_does_not_fit_is_refused_with_the_remedy(name, overrides, said):
+def test_inconsistent_shape_is_rejected_with_advice(name, overrides, parts):
     with pytest.raises(UserError) as caught:
         get_model_config(name, **overrides)
-    assert all(part in str(caught.value) for part in said), str(caught.value)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_a_config_built_by_hand_checks_itself():
+def test_config_validates_itself():
     with pytest.raises(UserError, match="n_layer is -1"):
         ModelConfig(n_layer=-1, n_head=2, n_embd=8, block_size=4, vocab_size=7)

@@ -1,4 +1,4 @@
-"""An embedding table that is the head's weight, too: one gradient, made without V rows of zeros."""
+"""Tied embedding: its gradient is computed without V rows of zeros."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = get_model_config("tiny-gpt2", vocab_size=300, block_size=32)
 
 
 class DenseGradients(TorchDispatchMode):
-    """Counts gradients of lookups that are as large as their tables."""
+    """Dispatch mode that counts dense gradients of lookups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class DenseGradients(TorchDispatchMode):
 
 
 def table_gradient(tied: bool, loss_chunk: int | None, precision: torch.dtype) -> tuple[torch.Tensor, int]:
-    """The gradient of the table after two backward passes over samples that repeat tokens, and how many lookups,
-    of tokens and of positions, had a dense one."""
+    """Return the embedding's gradient after two backward passes with repeated tokens, and the number of dense
+    gradients of lookups (of tokens and positions)."""
     model = GPT(CONFIG)
     init_weights(model, CONFIG, 1)
     configure_head(model, loss_chunk)
@@ -48,16 +48,16 @@ def table_gradient(tied: bool, loss_chunk: int | None, precision: torch.dtype) -
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss_chunk", [None, 0, 48])
-def test_the_lookups_gradient_is_added_to_the_heads(loss_chunk, precision):
+def test_lookup_gradient_is_added_to_the_heads_gradient(loss_chunk, precision):
     plain, dense = table_gradient(False, loss_chunk, precision)
     assert dense == 4
-    found, dense = table_gradient(True, loss_chunk, precision)
-    assert dense == 2, "positions have a table of their own"
-    assert not found.is_sparse
-    assert (found - plain).norm() <= 1e-6 * plain.norm()
+    tied, dense = table_gradient(True, loss_chunk, precision)
+    assert dense == 2, "only the untied position embedding should have dense gradients"
+    assert not tied.is_sparse
+    assert (tied - plain).norm() <= 1e-6 * plain.norm()
 
 
-def test_only_a_table_whose_head_is_here_gives_rows():
+def test_only_embeddings_tied_to_a_local_head_have_sparse_gradients():
     model = GPT(CONFIG)
     table = model.transformer["wte"]
     assert isinstance(table, TiedEmbedding)

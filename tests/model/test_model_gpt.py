@@ -1,4 +1,4 @@
-"""The model against an independent, explicit implementation, and the properties that others rely on."""
+"""Model compared with an independent, explicit implementation, and properties that other modules rely on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def randomised(config, seed=0):
-    """A model whose every parameter, norms and biases too, is far from its neutral value."""
+    """Return a model with random values in all parameters, including norms and biases."""
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def randomised(config, seed=0):
 
 
 def naive_logits(config, weights, tokens):
-    """The forward pass from the papers, loop by loop: explicit masks, one head at a time, complex rotations."""
+    """Compute the forward pass as in the papers, with loops, explicit masks and complex rotations."""
     heads, group, dim = config.n_head, config.n_head // config.n_kv_head, config.head_dim
 
     def linear(x, name):
@@ -50,7 +50,7 @@ def naive_logits(config, weights, tokens):
         x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps) * weights[name + ".weight"]
         return x + weights[name + ".bias"] if name + ".bias" in weights else x
 
-    def angle(i):  # Llama 3.1's rule, told by wavelengths as its paper's code does
+    def angle(i):  # Llama 3.1's rule in terms of wavelengths, as in the published code
         plain = config.rope_theta ** (-2 * i / dim)
         length = 2 * math.pi / plain
         longest, shortest = config.rope_context / config.rope_low, config.rope_context / config.rope_high
@@ -139,7 +139,7 @@ def test_logits_and_gradients_equal_the_naive_forward(shape):
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_no_token_sees_a_later_one(shape):
+def test_attention_is_causal(shape):
     config = SHAPES[shape]
     model = randomised(config).eval()
     tokens = torch.randint(config.vocab_size, (1, 24))
@@ -174,12 +174,12 @@ def test_names_and_shapes_are_those_of_the_published_124m():
                             "mlp.c_fc": (3072, 768), "mlp.c_proj": (768, 3072)}.items():
             expected[f"transformer.h.{layer}.{name}.weight"] = shape
             expected[f"transformer.h.{layer}.{name}.bias"] = shape[:1]
-    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert len(found) == 149
-    assert found == expected
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert len(shapes) == 149
+    assert shapes == expected
 
 
-def test_llama_state_holds_parameters_only():
+def test_llama_state_dict_has_only_parameters():
     config = SHAPES["llama"]
     model = GPT(config)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} | {"lm_head.weight"}
@@ -201,7 +201,7 @@ def test_tying_survives_moves_and_loading():
     assert not any(p is model.lm_head.weight for p in GPT(SHAPES["llama-untied"]).parameters())
 
 
-def test_masked_targets_count_nowhere_and_sum_is_the_mean_times_the_count():
+def test_masked_targets_are_ignored_in_mean_and_sum():
     config = SHAPES["gpt2"]
     model = randomised(config)
     tokens, targets = torch.randint(97, (2, 24)), torch.randint(97, (2, 24))
@@ -224,7 +224,7 @@ def test_dtypes_under_autocast():
     assert abs(loss - model(tokens, tokens)) < 0.05
 
 
-def test_a_sequence_beyond_the_context_is_refused_with_both_numbers():
+def test_sequence_longer_than_the_context_is_rejected():
     for shape in ("gpt2", "llama"):
         with pytest.raises(UserError, match=r"25 tokens .* 24"):
             GPT(SHAPES[shape])(torch.zeros(1, 25, dtype=torch.long))
@@ -250,8 +250,8 @@ def test_flops_agree_with_torchs_counter(name, overrides):
     assert abs(counted / flops_per_token(config) - 1) < 0.02
 
 
-def test_half_the_heads_work_with_half_of_the_projection():
-    """What tensor parallelism asks of attention: cut each part of c_attn and the columns of c_proj, then add up."""
+def test_attention_can_be_sharded_by_heads():
+    """Tensor parallelism shards each part of c_attn and the columns of c_proj, and sums the results."""
     config = SHAPES["llama"]
     whole = randomised(config).transformer["h"][0].attn
     x = torch.randn(2, 24, 128)
@@ -266,7 +266,7 @@ def test_half_the_heads_work_with_half_of_the_projection():
     torch.testing.assert_close(total, whole(x, rotation), rtol=1e-4, atol=1e-4)
 
 
-def test_every_named_model_fits_its_own_context():
+def test_context_lengths_of_named_models():
     assert {name: MODELS[name].block_size for name in ("tiny-gpt2", "gpt3-125m", "llama3-1b", "llama3-8b")} == {
         "tiny-gpt2": 256, "gpt3-125m": 2048, "llama3-1b": 2048, "llama3-8b": 8192}
     assert parameter_count(MODELS["tiny-gpt2"]) < 1_000_000

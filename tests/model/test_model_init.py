@@ -1,4 +1,4 @@
-"""Initial weights, decay groups, the loss of an untrained model."""
+"""Initial weights, decay groups, and the loss of an untrained model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def initialised(config, seed=1337):
 
 @pytest.fixture(scope="module")
 def gpt2():
-    """The real 124M, once: half a gigabyte and a second."""
+    """GPT-2 124M, initialized once (0.5 GB, one second)."""
     return initialised(get_model_config("gpt2-124m"))
 
 
 def expected_loss(config):
-    """ln V + C 0.02^2 / 2: the logits of unit-variance activations against a tied embedding are N(0, C 0.02^2)."""
+    """Return ln V + C 0.02^2 / 2: logits of unit-variance activations with a tied embedding are N(0, C 0.02^2)."""
     return math.log(config.padded_vocab_size) + config.n_embd * 0.02 ** 2 / 2
 
 
-def test_a_parameter_that_the_table_lacks_is_an_error():
+def test_parameter_missing_in_the_table_is_an_error():
     config = get_model_config("tiny-llama")
     with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.q_gain is not in the table of parameters"):
         initial_values(config, 0)("transformer.h.0.attn.q_gain", ((0, 8),))
@@ -47,9 +47,9 @@ def test_stds_of_the_124m(gpt2):
         if p.dim() < 2:
             assert bool((p == (1 if name.endswith("weight") else 0)).all()), name
         else:
-            wanted = 0.02 / math.sqrt(24) if name.endswith("c_proj.weight") else 0.02
-            assert abs(p.std().item() / wanted - 1) < 0.02, name
-            assert abs(p.mean().item()) < 5 * wanted / math.sqrt(p.numel()), name
+            expected = 0.02 / math.sqrt(24) if name.endswith("c_proj.weight") else 0.02
+            assert abs(p.std().item() / expected - 1) < 0.02, name
+            assert abs(p.mean().item()) < 5 * expected / math.sqrt(p.numel()), name
 
 
 def test_step_0_loss_of_the_124m(gpt2):
@@ -61,7 +61,7 @@ def test_step_0_loss_of_the_124m(gpt2):
         without_padding = torch.nn.functional.cross_entropy(unpadded, tokens[:, 1:].flatten()).item()
     assert math.log(50257) < loss < math.log(50257) + 0.3
     assert abs(loss - expected_loss(gpt2.config)) < 0.1
-    assert 0 < loss - without_padding < 0.002  # 47 rows more among 50257: ln(50304 / 50257) = 0.0009
+    assert 0 < loss - without_padding < 0.002  # 47 rows of padding: ln(50304 / 50257) = 0.0009
 
 
 def test_padding_leaves_the_other_values_as_they_are():
@@ -136,23 +136,23 @@ def test_parameters_and_seeds_differ():
 
 
 WIDE = replace(get_model_config("tiny-gpt2", n_layer=1, n_head=4, n_kv_head=4, n_embd=600, intermediate_size=1100))
-MATRIX = "transformer.h.0.mlp.c_proj.weight"  # 600 x 1100: 10 x 3 tiles, the last ones cut
+MATRIX = "transformer.h.0.mlp.c_proj.weight"  # 600 x 1100: 10 x 3 tiles, the last ones smaller
 
 
 def some_box(chance: random.Random) -> tuple[tuple[int, int], ...]:
     return tuple((start := chance.randrange(length), chance.randint(start + 1, length)) for length in (600, 1100))
 
 
-def test_any_part_is_drawn_as_in_the_whole():
+def test_any_part_has_the_values_of_the_whole():
     values, chance = initial_values(WIDE, 7), random.Random(1)
     whole = values(MATRIX, ((0, 600), (0, 1100)))
     assert whole.shape == (600, 1100)
-    assert whole.unique().numel() > 0.99 * whole.numel()  # no tile has another's values
+    assert whole.unique().numel() > 0.99 * whole.numel()  # tiles have different values
     for _ in range(50):
         box = some_box(chance)
         part = whole[tuple(slice(*side) for side in box)]
         assert torch.equal(values(MATRIX, box), part)
-        # What a rank has under ZeRO-3 and tensor parallelism: a range of some boxes one after the other.
+        # Under ZeRO-3 with tensor parallelism, a rank has a range of concatenated boxes.
         other = some_box(chance)
         flat = torch.cat((part.flatten(), whole[tuple(slice(*side) for side in other)].flatten()))
         start = chance.randrange(flat.numel())
@@ -161,7 +161,7 @@ def test_any_part_is_drawn_as_in_the_whole():
         assert torch.equal(target, flat[start:start + target.numel()])
 
 
-def test_a_part_costs_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_a_part_costs_only_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
 
     class Counting:
@@ -181,14 +181,14 @@ def test_a_part_costs_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
         size = math.prod(stop - start for start, stop in placement.boxes[0]) // ranks
         drawn.clear()
         fill(torch.empty(size), placement, size * (ranks - 1), initial_values(config, 7))
-        assert sum(drawn) == size, (placement, ranks)  # these parts end where tiles do
+        assert sum(drawn) == size, (placement, ranks)  # these parts end at tile boundaries
     drawn.clear()
     fill(torch.empty(4096 * 100), at, 4096 * 100, initial_values(config, 7))
     assert sum(drawn) <= 4096 * (100 + TILE[0])
 
 
-def test_the_draw_is_the_one_that_runs_have_started_from():
-    """A change here changes every run: it belongs into CHANGELOG.md."""
+def test_initial_values_are_stable_across_versions():
+    """A change of these values changes every run, and must be listed in CHANGELOG.md."""
     values = initial_values(get_model_config("tiny-gpt2"), 1337)
     assert values("transformer.wte.weight", ((100, 101), (3, 7))).flatten().tolist() == pytest.approx(
         [0.002298299, -0.020660259, -0.017486135, 0.018152693], abs=1e-9)

@@ -1,4 +1,4 @@
-"""The loss of the head, computed in chunks and of whole logits: values, gradients, memory."""
+"""Loss of the head, computed in chunks and from whole logits: values, gradients, memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(loss_chunk: int | None, z_loss: float = 0.0, seed: int = 0) -> tuple[He
 
 
 def textbook(head: Head, x: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float) -> torch.Tensor:
-    """What is minimised, in float64, by the definition."""
+    """Return the minimized loss by its definition, in float64."""
     logits = functional.linear(x.double(), head.weight.double()).flatten(0, 1)
     normaliser = logits.logsumexp(-1)
     flat = targets.flatten()
@@ -55,12 +55,12 @@ def test_value_and_gradients_are_the_definitions(loss_chunk, reduction, z_loss):
     expected = torch.autograd.grad(3 * textbook(head, x, targets, reduction, z_loss), (x, head.weight))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(likelihood.item(), rel=1e-6)
-    for found, right in zip((x.grad, head.weight.grad), expected, strict=True):
-        assert (found - right).norm() <= 1e-6 * right.norm()
+    for gradient, right in zip((x.grad, head.weight.grad), expected, strict=True):
+        assert (gradient - right).norm() <= 1e-6 * right.norm()
     assert not x.grad[2].any()
 
 
-def test_sums_of_sequences_are_those_of_whole_logits():
+def test_row_sums_in_chunks_equal_whole_logits():
     rows = []
     for loss_chunk in (0, 4):
         head, x, targets = make(loss_chunk)
@@ -72,7 +72,7 @@ def test_sums_of_sequences_are_those_of_whole_logits():
     assert rows[0][2] == 0
 
 
-def test_far_logits_overflow_nowhere():
+def test_large_logits_do_not_overflow():
     head, x, targets = make(4)
     with torch.no_grad():
         head.weight.mul_(200)
@@ -84,12 +84,12 @@ def test_far_logits_overflow_nowhere():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_trains_the_same_with_and_without_chunks(tied):
-    """Tied and untied, fp32 and bf16: losses and the gradients of all parameters, the table's in one piece."""
+    """Losses and gradients of all parameters agree, tied and untied, in fp32 and bf16."""
     config = get_model_config("tiny-gpt2", n_layer=2, n_embd=32, block_size=16)
     config = type(config)(**{**config.__dict__, "tied": tied})
     tokens = torch.randint(257, (3, 17), generator=torch.Generator().manual_seed(1))
     for dtype, value, gradient in ((None, 1e-6, 2e-6), (torch.bfloat16, 1e-5, 1e-2)):
-        found = []
+        results = []
         for loss_chunk in (0, 20):
             model = GPT(config)
             init_weights(model, config, 0)
@@ -100,12 +100,12 @@ def test_a_model_trains_the_same_with_and_without_chunks(tied):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-            assert sorted(calls) == sorted(dict(model.named_parameters()))  # each once, also a table used twice
-            found.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
-        (plain, ours), (chunked, theirs) = found
+            assert sorted(calls) == sorted(dict(model.named_parameters()))  # once each, also for a tied embedding
+            results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+        (plain, plain_gradients), (chunked, chunked_gradients) = results
         assert chunked == pytest.approx(plain, rel=value)
-        for name, right in ours.items():
-            assert (theirs[name] - right).norm() <= gradient * right.norm() + 1e-9, name
+        for name, right in plain_gradients.items():
+            assert (chunked_gradients[name] - right).norm() <= gradient * right.norm() + 1e-9, name
 
 
 def test_accumulated_gradients_add_up():
@@ -117,7 +117,7 @@ def test_accumulated_gradients_add_up():
     torch.testing.assert_close(head.weight.grad, 3 * once.weight.grad)
 
 
-def test_a_second_backward_pass_is_noticed():
+def test_second_backward_pass_is_detected():
     head, x, targets = make(4)
     loss = head(x, targets)
     loss.backward(retain_graph=True)
@@ -125,7 +125,7 @@ def test_a_second_backward_pass_is_noticed():
         loss.backward()
 
 
-def test_a_frozen_head_gets_no_gradient():
+def test_frozen_head_gets_no_gradient():
     head, x, targets = make(4)
     head.weight.requires_grad_(False)
     head(x, targets).backward()
@@ -136,7 +136,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes, or that is kept for the backward pass."""
+    """Dispatch mode that records the largest tensors: created by an operation, and kept for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,10 +174,10 @@ def test_no_tensor_has_the_size_of_all_logits(gradients):
 
 
 def largest_allocation(function: Callable[[], object]) -> int:
-    """Bytes of the largest block that torch's allocator gives out meanwhile, also inside an operation."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    """Return the bytes of torch's largest allocation during a call, including allocations inside operations."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
-    todo, most = list(found.profiler.kineto_results.experimental_event_tree()), 0
+    todo, most = list(profiled.profiler.kineto_results.experimental_event_tree()), 0
     while todo:
         event = todo.pop()
         todo += event.children
@@ -187,7 +187,7 @@ def largest_allocation(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_blocks_of_rows_add_up_and_no_chunk_is_ever_in_fp32(monkeypatch, z_loss):
+def test_blocks_of_rows_add_up_and_no_chunk_is_in_fp32(monkeypatch, z_loss):
     tokens, vocabulary, width = 250, 509, 24
     gradients = []
     for cached, summed in ((module._CACHED, module._SUMMED), (vocabulary * 16, width * 100)):
@@ -208,7 +208,7 @@ def test_blocks_of_rows_add_up_and_no_chunk_is_ever_in_fp32(monkeypatch, z_loss)
         assert largest_allocation(lambda: head(x, targets)) == tokens * vocabulary * 2
 
 
-def test_chunks_that_are_chosen_are_equal_and_bounded():
+def test_default_chunks_are_equal_and_bounded():
     assert chosen_chunk(2048, 50304, 2 ** 26) == 1024
     assert chosen_chunk(2048, 65, 2 ** 26) == 2048
     assert chosen_chunk(3, 131072, 2 ** 26) == 64
@@ -217,13 +217,13 @@ def test_chunks_that_are_chosen_are_equal_and_bounded():
         assert chunk % 64 == 0
         assert chunk * columns <= most
         chunks = math.ceil(tokens / chunk)
-        assert tokens - (chunks - 1) * chunk > chunk / 2  # no small rest
+        assert tokens - (chunks - 1) * chunk > chunk / 2  # the last chunk is not small
 
 
 @pytest.mark.parametrize(("kind", "gigabytes", "power"), [
     ("cpu", None, 26), ("mps", None, 27), ("cuda", 8, 26), ("cuda", 16, 26), ("cuda", 24, 27), ("cuda", 40, 28),
     ("xpu", 64, 28), ("cuda", 80, 29), ("cuda", 141, 29), ("cuda", 288, 29)])
-def test_a_chunk_of_logits_follows_from_the_devices_memory(kind, gigabytes, power):
+def test_chunk_of_logits_follows_from_device_memory(kind, gigabytes, power):
     memory = None if gigabytes is None else gigabytes * 10 ** 9
     assert most_logits(kind, memory) == 2 ** power
     if gigabytes and power > 26:
@@ -231,7 +231,7 @@ def test_a_chunk_of_logits_follows_from_the_devices_memory(kind, gigabytes, powe
 
 
 def test_half_precision_loses_no_gradient_to_the_number_of_tokens():
-    """A mean over many tokens is small, and so are probabilities: their product is nothing in fp16."""
+    """The product of 1 / tokens and a probability underflows in fp16."""
     tokens, vocabulary = 2048, 50304
     small = torch.tensor(1 / vocabulary / tokens, dtype=torch.float16)
     assert small == 0
@@ -240,5 +240,5 @@ def test_half_precision_loses_no_gradient_to_the_number_of_tokens():
     x, targets = torch.randn(8, 256, 4, requires_grad=True), torch.zeros(8, 256, dtype=torch.long)
     with torch.autocast("cpu", dtype=torch.float16):
         head(x, targets).backward()
-    # Tokens that are never a target are only pushed down, each by its mean probability.
+    # The gradient of a token that is never a target is its mean probability.
     assert (head.weight.grad[1:].norm(dim=-1) > 0).all()

@@ -1,4 +1,4 @@
-"""The table of parameters is what the model has, what the docs print, and all that a new parameter needs."""
+"""Table of parameters: it agrees with the model and the docs, and a new parameter needs only a row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def on_meta(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_is_what_the_model_has(name):
+def test_table_agrees_with_the_model(name):
     config = MODELS[name]
     shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
     assert list(parameter_shapes(config).items()) == list(shapes.items())
@@ -49,32 +49,32 @@ def test_the_table_is_what_the_model_has(name):
     assert parameter_count(config) == sum(map(math.prod, shapes.values()))
 
 
-def test_the_docs_print_the_table():
+def test_docs_contain_the_table():
     page = PAGE.read_text()
     for place, rows in (("h.N.", BLOCK), ("", BEFORE + AFTER)):
         for row in rows:
             name, shape = place + row.name.removeprefix("transformer."), " x ".join(row.shape)
-            decays, matmul = ("yes" if one else "no" for one in (row.decays, row.is_matmul))
+            decays, matmul = ("yes" if flag else "no" for flag in (row.decays, row.is_matmul))
             assert (f"| `{name}` | {shape} | {row.initial} | {row.tp} | {decays} | {matmul} | "
                     f"{row.when} |") in page, row
 
 
-def test_a_new_parameter_is_one_row():
-    """Initial weights, weight decay, counts, shapes, memory and FLOPs of QK norm all follow."""
+def test_new_parameter_needs_only_a_row():
+    """Initial weights, weight decay, counts, shapes, memory and FLOPs of QK norm follow from the row."""
     before = parameter_count(TINY), matrix_parameter_count(TINY), held_parameters(DDP, TINY, 0)
     groups = decay_counts(TINY)
     with qk_norm():
         model = assemble(TINY, DDP, ALONE, seed=1)
         named = dict(model.named_parameters())
         gains = [named[f"transformer.h.{layer}.{row.name}"] for layer in range(TINY.n_layer) for row in ROWS]
-        more = sum(gain.numel() for gain in gains)
-        assert more == 2 * TINY.n_layer * TINY.head_dim
+        added = sum(gain.numel() for gain in gains)
+        assert added == 2 * TINY.n_layer * TINY.head_dim
         assert all(bool((gain == 1).all()) for gain in gains)
-        assert parameter_shapes(TINY) == {name: tuple(one.shape) for name, one in named.items()}
+        assert parameter_shapes(TINY) == {name: tuple(parameter.shape) for name, parameter in named.items()}
         assert (parameter_count(TINY), matrix_parameter_count(TINY),
-                held_parameters(DDP, TINY, 0)) == (before[0] + more, before[1], before[2] + more)
-        assert decay_counts(TINY) == [groups[0], (groups[1][0] + len(gains), groups[1][1] + more)]
-        undecayed = {id(one) for one in decay_groups(model, 0.1)[1]["params"]}
+                held_parameters(DDP, TINY, 0)) == (before[0] + added, before[1], before[2] + added)
+        assert decay_counts(TINY) == [groups[0], (groups[1][0] + len(gains), groups[1][1] + added)]
+        undecayed = {id(parameter) for parameter in decay_groups(model, 0.1)[1]["params"]}
         assert all(id(gain) in undecayed for gain in gains)
         tokens = torch.randint(257, (2, 9), generator=torch.Generator().manual_seed(0))
         model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -83,7 +83,7 @@ def test_a_new_parameter_is_one_row():
             add_to_block(ROWS[0])
 
 
-def test_a_model_other_than_the_table_is_refused_before_it_starts():
+def test_model_that_differs_from_the_table_is_rejected():
     name = r"transformer\.h\.0\.attn\.q_norm\.weight"
     with qk_norm(in_table=False), pytest.raises(UserError, match=f"{name} is not in the table of parameters"):
         assemble(TINY, DDP, ALONE, seed=1)
@@ -95,7 +95,7 @@ def test_a_model_other_than_the_table_is_refused_before_it_starts():
         check_parameters(TINY, wrong)
 
 
-def test_tensor_parallel_refuses_a_parameter_without_a_rule():
-    with qk_norm(tp=None), pytest.raises(UserError, match=r"q_norm\.weight has no tensor-parallel rule") as it:
+def test_tensor_parallel_rejects_a_parameter_without_a_rule():
+    with qk_norm(tp=None), pytest.raises(UserError, match=r"q_norm\.weight has no tensor-parallel rule") as caught:
         tensor_parallel.apply(on_meta(get_model_config("tiny-gpt2")), None, 0, 2)
-    assert "summed" in str(it.value)
+    assert "summed" in str(caught.value)

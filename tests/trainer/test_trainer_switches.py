@@ -124,7 +124,7 @@ def test_tf32_rounds_where_the_device_has_it() -> None:
 @pytest.mark.parametrize(("device", "precision", "dropout", "found"), [
     ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"),
     ("cuda", "tf32", 0.0, "not in tf32"),
-    ("cuda", "bf16_autocast", 0.1, "no dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
+    ("cuda", "bf16_autocast", 0.1, "not support dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
 def test_flash_attention_3_is_refused_with_the_reason(monkeypatch, device, precision, dropout, found) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=found):
