@@ -145,7 +145,7 @@ def test_training_mode_comes_back_after_an_error(tmp_path) -> None:
 
 
 def test_fp16_on_a_cpu_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="fp16_autocast on a CPU"):
+    with pytest.raises(UserError, match="fp16_autocast is unsupported on a CPU"):
         make(tmp_path, precision="fp16_autocast")
 
 

@@ -184,8 +184,8 @@ def test_recomputed_blocks_can_be_compiled() -> None:
     ({"pipeline": {"activation_checkpoint_interval": 1}}, 1, None),
     ({"pipeline": {"activation_checkpoint_interval": 0}, "activation_checkpointing": {"profile": False}}, 0, None),
     ({}, None, None),
-    ({"pipeline": {"activation_checkpoint_interval": 2}}, None, "--recompute K is for every K-th block"),
-    ({"activation_checkpointing": {"cpu_checkpointing": True}}, None, "whole and on the device"),
+    ({"pipeline": {"activation_checkpoint_interval": 2}}, None, "pass --recompute K for every K-th block"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, None, "whole input on the device"),
 ])
 def test_activation_checkpointing_of_a_file_is_used_or_rejected(
         tmp_path: Path, block: dict, recompute: int | None, message: str | None) -> None:
