@@ -11,7 +11,7 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.manifest import _mend
+from ezpz_llm.data.manifest import _repair_advice
 from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.rundir import RunDir, read_record
 
@@ -107,9 +107,9 @@ def test_advice_does_not_quote_commands_from_the_manifest_of_another_user(tmp_pa
                 "splits": {"train": {"tokens": 1, "shards": [{"file": "a.bin", "tokens": 1, "sha256": ""}]}}}
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(manifest))
-    assert "evil" in _mend(tmp_path, manifest), "the user's own manifest is trusted"
+    assert "evil" in _repair_advice(tmp_path, manifest), "the user's own manifest is trusted"
     path.chmod(0o666)
-    assert "evil" not in _mend(tmp_path, manifest)
+    assert "evil" not in _repair_advice(tmp_path, manifest)
     path.chmod(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert "evil" not in _mend(tmp_path, manifest)
+    assert "evil" not in _repair_advice(tmp_path, manifest)
