@@ -316,7 +316,7 @@ def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tr
             assert "curl" not in said
             assert "This starts" not in said
             if folder == "r":
-                assert "only a run of your own is made again" in said
+                assert "--counterfactual only reruns your own runs" in said
         assert not list(victim.home.rglob("pwned"))
         assert exchange.poll() is None
     attacker.end_all()
