@@ -63,7 +63,7 @@ class RankGroups:
         return highest == -negated_lowest
 
     def _create_all(self, division: Division) -> ProcessGroup:
-        """Create every group of a division on every rank, the only other way that torch has."""
+        """Create every group of a division on every rank, so that no name depends on a rank's other groups."""
         groups = {}
         for first in range(self._world_size):
             ranks = division(first)

@@ -58,7 +58,7 @@ class Dist:
     owns_group: bool = True
     """True if `setup` created the process group; `close` then leaves it."""
     optional: OptionalWork = field(default_factory=OptionalWork)
-    """Attempts what the run can do without."""
+    """Runner of optional work, such as samples and plots, whose failure is only a warning."""
 
     @property
     def rank(self) -> int:

@@ -18,6 +18,8 @@ HERE = socket.gethostname()
 @pytest.mark.parametrize("address", ["n1", "n1.site.example", "n1.site.example.", "x_1", "10.0.0.1", "::1"])
 def test_hostnames_and_addresses(address: str) -> None:
     require_master_address(address)
+    with pytest.raises(UserError):
+        require_master_address(f"{address}/")
 
 
 @pytest.mark.parametrize("address", ["10.0.0.300", "10.0.1", "n 1", " n1", "n1,n2", "-n1", "n1..x", "é", "n[1-2]",
