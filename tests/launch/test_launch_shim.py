@@ -327,7 +327,7 @@ def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -
     assert done.returncode == 137, done.stderr
     assert "rank 1 on" in done.stderr
     assert "out-of-memory killer" in done.stderr
-    assert "try: more memory a rank" in done.stderr
+    assert "try: use fewer ranks per node" in done.stderr
     evidence = _record(tmp_path / "r", 1)["oom_killed"]
     assert f"Killed process {_record(tmp_path / 'r', 1)['pid']} (python" in evidence or "oom_kill in" in evidence
     # Where the log cannot be read the counter alone tells.

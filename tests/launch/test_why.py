@@ -71,7 +71,7 @@ time.sleep(60)
                            "only", "ranks", "waiting", "record", "followers", "absent", "said", "try", "resume"}
     well = launch(tmp_path, "--run-dir", "well", "-n", "2", "hostname")
     assert well.returncode == 0
-    assert _why(tmp_path, "well").splitlines()[1] == "all ranks ended well"
+    assert _why(tmp_path, "well").splitlines()[1] == "all ranks succeeded"
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_a_run_whose_ranks_have_ended_and_whose_launch_has_yet_to_say_so(tmp_pat
     finally:
         run.send_signal(signal.SIGCONT)
         run.communicate(timeout=scaled(60))
-    assert _why(tmp_path, "r").splitlines()[1] == "all ranks ended well"
+    assert _why(tmp_path, "r").splitlines()[1] == "all ranks succeeded"
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
