@@ -146,7 +146,7 @@ def test_a_log_ends_at_its_limit_with_the_last_words(tmp_path: Path) -> None:
     log = (tmp_path / "logs/rank0000.log").read_text()
     begin, last = log.split("\nlaunch: rank 0's log has reached its limit of 1000 bytes (EZPZ_LLM_LOG_BYTES)\n")
     assert begin == "begin " + "x" * 994
-    left_out = re.match(r"\nlaunch: (\d+) bytes are left out here\n", last)
+    left_out = re.match(r"\nlaunch: (\d+) bytes omitted here\n", last)
     assert last.endswith("xthe end")
     last = last[left_out.end():]
     assert len(last) == 1 << 17
