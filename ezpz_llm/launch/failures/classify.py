@@ -68,10 +68,10 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
     # Losing a peer does not crash a rank.
     candidates = [text for text in known if text.kind not in FOLLOWERS] if has_crashed(failure) else known
     by_signal = f"signal {failure.signal}"
-    found = find_text(candidates, lines) or find_text(known, [by_signal])
-    if found is None:
+    known_match = find_text(candidates, lines) or find_text(known, [by_signal])
+    if known_match is None:
         return plain
-    text, line, match = found
+    text, line, match = known_match
     is_own = text.kind is None and (line == by_signal or (raised is not None and not has_crashed(failure)))
     return Finding(text.kind or plain.kind, plain.evidence if is_own else whole_sentence(line, failure.tail),
                    text.cause, filled_in(text.advice, match.groupdict()), text.name)

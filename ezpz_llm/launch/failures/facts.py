@@ -191,5 +191,5 @@ def read_failures(run_dir: RunDir, run_id: str) -> list[Failure]:
     Invalid records are skipped, so that one damaged file does not hide the others.
     """
     failures = read_records(Failure, run_dir.errors, "rank")
-    own = [failure for failure in failures if not run_id or failure.launch in ("", run_id)]
-    return sorted(own, key=lambda failure: (failure.ended, failure.rank))
+    of_launch = [failure for failure in failures if not run_id or failure.launch in ("", run_id)]
+    return sorted(of_launch, key=lambda failure: (failure.ended, failure.rank))

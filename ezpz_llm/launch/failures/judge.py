@@ -41,7 +41,7 @@ class Verdict:
     Attributes:
         code: launch's exit code.
         ranks: the ranks that `waiting` waited for, if no rank failed by itself.
-        only: "on HOSTS only", if all ranks on these hosts failed this way and no other rank did.
+        only: "on HOSTS only", if all ranks on these nodes failed this way and no other rank did.
         cause: plain words from the known text `text`, as `advice` (see `Finding`); empty if none matched.
     """
 
@@ -74,7 +74,7 @@ class Evidence:
         log_matches: messages of the launcher and the scheduler.
         absent: ranks that neither left a record nor ended with code 0.
         in_logs: exceptions from the logs of ranks without a record.
-        silent: hosts that have not reported their end, although others have.
+        silent: nodes that have not reported their end, although others have.
         ended_early: lifetimes in seconds of ranks that ended with code 0 by themselves.
         stacks: stacks of silent ranks, outermost call first.
     """
@@ -304,10 +304,10 @@ def _rank_verdict(failure: Failure, evidence: Evidence) -> Verdict:
 
 
 def _only(finding: Finding, evidence: Evidence) -> str:
-    """Return "on HOSTS only" if all ranks of some hosts, and no others, failed this way; else "".
+    """Return "on HOSTS only" if all ranks of some nodes, and no others, failed this way; else "".
 
-    With one rank per host this is reported only for kinds that depend on the node; for others it takes two ranks on
-    one host.
+    With one rank per node this is reported only for kinds that depend on the node; other kinds require two ranks on
+    a node.
     """
     alike, others = ranks_alike(finding.kind, finding.cause, evidence)
     hosts = _hosts(evidence.facts, alike)

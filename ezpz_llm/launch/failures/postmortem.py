@@ -41,8 +41,8 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     Args:
         env: the variables that launch gave the ranks, if launch itself calls; by default those in run.json.
     """
-    own = _launch_record(run_dir, own_record)
-    launch = (_launch_record(run_dir, read_record) if own is None else own) or {}
+    own_launch = _launch_record(run_dir, own_record)
+    launch = (_launch_record(run_dir, read_record) if own_launch is None else own_launch) or {}
     run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
     nodes = read_reports(run_dir, run_id)
     started = launch.get("started", 0.0)
@@ -62,20 +62,21 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     absent = tuple(rank for rank in unrecorded if rank not in cleared) if nodes else ()
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
     messages = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
-    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, own is not None)
+    is_ours = own_launch is not None
+    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, is_ours)
     evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _raised(ends),
                         _silent(nodes, facts), _ended_early(reports, facts), texts,
                         _stacks(run_dir, facts.stopped, since))
     verdict = judge(evidence)
     if verdict is None or _ended_well(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
-    typed = None if own is None else own.get("typed") or ()
+    typed = None if own_launch is None else own_launch.get("typed") or ()
     findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
                         advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
     notes += left_out(texts)
     # Another user's run must not suggest files to remove.
-    output = [line for failure in failures for line in failure.tail] if own is not None else []
-    notes += [f"  {lock}" for lock in locks_of((own or {}).get("env") or {}, output) if lock.worker is None]
+    output = [line for failure in failures for line in failure.tail] if is_ours else []
+    notes += [f"  {lock}" for lock in locks_of((own_launch or {}).get("env") or {}, output) if lock.worker is None]
     notes += [f"  could not be killed, still running on {node.host}: processes {', '.join(map(str, node.left))}"
               for node in nodes if node.left]
     text, brief = ("\n".join([as_text(findings, with_lines), *notes]) for with_lines in (True, False))
@@ -148,7 +149,7 @@ def _launch_record(run_dir: RunDir, read: Callable[[RunDir], dict[str, Any] | No
 
 
 def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
-    """Return the hosts that have not reported the end of their ranks, if other hosts have.
+    """Return the nodes that have not reported the end of their ranks, if other nodes have.
 
     RANKS_ENDED is enough: Slurm may end an agent that has cleared its ranks and waits for the launcher's helpers.
     """
@@ -161,8 +162,8 @@ def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
 def _ended_early(reports: Mapping[int, RankReport], facts: RunFacts) -> dict[int, float]:
     """Return the lifetimes of ranks that ended with code 0 before launch ended the run."""
     before = facts.ended_before_stop
-    return {rank: one.lived_s for rank, one in reports.items()
-            if one.ended == 0 and one.lived_s is not None and (before is None or rank in before)}
+    return {rank: report.lived_s for rank, report in reports.items()
+            if report.ended == 0 and report.lived_s is not None and (before is None or rank in before)}
 
 
 def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:

@@ -214,7 +214,7 @@ def _describe(failure: Failure, finding: Finding) -> str:
 
 
 def _absent(findings: Findings) -> list[str]:
-    """List ranks without a record by host, with their last reported phase and step."""
+    """List ranks without a record by node, with their last reported phase and step."""
     if any(match.kind == log_kinds.ABORTED and match.text == findings.verdict.evidence
            for match in findings.evidence.log_matches):
         # MPI_Abort kills all ranks before they can leave a record, so that missing records mean nothing.

@@ -129,8 +129,8 @@ def read_texts(path: Path, limit_s: float | None = MOST_S) -> tuple[FailureText,
 
 
 def _text(name: str, table: Any, path: Path, limit_s: float | None) -> FailureText:
-    def invalid(found: str, instead: str) -> UserError:
-        return UserError(found, where=f"{path}, [{name}]", instead=instead)
+    def invalid(problem: str, instead: str) -> UserError:
+        return UserError(problem, where=f"{path}, [{name}]", instead=instead)
 
     if not isinstance(table, dict):
         raise invalid(f"{name} is outside any table",

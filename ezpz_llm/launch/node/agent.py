@@ -73,8 +73,8 @@ def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFol
         detach(keep=())
         os.chdir("/")
         _lower_priority()
-        with open_private(folder.path) as own:
-            _Node(info, run_dir, run_id, own).run()
+        with open_private(folder.path) as reopened:
+            _Node(info, run_dir, run_id, reopened).run()
     finally:
         os._exit(0)
 
@@ -191,7 +191,7 @@ class _Node:
             return
         processes = list(marked(self.run_id))
         for rank in here:
-            heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (asked for by {token})"
+            heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (order {token})"
             of_rank = [process for process in processes if process.rank == rank]
             text = describe(heading, of_rank, self.folder.path / files.file_of(rank, files.STACKS))
             with contextlib.suppress(OSError):

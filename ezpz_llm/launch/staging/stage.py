@@ -133,7 +133,7 @@ def _send_archive(plan: LaunchPlan, source: Path, target: str) -> bool:
 
 
 def _step(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> LaunchPlan:
-    """Return a plan that runs `command` once on each host with the same launcher."""
+    """Return a plan that runs `command` once on each node with the same launcher."""
     return prepare_step(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, tee="none",
                         hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
 
@@ -159,9 +159,11 @@ def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str
     def program(word: str) -> str:
         return moved(word) if os.path.dirname(word) == programs else word
 
-    own, command = plan.argv[:len(plan.argv) - len(plan.command)], plan.argv[len(plan.argv) - len(plan.command):]
-    is_launcher = os.path.basename(own[0]) in _LAUNCHERS
-    argv = (own[0] if is_launcher else program(own[0]), *map(program, own[1:]), program(command[0]), *command[1:])
+    split = len(plan.argv) - len(plan.command)
+    prefix, command = plan.argv[:split], plan.argv[split:]
+    is_launcher = os.path.basename(prefix[0]) in _LAUNCHERS
+    first = prefix[0] if is_launcher else program(prefix[0])
+    argv = (first, *map(program, prefix[1:]), program(command[0]), *command[1:])
     now = {**env, **{name: setting.value for name, setting in plan.env.items()}}
     changed = {name: moved(now[name]) for name in _MOVED if now.get(name)}
     path = now.get("PATH", os.defpath)
