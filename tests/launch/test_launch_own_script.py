@@ -41,7 +41,7 @@ def test_a_good_end_has_a_line_and_its_own_lines_are_drawn(tmp_path: Path) -> No
 
 
 def test_the_report_of_a_script_without_lines_says_how_to_write_some(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"exit": {"code": 0, "cause": "all ranks ended well"}}))
+    (tmp_path / "run.json").write_text(json.dumps({"exit": {"code": 0, "cause": "all ranks succeeded"}}))
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.report", str(tmp_path)], capture_output=True, text=True,
                           timeout=scaled(60), check=False)
     assert done.returncode == 2

@@ -46,7 +46,7 @@ class Plant:
 
 PLANTS = {
     "c++ bad_alloc": Plant(_aborts(_CPP.format("std::bad_alloc", "std::bad_alloc")), "host_memory",
-                           "std::bad_alloc", "more memory a rank"),
+                           "std::bad_alloc", "fewer ranks per node"),
     "c++ out of device memory": Plant(_aborts(_CPP.format("c10::Error", "CUDA error: out of memory") + _FRAMES),
                                       "device_memory", "CUDA error: out of memory", "--micro-batch-size"),
     "watchdog": Plant(_aborts(_WATCHDOG + _CPP.format(
@@ -66,14 +66,14 @@ with open(f"mapped{rank}", "w+b") as file:
     view[5000]
 """, "signal", "Bus error  (", "df /dev/shm"),
     "library": Plant("ctypes.CDLL('libcudart.so.99')", "missing_module", "libcudart.so.99: cannot open shared",
-                     "load the module that brings libcudart.so.99"),
+                     "load the environment module that provides libcudart.so.99"),
     "module": Plant("import no_such_module", "missing_module", "No module named 'no_such_module'",
-                    "ranks {others} did not miss it"),
+                    "ranks {others} did not fail this way"),
     "quota": Plant(_os_error(errno.EDQUOT, "/lus/project/ann/ckpt/rank-0.bin"), "disk_full", "Disk quota exceeded",
-                   "make room where /lus/project/ann/ckpt/rank-0.bin lies (your quota there)"),
+                   "free space on the file system of /lus/project/ann/ckpt/rank-0.bin (your quota there)"),
     "device memory error": Plant("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')",
                                  "device_broken", "uncorrectable ECC",
-                                 f"tell the site; leave {os.uname().nodename} out: launch --hosts "),
+                                 f"report it to the site; leave {os.uname().nodename} out: launch --hosts "),
     "device-side assert": Plant("raise RuntimeError('CUDA error: device-side assert triggered')", "exception",
                                 "device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1"),
     "network plug-in": Plant("""raise RuntimeError('''NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL 2.21.5
@@ -85,9 +85,9 @@ Error: network AWS Libfabric not found.''')""", "exception", "RuntimeError: Erro
     "threads": Plant("raise RuntimeError(\"can't start new thread\")", "exception", "can't start new thread",
                      "OMP_NUM_THREADS"),
     "stale handle": Plant(_os_error(errno.ESTALE, "/home/ann/data.bin"), "exception", "Stale file handle",
-                          "mounted anew"),
+                          "remounted"),
     "data loader": Plant("raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Bus error.')",
-                         "exception", "Bus error", "/dev/shm of that host is full"),
+                         "exception", "Bus error", "a larger /dev/shm"),
 }
 
 
@@ -138,9 +138,9 @@ time.sleep(60)
 """)
     done = launch(tmp_path, "-n", "4", "--run-dir", "r", sys.executable, "hangs.py")
     assert done.returncode == 134
-    assert re.search(r"\nlaunch: rank 3 on \S+ did not come to a collective in which ranks 0-2 timed out\n"
+    assert re.search(r"\nlaunch: rank 3 on \S+ did not join a collective in which ranks 0-2 timed out\n"
                      r"  c10::DistBackendError: .*Watchdog caught .*\n  last lines of the log of rank 3:\n"
-                     r"  \| reading shard 7\n  3 ranks: waited in vain for another rank: 0-2\n", done.stderr)
+                     r"  \| reading shard 7\n  3 ranks: timed out waiting for another rank: 0-2\n", done.stderr)
 
 
 _LEAVES = """

@@ -146,7 +146,7 @@ def test_a_log_ends_at_its_limit_with_the_last_words(tmp_path: Path) -> None:
     log = (tmp_path / "logs/rank0000.log").read_text()
     begin, last = log.split("\nlaunch: rank 0's log has reached its limit of 1000 bytes (EZPZ_LLM_LOG_BYTES)\n")
     assert begin == "begin " + "x" * 994
-    left_out = re.match(r"\nlaunch: (\d+) bytes are left out here\n", last)
+    left_out = re.match(r"\nlaunch: (\d+) bytes omitted here\n", last)
     assert last.endswith("xthe end")
     last = last[left_out.end():]
     assert len(last) == 1 << 17
@@ -327,7 +327,7 @@ def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -
     assert done.returncode == 137, done.stderr
     assert "rank 1 on" in done.stderr
     assert "out-of-memory killer" in done.stderr
-    assert "try: more memory a rank" in done.stderr
+    assert "try: use fewer ranks per node" in done.stderr
     evidence = _record(tmp_path / "r", 1)["oom_killed"]
     assert f"Killed process {_record(tmp_path / 'r', 1)['pid']} (python" in evidence or "oom_kill in" in evidence
     # Where the log cannot be read the counter alone tells.

@@ -110,7 +110,7 @@ def test_ranks_run_from_the_copy(environment: Path, tmp_path: Path) -> None:
     command = [environment / "env/bin/python3", "-m", "ezpz_llm.launch", "-n", "2", "--launcher", "mpiexec",
                "--stage-env", "--run-dir"]
     words = ["python3", environment / "where.py", "a b", environment / "env/bin/python3"]
-    for run, made in (("first", "made now"), ("second", "as it was archived"), ("third", "made now")):
+    for run, made in (("first", "new archive"), ("second", "cached archive"), ("third", "new archive")):
         if run == "third":
             (environment / "project/demo/new.py").write_text("")
         done = subprocess.run([*command, tmp_path / run, *words], cwd=tmp_path, capture_output=True, text=True,
@@ -167,7 +167,7 @@ def test_no_image_without_its_programs(environment: Path, tmp_path: Path) -> Non
             timeout=scaled(120), check=False)
         assert done.returncode != 0
         assert missing_one in done.stderr
-        assert "leave out stage = \"squashfs\" of the site's file" in done.stderr
+        assert "remove stage = \"squashfs\" from the site file" in done.stderr
         assert "ran" not in done.stdout
         # One that makes something: the hosts' own program is missing next.
         (made / "sqfstar").write_text('#!/bin/sh\ncat > "$3"\n')
@@ -230,8 +230,8 @@ def test_every_node_gets_a_copy_or_none(way: str, disks: Cluster, environment: P
         # Slurm's daemon may still hold the file that it could not write.
         assert disks.run("umount", "--lazy", "/local", node="n3").returncode == 0
     assert code == 3, output
-    assert ("n3 has no room for a copy" if way == "sbcast" else "No space left on device") in output
-    assert "make room there" in output
+    assert ("n3 has too little space for a copy" if way == "sbcast" else "No space left on device") in output
+    assert "free space there" in output
     assert "n3" in output.partition("\nstaging")[2]
     assert places(tmp_path / "full") == []
     assert left(disks) == []
@@ -267,7 +267,7 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
                               env=clean_env(EZPZ_LLM_SECRET=secret), capture_output=True, text=True,
                               timeout=scaled(60), check=False)
 
-    assert "has no room for a copy" in make(1 << 60).stderr
+    assert "has too little space for a copy" in make(1 << 60).stderr
     assert list(tmp_path.iterdir()) == []
     assert make(1).returncode == 0
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -275,7 +275,7 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
         planted()
         done = make(1)
         assert done.returncode == 3, done.stderr
-        assert "cannot take its copy of the environment: File exists" in done.stderr
+        assert "cannot create its copy of the environment: File exists" in done.stderr
     assert folder.is_symlink()
 
 

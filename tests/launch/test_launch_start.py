@@ -197,7 +197,7 @@ def test_python_missing_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
     # `python` or `python3`: whichever name pip gave to the first line of the installed `launch`.
     folder = re.escape(str(Path(sys.executable).parent))
     assert re.search(rf"execve\(\): {folder}/python3?: No such file or directory", first)
-    assert "see that n2 can read the Python" in done.stderr
+    assert "check that n2 can read this launch's Python" in done.stderr
     assert cluster.processes(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]) == {}
 
 
@@ -236,5 +236,5 @@ def test_sshs_refusal_is_quoted_first(host_cluster: Cluster, tmp_path: Path, opt
     assert done.returncode == 3, done.stderr
     text = (tmp_path / "r/postmortem.txt").read_text()
     assert text.startswith(f"launch: n2: the launcher could not start the ranks: {words}\n")
-    assert "try: `ssh n2 true` from here must work without a question" in text
+    assert "try: `ssh n2 true` must work from here without a prompt" in text
     assert "HYDRA_LAUNCHER_EXEC=pbs_tmrsh" in text

@@ -79,7 +79,7 @@ time.sleep(60)
     assert done.returncode == 124
     cause = record(tmp_path / "r")["exit"]["cause"]
     assert re.match(r"no sign of life for 3 s: rank 1 on \S+: .*; stopped by a signal \(state T; .*\),"
-                    r" which ranks 0,2 are not; the run is ended", cause)
+                    r" unlike ranks 0,2; the run is ended", cause)
 
 
 @pytest.mark.full
@@ -361,7 +361,7 @@ def test_ranks_of_a_node_find_one_folder_that_nobody_could_have_guessed() -> Non
 
 @pytest.mark.parametrize("env", [{"EZPZ_LLM_RUN_ID": "x"}, {"EZPZ_LLM_RUN_ID": "x", "EZPZ_LLM_SECRET": "x"}])
 def test_without_a_secret_there_is_no_folder(env: dict[str, str]) -> None:
-    with pytest.raises(OSError, match="did not hand EZPZ_LLM_SECRET on"):
+    with pytest.raises(OSError, match="did not pass EZPZ_LLM_SECRET to the ranks"):
         folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env)
 
 

@@ -308,7 +308,7 @@ def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tr
             assert "curl" not in said
             assert not [line for line in said.splitlines() if line.startswith("  try: wget evil")]
             if folder == "r":
-                assert f"  resume: your own command that trains this model, with --resume {attacker.home}/r" in said
+                assert f"  resume: your training command with --resume {attacker.home}/r" in said
             done = victim.run(sys.executable, "-m", "ezpz_llm.explain", attacker.home / folder, "--counterfactual",
                               "--yes")
             assert done.returncode, done.stdout

@@ -71,7 +71,7 @@ time.sleep(60)
                            "only", "ranks", "waiting", "record", "followers", "absent", "said", "try", "resume"}
     well = launch(tmp_path, "--run-dir", "well", "-n", "2", "hostname")
     assert well.returncode == 0
-    assert _why(tmp_path, "well").splitlines()[1] == "all ranks ended well"
+    assert _why(tmp_path, "well").splitlines()[1] == "all ranks succeeded"
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_a_run_whose_ranks_have_ended_and_whose_launch_has_yet_to_say_so(tmp_pat
     finally:
         run.send_signal(signal.SIGCONT)
         run.communicate(timeout=scaled(60))
-    assert _why(tmp_path, "r").splitlines()[1] == "all ranks ended well"
+    assert _why(tmp_path, "r").splitlines()[1] == "all ranks succeeded"
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_locks_of_builds(tmp_path: Path) -> None:
     lock.touch()
     waits = start(tmp_path, "-n", "2", "--run-dir", "w", sys.executable, "compiles.py", str(ninja), **env)
     _wait_for((tmp_path / "w/heartbeat/node0000.json").exists, "the run has not started")
-    words = ("some_op: the lock of a build is 0 min old, and no process of this host works on it; where none does"
-             f" on another, remove it: rm {lock}")
+    words = ("some_op: the build lock is 0 min old, and no process on this node is compiling it; if none is on"
+             f" another node, remove the lock: rm {lock}")
     assert words in _why(tmp_path, "w")
     record = tmp_path / "w/run.json"
     record.chmod(0o666)  # by now anybody may have named that folder

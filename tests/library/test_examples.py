@@ -54,6 +54,6 @@ def test_example_under_launch(tmp_path: Path, name: str):
     else:
         assert all(line["tokens_per_second"] > 0 and line["loss"] > 0 for line in lines)
     assert json.loads((run_dir / "run.json").read_text())["environment"]["world_size"] == 2
-    assert "all ranks ended well" in said_by(tmp_path, "ezpz_llm.why", run_dir)
+    assert "all ranks succeeded" in said_by(tmp_path, "ezpz_llm.why", run_dir)
     assert f"step {len(lines)} of {len(lines)}" in said_by(tmp_path, "ezpz_llm.report", run_dir)
     assert "2 ranks" in said_by(tmp_path, "ezpz_llm.explain", run_dir)

@@ -79,7 +79,7 @@ def test_ten_lines_under_launch(tmp_path: Path):
     lines = lines_of(run_dir)
     assert len(lines) == 50
     assert lines[-1]["tokens_per_second"] * lines[-1]["step_time_s"] == pytest.approx(8)
-    assert "all ranks ended well" in command(tmp_path, "-m", "ezpz_llm.why", run_dir)
+    assert "all ranks succeeded" in command(tmp_path, "-m", "ezpz_llm.why", run_dir)
 
 
 @pytest.mark.full

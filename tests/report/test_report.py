@@ -42,7 +42,7 @@ def test_results_of_finished_run(tmp_path):
     ({}, 7500, "no exit recorded; step 40 of 100 was written 2 hours ago"),
     ({"exit": {"code": 137, "cause": "out of memory", "ended": 2000.0}}, 5,
      "failed after step 40 of 100: out of memory (code 137)"),
-    ({"exit": {"code": 0, "cause": "all ranks ended well", "ended": 2000.0}, "steps": 40,
+    ({"exit": {"code": 0, "cause": "all ranks succeeded", "ended": 2000.0}, "steps": 40,
       "stopped": "SIGTERM was received"}, 5, "stopped after step 40 of 100: SIGTERM was received"),
     ({"exit": {"code": 130, "cause": "launch was sent SIGINT (Ctrl-C); the run is ended", "ended": 2000.0,
                "stopped": {"kind": "signal"}}, "steps": 40, "stopped": "interrupted by Ctrl-C (SIGINT)"}, 5,

@@ -1,1 +1,1 @@
-"""Why a run ended: records of failed ranks, which of them was the cause, and how it is told."""
+"""Post-mortem of a run: records of failed ranks, choice of the root cause, and the text that is printed."""

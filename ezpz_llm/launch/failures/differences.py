@@ -1,5 +1,7 @@
-"""Differences between ranks that have all fallen silent: which one is stopped, somewhere else in its program, or
-behind. The ranks that wait are alike; the one that they wait for is not."""
+"""Comparison of ranks in a hang, to find the rank that the others wait for.
+
+That rank is stopped, at another place in the program, or some steps behind; waiting ranks look alike.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +23,42 @@ _PY_SPY = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d{1,9})
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _MOST_FRAMES = 500
 _LAST_CALLS = 8
-"""Calls of a stack that say what a rank waits for: those further out have called a whole library."""
+"""Innermost calls that are searched for known waits; outer frames belong to the caller of the library."""
 
 
 def as_compared(silent: Sequence[RankLife], ranks: Sequence[RankLife], stacks: Mapping[int, Path]) -> str:
-    """The rank that the others wait for, in one line, with what it differs in; `silent` has the most suspect one
-    first, `ranks` are all that have not ended, and `stacks` the files of some of them."""
+    """Describe in one line the rank that the others wait for, and how it differs from them.
+
+    Args:
+        silent: the silent ranks, most suspect first.
+        ranks: all ranks that have not ended.
+        stacks: stack files, by rank; may lack ranks.
+    """
     first, others = silent[0], silent[1:]
-    alike = [one.rank for one in others if one.state != first.state]
-    if first.state in UNUSUAL_STATES and alike:
-        return f"{first}, which {rank_ranges(alike)} {_are(alike)} not"
+    running = [life.rank for life in others if life.state != first.state]
+    if first.state in UNUSUAL_STATES and running:
+        return f"{first}, unlike {rank_ranges(running)}"
     places = {rank: frames for rank, path in stacks.items() if (frames := main_stack(system_text(path)))}
-    if odd := odd_ones_out({one.rank: places[one.rank] for one in silent if one.rank in places}):
-        first = next(one for one in silent if one.rank == odd[0][0])
+    if odd := odd_ones_out({life.rank: places[life.rank] for life in silent if life.rank in places}):
+        first = next(life for life in silent if life.rank == odd[0][0])
         return f"{first}; {_apart(odd)}"
-    steps = {one.rank: one.step for one in ranks if one.step is not None}
+    steps = {life.rank: life.step for life in ranks if life.step is not None}
     low, high = (min(steps.values()), max(steps.values())) if steps else (0, 0)
     if low < high and first.step == low:
         behind = [rank for rank, step in steps.items() if step == low]
-        slow = {one.host for one in ranks if one.rank in behind}
-        is_of_hosts = slow.isdisjoint(one.host for one in ranks if one.rank not in behind)
-        hosts = f" (all of {', '.join(sorted(slow))})" if is_of_hosts and len(behind) > len(slow) else ""
+        slow = {life.host for life in ranks if life.rank in behind}
+        is_whole_hosts = slow.isdisjoint(life.host for life in ranks if life.rank not in behind)
+        hosts = f" (all of {', '.join(sorted(slow))})" if is_whole_hosts and len(behind) > len(slow) else ""
         return f"{first}; {rank_ranges(behind)}{hosts} {_are(behind)} behind, others reached step {high}"
-    return f"{first}{f' and {len(others)} more' if others else ''}"
+    return f"{first}{f' (and {len(others)} more)' if others else ''}"
 
 
 def where_they_stand(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int], str]:
-    """The ranks to ask what they wait for (those that are apart, else all), and where which ones are, in words;
-    empty where they are in several places, or nothing is known."""
+    """Return the ranks whose wait explains the hang, and a description of where ranks are.
+
+    The ranks are those that are apart from the majority, else all. The description is empty if ranks are in several
+    places or no stack is known.
+    """
     if odd := odd_ones_out(stacks):
         return odd[0], _apart(odd)
     ranks = sorted(stacks)
@@ -58,25 +68,26 @@ def where_they_stand(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int], 
 
 
 def last_calls(frames: Sequence[Frame]) -> list[str]:
-    """A stack's last calls, the innermost first, as lines that known texts are searched in."""
+    """Format the innermost calls of a stack, innermost first, as lines for `find_text`."""
     return [f"at {file}:{line} in {function}" for file, line, function in reversed(frames[-_LAST_CALLS:])]
 
 
 def stack_in_log(text: str) -> list[Frame]:
-    """The main thread's stack that faulthandler printed of a rank which was asked where it stands."""
-    _, found, report = text.rpartition("Fatal Python error: Aborted\n")
-    return main_stack(report) if found else []
+    """Return the main thread's stack from the log of a rank that was sent SIGABRT to print it."""
+    _, header, report = text.rpartition("Fatal Python error: Aborted\n")
+    return main_stack(report) if header else []
 
 
 _Odd = tuple[list[int], str, list[int], str]
 
 
 def odd_ones_out(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
-    """The ranks that are somewhere else than most, and where; the most, and where they are. None where all are in
-    one place, or none has more than half.
+    """Compare stacks: return the minority ranks and their place, then the majority ranks and their place.
+
+    None if all ranks are in the same place, or no place has more than half of them.
 
     Args:
-        stacks: of each rank, the outermost frame first.
+        stacks: the frames of each rank, outermost first.
     """
     if len(stacks) < 3:
         return None
@@ -95,8 +106,10 @@ def odd_ones_out(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
 
 
 def main_stack(text: str) -> list[Frame]:
-    """The main thread's frames in a stacks file, the outermost first, as py-spy or Python's fault handler wrote
-    them; empty where it has none."""
+    """Return the main thread's frames, outermost first, from the output of py-spy or faulthandler.
+
+    Empty if the text has no stack of the main thread.
+    """
     frames: list[Frame] = []
     for line in [*text.splitlines(), ""]:
         match = _FAULT_HANDLER.match(line) or _PY_SPY.match(line)
@@ -110,8 +123,8 @@ def main_stack(text: str) -> list[Frame]:
 
 
 def _apart(odd: _Odd) -> str:
-    few, here, most, there = odd
-    return f"{rank_ranges(few)} {_are(few)} at {here}, {rank_ranges(most)} at {there}"
+    few, place, most, usual = odd
+    return f"{rank_ranges(few)} {_are(few)} at {place}, {rank_ranges(most)} at {usual}"
 
 
 def _place(frames: Sequence[Frame]) -> str:

@@ -1,4 +1,4 @@
-"""Facts of a run's end, from the records that failed ranks leave in errors/, and the post-mortem's values."""
+"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem made from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from ezpz_llm.rundir import RunDir
 
 @dataclass(frozen=True)
 class Stop:
-    """Why launch ended a run that had not ended by itself.
+    """Reason why launch ended a run.
 
-    `kind` is "signal" (launch was sent one, `signal` names it), "idle" (no sign of life), "rank" (a rank had
-    failed, and its peers went on), "refused" (a rank cannot start, by the launcher's own words) or "late" (a rank
-    did not start in time). `text` says it in one line. `ranks` are those that gave no sign of life.
+    Attributes:
+        kind: "signal" (launch received `signal`), "idle" (no sign of life), "rank" (a rank failed and its peers
+            continued), "refused" (the launcher reported that it cannot start a rank) or "late" (a rank did not
+            start in time).
+        text: the reason in one line.
+        ranks: the ranks that gave no sign of life.
     """
 
     kind: str
@@ -29,12 +32,15 @@ class Stop:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the run directory does not tell about a run that has ended.
+    """Facts about a finished run that its logs and records do not hold.
 
-    `hosts` has one name a rank. `launcher_status` is the launcher's return code as subprocess gives it (-N for
-    signal N); None where it is not known. `failed_before_stop` are the ranks that had left a record before launch
-    began to end the run, `ended_before_stop` those that had ended with 0; None where launch did not. Times are
-    in epoch seconds.
+    Attributes:
+        hosts: the hostname of each rank.
+        launcher_status: the launcher's return code (-N for signal N, as in subprocess); None if unknown.
+        ended: epoch seconds, as `ends_at`, the end of the reservation.
+        failed_before_stop: ranks that had left a record before launch began to end the run; None if launch did not
+            end it.
+        ended_before_stop: ranks that had ended with code 0 by then.
     """
 
     world_size: int
@@ -50,9 +56,17 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Postmortem:
-    """How a run ended: launch's exit code, the cause in one line, the post-mortem (empty where all went well), the
-    rank that was the cause, if one was, the kind of failure (a `Kind`'s name in lower case), and what else is known
-    for programs to read. `brief` is the post-mortem for somebody who has just read rank `lines_of`'s output."""
+    """Post-mortem of a run.
+
+    Attributes:
+        code: launch's exit code.
+        cause: the root cause in one line.
+        text: the printed post-mortem; empty if the run succeeded.
+        rank: the rank that caused the failure, if any.
+        kind: the name of a `Kind` in lower case.
+        details: everything else, for JSON.
+        brief: `text` without the last lines of rank `lines_of`, for a console that already shows them.
+    """
 
     facts: RunFacts
     code: int
@@ -66,7 +80,7 @@ class Postmortem:
 
 
 def exit_record(postmortem: Postmortem) -> dict[str, object]:
-    """What run.json keeps of a run's end: enough to make the post-mortem again from the files alone."""
+    """Return the `exit` entry of run.json, from which the post-mortem can be made again."""
     facts = postmortem.facts
     failed, ended = (None if ranks is None else sorted(ranks)
                      for ranks in (facts.failed_before_stop, facts.ended_before_stop))
@@ -82,40 +96,45 @@ NOT_STARTED = "not_started"
 
 
 def not_started(code: int, cause: str, ended: float) -> dict[str, object]:
-    """What run.json keeps where launch itself decided against the start."""
+    """Return the `exit` entry of run.json for a run that launch did not start."""
     return {"code": code, "cause": cause, "kind": NOT_STARTED, "rank": None, "ended": ended}
 
 
 def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
-    """The facts as run.json has them. Where launch was killed before it wrote the end, the run ended at its
-    `last_sign` of life, and nothing is known about how.
+    """Read the facts from run.json.
+
+    If launch was killed before it recorded the exit, the run's end is `last_sign`, its last sign of life.
 
     Raises:
-        UserError: the numbers in it contradict each other.
+        UserError: the numbers of ranks and nodes contradict each other.
     """
-    launch, ended = record["launch"], record.get("exit") or {}
+    launch, exit_entry = record["launch"], record.get("exit") or {}
     hosts, counts = launch["hosts"], launch["ranks_per_host"]
     if len(hosts) != len(counts) or sum(counts) != launch["world_size"]:
-        raise UserError(f"run.json has {launch['world_size']} ranks, and {sum(counts)} on {len(hosts)} hosts")
-    stopped = ended.get("stopped")
-    failed, well = (None if ended.get(name) is None else frozenset(ended[name])
+        raise UserError(f"run.json has world_size {launch['world_size']}, but {sum(counts)} ranks on {len(hosts)}"
+                        " hosts")
+    stopped = exit_entry.get("stopped")
+    failed, well = (None if exit_entry.get(name) is None else frozenset(exit_entry[name])
                     for name in ("failed_before_stop", "ended_before_stop"))
     ends_at = launch["env"].get(ENDS_AT_VARIABLE)
     return RunFacts(
         world_size=launch["world_size"],
         hosts=tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count)),
-        launcher=launch["launcher"], launcher_status=ended.get("launcher_status"),
-        ended=ended.get("ended", last_sign),
+        launcher=launch["launcher"], launcher_status=exit_entry.get("launcher_status"),
+        ended=exit_entry.get("ended", last_sign),
         stopped=None if stopped is None else as_dataclass(Stop, stopped, "run.json"),
         failed_before_stop=failed, ended_before_stop=well,
         ends_at=epoch(ends_at.partition(".")[0]) if ends_at else None)
 
 
-# The records that failed ranks leave in errors/.
 @dataclass(frozen=True)
 class Raised:
-    """An exception, as its rank's output shows it. `where` is the innermost frame of the user's own code
-    ("train.py:12 in step"); `caused_by` the first of a chain ("KeyError: 'x'")."""
+    """Exception found in a rank's output.
+
+    Attributes:
+        where: the innermost frame of the user's own code, such as "train.py:12 in step".
+        caused_by: the first exception of a chain, such as "KeyError: 'x'".
+    """
 
     type: str
     message: str
@@ -124,7 +143,7 @@ class Raised:
 
     @property
     def line(self) -> str:
-        """Type and first line of the message, or the line that NCCL's messages have it in."""
+        """Type and first line of the message; for NCCL errors, the line after "Last error:"."""
         lines = self.message.split("\n")
         first = next((after for before, after in itertools.pairwise(lines) if before == "Last error:"), lines[0])
         return f"{self.type}: {first}" if self.type and first else self.type or first
@@ -132,11 +151,15 @@ class Raised:
 
 @dataclass(frozen=True)
 class Failure:
-    """The record of one failed rank.
+    """Record of one failed rank.
 
-    `exit_code` is 128 + number where `signal` names one; `ended` is in epoch seconds by the clock of its host;
-    `phase` and `step` are of its last heartbeat. `oom_killed` is the kernel's evidence. `ended_by` says who ended
-    it, if it did not end by itself: "launch", or the signal that reached its shim. `launch` is the run id.
+    Attributes:
+        exit_code: 128 + the signal's number if `signal` ended the rank.
+        ended: epoch seconds by the node's clock.
+        phase: from the last heartbeat, as `step`.
+        oom_killed: the kernel's evidence of an out-of-memory kill.
+        ended_by: "launch", or the signal that the shim received; None if the rank ended by itself.
+        launch: the run id.
     """
 
     rank: int
@@ -157,14 +180,16 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """`exit code 7`, or `signal SIGKILL (exit code 137)`."""
+        """Exit as text: `exit code 7`, or `signal SIGKILL (exit code 137)`."""
         code = f"exit code {self.exit_code}"
         return code if self.signal is None else f"signal {self.signal} ({code})"
 
 
 def read_failures(run_dir: RunDir, run_id: str) -> list[Failure]:
-    """The records that ranks of one launch have left (of any, where `run_id` is empty), earliest first. What is not
-    one that a shim wrote is passed over: it must not keep the others from being told."""
+    """Read the failure records of one launch, or of all launches if `run_id` is empty, earliest first.
+
+    Invalid records are skipped, so that one damaged file does not hide the others.
+    """
     failures = read_records(Failure, run_dir.errors, "rank")
-    own = [failure for failure in failures if not run_id or failure.launch in ("", run_id)]
-    return sorted(own, key=lambda failure: (failure.ended, failure.rank))
+    of_launch = [failure for failure in failures if not run_id or failure.launch in ("", run_id)]
+    return sorted(of_launch, key=lambda failure: (failure.ended, failure.rank))

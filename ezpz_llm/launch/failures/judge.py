@@ -1,7 +1,7 @@
-"""Cause of a run's end, chosen from all that is known about it. Pure: from records to a verdict.
+"""Choice of a run's root cause: a pure function from the evidence to a verdict.
 
-A cause is told from its consequences by what a rank says, never by clocks alone, which differ between hosts; and
-the time limit is told by the scheduler's words or by the clock, never by an exit code (143 has many reasons).
+Causes are told from consequences by the ranks' output, never by clocks alone, which differ between nodes. The time
+limit is recognized by the scheduler's message or by the clock, never by an exit code (143 has many reasons).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ezpz_llm.launch.hostnames import NodeNames, is_same_node
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
 
 NEAR_THE_LIMIT_S = 60.0
-"""Slurm looks at time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
+"""Slurm checks time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
 
-_OF_THE_SCHEDULER = {
+_SCHEDULER_KINDS = {
     log_kinds.TIME_LIMIT: Kind.TIME_LIMIT, log_kinds.PREEMPTED: Kind.PREEMPTED,
     log_kinds.REQUEUED: Kind.REQUEUED,
     log_kinds.CANCELLED: Kind.CANCELLED,
@@ -36,11 +36,13 @@ _SIGTERM = 15
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run ended: launch's exit code, the kind, what shows it, and the rank and hosts concerned.
+    """Root cause of a run's end.
 
-    Where no rank failed of itself: `ranks` are those without which the ranks `waiting` could not go on. `only` says
-    on which hosts alone it was so, where all ranks there failed in that way, and none elsewhere. `cause` says it in
-    plain words, and `advice` (see Finding) what helps, where a known text of a rank does, whose name is `text`.
+    Attributes:
+        code: launch's exit code.
+        ranks: the ranks that `waiting` waited for, if no rank failed by itself.
+        only: "on HOSTS only", if all ranks on these nodes failed this way and no other rank did.
+        cause: plain words from the known text `text`, as `advice` (see `Finding`); empty if none matched.
     """
 
     code: int
@@ -56,19 +58,26 @@ class Verdict:
     text: str = ""
 
 
-_OF_A_PLACE = (Kind.MISSING_MODULE, Kind.NOT_FOUND, Kind.DISK_FULL)
-"""What all ranks would run into if it were the program's: the hosts where none did tell the cause."""
+_NODE_DEPENDENT_KINDS = (Kind.MISSING_MODULE, Kind.NOT_FOUND, Kind.DISK_FULL)
+"""Kinds that would affect every rank if the program caused them, so that ranks that were spared are a clue."""
 
-_FROM_OUTSIDE = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
+_EXTERNAL_SIGNALS = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
 _LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known: the records, what the launcher and the scheduler said, and for ranks without a record
-    what their logs show; `absent` are ranks that neither left a record nor ended well; `silent` are hosts that
-    have not reported their end, though others have; `ended_early` are the seconds that ranks had run which
-    ended with 0 by themselves; `stacks` are where silent ranks stood, the outermost call first."""
+    """All evidence about a run's end.
+
+    Attributes:
+        failures: the records, earliest first.
+        log_matches: messages of the launcher and the scheduler.
+        absent: ranks that neither left a record nor ended with code 0.
+        in_logs: exceptions from the logs of ranks without a record.
+        silent: nodes that have not reported their end, although others have.
+        ended_early: lifetimes in seconds of ranks that ended with code 0 by themselves.
+        stacks: stacks of silent ranks, outermost call first.
+    """
 
     failures: tuple[Failure, ...]
     log_matches: tuple[LogMatch, ...]
@@ -82,129 +91,134 @@ class Evidence:
 
     @functools.cached_property
     def found(self) -> dict[int, Finding]:
-        """What kind of failure each record shows, by rank."""
+        """Classified records, by rank."""
         return {failure.rank: classify(failure, self.texts) for failure in self.failures}
 
 
 def judge(evidence: Evidence) -> Verdict | None:
-    """The cause of a run's end, None where it ended well."""
+    """Return the root cause of a run's end, or None if the run succeeded."""
     facts = evidence.facts
     if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
-        return _ended_in_order(evidence)
-    for step in (_a_ranks_own, _the_schedulers, _a_lost_node, _aborted, _launchs_own, _a_victim, _the_launchers,
-                 _a_silent_node):
-        verdict = step(evidence)
+        return _from_clean_exit(evidence)
+    for rule in (_from_failed_rank, _from_scheduler, _from_lost_node, _from_abort, _from_launch, _from_follower,
+                 _from_launcher, _from_silent_node):
+        verdict = rule(evidence)
         if verdict is not None:
             return verdict
     if facts.launcher_status is None:
         return _LAUNCH_KILLED
-    code = _launchers_code(facts)
+    code = _launcher_code(facts)
     by = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
     return Verdict(code, Kind.LAUNCHER, f"{facts.launcher} ended with code {code}{by}, and no rank left a record")
 
 
-def _ended_in_order(evidence: Evidence) -> Verdict | None:
-    """Ranks that the scheduler signals may save their work and end well; their run has not come to its end by that.
-    In an salloc shell nobody else is told."""
-    for found in evidence.log_matches:
-        kind = _OF_THE_SCHEDULER.get(found.kind, Kind.CANCELLED)
-        if found.kind in _OF_THE_SCHEDULER or found.kind == log_kinds.STEP_CANCELLED:
-            return Verdict(128 + _SIGTERM, kind, found.text)
+def _from_clean_exit(evidence: Evidence) -> Verdict | None:
+    """Return the scheduler's reason although all ranks ended with code 0, or None.
+
+    Ranks may handle the scheduler's signal, save and exit with code 0, but the run is then not finished. In an
+    salloc shell launch itself gets no signal.
+    """
+    for match in evidence.log_matches:
+        kind = _SCHEDULER_KINDS.get(match.kind, Kind.CANCELLED)
+        if match.kind in _SCHEDULER_KINDS or match.kind == log_kinds.STEP_CANCELLED:
+            return Verdict(128 + _SIGTERM, kind, match.text)
     return None
 
 
-def _a_ranks_own(evidence: Evidence) -> Verdict | None:
-    """A rank that failed of itself, before launch began to end the others."""
-    in_time = evidence.facts.failed_before_stop
-    own = [failure for failure in evidence.failures
-           if evidence.found[failure.rank].kind not in FOLLOWERS and (in_time is None or failure.rank in in_time)]
-    if _the_schedulers(evidence) is not None or _a_lost_node(evidence) is not None:
-        # A scheduler that ends a job or a step signals ranks directly, too.
-        own = [failure for failure in own if failure.signal not in _FROM_OUTSIDE
-               or evidence.found[failure.rank].kind is Kind.OOM_KILLED]
-    return _of_rank(own[0], evidence) if own else None
+def _from_failed_rank(evidence: Evidence) -> Verdict | None:
+    """Blame the earliest rank that failed by itself before launch began to end the others."""
+    before_stop = evidence.facts.failed_before_stop
+    causes = [failure for failure in evidence.failures if evidence.found[failure.rank].kind not in FOLLOWERS
+              and (before_stop is None or failure.rank in before_stop)]
+    if _from_scheduler(evidence) is not None or _from_lost_node(evidence) is not None:
+        # A scheduler that ends a job or a step also signals ranks directly.
+        causes = [failure for failure in causes if failure.signal not in _EXTERNAL_SIGNALS
+                  or evidence.found[failure.rank].kind is Kind.OOM_KILLED]
+    return _rank_verdict(causes[0], evidence) if causes else None
 
 
-def _the_schedulers(evidence: Evidence) -> Verdict | None:
+def _from_scheduler(evidence: Evidence) -> Verdict | None:
     facts = evidence.facts
-    for found in evidence.log_matches:
-        if found.kind in _OF_THE_SCHEDULER:
-            return Verdict(_code_from_outside(evidence), _OF_THE_SCHEDULER[found.kind], found.text)
-    told_to_end = facts.stopped is not None and facts.stopped.kind == "signal"
+    for match in evidence.log_matches:
+        if match.kind in _SCHEDULER_KINDS:
+            return Verdict(_external_code(evidence), _SCHEDULER_KINDS[match.kind], match.text)
+    launch_signalled = facts.stopped is not None and facts.stopped.kind == "signal"
     terminated = [finding for finding in evidence.found.values() if finding.kind is Kind.TERMINATED]
-    if (told_to_end or terminated) and facts.ends_at is not None:
+    if (launch_signalled or terminated) and facts.ends_at is not None:
         left = facts.ends_at - facts.ended
         if left <= NEAR_THE_LIMIT_S:
             when = f"{left:.0f} s before" if left > 0 else f"{-left:.0f} s after"
-            return Verdict(_code_from_outside(evidence), Kind.TIME_LIMIT,
-                           f"ended by {_signal_from_outside(evidence)} {when} the end of the reservation")
+            return Verdict(_external_code(evidence), Kind.TIME_LIMIT,
+                           f"ended by {_external_signal(evidence)} {when} the end of the reservation")
     return None
 
 
-def _a_lost_node(evidence: Evidence) -> Verdict | None:
-    said = [found for found in evidence.log_matches if found.kind == log_kinds.NODE_FAILED]
-    hosts = tuple(dict.fromkeys(found.host for found in said if found.host))
-    if said:
-        named = NodeNames(hosts)
-        ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in named]
-        words = next((found.text for found in said if found.host), said[0].text)
-        return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, words,
+def _from_lost_node(evidence: Evidence) -> Verdict | None:
+    matches = [match for match in evidence.log_matches if match.kind == log_kinds.NODE_FAILED]
+    hosts = tuple(dict.fromkeys(match.host for match in matches if match.host))
+    if matches:
+        lost = NodeNames(hosts)
+        ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in lost]
+        text = next((match.text for match in matches if match.host), matches[0].text)
+        return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, text,
                        ranks[0] if ranks else None, hosts)
     return None
 
 
-def _aborted(evidence: Evidence) -> Verdict | None:
-    """A rank that MPI_Abort, or the launcher at once, ended before its shim could write a record."""
-    for found in evidence.log_matches:
-        if found.kind == log_kinds.ABORTED and found.ranks:
-            return Verdict(found.code or 1, Kind.EXIT, found.text, found.ranks[0])
+def _from_abort(evidence: Evidence) -> Verdict | None:
+    """Blame a rank that MPI_Abort or the launcher killed before its shim could write a record."""
+    for match in evidence.log_matches:
+        if match.kind == log_kinds.ABORTED and match.ranks:
+            return Verdict(match.code or 1, Kind.EXIT, match.text, match.ranks[0])
     if evidence.in_logs and not evidence.found:
         rank = min(evidence.in_logs)
         return Verdict(_code_without_record(evidence), Kind.EXCEPTION, evidence.in_logs[rank].line, rank)
     return None
 
 
-def _launchs_own(evidence: Evidence) -> Verdict | None:
-    """Launch ended the run: it was told to, or heard nothing."""
+def _from_launch(evidence: Evidence) -> Verdict | None:
+    """Return launch's own reason for ending the run: a signal, a hang, or a rank that did not start."""
     stopped = evidence.facts.stopped
     if stopped is None or stopped.kind == "rank":
         return None
     if stopped.kind == "idle":
-        early = _one_that_ended(EXIT_IDLE, evidence)
+        early = _early_exit(EXIT_IDLE, evidence)
         if early is not None:
             return Verdict(EXIT_IDLE, Kind.IDLE, f"{early.evidence}; {stopped.text}")
-        return _of_a_hang(stopped, evidence)
+        return _from_hang(stopped, evidence)
     if stopped.kind in ("refused", "late"):
         code = EXIT_PREFLIGHT if stopped.kind == "refused" else EXIT_IDLE
-        is_other_world = any(found.kind == log_kinds.WRONG_WORLD for found in evidence.log_matches)
-        return Verdict(code, Kind.WRONG_WORLD if is_other_world else Kind.NOT_STARTED, stopped.text,
+        is_wrong_world = any(match.kind == log_kinds.WRONG_WORLD for match in evidence.log_matches)
+        return Verdict(code, Kind.WRONG_WORLD if is_wrong_world else Kind.NOT_STARTED, stopped.text,
                        hosts=_hosts(evidence.facts, evidence.absent))
-    return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
+    return Verdict(_external_code(evidence), Kind.TERMINATED, stopped.text)
 
 
-def _of_a_hang(stopped: Stop, evidence: Evidence) -> Verdict:
-    """What the silent ranks wait for, where their stacks show it; if one is stopped, or waits for a device or a
-    file system, the others wait for that."""
+def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
+    """Explain a hang by what the silent ranks wait for, if their stacks show a known wait.
+
+    A rank that is stopped, or waits for a device or a file system, already explains why the others wait.
+    """
     ranks, places = where_they_stand(evidence.stacks)
-    told = stopped.text if not places or places in stopped.text else f"{stopped.text}; {places}"
-    found = [find_text(evidence.texts, last_calls(evidence.stacks[rank])) for rank in ranks]
-    first = found[0] if found else None
-    is_told = any(words in stopped.text for words in UNUSUAL_STATES.values())
-    if first is None or is_told or any(one is None or one[0] is not first[0] for one in found):
-        return Verdict(EXIT_IDLE, Kind.IDLE, told)
+    description = stopped.text if not places or places in stopped.text else f"{stopped.text}; {places}"
+    waits = [find_text(evidence.texts, last_calls(evidence.stacks[rank])) for rank in ranks]
+    first = waits[0] if waits else None
+    is_explained = any(state in stopped.text for state in UNUSUAL_STATES.values())
+    if first is None or is_explained or any(wait is None or wait[0] is not first[0] for wait in waits):
+        return Verdict(EXIT_IDLE, Kind.IDLE, description)
     text, _, match = first
-    return Verdict(EXIT_IDLE, Kind.IDLE, f"{rank_ranges(ranks)}: {text.cause}: {told}",
+    return Verdict(EXIT_IDLE, Kind.IDLE, f"{rank_ranges(ranks)}: {text.cause}: {description}",
                    hosts=_hosts(evidence.facts, ranks), cause=text.cause,
                    advice=filled_in(text.advice, match.groupdict()), text=text.name)
 
 
-def _a_victim(evidence: Evidence) -> Verdict | None:
-    """Nobody says that it failed of itself: ranks that vanished are the cause, else the first that suffered."""
-    victims = [failure for failure in evidence.failures if evidence.found[failure.rank].kind in FOLLOWERS]
-    if not victims:
+def _from_follower(evidence: Evidence) -> Verdict | None:
+    """Blame ranks that vanished, else the first follower; no rank failed by itself."""
+    followers = [failure for failure in evidence.failures if evidence.found[failure.rank].kind in FOLLOWERS]
+    if not followers:
         return None
-    victims.sort(key=lambda failure: FOLLOWERS.index(evidence.found[failure.rank].kind))
-    first = victims[0]
+    followers.sort(key=lambda failure: FOLLOWERS.index(evidence.found[failure.rank].kind))
+    first = followers[0]
     finding = evidence.found[first.rank]
     if evidence.facts.launcher_status is None and finding.kind in (Kind.TERMINATED, Kind.STOPPED):
         return _LAUNCH_KILLED
@@ -213,15 +227,16 @@ def _a_victim(evidence: Evidence) -> Verdict | None:
         return Verdict(_code_without_record(evidence), Kind.VANISHED, finding.evidence, evidence.absent[0],
                        hosts)
     if finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
-        return (_one_that_ended(first.exit_code, evidence, min(victim.duration_s for victim in victims))
-                or _one_that_did_not_come(first, evidence) or _of_rank(first, evidence))
-    return _of_rank(first, evidence)
+        return (_early_exit(first.exit_code, evidence, min(follower.duration_s for follower in followers))
+                or _missing_in_collective(first, evidence) or _rank_verdict(first, evidence))
+    return _rank_verdict(first, evidence)
 
 
-def _one_that_ended(code: int, evidence: Evidence, before_s: float = float("inf")) -> Verdict | None:
-    """Ranks ended by themselves, and well, while others still counted on them.
+def _early_exit(code: int, evidence: Evidence, before_s: float = float("inf")) -> Verdict | None:
+    """Blame ranks that exited with code 0 while other ranks still needed them.
 
-    torchrun ends the others of a rank that fails, before we do: those may end with 0, but later than that rank.
+    torchrun ends the peers of a failed rank before launch does. Peers that then end with code 0 do so after that
+    rank, hence the limit `before_s`.
     """
     limit_s = before_s if evidence.facts.launcher == "torchrun" else float("inf")
     ranks = tuple(sorted(rank for rank, lived_s in evidence.ended_early.items() if lived_s <= limit_s))
@@ -236,50 +251,52 @@ def _one_that_ended(code: int, evidence: Evidence, before_s: float = float("inf"
                    f" {rank_ranges(others)} {were} still running", ranks[0], hosts, ranks, others)
 
 
-def _one_that_did_not_come(first: Failure, evidence: Evidence) -> Verdict | None:
-    """Who is in a collective can time out there: where most did, the others are those that they waited for."""
-    waiting = tuple(sorted(rank for rank, one in evidence.found.items() if one.kind is Kind.COLLECTIVE_TIMEOUT))
+def _missing_in_collective(first: Failure, evidence: Evidence) -> Verdict | None:
+    """Blame the ranks that did not time out in a collective, if most ranks did."""
+    waiting = tuple(sorted(rank for rank, finding in evidence.found.items()
+                           if finding.kind is Kind.COLLECTIVE_TIMEOUT))
     others = [rank for rank in range(evidence.facts.world_size) if rank not in waiting]
-    # Whoever lost a peer was there as well, as a rule.
-    found = [rank for rank in others if rank not in evidence.found
-             or evidence.found[rank].kind is not Kind.PEER_LOST] or others
-    if not 0 < len(found) <= len(waiting):
+    # Ranks that lost a peer were usually in the collective as well.
+    missing = [rank for rank in others if rank not in evidence.found
+               or evidence.found[rank].kind is not Kind.PEER_LOST] or others
+    if not 0 < len(missing) <= len(waiting):
         return None
-    return Verdict(first.exit_code, Kind.COLLECTIVE_TIMEOUT, evidence.found[first.rank].evidence, found[0],
-                   _hosts(evidence.facts, found), tuple(found), waiting, advice=evidence.found[first.rank].advice)
+    return Verdict(first.exit_code, Kind.COLLECTIVE_TIMEOUT, evidence.found[first.rank].evidence, missing[0],
+                   _hosts(evidence.facts, missing), tuple(missing), waiting,
+                   advice=evidence.found[first.rank].advice)
 
 
 def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_host(facts, rank) for rank in ranks))
 
 
-def _the_launchers(evidence: Evidence) -> Verdict | None:
-    """No record at all: the launcher's words are what there is."""
-    for means, kind in ((log_kinds.MEMORY, Kind.OOM_KILLED), (log_kinds.WRONG_WORLD, Kind.WRONG_WORLD),
+def _from_launcher(evidence: Evidence) -> Verdict | None:
+    """Use the launcher's messages; no rank left a record."""
+    for log_kind, kind in ((log_kinds.MEMORY, Kind.OOM_KILLED), (log_kinds.WRONG_WORLD, Kind.WRONG_WORLD),
                         (log_kinds.NOT_STARTED, Kind.NOT_STARTED), (log_kinds.ENDED, Kind.UNRECORDED)):
-        for found in evidence.log_matches:
-            if found.kind == means:
-                hosts = (found.host,) if found.host else ()
-                code = EXIT_PREFLIGHT if kind is Kind.NOT_STARTED else _launchers_code(evidence.facts)
-                return Verdict(code, kind, found.text, found.ranks[0] if found.ranks else None, hosts)
+        for match in evidence.log_matches:
+            if match.kind == log_kind:
+                hosts = (match.host,) if match.host else ()
+                code = EXIT_PREFLIGHT if kind is Kind.NOT_STARTED else _launcher_code(evidence.facts)
+                return Verdict(code, kind, match.text, match.ranks[0] if match.ranks else None, hosts)
     return None
 
 
-def _a_silent_node(evidence: Evidence) -> Verdict | None:
-    """The launcher ended all ranks before they could leave a record, and a node has not been heard of since."""
+def _from_silent_node(evidence: Evidence) -> Verdict | None:
+    """Blame a node that stopped reporting when the launcher killed all ranks before they left a record."""
     silent = NodeNames(evidence.silent)
     gone = [rank for rank in evidence.absent if _host(evidence.facts, rank) in silent]
     if not gone or evidence.facts.launcher_status is None:
         return None
-    return Verdict(_launchers_code(evidence.facts), Kind.VANISHED,
-                   f"nothing has been heard of {', '.join(evidence.silent)} since", gone[0], evidence.silent)
+    return Verdict(_launcher_code(evidence.facts), Kind.VANISHED,
+                   f"no report from {', '.join(evidence.silent)} since", gone[0], evidence.silent)
 
 
-def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
+def _rank_verdict(failure: Failure, evidence: Evidence) -> Verdict:
     finding = evidence.found[failure.rank]
-    memory = [found.text for found in evidence.log_matches
-              if found.kind == log_kinds.MEMORY
-              and (found.host is None or is_same_node(found.host, failure.host))]
+    memory = [match.text for match in evidence.log_matches
+              if match.kind == log_kinds.MEMORY
+              and (match.host is None or is_same_node(match.host, failure.host))]
     if memory and failure.exit_code == 128 + signal.SIGKILL:
         finding = Finding(Kind.OOM_KILLED, memory[0])
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,),
@@ -287,18 +304,21 @@ def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
 
 
 def _only(finding: Finding, evidence: Evidence) -> str:
-    """On which hosts alone all ranks failed like this. One rank a host says that of the host where it is known to
-    lack something; of other failures two ranks that fail alike do."""
+    """Return "on HOSTS only" if all ranks of some nodes, and no others, failed this way; else "".
+
+    With one rank per node this is reported only for kinds that depend on the node; other kinds require two ranks on
+    a node.
+    """
     alike, others = ranks_alike(finding.kind, finding.cause, evidence)
     hosts = _hosts(evidence.facts, alike)
-    is_of_hosts = others and set(hosts).isdisjoint(_hosts(evidence.facts, others))
-    is_told = finding.kind in _OF_A_PLACE or len(alike) > len(hosts)
-    return f"on {', '.join(hosts)} only" if is_of_hosts and is_told else ""
+    is_whole_hosts = others and set(hosts).isdisjoint(_hosts(evidence.facts, others))
+    is_conclusive = finding.kind in _NODE_DEPENDENT_KINDS or len(alike) > len(hosts)
+    return f"on {', '.join(hosts)} only" if is_whole_hosts and is_conclusive else ""
 
 
 def ranks_alike(kind: Kind, cause: str, evidence: Evidence) -> tuple[list[int], list[int]]:
-    """The ranks whose records show this kind of failure, by the same words, and the others."""
-    alike = [rank for rank, one in evidence.found.items() if one.kind is kind and one.cause == cause]
+    """Return the ranks whose records show this kind and cause, and all other ranks."""
+    alike = [rank for rank, finding in evidence.found.items() if finding.kind is kind and finding.cause == cause]
     return sorted(alike), [rank for rank in range(evidence.facts.world_size) if rank not in alike]
 
 
@@ -306,31 +326,31 @@ def _host(facts: RunFacts, rank: int) -> str:
     return facts.hosts[rank] if rank < len(facts.hosts) else "?"
 
 
-def _signal_from_outside(evidence: Evidence) -> str:
+def _external_signal(evidence: Evidence) -> str:
     if evidence.facts.stopped is not None and evidence.facts.stopped.signal:
         return evidence.facts.stopped.signal
     return next((failure.ended_by for failure in evidence.failures if failure.ended_by not in (None, "launch")),
                 "SIGTERM")
 
 
-def _code_from_outside(evidence: Evidence) -> int:
-    """128 + the signal that launch was sent; else the first rank's code; else the launcher's."""
+def _external_code(evidence: Evidence) -> int:
+    """Return 128 + the signal that launch received, else the first rank's code, else the launcher's."""
     stopped = evidence.facts.stopped
     if stopped is not None and stopped.signal:
         return 128 + signal.Signals[stopped.signal]
-    return evidence.failures[0].exit_code if evidence.failures else _launchers_code(evidence.facts)
+    return evidence.failures[0].exit_code if evidence.failures else _launcher_code(evidence.facts)
 
 
 def _code_without_record(evidence: Evidence) -> int:
-    """The launcher's code, if it ended by itself, else that of the first rank that has one."""
+    """Return the launcher's code if it ended by itself, else the code of the first recorded rank."""
     if evidence.facts.stopped is None and evidence.facts.launcher_status:
-        return _launchers_code(evidence.facts)
+        return _launcher_code(evidence.facts)
     return next((failure.exit_code for failure in evidence.failures), 1)
 
 
-def _launchers_code(facts: RunFacts) -> int:
+def _launcher_code(facts: RunFacts) -> int:
     status = facts.launcher_status
     if status is None:
         return 1
-    # A launcher that reports success although ranks are missing has not succeeded.
+    # Report a failure even if the launcher reports success: ranks are missing.
     return status or 1 if status >= 0 else 128 - status

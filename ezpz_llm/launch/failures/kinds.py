@@ -6,30 +6,30 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """Why a rank, or a run, ended."""
+    """Reason why a rank or a run ended."""
 
-    # What a rank does of itself.
+    # Root causes in a rank.
     OOM_KILLED = "killed by the kernel's out-of-memory killer"
     DEVICE_MEMORY = "the device is out of memory"
-    HOST_MEMORY = "an allocation of host memory failed"
+    HOST_MEMORY = "a CPU memory allocation failed"
     MISSING_MODULE = "a module or library is missing"
     DISK_FULL = "no space left to write"
     DEVICE_BROKEN = "the device is broken"
-    PORT_TAKEN = "the port is taken"
+    PORT_TAKEN = "the port is already in use"
     NOT_FOUND = "the program cannot be run"
-    WRONG_WORLD = "another world than launch promised"
+    WRONG_WORLD = "the world size is not what launch planned"
     USAGE = "a usage or configuration error"
     SIGNAL = "ended by a signal"
     EXCEPTION = "an exception"
     EXIT = "an exit code"
-    # What a rank suffers from others.
+    # Consequences of another rank's failure or exit, or of a signal.
     ENDED_EARLY = "ended with code 0 while others were still running"
-    COLLECTIVE_TIMEOUT = "waited in vain for another rank"
+    COLLECTIVE_TIMEOUT = "timed out waiting for another rank"
     PEER_LOST = "peer lost"
-    TERMINATED = "ended from outside"
+    TERMINATED = "terminated from outside"
     STOPPED = "ended by launch"
-    # What becomes of a run.
-    TIME_LIMIT = "the time limit"
+    # Of a whole run.
+    TIME_LIMIT = "the time limit was reached"
     NODE_FAILED = "a node failed"
     VANISHED = "gone without a record"
     UNRECORDED = "ended together with its shim"
@@ -42,4 +42,4 @@ class Kind(Enum):
 
 
 FOLLOWERS = (Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST, Kind.TERMINATED, Kind.STOPPED)
-"""Kinds that another rank or somebody else brought about, those that tell most of the cause first."""
+"""Kinds that follow from another rank's failure or from a signal, most informative first."""

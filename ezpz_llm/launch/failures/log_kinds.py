@@ -4,11 +4,11 @@ from __future__ import annotations
 
 TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
     "time limit", "node failed", "requeued", "preempted", "cancelled")
-"""What ends a whole job."""
+"""Messages that end a whole job."""
 
 STEP_CANCELLED = "step cancelled"
-"""Of an order, or of launch and srun themselves where a rank has failed."""
+"""Printed after scancel, and also when launch or srun end the step of a failed rank."""
 
 MEMORY, ENDED, ABORTED, NOT_STARTED, WRONG_WORLD = "memory", "ended", "aborted", "not started", "wrong world"
 SSH = "ssh"
-"""A program, not a kind: where a connection was refused, what helps is another thing."""
+"""Source, not a kind: a failed ssh connection needs its own advice."""

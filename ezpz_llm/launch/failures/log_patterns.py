@@ -1,7 +1,7 @@
-"""Patterns of launchers' own messages about a run's end. A scheduler's are in its own file.
+"""Patterns of launchers' messages about a run's end. Those of schedulers are in launch/schedulers/.
 
-Patterns of MPICH, Intel MPI, Open MPI and torchrun are made from captured output. Those of PALS come from its
-messages in public issues.
+The patterns of MPICH, Intel MPI, Open MPI and torchrun are taken from captured output, those of PALS from messages
+in public issues.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from ezpz_llm.launch.schedulers import schedulers
 
 @dataclass(frozen=True)
 class LogMatch:
-    """A message that a pattern matched: the program it comes from, its kind, its text, and the node and ranks that
-    it names. `code` is an exit code, or 128 + the number of a signal."""
+    """Message of a launcher or scheduler that a pattern matched.
+
+    Attributes:
+        source: the program that printed it.
+        host: the node that it names, as `ranks`.
+        code: an exit code, or 128 + a signal's number.
+    """
 
     source: str
     kind: str
@@ -33,8 +38,8 @@ def _pattern(source: str, kind: str, pattern: str) -> tuple[str, str, re.Pattern
     return source, kind, re.compile(pattern, re.MULTILINE)
 
 
-_OF_LAUNCHERS = (
-    # Of shims that end before they have a rank to speak for.
+_LAUNCHER_PATTERNS = (
+    # Printed by shims that fail before their rank starts.
     _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process finds itself .*"),
     _pattern("Python", NOT_STARTED, r"^\S+: (?:Error while finding module specification for 'ezpz_llm\.\S+"
                                     r"|No module named '?ezpz_llm\b).*"),
@@ -77,37 +82,37 @@ _SIGNALS = {"Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "A
 
 
 _MOST_DIGITS = 9
-"""A longer exit code is none."""
+"""Longer numbers cannot be exit codes."""
 
 
 @cache
 def _patterns() -> tuple[tuple[str, str, re.Pattern[str]], ...]:
-    return (*(_pattern(one.TITLE, *row) for one in schedulers().values() for row in one.PATTERNS),
-            *_OF_LAUNCHERS)
+    return (*(_pattern(scheduler.TITLE, *row) for scheduler in schedulers().values() for row in scheduler.PATTERNS),
+            *_LAUNCHER_PATTERNS)
 
 
 def read_matches(text: str) -> list[LogMatch]:
-    """Return the known messages in `text` (a launcher's output), in its order, each once."""
+    """Return the known messages in a launcher's output, in order and without duplicates."""
     text = cut_lines(text)
-    found = [(match.start(), _log_match(source, kind, match)) for source, kind, pattern in _patterns()
-             for match in pattern.finditer(text)]
-    in_order = [one for _, one in sorted(found, key=lambda pair: pair[0]) if one is not None]
+    matches = [(match.start(), _log_match(source, kind, match)) for source, kind, pattern in _patterns()
+               for match in pattern.finditer(text)]
+    in_order = [match for _, match in sorted(matches, key=lambda pair: pair[0]) if match is not None]
     return list(dict.fromkeys(in_order))
 
 
 def _log_match(source: str, kind: str, match: re.Match[str]) -> LogMatch | None:
-    named = match.groupdict()
-    if any(len(named.get(name) or "") > _MOST_DIGITS for name in ("code", "number")):
+    groups = match.groupdict()
+    if any(len(groups.get(name) or "") > _MOST_DIGITS for name in ("code", "number")):
         return None
-    code = int(named["code"]) if named.get("code") else None
-    if named.get("number"):
-        code = 128 + int(named["number"])
-    if named.get("signal"):
-        if named["signal"] not in _SIGNALS:
+    code = int(groups["code"]) if groups.get("code") else None
+    if groups.get("number"):
+        code = 128 + int(groups["number"])
+    if groups.get("signal"):
+        if groups["signal"] not in _SIGNALS:
             return None
-        code = 128 + _SIGNALS[named["signal"]]
+        code = 128 + _SIGNALS[groups["signal"]]
     try:
-        ranks = expand_numbers(named["ranks"]) if named.get("ranks") else ()
+        ranks = expand_numbers(groups["ranks"]) if groups.get("ranks") else ()
     except ValueError:
         return None
-    return LogMatch(source, kind, " ".join(match.group().split()), named.get("host"), ranks, code)
+    return LogMatch(source, kind, " ".join(match.group().split()), groups.get("host"), ranks, code)

@@ -1,4 +1,4 @@
-"""Post-mortem of a run's end, from the run directory and what launch saw of it."""
+"""Post-mortem of a run, from its directory and the facts that launch recorded."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _TAIL_LINES = 20
 _LOGS_READ = 16
 _STACKS_READ = 64
 _CLOCK_SLACK_S = 60.0
-"""An older file is of an earlier run in the same directory; clocks of file servers differ a little."""
-# From the line's begin: else every place of a long line is the begin of another search through the rest of it.
-_ABORT = re.compile(r"^.*application called MPI_Abort\([^,\n]+, \d+\) - process \d+.*", re.MULTILINE)
+"""Allowance for a file server's clock; files older than the start belong to an earlier run in the directory."""
+# Anchored at the line's start: otherwise a search is quadratic in the length of a long line.
+_MPI_ABORT = re.compile(r"^.*application called MPI_Abort\([^,\n]+, \d+\) - process \d+.*", re.MULTILINE)
 
 
 def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | None = None) -> Postmortem:
-    """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only.
+    """Make the post-mortem of a run from the files in its directory and from `facts`. Writes nothing.
 
     Args:
-        env: the variables that launch gave the ranks, where launch itself asks; else run.json's are read.
+        env: the variables that launch gave the ranks, if launch itself calls; by default those in run.json.
     """
-    own = _launch_record(run_dir, own_record)
-    launch = (_launch_record(run_dir, read_record) if own is None else own) or {}
+    own_launch = _launch_record(run_dir, own_record)
+    launch = (_launch_record(run_dir, read_record) if own_launch is None else own_launch) or {}
     run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
     nodes = read_reports(run_dir, run_id)
     started = launch.get("started", 0.0)
-    # A clock that was set back tells nothing of ages.
+    # File ages mean nothing if the clock was set back.
     since = started - _CLOCK_SLACK_S if facts.ended >= started else 0.0
     world = range(facts.world_size)
     reports = {rank: report for node in nodes for rank, report in node.ranks.items() if rank in world}
@@ -54,86 +54,94 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     failures = tuple(_as_stopped(failure, facts)
                      for failure in records or _unrecorded(reports, facts, started, run_id))
     recorded = {failure.rank for failure in failures}
-    without = [rank for rank in world
-               if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
-    # Where launch itself ended the run, ranks on nodes that cleared up have not vanished: they only resisted.
+    unrecorded = [rank for rank in world
+                  if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
+    # If launch ended the run, ranks on nodes that cleared up have not vanished: they only ignored the signal.
     cleared = {rank for node in nodes if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED)
                for rank in node.ranks}
-    absent = tuple(rank for rank in without if rank not in cleared) if nodes else ()
-    ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
-    said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
-    texts, unread = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, own is not None)
-    evidence = Evidence(failures, tuple(read_matches(said)), facts, absent, _raised(ends),
+    absent = tuple(rank for rank in unrecorded if rank not in cleared) if nodes else ()
+    ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
+    messages = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
+    is_ours = own_launch is not None
+    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, is_ours)
+    evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _raised(ends),
                         _silent(nodes, facts), _ended_early(reports, facts), texts,
                         _stacks(run_dir, facts.stopped, since))
     verdict = judge(evidence)
     if verdict is None or _ended_well(facts, reports, failures):
-        return Postmortem(facts, 0, "all ranks ended well")
-    typed = None if own is None else own.get("typed") or ()
+        return Postmortem(facts, 0, "all ranks succeeded")
+    typed = None if own_launch is None else own_launch.get("typed") or ()
     findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
                         advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
-    rest = [*unread, *left_out(texts)]
-    # What is to be removed a run of another user does not say.
-    output = [line for failure in failures for line in failure.tail] if own is not None else []
-    rest += [f"  {lock}" for lock in locks_of((own or {}).get("env") or {}, output) if lock.worker is None]
-    rest += [f"  still running on {node.host}, and not ours to end: processes {', '.join(map(str, node.left))}"
-             for node in nodes if node.left]
-    text, brief = ("\n".join([as_text(findings, with_lines), *rest]) for with_lines in (True, False))
+    notes += left_out(texts)
+    # Another user's run must not suggest files to remove.
+    output = [line for failure in failures for line in failure.tail] if is_ours else []
+    notes += [f"  {lock}" for lock in locks_of((own_launch or {}).get("env") or {}, output) if lock.worker is None]
+    notes += [f"  could not be killed, still running on {node.host}: processes {', '.join(map(str, node.left))}"
+              for node in nodes if node.left]
+    text, brief = ("\n".join([as_text(findings, with_lines), *notes]) for with_lines in (True, False))
     return Postmortem(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
                    as_details(findings), brief, findings.lines_of)
 
 
 def _texts(env: Mapping[str, str]) -> tuple[tuple[FailureText, ...], list[str]]:
-    """The known texts of failures, of a site those that the reader's own environment names, or else `env`; and what
-    is to be said of a site's that cannot be read."""
+    """Return the known failure texts, and notes about site files that cannot be read.
+
+    Site files are named by the reader's environment, else by `env`.
+    """
     try:
         return (*site_texts(os.environ, env), *shipped_texts()), []
     except UserError as error:
-        return shipped_texts(), [f"  {error.where or FAILURE_TEXTS_VARIABLE}: left out: {error.found}"]
+        return shipped_texts(), [f"  {error.where or FAILURE_TEXTS_VARIABLE}: ignored: {error.found}"]
 
 
 def _recorded_texts(env: Mapping[str, str], is_ours: bool) -> tuple[tuple[FailureText, ...], list[str]]:
-    """The same with the variables of a run.json: whoever wrote it, or the file that it names, would give advice in
-    our name, so both have to be the reader's own; a site's file may be root's."""
+    """Return the same as `_texts` for the variables in run.json, if the reader owns it.
+
+    The writer of run.json, or of a file that it names, could print advice in our name. Both must belong to the
+    reader; site files may also belong to root.
+    """
     if os.environ.get(FAILURE_TEXTS_VARIABLE) or not env.get(FAILURE_TEXTS_VARIABLE):
         return _texts({})
     if is_ours:
-        with contextlib.suppress(UserError):  # a path that is none
+        with contextlib.suppress(UserError):  # an invalid path
             is_ours = all(is_own(path, or_roots=True) or not path.exists() for path in named_files(env))
     if is_ours:
         return _texts(env)
-    told = ("  left out: the texts of failures that run.json names, as another user could have written them:"
-            f" {FAILURE_TEXTS_VARIABLE}=FILE in your environment names those of your site")
-    return shipped_texts(), [told]
+    note = ("  ignored: the failure texts named in run.json, because another user could have written them. Set"
+            f" {FAILURE_TEXTS_VARIABLE}=FILE to use those of your site")
+    return shipped_texts(), [note]
 
 
 def bare_postmortem(run_dir: RunDir, run_id: str, facts: RunFacts) -> Postmortem:
-    """How a run ended whose files make no sense: what launch itself did, else the first code other than 0."""
+    """Make a minimal post-mortem if the run's files are damaged: launch's reason, else the first nonzero code."""
     codes: list[int] = []
     with contextlib.suppress(Exception):
         codes += [failure.exit_code for failure in read_failures(run_dir, run_id)]
     with contextlib.suppress(Exception):
-        codes += [one.ended for node in read_reports(run_dir, run_id) for one in node.ranks.values() if one.ended]
+        codes += [report.ended for node in read_reports(run_dir, run_id) for report in node.ranks.values()
+                  if report.ended]
     verdict = judge(Evidence((), (), facts))
     if verdict is None:
-        return Postmortem(facts, 0, "all ranks ended well")
-    is_launchs_own = facts.stopped is not None and facts.stopped.kind != "rank"
-    code = verdict.code if is_launchs_own else next(iter(codes), verdict.code)
+        return Postmortem(facts, 0, "all ranks succeeded")
+    is_from_launch = facts.stopped is not None and facts.stopped.kind != "rank"
+    code = verdict.code if is_from_launch else next(iter(codes), verdict.code)
     cause = facts.stopped.text if facts.stopped is not None else f"a rank failed: exit code {code}"
     return Postmortem(facts, code, cause, f"launch: {cause}; the logs are in {run_dir.rank_log(0).parent}")
 
 
 def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: float, run_id: str) -> list[Failure]:
-    """Where no rank could leave a record (a damaged errors/, a full disk): what the nodes say of failed ranks."""
-    return sorted((Failure(rank, facts.hosts[rank], one.pid or 0, one.ended, None, started + (one.lived_s or 0.0),
-                           one.lived_s or 0.0, phase=one.phase, step=one.step, launch=run_id)
-                   for rank, one in reports.items() if one.ended
+    """Make records from the nodes' reports if no rank could write one (full disk, damaged errors/)."""
+    return sorted((Failure(rank, facts.hosts[rank], report.pid or 0, report.ended, None,
+                           started + (report.lived_s or 0.0), report.lived_s or 0.0, phase=report.phase,
+                           step=report.step, launch=run_id)
+                   for rank, report in reports.items() if report.ended
                    and (facts.failed_before_stop is None or rank in facts.failed_before_stop)),
                   key=lambda failure: failure.ended)
 
 
 def _launch_record(run_dir: RunDir, read: Callable[[RunDir], dict[str, Any] | None]) -> Mapping[str, Any] | None:
-    # The program may have written over it: that is no reason to keep silent about the program's own end.
+    # The program may have overwritten run.json; explain its end all the same.
     with contextlib.suppress(UserError):
         record = read(run_dir)
         return None if record is None else record.get("launch") or {}
@@ -141,9 +149,9 @@ def _launch_record(run_dir: RunDir, read: Callable[[RunDir], dict[str, Any] | No
 
 
 def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
-    """The hosts that have not reported the end of their ranks, if others have: launch waits for all of them.
+    """Return the nodes that have not reported the end of their ranks, if other nodes have.
 
-    Slurm may end an agent that has cleared its ranks and waits for the launcher's helpers.
+    RANKS_ENDED is enough: Slurm may end an agent that has cleared its ranks and waits for the launcher's helpers.
     """
     silent = [node for node in nodes if node.state not in (ENDED, RANKS_ENDED)]
     if len(silent) == len(nodes):
@@ -152,56 +160,54 @@ def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
 
 
 def _ended_early(reports: Mapping[int, RankReport], facts: RunFacts) -> dict[int, float]:
-    """How long the ranks had run that ended with 0 and were not told to."""
+    """Return the lifetimes of ranks that ended with code 0 before launch ended the run."""
     before = facts.ended_before_stop
-    return {rank: one.lived_s for rank, one in reports.items()
-            if one.ended == 0 and one.lived_s is not None and (before is None or rank in before)}
+    return {rank: report.lived_s for rank, report in reports.items()
+            if report.ended == 0 and report.lived_s is not None and (before is None or rank in before)}
 
 
 def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:
-    """Did all ranks end well in a run whose launch was killed before it could write so?"""
+    """Return True if all ranks ended with code 0, but launch was killed before it could record that."""
     return facts.launcher_status is None and not failures and all(
         rank in reports and reports[rank].ended == 0 for rank in range(facts.world_size))
 
 
 def _as_stopped(failure: Failure, facts: RunFacts) -> Failure:
-    """A rank that was told to end after launch had begun to end the run was told so by launch, by whatever way."""
+    """Attribute a rank's signal to launch if launch was already ending the run."""
     if facts.stopped is None or failure.ended_by is None or failure.rank in (facts.failed_before_stop or ()):
         return failure
     return replace(failure, ended_by="launch")
 
 
 def _raised(ends: Mapping[int, str]) -> dict[int, Raised]:
-    """The exceptions that logs end with, of ranks whose shims ended with them."""
-    found = {rank: last_exception(end) for rank, end in ends.items()}
-    return {rank: raised for rank, raised in found.items() if raised is not None}
+    """Return the exceptions at the end of the logs of ranks that were killed together with their shims."""
+    exceptions = {rank: last_exception(end) for rank, end in ends.items()}
+    return {rank: raised for rank, raised in exceptions.items() if raised is not None}
 
 
 def _aborts(ends: Iterable[str]) -> str:
-    """MPI_Abort speaks in the log of the rank that calls it."""
-    return "".join(f"\n{line}" for end in ends for line in _ABORT.findall(end))
+    """Return the messages of MPI_Abort, which go to the log of the rank that calls it."""
+    return "".join(f"\n{line}" for end in ends for line in _MPI_ABORT.findall(end))
 
 
 def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, list[Frame]]:
-    """Where silent ranks stood: by the stacks that launch had taken, or else by what they printed as they were
-    ended."""
+    """Return the stacks of silent ranks: as launch took them, else as the ranks printed them on SIGABRT."""
     ranks = stopped.ranks[:_STACKS_READ] if stopped is not None else ()
-    taken = {rank: main_stack(tail_text(run_dir.rank_stacks(rank), since)) for rank in ranks}
-    if not any(taken.values()):
-        taken = {rank: stack_in_log(tail_text(run_dir.rank_log(rank), since)) for rank in ranks}
-    return {rank: frames for rank, frames in taken.items() if frames}
+    stacks = {rank: main_stack(tail_text(run_dir.rank_stacks(rank), since)) for rank in ranks}
+    if not any(stacks.values()):
+        stacks = {rank: stack_in_log(tail_text(run_dir.rank_log(rank), since)) for rank in ranks}
+    return {rank: frames for rank, frames in stacks.items() if frames}
 
 
 def tail_text(path: Path, since: float = 0.0) -> str:
-    """The end of a file that may hold anything, with long lines cut; empty where there is none that was written
-    since `since`."""
+    """Return the last 128 KiB of a file with long lines cut; "" if it was not written since `since`."""
     with contextlib.suppress(OSError):
         return "" if path.stat().st_mtime < since else cut_lines(system_text(path, _TAIL_BYTES))
     return ""
 
 
 def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:
-    """The rank that is the cause, or else the one whose log was written last, and the end of its log."""
+    """Return the rank that is the cause, else the one whose log was written last, and the end of its log."""
     rank = verdict.rank
     if rank is None:
         logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.stat().st_size]

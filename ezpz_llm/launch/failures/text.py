@@ -1,4 +1,4 @@
-"""The post-mortem: the cause first, then what followed from it, folded, and what to try next."""
+"""Text of the post-mortem: the root cause, then its consequences in groups, and advice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ezpz_llm.rundir import RunDir
 
 _EVIDENCE_CHARACTERS = 300
 _OTHERS_SHOWN = 8
-_SAYINGS_SHOWN = 4
+_MESSAGES_SHOWN = 4
 _MOST_ALIKE = 3
 _NUMBERS = re.compile(r"(?:[\s+-]{,40}\d[\d.,]*(?:e[+-]?\d+)?)+")
 _NUMBER = re.compile(r"\d+")
@@ -30,8 +30,12 @@ _PLAIN = (Kind.SIGNAL, Kind.EXIT, Kind.EXCEPTION)
 
 @dataclass(frozen=True)
 class Findings:
-    """All that the post-mortem tells. `lines` are the last ones of the output of rank `lines_of`;
-    `resume` is the command that continues from the last checkpoint, None where there is none."""
+    """Content of the post-mortem.
+
+    Attributes:
+        lines: the last lines of the output of rank `lines_of`.
+        resume: the command that resumes from the last checkpoint, if there is one.
+    """
 
     run_dir: RunDir
     evidence: Evidence
@@ -44,54 +48,54 @@ class Findings:
 
     @property
     def cause(self) -> Failure | None:
-        """The record of the rank that is the cause of itself."""
+        """Record of the rank that is the cause; None if the cause is ranks that others waited for."""
         if self.verdict.waiting:
             return None
-        return next((one for one in self.evidence.failures if one.rank == self.verdict.rank), None)
+        return next((failure for failure in self.evidence.failures if failure.rank == self.verdict.rank), None)
 
 
 def cause_line(findings: Findings) -> str:
-    """The cause in one line."""
+    """Return the root cause in one line."""
     verdict, cause = findings.verdict, findings.cause
     if cause is not None:
-        return f"rank {cause.rank} on {cause.host}: {_kind(verdict)}{_what(cause, verdict)}"
+        return f"rank {cause.rank} on {cause.host}: {_kind(verdict)}{_summary(cause, verdict)}"
     where = ""
     if verdict.kind is Kind.NODE_FAILED and verdict.hosts:
-        named = NodeNames(verdict.hosts)
-        lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in named]
+        names = NodeNames(verdict.hosts)
+        lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in names]
         where = f"{', '.join(verdict.hosts)} ({rank_ranges(lost)}): " if lost else f"{', '.join(verdict.hosts)}: "
     elif verdict.rank is not None:
         where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
     elif verdict.hosts:
         where = f"{', '.join(verdict.hosts)}: "
     if verdict.waiting and verdict.kind is Kind.COLLECTIVE_TIMEOUT:
-        return (f"{rank_ranges(verdict.ranks)} on {', '.join(verdict.hosts)} did not come to a collective in which"
+        return (f"{rank_ranges(verdict.ranks)} on {', '.join(verdict.hosts)} did not join a collective in which"
                 f" {rank_ranges(verdict.waiting)} timed out")
     if verdict.kind in (Kind.ENDED_EARLY, Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
         return verdict.evidence
     if verdict.kind is Kind.VANISHED:
-        named = NodeNames(verdict.hosts)
-        absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in named]
+        names = NodeNames(verdict.hosts)
+        absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in names]
         return (f"{rank_ranges(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
-                f" {_last_heard(findings, absent[0])}")
+                f" {_last_report(findings, absent[0])}")
     return f"{where}{_kind(verdict)}{_short(verdict.evidence)}"
 
 
 def as_text(findings: Findings, with_lines: bool = True) -> str:
-    """The post-mortem, with or without the last lines of a rank's output."""
-    lines = [_first_line(findings), *_of_the_cause(findings, with_lines)]
+    """Format the post-mortem, with or without the last lines of a rank's output."""
+    lines = [_first_line(findings), *_cause_lines(findings, with_lines)]
     lines += [f"  {line}" for line in (*_others(findings), *_absent(findings), *_behind(findings))]
-    lines += [f"  {found.source}: {_short(found.text)}" for found in _to_show(findings)]
+    lines += [f"  {match.source}: {_short(match.text)}" for match in _messages_to_show(findings)]
     if findings.advice:
         lines.append(f"  try: {typable_text(findings.advice)}")
     if findings.resume and "--resume" not in (findings.advice or ""):
         lines.append(f"  resume: {typable_text(findings.resume)}")
-    # With a line end in it, a host's name or a reason out of another user's run.json would pass for a line of ours.
+    # A hostname or reason from another user's run.json could contain a newline and forge a line of ours.
     return "\n".join(line.replace("\n", " ") for line in lines)
 
 
 def as_details(findings: Findings) -> dict[str, object]:
-    """The same for programs."""
+    """Return the post-mortem as JSON values."""
     verdict = findings.verdict
     return {
         "evidence": verdict.evidence,
@@ -103,8 +107,8 @@ def as_details(findings: Findings) -> dict[str, object]:
         "record": asdict(findings.cause) if findings.cause else None,
         "followers": [{"ranks": ranks, "what": what} for what, ranks in _groups(findings).items()],
         "absent": list(findings.evidence.absent),
-        "said": [{"who": found.source, "means": found.kind, "words": found.text, "host": found.host,
-                  "ranks": found.ranks, "code": found.code} for found in findings.evidence.log_matches],
+        "said": [{"who": match.source, "means": match.kind, "words": match.text, "host": match.host,
+                  "ranks": match.ranks, "code": match.code} for match in findings.evidence.log_matches],
         "try": findings.advice,
         "resume": findings.resume,
     }
@@ -119,7 +123,7 @@ def _first_line(findings: Findings) -> str:
             f" {cause.duration_s:.1f} s{doing}")
 
 
-def _of_the_cause(findings: Findings, with_lines: bool) -> list[str]:
+def _cause_lines(findings: Findings, with_lines: bool) -> list[str]:
     cause, verdict = findings.cause, findings.verdict
     if cause is None:
         lines = [f"  {_short(verdict.evidence)}"] if verdict.kind is Kind.COLLECTIVE_TIMEOUT else []
@@ -127,38 +131,38 @@ def _of_the_cause(findings: Findings, with_lines: bool) -> list[str]:
             if verdict.waiting:
                 lines.append(f"  last lines of the log of rank {findings.lines_of}:")
             elif verdict.rank is None:
-                lines.append("  last lines of the log that was written last:")
+                lines.append("  last lines of the most recent log:")
             lines += [f"  | {line}" for line in telling(findings.lines)]
         return lines
     lines = []
     if cause.exception is not None:
-        lines.append(f"  {_short(_own_words(cause, cause.exception, verdict))}"
+        lines.append(f"  {_short(_error_line(cause, cause.exception, verdict))}"
                      + (f"  ({cause.exception.where})" if cause.exception.where else ""))
         if cause.exception.caused_by:
             lines.append(f"  caused by {_short(cause.exception.caused_by)}")
     elif verdict.evidence and verdict.evidence not in (cause.signal, cause.oom_killed):
-        words = "" if verdict.cause else "last words: "
-        lines.append(f"  {words}{_short(verdict.evidence)}")
+        label = "" if verdict.cause else "last output: "
+        lines.append(f"  {label}{_short(verdict.evidence)}")
     if verdict.evidence in (cause.signal, cause.exception and cause.exception.line):
-        lines += [f"  before that it said: {_short(before)}" for before in words_before_a_crash(cause)]
+        lines += [f"  printed before that: {_short(line)}" for line in words_before_a_crash(cause)]
     if cause.oom_killed:
         lines.append(f"  {cause.oom_killed}")
     if with_lines:
-        lines += [f"  | {line}" for line in telling(cause.tail)] or ["  (it printed nothing)"]
-    lines.append(f"  its log: {findings.run_dir.rank_log(cause.rank)}")
+        lines += [f"  | {line}" for line in telling(cause.tail)] or ["  (no output)"]
+    lines.append(f"  log: {findings.run_dir.rank_log(cause.rank)}")
     return lines
 
 
 def telling(lines: Sequence[str]) -> list[str]:
-    """Of lines that differ in their numbers only, such as those of a loss table, the last one is enough."""
-    told: list[str] = []
+    """Collapse runs of lines that differ only in numbers, such as a loss table, to their last line."""
+    shown: list[str] = []
     for _, run in itertools.groupby(lines, lambda line: _NUMBERS.sub("#", line)):
         alike = list(run)
         if len(alike) > _MOST_ALIKE:
-            told.append(f"… {len(alike) - 1} lines like this one:")
+            shown.append(f"… {len(alike) - 1} lines like this one:")
             alike = alike[-1:]
-        told += alike
-    return told
+        shown += alike
+    return shown
 
 
 def _others(findings: Findings) -> list[str]:
@@ -175,29 +179,29 @@ def _others(findings: Findings) -> list[str]:
 
 
 def _groups(findings: Findings) -> dict[str, list[int]]:
-    """The other records by what they tell."""
+    """Group the other failed ranks by description."""
     cause = findings.cause
     same = _signature(cause, findings.evidence.found[cause.rank]) if cause else None
-    groups = grouped((_signature(one, findings.evidence.found[one.rank]), one)
-                     for one in findings.evidence.failures if one is not cause)
-    of_records = [("the same" if signature == same else _told(alike[0], findings.evidence.found[alike[0].rank]),
-                   one.rank) for signature, alike in groups.items() for one in alike]
-    # In a large world ranks that others ended leave it to their nodes to say so.
+    groups = grouped((_signature(failure, findings.evidence.found[failure.rank]), failure)
+                     for failure in findings.evidence.failures if failure is not cause)
+    of_records = [("the same" if signature == same else _describe(alike[0], findings.evidence.found[alike[0].rank]),
+                   failure.rank) for signature, alike in groups.items() for failure in alike]
+    # In a large world, ranks that were ended by others write no records; only their nodes report them.
     recorded = {failure.rank for failure in findings.evidence.failures}
-    of_reports = [(f"exit code {report.ended}, as their nodes report", rank)
+    of_reports = [(f"exit code {report.ended}, reported by the node", rank)
                   for rank, report in findings.reports.items() if report.ended and rank not in recorded]
     return grouped([*of_reports, *of_records])
 
 
 def _signature(failure: Failure, finding: Finding) -> tuple[object, ...]:
-    """Equal for ranks that failed alike: numbers (of ranks, ports, bytes) may differ."""
+    """Return a key that is equal for ranks that failed alike; numbers (ranks, ports, bytes) are ignored."""
     if finding.kind in FOLLOWERS:
-        return (finding.kind, _told(failure, finding))
+        return (finding.kind, _describe(failure, finding))
     where = failure.exception.where if failure.exception else None
     return (finding.kind, failure.exit_code, _NUMBER.sub("#", finding.evidence), where)
 
 
-def _told(failure: Failure, finding: Finding) -> str:
+def _describe(failure: Failure, finding: Finding) -> str:
     if finding.kind is Kind.PEER_LOST:
         return f"{finding.kind.value} ({what_was_lost(finding.evidence)})"
     if finding.kind is Kind.TERMINATED:
@@ -210,25 +214,25 @@ def _told(failure: Failure, finding: Finding) -> str:
 
 
 def _absent(findings: Findings) -> list[str]:
-    """Ranks that left no record, by host, with what was last heard of them."""
-    if any(found.kind == log_kinds.ABORTED and found.text == findings.verdict.evidence
-           for found in findings.evidence.log_matches):
-        # MPI_Abort ends all ranks before they can leave a record: that none did says nothing.
+    """List ranks without a record by node, with their last reported phase and step."""
+    if any(match.kind == log_kinds.ABORTED and match.text == findings.verdict.evidence
+           for match in findings.evidence.log_matches):
+        # MPI_Abort kills all ranks before they can leave a record, so that missing records mean nothing.
         return []
     by_host = grouped((_host(findings, rank), rank) for rank in findings.evidence.absent)
-    return [f"no record: {rank_ranges(ranks)} on {host}, {_last_heard(findings, ranks[0])}"
+    return [f"no record: {rank_ranges(ranks)} on {host}, {_last_report(findings, ranks[0])}"
             for host, ranks in list(by_host.items())[:_OTHERS_SHOWN]]
 
 
-def _last_heard(findings: Findings, rank: int) -> str:
+def _last_report(findings: Findings, rank: int) -> str:
     report = findings.reports.get(rank)
     if report is None:
-        return "never heard of"
-    return f"last heard of in {_doing(report.phase, report.step)}" if report.phase else "without heartbeats"
+        return "never reported"
+    return f"last reported in {_doing(report.phase, report.step)}" if report.phase else "no heartbeats"
 
 
 def _behind(findings: Findings) -> list[str]:
-    """In a hang, the ranks that others waited for are those whose step is the lowest."""
+    """Describe the ranks at the lowest step of a hang: the others waited for these."""
     if findings.verdict.kind not in (Kind.COLLECTIVE_TIMEOUT, Kind.IDLE):
         return []
     steps = {rank: report.step for rank, report in findings.reports.items() if report.step is not None}
@@ -236,44 +240,46 @@ def _behind(findings: Findings) -> list[str]:
     slow = [rank for rank, step in steps.items() if step == low]
     if low == high:
         return []
-    return [f"behind the others: {rank_ranges(slow)} on {_host(findings, slow[0])}, in {_doing(None, low)}"
+    return [f"behind the others: {rank_ranges(slow)} on {_host(findings, slow[0])}, at step {low}"
             f" (others reached step {high})"]
 
 
-def _to_show(findings: Findings) -> list[log_patterns.LogMatch]:
-    """The scheduler's and the launcher's words; what they say of single ranks only where no record does."""
-    recorded = bool(findings.evidence.failures)
-    shown = [found for found in findings.evidence.log_matches
-             if not (recorded and found.kind == log_kinds.ENDED)
-             and found.kind != log_kinds.STEP_CANCELLED
-             and found.text != findings.verdict.evidence]
-    return shown[:_SAYINGS_SHOWN]
+def _messages_to_show(findings: Findings) -> list[log_patterns.LogMatch]:
+    """Return the scheduler's and launcher's messages; those about single ranks only if no rank left a record."""
+    has_records = bool(findings.evidence.failures)
+    shown = [match for match in findings.evidence.log_matches
+             if not (has_records and match.kind == log_kinds.ENDED)
+             and match.kind != log_kinds.STEP_CANCELLED
+             and match.text != findings.verdict.evidence]
+    return shown[:_MESSAGES_SHOWN]
 
 
 def _kind(verdict: Verdict) -> str:
     words = verdict.cause or ("" if verdict.kind in _PLAIN else verdict.kind.value)
-    told = ", ".join(part for part in (words, verdict.only) if part)
-    return f"{told}: " if told else ""
+    text = ", ".join(part for part in (words, verdict.only) if part)
+    return f"{text}: " if text else ""
 
 
-def _what(cause: Failure, verdict: Verdict) -> str:
+def _summary(cause: Failure, verdict: Verdict) -> str:
     if cause.exception is not None and verdict.kind is not Kind.OOM_KILLED:
-        return f"{_short(_own_words(cause, cause.exception, verdict))} ({cause.how})"
+        return f"{_short(_error_line(cause, cause.exception, verdict))} ({cause.how})"
     return f"{_short(verdict.evidence)} ({cause.how})" if verdict.cause and verdict.evidence else cause.how
 
 
-def _own_words(cause: Failure, raised: Raised, verdict: Verdict) -> str:
-    """What the rank raised; of a crash, which Python's fault handler only reports, what it said before, if that
-    told the cause."""
-    is_said_before = has_crashed(cause) and verdict.evidence not in ("", cause.signal)
-    return verdict.evidence if is_said_before else raised.line
+def _error_line(cause: Failure, raised: Raised, verdict: Verdict) -> str:
+    """Return the exception's line; for a crash, the earlier output if that showed the cause.
+
+    faulthandler only reports where a crash happened.
+    """
+    is_from_output = has_crashed(cause) and verdict.evidence not in ("", cause.signal)
+    return verdict.evidence if is_from_output else raised.line
 
 
 def _doing(phase: str | None, step: int | None) -> str:
     parts = [phase] if phase else []
     if step is not None:
         parts.append(f"step {step}")
-    return " of ".join(parts) if parts else "an unnamed phase"
+    return ", ".join(parts) if parts else "an unnamed phase"
 
 
 def _host(findings: Findings, rank: int) -> str:

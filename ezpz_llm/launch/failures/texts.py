@@ -1,5 +1,7 @@
-"""Texts that ranks print when they fail, as data: what each means, and what helps. `texts.toml` has those that are
-shipped; a site names files of its own in EZPZ_LLM_FAILURE_TEXTS."""
+"""Known failure texts: patterns of what ranks print when they fail, with the cause and advice for each.
+
+`texts.toml` holds those of the package; EZPZ_LLM_FAILURE_TEXTS names files of the site.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,22 @@ from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE
 _KINDS = {kind.name.lower(): kind for kind in (
     Kind.DEVICE_MEMORY, Kind.HOST_MEMORY, Kind.MISSING_MODULE, Kind.DISK_FULL, Kind.DEVICE_BROKEN, Kind.PORT_TAKEN,
     Kind.NOT_FOUND, Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST)}
-_FROM_THE_RUN = ("run_dir", "hosts", "leave_out", "path", "elsewhere")
-"""What an advice may name besides the groups of its patterns; failures/advice.py fills them in."""
+_RUN_PLACEHOLDERS = ("run_dir", "hosts", "leave_out", "path", "elsewhere")
+"""Placeholders allowed in an advice besides the groups of its patterns; failures/advice.py fills them in."""
 _KEYS = {"kind": str, "cause": str, "patterns": list, "advice": str, "source": str, "examples": list}
 _REQUIRED = ("cause", "patterns", "source", "examples")
-_NAMED = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
 class FailureText:
-    """One failure that is known by its words.
+    """Known failure, recognized by its output.
 
-    `kind` is None where the end of the rank itself (an exception, a signal, a code) is the kind. `advice` may hold
-    {NAME}: a group of a pattern, or {run_dir}, {hosts}, {leave_out}, {path}, {elsewhere}. Each of `examples` is a
-    line as ranks print it; `source` is a link to who tells of it.
+    Attributes:
+        kind: None if the rank's exit (exception, signal or code) determines the kind.
+        advice: may hold {NAME}: a group of a pattern, or {run_dir}, {hosts}, {leave_out}, {path}, {elsewhere}.
+        source: a link to a page or issue that documents the failure.
+        examples: lines as ranks print them.
     """
 
     name: str
@@ -44,18 +48,18 @@ class FailureText:
     examples: tuple[str, ...]
 
     def found_in(self, line: str) -> re.Match[str] | None:
-        """Where the line has one of the patterns."""
+        """Return the first match of the patterns in a line."""
         return next((match for pattern in self.patterns if (match := pattern.search(line))), None)
 
 
 @functools.cache
 def shipped_texts() -> tuple[FailureText, ...]:
-    """The texts of the package."""
+    """Return the texts of the package."""
     return read_texts(Path(__file__).with_name("texts.toml"), limit_s=None)
 
 
 def site_texts(*environments: Mapping[str, str]) -> tuple[FailureText, ...]:
-    """The texts of the files that the first of `environments` names which names any.
+    """Return the texts of the files in `named_files`.
 
     Raises:
         UserError: as `read_texts`.
@@ -64,32 +68,31 @@ def site_texts(*environments: Mapping[str, str]) -> tuple[FailureText, ...]:
 
 
 def named_files(*environments: Mapping[str, str]) -> list[Path]:
-    """The files of a site's texts that the first of `environments` names which names any."""
-    named = next((env[FAILURE_TEXTS_VARIABLE] for env in environments if env.get(FAILURE_TEXTS_VARIABLE)), "")
-    return [user_path(path) for path in named.split(os.pathsep) if path]
+    """Return the site's files, from the first of `environments` that sets EZPZ_LLM_FAILURE_TEXTS."""
+    paths = next((env[FAILURE_TEXTS_VARIABLE] for env in environments if env.get(FAILURE_TEXTS_VARIABLE)), "")
+    return [user_path(path) for path in paths.split(os.pathsep) if path]
 
 
 _SENTENCE_LINES = 3
 
 _ASIDE = re.compile(r"^.{0,60}?(?:^|[\s\[|(])(?:WARNING|INFO|DEBUG)(?=[\s\]|):-]|$)|^\S+:\d+: \w*Warning: ")
-"""A line of Python's logging or warnings that is no error. Libraries of networks (NCCL WARN) warn of their end."""
+"""Lines of Python's logging or warnings below ERROR. "NCCL WARN" is not among them: it precedes failures."""
 
 
 def without_asides(lines: Iterable[str]) -> list[str]:
-    """Lines that a program printed, without those that it marks as less than an error: it went on after them."""
+    """Drop lines marked as less severe than an error: the program continued after them."""
     return [line for line in lines if not _ASIDE.match(line)]
 
 
 def find_text(texts: Iterable[FailureText], lines: Sequence[str]) -> tuple[FailureText, str, re.Match[str]] | None:
-    """The first of the texts that any of the lines has, with the line and the match."""
+    """Return the first text that matches any of the lines, with the line and the match."""
     return next(((text, line.strip(), match) for text in texts for line in lines
                  if (match := text.found_in(line))), None)
 
 
 def whole_sentence(line: str, lines: Sequence[str]) -> str:
-    """The line, with those before and after it that belong to its sentence: Open MPI's messages break after
-    commas."""
-    stripped = [one.strip() for one in lines]
+    """Join a line with its neighbors in the same sentence: Open MPI breaks its messages after commas."""
+    stripped = [text.strip() for text in lines]
     if line not in stripped:
         return line
     first = last = stripped.index(line)
@@ -101,77 +104,79 @@ def whole_sentence(line: str, lines: Sequence[str]) -> str:
 
 
 def left_out(texts: Iterable[FailureText]) -> list[str]:
-    """What is to be said of patterns that took too long to be searched to the end."""
-    return [f"  the pattern {shown(pattern.text)} of [{text.name}] ({FAILURE_TEXTS_VARIABLE}) was left out: it took"
-            f" more than {MOST_S:g} s" for text in texts for pattern in text.patterns if pattern.is_over]
+    """Return notes about patterns that exceeded their time limit."""
+    return [f"  pattern {shown(pattern.text)} of [{text.name}] ({FAILURE_TEXTS_VARIABLE}) was skipped: it took more"
+            f" than {MOST_S:g} s" for text in texts for pattern in text.patterns if pattern.is_over]
 
 
 def read_texts(path: Path, limit_s: float | None = MOST_S) -> tuple[FailureText, ...]:
-    """The texts of a file.
+    """Read the texts of a file.
 
     Args:
-        limit_s: processor time that each pattern may take; None for patterns that are known to be fast.
+        limit_s: CPU time limit of each pattern; None for patterns that are known to be fast.
 
     Raises:
-        UserError: it cannot be read, is no TOML, or a table in it is no text: with the file, the table, the key and
-            what is accepted; also where a text does not fit its own examples, or takes too long to.
+        UserError: unreadable file, invalid TOML, or an invalid table; also if the patterns of a text do not match
+            its examples, or take too long to.
     """
     try:
         content = parse_toml(read_text(path), str(path))
     except UserError as error:
-        raise UserError(f"cannot read a file of failure texts: {error.found}",
+        raise UserError(f"cannot read failure texts: {error.found}",
                         where=f"{path} ({FAILURE_TEXTS_VARIABLE})",
-                        instead="a TOML file, one table for each failure: docs/reference/failures.md") from error
+                        instead="use a TOML file, one table per failure (docs/reference/failures.md)") from error
     return tuple(_text(name, table, path, limit_s) for name, table in content.items())
 
 
 def _text(name: str, table: Any, path: Path, limit_s: float | None) -> FailureText:
-    def refused(found: str, instead: str) -> UserError:
-        return UserError(found, where=f"{path}, [{name}]", instead=instead)
+    def invalid(problem: str, instead: str) -> UserError:
+        return UserError(problem, where=f"{path}, [{name}]", instead=instead)
 
     if not isinstance(table, dict):
-        raise refused(f"{name} stands outside any table", f"[{name}] with cause, patterns, source and examples")
+        raise invalid(f"{name} is outside any table",
+                      f"add a table [{name}] with cause, patterns, source and examples")
     for key, value in table.items():
         if key not in _KEYS:
             near = nearest(key, _KEYS)
-            raise refused(f"unknown key {key}",
+            raise invalid(f"unknown key {key}",
                           f"did you mean {near[0]}?" if near else f"known: {', '.join(_KEYS)}")
         if not isinstance(value, _KEYS[key]) or not value or (
-                _KEYS[key] is list and not all(isinstance(one, str) and one for one in value)):
-            raise refused(f"{key} is {value!r}", "a text" if _KEYS[key] is str else "a list of texts")
+                _KEYS[key] is list and not all(isinstance(item, str) and item for item in value)):
+            raise invalid(f"{key} is {value!r}",
+                          "use a string" if _KEYS[key] is str else "use a list of strings")
     if missing := [key for key in _REQUIRED if key not in table]:
-        raise refused(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-                      "every failure says its cause, its patterns, a source (a link) and an example of each")
+        raise invalid(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+                      "each table requires a cause, patterns, a source (a link) and an example for each pattern")
     if table.get("kind", "peer_lost") not in _KINDS:
-        raise refused(f"kind is {table['kind']!r}", f"leave it out, or one of {', '.join(_KINDS)}")
+        raise invalid(f"kind is {table['kind']!r}", f"omit it, or use one of {', '.join(_KINDS)}")
     patterns = []
     for pattern in table["patterns"]:
         try:
             patterns.append(TimedPattern(pattern, limit_s))
         except (re.error, OverflowError, RecursionError) as error:
-            raise refused(f"the pattern {shown(pattern)} is no regular expression: {error}",
-                          "one of Python's, in single quotes") from error
+            raise invalid(f"pattern {shown(pattern)} is not a valid regular expression: {error}",
+                          "use Python syntax, in single quotes") from error
         except TimeoutError as error:
-            raise refused(f"the pattern {shown(pattern)} {error}", "a shorter one") from error
+            raise invalid(f"pattern {shown(pattern)} {error}", "use a shorter pattern") from error
     advice = table.get("advice", "")
     groups = {group for pattern in patterns for group in pattern.groups}
-    if unknown := [word for word in _NAMED.findall(advice) if word not in {*groups, *_FROM_THE_RUN}]:
-        raise refused(f"advice names {{{unknown[0]}}}",
-                      f"a group of a pattern, (?P<{unknown[0]}>…), or one of {', '.join(_FROM_THE_RUN)}")
+    if unknown := [name for name in _PLACEHOLDER.findall(advice) if name not in {*groups, *_RUN_PLACEHOLDERS}]:
+        raise invalid(f"advice has an unknown placeholder {{{unknown[0]}}}",
+                      f"add a group (?P<{unknown[0]}>…) to a pattern, or use one of {', '.join(_RUN_PLACEHOLDERS)}")
     text = FailureText(name, _KINDS.get(table.get("kind", "")), table["cause"], tuple(patterns), advice,
                        table["source"], tuple(table["examples"]))
     for pattern in patterns:
         has_example = any(pattern.search(example) for example in text.examples)
         if pattern.is_over:
-            raise refused(f"the pattern {shown(pattern.text)} takes more than {MOST_S:g} s to be searched in the "
-                          "examples", "one without a repetition inside another, such as (a+)+")
+            raise invalid(f"pattern {shown(pattern.text)} takes more than {MOST_S:g} s on the examples",
+                          "avoid a repetition inside another, such as (a+)+")
         if not has_example:
-            raise refused(f"no example has the pattern {pattern.text!r}", "a line in examples for each pattern")
-    if stray := [example for example in text.examples if text.found_in(example) is None]:
-        raise refused(f"no pattern fits the example {stray[0]!r}", "examples that the patterns find")
+            raise invalid(f"no example matches the pattern {pattern.text!r}", "add an example for each pattern")
+    if unmatched := [example for example in text.examples if text.found_in(example) is None]:
+        raise invalid(f"no pattern matches the example {unmatched[0]!r}", "use examples that the patterns match")
     return text
 
 
 def filled_in(advice: str, values: Mapping[str, str | None]) -> str:
-    """An advice with the values of those {NAME}s in it that are known; the others stay."""
-    return _NAMED.sub(lambda match: values.get(match[1]) or match[0], advice)
+    """Replace the {NAME}s of an advice that have a value; keep the others."""
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1]) or match[0], advice)

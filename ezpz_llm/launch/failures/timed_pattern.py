@@ -1,5 +1,7 @@
-"""A regular expression with a limit of processor time: one such as (a+)+$ tries ever more ways, and would be at a
-line of 50 characters for years."""
+"""Regular expressions with a limit on CPU time.
+
+Backtracking in a pattern such as (a+)+$ takes years on a line of 50 characters.
+"""
 
 from __future__ import annotations
 
@@ -13,65 +15,68 @@ from typing import TypeVar
 from ezpz_llm.launch.failures.log_text import LONGEST_LINE
 
 MOST_S = 1.0
-"""Of processor time, for all lines that a pattern is searched in together."""
+"""CPU time of a pattern, for all lines together."""
 _COUNTED_S = 0.01
-"""A search below this counts as nothing, so that a fast pattern is searched in the words of any number of ranks: on
-a busy machine the clock itself is 4 ms wrong at times."""
+"""Shorter searches are not charged, so that a fast pattern can be used on the output of any number of ranks.
+
+On a busy machine the CPU clock can be off by 4 ms.
+"""
 _REPEAT_S = 0.05
-"""Processor time between interrupts once the limit is over."""
+"""CPU time between interrupts after the limit."""
 
 
 _Result = TypeVar("_Result")
 
 
 class _TooSlow(Exception):
-    """The time is over."""
+    """The time limit was exceeded."""
 
 
 class TimedPattern:
-    """A pattern that is not searched any more once it took its time. Of use in the main thread only, as it is a
-    signal that interrupts the search.
+    """Regular expression that matches nothing once its time is used up.
+
+    Works in the main thread only, because a signal interrupts the search.
 
     Args:
-        limit_s: None for a pattern of our own, which is known to be fast: a limit costs 10 µs for each search.
+        limit_s: None for our own patterns, which are known to be fast; a limit costs 10 µs per search.
 
     Raises:
-        re.error, OverflowError, RecursionError: it is no regular expression.
-        TimeoutError: the time was over before it was read.
+        re.error, OverflowError, RecursionError: invalid regular expression.
+        TimeoutError: compiling it took longer than the limit.
     """
 
     def __init__(self, text: str, limit_s: float | None = MOST_S) -> None:
         self.text = text
         self._left_s = limit_s
         self._is_timed = False
-        # A large class of characters in any case, and a thousand of them, take minutes.
+        # Compiling a thousand large character classes with IGNORECASE takes minutes.
         compiled = self._timed(lambda: re.compile(text))
         if compiled is None:
-            raise TimeoutError(f"takes more than {limit_s:g} s to be read")
+            raise TimeoutError(f"takes more than {limit_s:g} s to compile")
         self._compiled = compiled
 
     @property
     def groups(self) -> frozenset[str]:
-        """The names of its groups."""
+        """Names of the pattern's groups."""
         return frozenset(self._compiled.groupindex)
 
     @property
     def is_over(self) -> bool:
-        """Has it taken its time?"""
+        """True if the time is used up."""
         return self._left_s is not None and self._left_s <= 0
 
     def search(self, line: str) -> re.Match[str] | None:
-        """Where the line has it, in its first 2000 characters; None where the time is over."""
+        """Search the first 2000 characters of a line; None if there is no match or the time is used up."""
         if self.is_over:
             return None
         return self._timed(lambda: self._compiled.search(line[:LONGEST_LINE]))
 
     def _timed(self, work: Callable[[], _Result]) -> _Result | None:
-        """What `work` gives, None if the time was over before."""
+        """Return the result of `work`, or None if it exceeded the remaining time."""
         if self._left_s is None:
             return work()
         began = time.process_time()
-        before = signal.signal(signal.SIGVTALRM, self._interrupt)
+        previous = signal.signal(signal.SIGVTALRM, self._interrupt)
         try:
             self._is_timed = True
             # Repeated, because an exception raised inside a callback of the garbage collector is lost.
@@ -84,11 +89,11 @@ class TimedPattern:
         finally:
             self._is_timed = False
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+            signal.signal(signal.SIGVTALRM, previous)
             spent = time.process_time() - began
             self._left_s -= spent if spent > _COUNTED_S else 0
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        # One that comes late must not end what follows on the work.
+        # A late interrupt must not break the code after the search.
         if self._is_timed:
             raise _TooSlow

@@ -1,5 +1,8 @@
-"""Last exception of a program, read from the end of its output: Python's traceback (chained, grouped, or of a file
-that does not parse), C++'s last words, faulthandler's report."""
+"""Parser for the last exception in a program's output.
+
+Reads Python tracebacks (chained, exception groups, syntax errors), C++'s "terminate called" and faulthandler's
+reports.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from ezpz_llm.launch.failures.log_text import cut_line
 from ezpz_llm.launch.failures.texts import find_text, shipped_texts, without_asides
 
 NEAR_THE_END = 200
-"""An uncaught exception is followed by no more lines than this (destructors and threads complain after it)."""
+"""Most lines after an uncaught exception, such as messages of destructors and threads."""
 NEAR_THE_END_IF_CAUGHT = 10
-"""Python ends with code 1 after an uncaught exception: one before any other code was printed by the program."""
+"""The same if the exit code is not 1, Python's own after an uncaught exception."""
 
 _MESSAGE_LINES = 8
 _HEADER = "Traceback (most recent call last):"
@@ -32,12 +35,12 @@ _CPP = re.compile(r"terminate called after throwing an instance of '(?P<type>[^'
                   r"|libc\+\+abi: terminating due to uncaught exception of type (?P<apple>[^:]+)(?:: (?P<what>.*))?"
                   r"|(?P<bare>terminate called (?:without an active exception|recursively))")
 _FATAL = re.compile(r"^(?P<type>Fatal Python error): (?P<message>.*)$")
-_BY_SIGNAL = ("Segmentation fault", "Bus error", "Floating point exception", "Illegal instruction", "Aborted")
-"""What faulthandler calls the signals whose handler it is: where the program was, never why."""
-_LOST_A_CHILD = ("EOFError", "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError")
-"""What a process raises whose child has ended: the child's own error is the cause."""
-_OF_ABORT = re.compile(
-    # assert(), glog and LLVM, MPI, torch; of others the known texts of failures tell.
+_SIGNAL_NAMES = ("Segmentation fault", "Bus error", "Floating point exception", "Illegal instruction", "Aborted")
+"""faulthandler's names of signals; its report shows where the program was, not why."""
+_CHILD_LOST = ("EOFError", "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError")
+"""Exceptions in a process whose child has ended; the child's own error is the cause."""
+_ABORT_REASON = re.compile(
+    # assert(), glog, LLVM, MPI and torch; the known failure texts cover other libraries.
     r"Assertion [`'\"].* failed|Check failed: |LLVM ERROR: |Abort\(\d+\) on node|CUDA error: |NCCL error")
 _NEAR_AN_ABORT = 20
 _CPP_FRAME = re.compile(r"^\s*frame #(\d{1,9}): ")
@@ -47,50 +50,53 @@ _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]pyt
 
 
 @dataclass(frozen=True)
-class _Found:
-    """One report in the text, on the lines [start, end)."""
+class _Report:
+    """Report of an exception, on the lines [start, end)."""
 
     start: int
     end: int
     raised: Raised
     is_aside: bool = False
     is_last: bool = False
-    """Nothing but its own stack follows it, which may be long: C++ ends the program there."""
+    """True if C++ ended the program here, so that only its own, possibly long, stack follows."""
     is_of_child: bool = False
-    """A process that multiprocessing started has printed it."""
+    """True if a child process of multiprocessing printed it."""
 
 
 def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
-    """The exception that the last lines of a program's output tell of, None where they tell of none.
+    """Return the exception that ended a program, from the last lines of its output; None if there is none.
 
-    One that more than `within` lines follow is not taken to have ended the program. What a thread raised counts
-    only where nothing else is there, what a destructor raised never does.
+    An exception followed by more than `within` lines did not end the program. Exceptions in threads are used only
+    if there is no other, exceptions in destructors never.
     """
     lines = [_RANK_PREFIX.sub("", cut_line(line).rpartition("\r")[2]) for line in text.rstrip().split("\n")]
-    found = list(_all(lines))
-    fault = next((one for one in reversed(found) if one.raised.message in _BY_SIGNAL), None)
-    # The stacks of all threads follow a signal's report, and often there are hundreds of lines of them.
-    if fault is None or fault.start < max((one.start for one in found if not one.is_aside), default=0):
-        return _last(found, len(lines) - within)
+    reports = list(_all(lines))
+    fault = next((report for report in reversed(reports) if report.raised.message in _SIGNAL_NAMES), None)
+    # The stacks of all threads follow a signal's report, often hundreds of lines.
+    last = max((report.start for report in reports if not report.is_aside), default=0)
+    if fault is None or fault.start < last:
+        return _last(reports, len(lines) - within)
     if fault.raised.message != "Aborted":
         return fault.raised
-    said = _last([one for one in found if one.start < fault.start], fault.start - within)
-    if said is None:
-        said = Raised("", _before_an_abort(lines[max(0, fault.start - max(within, _NEAR_AN_ABORT)):fault.start]))
-    return replace(said, where=said.where or fault.raised.where)
+    raised = _last([report for report in reports if report.start < fault.start], fault.start - within)
+    if raised is None:
+        raised = Raised("", _abort_reason(lines[max(0, fault.start - max(within, _NEAR_AN_ABORT)):fault.start]))
+    return replace(raised, where=raised.where or fault.raised.where)
 
 
-def _before_an_abort(lines: Sequence[str]) -> str:
-    """The last line that says why abort() is called."""
+def _abort_reason(lines: Sequence[str]) -> str:
+    """Return the last line that explains why abort() was called."""
     for number, line in enumerate(reversed(without_asides(lines))):
-        if _OF_ABORT.search(line) or (number < _NEAR_AN_ABORT and find_text(shipped_texts(), [line])):
+        if _ABORT_REASON.search(line) or (number < _NEAR_AN_ABORT and find_text(shipped_texts(), [line])):
             return line.strip()
     return "abort() was called"
 
 
 def last_words(text: str, most: int) -> list[str]:
-    """The last lines of a program's output; of C++'s stack only the head, and of the stacks that faulthandler adds
-    only that of the thread which the signal met."""
+    """Return the last lines of a program's output, with shortened stacks.
+
+    C++ stacks keep their first three frames, faulthandler's report only the thread that received the signal.
+    """
     lines = [line for line in text.splitlines()
              if not (frame := _CPP_FRAME.match(line)) or int(frame[1]) < _CPP_FRAMES]
     start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), None)
@@ -104,25 +110,25 @@ def last_words(text: str, most: int) -> list[str]:
 
 
 def before_the_report(lines: Sequence[str]) -> Sequence[str]:
-    """The lines before faulthandler's last report; all of them where there is none."""
+    """Return the lines before faulthandler's last report, or all lines if there is none."""
     start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), len(lines))
     return lines[:start]
 
 
-def _last(found: Sequence[_Found], after: int) -> Raised | None:
-    """Of the reports that do not end before the line `after`, the one that begins last."""
-    near = [one for one in found if one.end >= after or one.is_last]
-    own = [one for one in near if not one.is_aside]
+def _last(reports: Sequence[_Report], after: int) -> Raised | None:
+    """Return the exception of the last report that does not end before the line `after`."""
+    near = [report for report in reports if report.end >= after or report.is_last]
+    main = [report for report in near if not report.is_aside]
     if not near:
         return None
-    last = max(own or near, key=lambda one: one.start)
-    children = [one.raised for one in found if one.is_of_child and one.end <= last.start]
-    if children and last.raised.type in _LOST_A_CHILD and not last.raised.caused_by:
+    last = max(main or near, key=lambda report: report.start)
+    children = [report.raised for report in reports if report.is_of_child and report.end <= last.start]
+    if children and last.raised.type in _CHILD_LOST and not last.raised.caused_by:
         return replace(last.raised, caused_by=children[-1].caused_by or children[-1].line)
     return last.raised
 
 
-def _all(lines: Sequence[str]) -> Iterator[_Found]:
+def _all(lines: Sequence[str]) -> Iterator[_Report]:
     yield from _tracebacks(lines)
     for number, line in enumerate(lines):
         if _GROUP_HEADER in line:
@@ -135,48 +141,48 @@ def _all(lines: Sequence[str]) -> Iterator[_Found]:
             yield _cpp(lines, number, cpp)
 
 
-def _tracebacks(lines: Sequence[str]) -> Iterator[_Found]:
-    before: _Found | None = None
+def _tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
+    previous: _Report | None = None
     for number, line in enumerate(lines):
         if _HEADER not in line or "Exception Group" in line or line.lstrip().startswith("|"):
             continue
-        found = _traceback(lines, number)
-        if found is None:
+        report = _traceback(lines, number)
+        if report is None:
             continue
         lead = [text for text in lines[max(0, number - 3):number] if text.strip()]
-        if before is not None and lead and lead[-1].strip() in _CHAINED:
-            first = before.raised.caused_by or before.raised.line
-            found = replace(found, raised=replace(found.raised, caused_by=first), is_aside=before.is_aside)
+        if previous is not None and lead and lead[-1].strip() in _CHAINED:
+            first = previous.raised.caused_by or previous.raised.line
+            report = replace(report, raised=replace(report.raised, caused_by=first), is_aside=previous.is_aside)
         elif lead and lead[-1].startswith("Exception ignored in"):
             continue
         elif lead and lead[-1].startswith(("Exception in thread", "Process ")):
-            found = replace(found, is_aside=True, is_of_child=lead[-1].startswith("Process "))
-        yield found
-        before = found
+            report = replace(report, is_aside=True, is_of_child=lead[-1].startswith("Process "))
+        yield report
+        previous = report
 
 
-def _traceback(lines: Sequence[str], start: int) -> _Found | None:
+def _traceback(lines: Sequence[str], start: int) -> _Report | None:
     end = start + 1
     while end < len(lines) and (lines[end].startswith("  ") or not lines[end] or _is_wrapped(lines, end)):
         if lines[end].strip() == _HEADER:
-            # The next one begins where this one should name its exception.
+            # The next traceback begins where this one should name its exception.
             return None
         end += 1
     if end == len(lines):
         return None
     frames = _frames(lines[start + 1:end])
     name, message, after = _exception(lines, end)
-    return _Found(start, after, Raised(name, message, _own(frames[::-1])))
+    return _Report(start, after, Raised(name, message, _user_frame(frames[::-1])))
 
 
 def _is_wrapped(lines: Sequence[str], number: int) -> bool:
-    """Is this the rest of a frame's line, which a terminal or rich broke at its width? More frames follow it."""
+    """Return True for the rest of a frame's line that was wrapped by a terminal or rich; more frames follow."""
     return (number + 1 < len(lines) and lines[number + 1].startswith("  ") and ":" not in lines[number]
             and _EXCEPTION.match(lines[number]) is not None and _RAISED_ALONE.search(lines[number]) is None)
 
 
 def _exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
-    """Type, message and the line after it, from the line that names the exception."""
+    """Return type, message and the number of the line after them, from the line that names the exception."""
     match = _EXCEPTION.match(lines[start])
     name, first = (match["type"], match["message"] or "") if match else ("", lines[start])
     message, end = [first] if first else [], start + 1
@@ -191,11 +197,11 @@ def _exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
     return name, "\n".join(message), end
 
 
-def _group(lines: Sequence[str], start: int) -> Iterator[_Found]:
-    """An ExceptionGroup: its own line and the first line of each exception in it."""
+def _group(lines: Sequence[str], start: int) -> Iterator[_Report]:
+    """Parse an ExceptionGroup: its own line and the first line of each exception in it."""
     body = []
     for line in lines[start + 1:]:
-        # A group within the group is read by itself.
+        # Nested groups are parsed separately.
         if not _IN_GROUP.match(line) or _GROUP_HEADER in line:
             break
         body.append(_IN_GROUP.sub("", line))
@@ -206,49 +212,49 @@ def _group(lines: Sequence[str], start: int) -> Iterator[_Found]:
     frames = _frames(body)
     parts = [line for line in body[top + 1:] if re.match(r"^[A-Za-z_][\w.]*: ", line)]
     message = (head["message"] or "") + "".join(f"\n{part}" for part in parts[:_MESSAGE_LINES])
-    yield _Found(start, start + 1 + len(body), Raised(head["type"], message, _own(frames[::-1])))
+    yield _Report(start, start + 1 + len(body), Raised(head["type"], message, _user_frame(frames[::-1])))
 
 
-def _parse_error(lines: Sequence[str], number: int) -> Iterator[_Found]:
-    """The report of a script that does not parse has no header: a file, its line, a caret, the error."""
+def _parse_error(lines: Sequence[str], number: int) -> Iterator[_Report]:
+    """Parse a syntax error, whose report has no header: a file, its line, a caret, the error."""
     for back in range(number - 1, max(-1, number - 5), -1):
         if match := _FRAME.match(lines[back]):
             name, message, end = _exception(lines, number)
-            yield _Found(back, end, Raised(name, message, f"{match['file']}:{match['line']}"))
+            yield _Report(back, end, Raised(name, message, f"{match['file']}:{match['line']}"))
             return
 
 
-def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
-    """faulthandler's report; its frames are innermost first."""
-    own = itertools.takewhile(lambda number: not lines[number].startswith("Fatal Python error"),
-                              range(start + 1, len(lines)))
-    end = next((number for number in own if lines[number].startswith("Current thread")), start)
+def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
+    """Parse a faulthandler report, whose frames are innermost first."""
+    report = itertools.takewhile(lambda number: not lines[number].startswith("Fatal Python error"),
+                                 range(start + 1, len(lines)))
+    end = next((number for number in report if lines[number].startswith("Current thread")), start)
     frames = []
     for line in lines[end + 1:]:
         if not _FRAME.match(line):
             break
         frames += _frames([line])
-    return _Found(start, end + 1 + len(frames), Raised(match["type"], match["message"], _own(frames)))
+    return _Report(start, end + 1 + len(frames), Raised(match["type"], match["message"], _user_frame(frames)))
 
 
-def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
+def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
     if match["bare"]:
-        return _Found(start, start + 1, Raised("std::terminate", match["bare"]), is_last=True)
+        return _Report(start, start + 1, Raised("std::terminate", match["bare"]), is_last=True)
     if match["apple"]:
-        return _Found(start, start + 1, Raised(match["apple"], match["what"] or ""), is_last=True)
+        return _Report(start, start + 1, Raised(match["apple"], match["what"] or ""), is_last=True)
     what = lines[start + 1] if start + 1 < len(lines) else ""
     if not what.lstrip().startswith("what():"):
-        return _Found(start, start + 1, Raised(match["type"], ""), is_last=True)
+        return _Report(start, start + 1, Raised(match["type"], ""), is_last=True)
     message = what.partition("what():")[2].strip()
-    return _Found(start, start + 2, Raised(match["type"], message), is_last=True)
+    return _Report(start, start + 2, Raised(match["type"], message), is_last=True)
 
 
 def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
     return [match for line in lines if (match := _FRAME.match(line))]
 
 
-def _own(innermost_first: Sequence[re.Match[str]]) -> str | None:
-    """The innermost frame of code that is neither installed nor Python's; else the innermost."""
-    own = [frame for frame in innermost_first if not _LIBRARY.search(frame["file"])]
+def _user_frame(innermost_first: Sequence[re.Match[str]]) -> str | None:
+    """Return the innermost frame outside installed packages and the standard library, else the innermost."""
+    user = [frame for frame in innermost_first if not _LIBRARY.search(frame["file"])]
     return next((f"{frame['file']}:{frame['line']}" + (f" in {frame['function']}" if frame["function"] else "")
-                 for frame in (*own, *innermost_first)), None)
+                 for frame in (*user, *innermost_first)), None)

@@ -1,1 +1,1 @@
-"""One node of a run: its folder in memory, the agent that gathers and obeys there, its reports, orders to it."""
+"""Node-level parts of a run: the folder in memory, the agent, its reports, and orders to it."""

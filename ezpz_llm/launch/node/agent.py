@@ -1,6 +1,6 @@
-"""The agent of one node: gathers its ranks' signs of life into one file, obeys orders, and clears up at the end.
+"""Agent of one node: reports its ranks' signs of life in one file, executes orders, and cleans up at the end.
 
-Forked from the shim of local rank 0, it outlives that rank as long as others of the node run, and then goes.
+The agent is forked from the shim of local rank 0 and runs until all ranks of the node have ended.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir import RunDir, write_atomic
 
 _TICK_S = 1.0
-"""How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""
+"""Interval of checks that the shims are alive, which are local to the node."""
 _LATE_S = 3600.0
-"""How long it waits for ranks of the node that have not come while none runs: launch has long decided by then."""
+"""Wait for missing ranks of the node while no rank runs; launch has ended the run long before."""
 _NICE = 10
-"""Ranks come first, and a tenth of a core is far more than it needs (about a hundredth)."""
+"""Niceness: ranks have priority. The agent needs about a hundredth of a core."""
 _LINGER_S = 2.0
-"""How long launcher processes on the node may take to go after their ranks, in a run that is ended."""
+"""Time for launcher processes on the node to exit after their ranks, in a run that is being ended."""
 
 
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
-    """Fork the node's agent from the shim of local rank 0, after `folder.enter`; its process number.
+    """Fork the node's agent from the shim of local rank 0, after `folder.enter`, and return its process id.
 
-    If the node has one already (as where no launcher says which rank is the node's first), that one is given."""
+    Returns the id of the existing agent if the node has one, as under launchers that do not tell local ranks.
+    """
     try:
         handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
@@ -71,22 +72,22 @@ def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFol
     try:
         detach(keep=())
         os.chdir("/")
-        _keep_out_of_the_way()
-        with open_private(folder.path) as own:
-            _Node(info, run_dir, run_id, own).run()
+        _lower_priority()
+        with open_private(folder.path) as reopened:
+            _Node(info, run_dir, run_id, reopened).run()
     finally:
         os._exit(0)
 
 
-def _keep_out_of_the_way() -> None:
-    """The agent was bound to the cores of local rank 0, which should not be the one that pays for it."""
+def _lower_priority() -> None:
+    """Release the agent from the cores of local rank 0, so that it does not slow down that rank."""
     os.nice(_NICE)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 class _Node:
-    """One node of the run, seen by its agent."""
+    """State of the agent."""
 
     def __init__(self, info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> None:
         self.info = info
@@ -109,65 +110,68 @@ class _Node:
         self.idle_since: float | None = None
 
     def run(self) -> None:
-        """Stay until the node's ranks have ended."""
+        """Run until the node's ranks have ended."""
         try:
             self._guarded(lambda: remove_stale(self.run_id))
-            self._stay()
+            self._poll()
             self._finish()
         except Exception:
             self.error = traceback.format_exc()
             self._write(RUNNING)
 
-    def _guarded(self, look: Callable[[], None]) -> None:
-        """What is looked at lies where programs can write, too: what makes no sense there costs this look, is told,
-        and keeps nobody from clearing the node."""
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run one action of the agent; on an error, report it and continue.
+
+        User programs can write to the files that the agent reads, and damaged files must not prevent the cleanup.
+        """
         try:
-            look()
+            action()
         except Exception:
             self.error = traceback.format_exc()
             self._write(STOPPING if self.stop else RUNNING, self.ranks)
 
-    def _stay(self) -> None:
+    def _poll(self) -> None:
         wake = files.open_wake(self.folder)
-        gather_at = obey_at = time.monotonic()
+        gather_at = orders_at = time.monotonic()
         while True:
             now = time.monotonic()
             if now >= gather_at:
                 gather_at = now + self.interval_s
                 self._guarded(partial(self._gather, now))
-            if now >= obey_at:
-                obey_at = now + self.control_interval_s
-                self._guarded(partial(self._obey, now))
+            if now >= orders_at:
+                orders_at = now + self.control_interval_s
+                self._guarded(partial(self._execute_orders, now))
             if self._is_over(now):
                 return
-            limit = max(0.0, min(_TICK_S, gather_at - now, obey_at - now, self.kill_at - now))
+            limit = max(0.0, min(_TICK_S, gather_at - now, orders_at - now, self.kill_at - now))
             if select.select([wake], [], [], limit)[0]:
                 os.read(wake, 4096)
-                obey_at = now
+                orders_at = now
                 if len(files.registered(self.folder)) > len(self.ranks):
-                    # Whoever ends the run must know early whether every rank has an agent.
+                    # To end the run, launch must know early which ranks have an agent.
                     gather_at = now
 
     def _gather(self, now: float) -> None:
         processes = list(marked(self.run_id))
         self.strays.look(processes)
-        ranks, news = self.gatherer.look(processes)
-        news = self.mpi.look((one.pid for one in processes if one.rank == self.info.rank), now) or news
-        news = self.builds.look(processes) or news
+        ranks, has_news = self.gatherer.look(processes)
+        pids = (process.pid for process in processes if process.rank == self.info.rank)
+        has_news = self.mpi.look(pids, now) or has_news
+        has_news = self.builds.look(processes) or has_news
         self.ranks = ranks
-        if news or now - self.written_at >= KEEPALIVE_S * self.interval_s:
+        if has_news or now - self.written_at >= KEEPALIVE_S * self.interval_s:
             self._write(STOPPING if self.stop else RUNNING, ranks)
             self.folder.touch(files.AGENT)
 
-    def _obey(self, now: float) -> None:
+    def _execute_orders(self, now: float) -> None:
         stop = stop_ordered(self.run_dir, self.run_id)
         if stop is not None and stop != self.stop:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
-            # Shims pass it on to their ranks; processes that left a rank's group hear nothing before the end.
+            # Shims forward it to their ranks; processes that left a rank's group get no signal before SIGKILL.
             self._signal_ranks(signal.SIGTERM)
-        found: list[SignalOrder | StacksOrder] = [*orders(SignalOrder, self.run_dir, self.run_id),
-                                                  *orders(StacksOrder, self.run_dir, self.run_id)]
-        for order in found:
+        pending: list[SignalOrder | StacksOrder] = [*orders(SignalOrder, self.run_dir, self.run_id),
+                                                    *orders(StacksOrder, self.run_dir, self.run_id)]
+        for order in pending:
             if order.token not in self.answered:
                 self.answered.add(order.token)
                 if isinstance(order, SignalOrder):
@@ -177,7 +181,7 @@ class _Node:
 
     def _signal_ranks(self, number: int) -> None:
         for pid in files.running(self.folder).values():
-            # A shim that is only just starting hears it from its launcher, or not: ending it would help nobody.
+            # A shim that is still starting has no handler yet, and the signal would kill it.
             if number == signal.SIGTERM or catches(pid, number):
                 kill(pid, number)
 
@@ -187,11 +191,11 @@ class _Node:
             return
         processes = list(marked(self.run_id))
         for rank in here:
-            heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (asked for by {token})"
-            own = [process for process in processes if process.rank == rank]
-            text = describe(heading, own, self.folder.path / files.file_of(rank, files.STACKS))
+            heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (order {token})"
+            of_rank = [process for process in processes if process.rank == rank]
+            text = describe(heading, of_rank, self.folder.path / files.file_of(rank, files.STACKS))
             with contextlib.suppress(OSError):
-                # Whole at once: whoever asked waits for its first line.
+                # Written atomically: `take_stacks` waits for the first line.
                 write_atomic(self.run_dir.rank_stacks(rank), text.encode(errors="backslashreplace"))
 
     def _is_over(self, now: float) -> bool:
@@ -207,12 +211,15 @@ class _Node:
         return now - self.idle_since > _LATE_S
 
     def _finish(self) -> None:
-        """End what ranks left behind. Where the run itself is ended, end the launcher's helpers on this node too,
-        but after the shims, which wait for the folder to go."""
+        """Kill processes that ranks left behind, and remove the folder.
+
+        If launch ends the run, kill the launcher's helpers on this node too, but after the shims, which wait for
+        the folder to be removed.
+        """
         self._guarded(self._end_groups)
         left = end_marked(self.run_id, chosen=lambda process: process.is_of_rank, roots=self.strays.roots)
         self._guarded(self.builds.clear)
-        self._guarded(self._look_once_more)
+        self._guarded(self._gather_last)
         ranks = self.ranks
         clears_node = self.stop is not None and self.stop.launch_host != self.host
         self._write(RANKS_ENDED if clears_node else ENDED, ranks, left)
@@ -227,7 +234,7 @@ class _Node:
         for group in files.groups(self.folder):
             end_group(group)
 
-    def _look_once_more(self) -> None:
+    def _gather_last(self) -> None:
         self.ranks, _ = self.gatherer.look([])
 
     def _write(self, state: str, ranks: dict[int, RankReport] | None = None, left: list[int] | None = None) -> None:
@@ -236,37 +243,38 @@ class _Node:
         report = NodeReport(self.run_id, self.host, self.info.rank, state, self.interval_s, ranks or {},
                             tuple(left or ()), scheduler.own_step(os.environ) if scheduler else None, self.error,
                             self.mpi.found, self.builds.names)
-        # A full or absent file system must not end the agent: it still has the node to clear.
+        # A full or missing file system must not end the agent before it has cleaned up the node.
         with contextlib.suppress(OSError):
             write_report(self.run_dir, report)
 
 
-# Processes below a node's shims that do not carry the run's marker: noted by the agent while they can be told by
-# their descent, since they cannot any more once their shim is killed.
 class Strays:
-    """Remembers them from one look to the next."""
+    """Processes below a node's shims that do not carry the run's marker.
+
+    They are recorded while they can be recognized by descent, which is lost once their shim is killed.
+    """
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
         self.known: set[Kin] = set()
 
     def look(self, processes: Iterable[Process]) -> None:
-        """Note those that there are now. `processes` are all that carry the marker."""
+        """Update the strays. `processes` are all processes with the marker."""
         seen = everyone(is_own_only=True)
-        of_ranks = {one.pid for one in processes if one.is_of_rank}
-        # Shims and what they forked: all else below a shim belongs to its rank.
-        others = {os.getpid(), *(one.pid for one in processes if one.is_shim)}
+        of_ranks = {process.pid for process in processes if process.is_of_rank}
+        # Except for shims and their forks, everything below a shim belongs to its rank.
+        others = {os.getpid(), *(process.pid for process in processes if process.is_shim)}
         roots = {*self.roots(), *(Kin(pid, seen[pid].start) for pid in of_ranks if pid in seen)}
-        now = {who for who in below(seen, roots, others) if who.pid not in of_ranks}
-        if now != self.known:
-            self.known = now
+        strays = {kin for kin in below(seen, roots, others) if kin.pid not in of_ranks}
+        if strays != self.known:
+            self.known = strays
             self._write()
 
     def roots(self) -> set[Kin]:
-        """What they, and their own children, descend from."""
+        """Return the processes from which strays and their children descend."""
         return self.known | set(files.shims(self._folder))
 
     def _write(self) -> None:
-        # For the janitors, should the agent be killed too.
+        # For the janitors, in case the agent is killed too.
         with contextlib.suppress(OSError):
-            self._folder.write(files.STRAYS, "".join(f"{who}\n" for who in self.known).encode())
+            self._folder.write(files.STRAYS, "".join(f"{kin}\n" for kin in self.known).encode())

@@ -1,5 +1,8 @@
-"""Extensions that ranks compile on first use, such as DeepSpeed's ops. torch holds a file `lock` in the extension's
-folder meanwhile, and leaves it where the builder is killed: every later run would wait for it without a word."""
+"""Locks of extension builds, such as DeepSpeed's ops, which ranks compile on first use.
+
+torch keeps a file `lock` in the extension's folder during a build. If the builder is killed, the file stays, and
+later runs wait for it without a message.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from ezpz_llm.launch.node.processes import Process
 from ezpz_llm.launch.variables import EXTENSIONS_VARIABLE
 
 _BUILDER = "ninja"
-"""What torch has compile an extension, in the extension's own folder."""
+"""Program with which torch compiles an extension; its working directory is the extension's folder."""
 _LOCK = "lock"
 _FOLDER = re.compile(r"\bUsing (/.+) as PyTorch extensions root")
-"""torch.utils.cpp_extension's words, where it is to be verbose, as for DeepSpeed's ops."""
+"""Message of torch.utils.cpp_extension in verbose mode, which DeepSpeed uses for its ops."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock in an extensions folder. `worker` is a process of this host that is at work there, if one is."""
+    """Lock file of an extension build. `worker` is the process on this node that is compiling it, if any."""
 
     path: Path
     age_s: float
@@ -34,34 +37,34 @@ class Lock:
     def __str__(self) -> str:
         name, minutes = self.path.parent.name, self.age_s / 60
         if self.worker is not None:
-            return f"{name} has been compiling for {minutes:.0f} min (process {self.worker}); others wait for it"
-        return (f"{name}: the lock of a build is {minutes:.0f} min old, and no process of this host works on it;"
-                f" where none does on another, remove it: rm {shlex.quote(str(self.path))}")
+            return f"{name} has been compiling for {minutes:.0f} min (process {self.worker}); other ranks wait"
+        return (f"{name}: the build lock is {minutes:.0f} min old, and no process on this node is compiling it; if"
+                f" none is on another node, remove the lock: rm {shlex.quote(str(self.path))}")
 
 
 class BuildWatch:
-    """Remembers the locks under which ranks of this node were seen to compile."""
+    """Locks under which ranks of this node were seen compiling."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, int]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What has been compiled, or is."""
+        """Names of the extensions that were seen compiling."""
         return tuple(lock.parent.name for lock in self._seen)
 
     def look(self, processes: Iterable[Process]) -> bool:
-        """Take note of builds that are under way; True where one is new."""
-        before = len(self._seen)
+        """Record builds in progress; return True if there is a new one."""
+        count = len(self._seen)
         for process in processes:
             if process.is_of_rank and process.name == _BUILDER:
                 with contextlib.suppress(OSError):
                     lock = Path(os.readlink(f"/proc/{process.pid}/cwd")) / _LOCK
                     self._seen[lock] = _identity(lock)
-        return len(self._seen) > before
+        return len(self._seen) > count
 
     def clear(self) -> None:
-        """Remove these very locks, now that the ranks have ended."""
+        """Remove the recorded locks that are unchanged, after the ranks have ended."""
         for lock, identity in self._seen.items():
             with contextlib.suppress(OSError):
                 if _identity(lock) == identity:
@@ -69,23 +72,25 @@ class BuildWatch:
 
 
 def locks_of(env: Mapping[str, str], output: Iterable[str] = ()) -> list[Lock]:
-    """The locks of all extensions where ranks compile them: by what launch set for them (`env`) or the user did,
-    and by what torch says of it in lines of their `output`."""
-    named = env.get(EXTENSIONS_VARIABLE) or os.environ.get(EXTENSIONS_VARIABLE)
-    folders = {*([named] if named else []), *(match[1] for line in output if (match := _FOLDER.search(line)))}
-    found = []
+    """Return the locks in all folders where ranks compile extensions.
+
+    The folders come from the variable that launch (`env`) or the user set, and from torch's messages in `output`.
+    """
+    from_env = env.get(EXTENSIONS_VARIABLE) or os.environ.get(EXTENSIONS_VARIABLE)
+    folders = {*([from_env] if from_env else []), *(match[1] for line in output if (match := _FOLDER.search(line)))}
+    locks = []
     for path in sorted(path for folder in folders for path in Path(folder).glob(f"*/{_LOCK}")):
         with contextlib.suppress(OSError):
-            found.append(Lock(path, max(0.0, time.time() - path.stat().st_mtime), _worker_in(path.parent)))
-    return found
+            locks.append(Lock(path, max(0.0, time.time() - path.stat().st_mtime), _worker_in(path.parent)))
+    return locks
 
 
 def _worker_in(folder: Path) -> int | None:
-    at_work = (int(pid) for pid in os.listdir("/proc")
+    workers = (int(pid) for pid in os.listdir("/proc")
                if pid.isdigit() and system_link(f"/proc/{pid}/cwd") == str(folder.resolve()))
-    return next(at_work, None)
+    return next(workers, None)
 
 
 def _identity(lock: Path) -> tuple[int, int]:
-    found = lock.stat()
-    return found.st_ino, found.st_mtime_ns
+    status = lock.stat()
+    return status.st_ino, status.st_mtime_ns

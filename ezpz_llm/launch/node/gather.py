@@ -1,4 +1,4 @@
-"""Report of one node's ranks, from their heartbeats, logs and processor time."""
+"""Reports about one node's ranks, from heartbeats, logs and CPU time, and descriptions of their stacks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 from ezpz_llm.rundir import RunDir
 
 BUSY_SHARE = 0.02
-"""Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hang, too."""
+"""Share of one core below which a rank counts as idle: timers run during a hang, too."""
 _BUSY_LEAST_S = 0.05
 _BEAT_BYTES = 4096
 
 
 @dataclass
 class _Life:
-    """When one rank was last seen to live, in monotonic seconds, and what it had done until then."""
+    """Last signs of life of one rank. Times are in monotonic seconds."""
 
     used_at: float
     processor_s: float = 0.0
@@ -39,7 +39,7 @@ class _Life:
 
 
 class Gatherer:
-    """Remembers from one look to the next, so that ages rest on what was seen to change and not on time stamps."""
+    """Collector of rank reports. Ages are measured from observed changes, not from timestamps of files."""
 
     def __init__(self, folder: PrivateFolder, run_dir: RunDir) -> None:
         self._folder = folder
@@ -47,13 +47,13 @@ class Gatherer:
         self._lives: dict[int, _Life] = {}
 
     def look(self, processes: list[Process]) -> tuple[dict[int, RankReport], bool]:
-        """All ranks that have come to this node; and whether any has shown life or ended since the last look."""
+        """Return the reports of all ranks on this node, and True if any showed life or ended since the last."""
         now = time.monotonic()
-        found = {rank: self._one(rank, [process for process in processes if process.rank == rank], now)
-                 for rank in sorted(registered(self._folder))}
-        return {rank: report for rank, (report, _) in found.items()}, any(news for _, news in found.values())
+        reports = {rank: self._report(rank, [process for process in processes if process.rank == rank], now)
+                   for rank in sorted(registered(self._folder))}
+        return {rank: report for rank, (report, _) in reports.items()}, any(news for _, news in reports.values())
 
-    def _one(self, rank: int, own: list[Process], now: float) -> tuple[RankReport, bool]:
+    def _report(self, rank: int, own: list[Process], now: float) -> tuple[RankReport, bool]:
         is_new = rank not in self._lives
         life = self._lives.setdefault(rank, _Life(now))
         ended, lived_s = self._end(rank)
@@ -76,7 +76,7 @@ class Gatherer:
         used = sum(process.processor_s for process in own)
         log = self._log(rank)
         has_written = log != life.log
-        # A process that ended unreaped took its time along: begin again from what is left.
+        # The CPU time of an unreaped process disappears when it ends: restart from the rest.
         worked = used < life.processor_s or (
             used - life.processor_s > _BUSY_LEAST_S + BUSY_SHARE * (now - life.used_at))
         if has_written or worked:
@@ -93,13 +93,13 @@ class Gatherer:
         has_beaten = stamp != life.beat_stamp
         if has_beaten:
             life.beat_stamp, life.beat_at = stamp, now
-        # A rank that is just writing shows an empty file, or a line without its end.
+        # During a write the file is empty or its line is incomplete.
         if text.endswith("\n"):
             life.doing = read_beat(text)
         return *life.doing, has_beaten
 
     def _end(self, rank: int) -> tuple[int | None, float | None]:
-        """The exit code and the lifetime of a rank that has ended."""
+        """Return exit code and lifetime of a rank; None if it has not ended."""
         try:
             code, lived_s = (self._folder.read(file_of(rank, MARK)).decode() or "0 0").split()
             return int(code), float(lived_s)
@@ -107,17 +107,18 @@ class Gatherer:
             return None, None
 
     def _log(self, rank: int) -> tuple[int, int]:
-        """The size of the rank's log, which lies in the run directory or on the node, and when it changed: one that
-        has reached its limit grows no more."""
+        """Return size and modification time of the rank's log, in the run directory or on the node.
+
+        A log that has reached its size limit no longer grows, but its modification time changes.
+        """
         size = changed = 0
         for stat in (self._run_dir.rank_log(rank).stat, lambda: self._folder.stat(file_of(rank, LOG))):
             with contextlib.suppress(OSError):
-                found = stat()
-                size, changed = size + found.st_size, max(changed, found.st_mtime_ns)
+                status = stat()
+                size, changed = size + status.st_size, max(changed, status.st_mtime_ns)
         return size, changed
 
 
-# What a rank is doing right now, written down: its Python stacks, if they can be had, and what the kernel says.
 _PY_SPY_TIMEOUT_S = 10.0
 _HANDLER_TIMEOUT_S = 3.0
 _MOST_PROCESSES = 8
@@ -130,25 +131,25 @@ _NO_STACK = f"""\
 
 
 def describe(heading: str, own: Sequence[Process], answers: Path) -> str:
-    """The text of a stacks file.
+    """Return the text of a stacks file: Python stacks, if available, and the kernel's information.
 
     Args:
         heading: its first line.
-        own: the rank's processes; the first eight are looked into.
-        answers: the file that the rank's fault handler writes into.
+        own: the rank's processes; only the first eight are described.
+        answers: the file to which the rank's fault handler writes.
     """
     if not own:
         return f"{heading}\nno process of this rank is left\n"
     main = first_of(list(own))
-    in_order = [main, *sorted((one for one in own if one is not main), key=lambda one: one.pid)]
-    parts = [heading, *(_one(process, answers) for process in in_order[:_MOST_PROCESSES])]
+    in_order = [main, *sorted((process for process in own if process is not main), key=lambda process: process.pid)]
+    parts = [heading, *(_describe_process(process, answers) for process in in_order[:_MOST_PROCESSES])]
     if len(own) > _MOST_PROCESSES:
         parts.append(f"… and {len(own) - _MOST_PROCESSES} more processes\n")
     return "\n".join(parts)
 
 
-def _one(process: Process, answers: Path) -> str:
-    text = f"process {process.pid}: {command_line(process.pid) or '(it has ended)'}\n{_kernel_says(process.pid)}"
+def _describe_process(process: Process, answers: Path) -> str:
+    text = f"process {process.pid}: {command_line(process.pid) or '(it has ended)'}\n{_kernel_state(process.pid)}"
     if not os.path.basename(system_link(f"/proc/{process.pid}/exe")).startswith("python"):
         return text
     stacks = _by_py_spy(process.pid) or _by_fault_handler(process.pid, answers)
@@ -177,12 +178,12 @@ def _by_fault_handler(pid: int, answers: Path) -> str | None:
     return None
 
 
-def _kernel_says(pid: int) -> str:
-    """State, what it waits for in the kernel, and the kernel's own stack, as far as they may be read."""
+def _kernel_state(pid: int) -> str:
+    """Return a process's state, wait channel and kernel stack, as far as they are readable."""
     lines = []
     for name, wanted in (("status", re.compile(r"^(State|Threads|VmRSS):")), ("wchan", None), ("stack", None)):
-        said = system_text(f"/proc/{pid}/{name}").strip().splitlines()
-        lines += [f"  {line}" if wanted else f"  {name}: {line}" for line in said
+        content = system_text(f"/proc/{pid}/{name}").strip().splitlines()
+        lines += [f"  {line}" if wanted else f"  {name}: {line}" for line in content
                   if line not in ("", "0") and (wanted is None or wanted.match(line))]
     return "".join(f"{line}\n" for line in lines)
 

@@ -1,6 +1,6 @@
-"""Orders to the agents of a run's nodes: files in control/, since the run directory is what all nodes share.
+"""Orders to the agents of a run's nodes (control/) and their reports (heartbeat/), as files in the run directory.
 
-The folder is private, and an order is believed only if it is a file of our own.
+The folders are private, and orders are accepted only from files that this user owns.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from ezpz_llm.rundir import RunDir
 
 _LOGS = "logs"
 _MOST_BYTES = 1 << 20
-"""Of an order, which every agent reads once a second: the ranks that it names are its longest part."""
+"""Size limit of an order, which every agent reads once a second; the list of ranks is its longest part."""
 
 Order = TypeVar("Order", bound="StopOrder | StacksOrder | SignalOrder")
 
 
 @dataclass(frozen=True)
 class StopOrder:
-    """End all processes of the run: SIGTERM, and SIGKILL after `grace_s`. `launch_host` is where launch itself
-    ends its launcher, which agents leave alone there. `is_hang`: nobody knows where the ranks stand, and those that
-    can say it in place of SIGTERM are to. `received` is the signal that launch itself was sent, "" for none."""
+    """Order to end all processes of the run: SIGTERM, then SIGKILL after `grace_s`.
+
+    Attributes:
+        launch_host: the host of launch, which ends the launcher there itself.
+        is_hang: True if ranks that can should print their stacks (SIGABRT) instead of receiving SIGTERM.
+        received: the signal that launch received, or "".
+    """
 
     run_id: str
     grace_s: Annotated[float, Range(0, 86_400)]
@@ -40,7 +44,7 @@ class StopOrder:
 
 @dataclass(frozen=True)
 class StacksOrder:
-    """Write down what the named ranks are doing. `token` tells one order's answers from another's."""
+    """Order to write the stacks of `ranks`. `token` identifies the replies to this order."""
 
     run_id: str
     token: str
@@ -49,7 +53,7 @@ class StacksOrder:
 
 @dataclass(frozen=True)
 class SignalOrder:
-    """Send every rank the signal `number`."""
+    """Order to send every rank the signal `number`."""
 
     run_id: str
     token: str
@@ -57,11 +61,11 @@ class SignalOrder:
 
 
 _FILES = {StopOrder: "stop", StacksOrder: "stacks-", SignalOrder: "signal-"}
-"""How the names of each kind's files begin; of orders that there can be several of, the token follows."""
+"""File name of each kind of order; names that end in "-" are followed by the order's token."""
 
 
 def clear_orders(run_dir: RunDir) -> None:
-    """Remove all orders that there have been."""
+    """Remove all orders."""
     with make_private(run_dir.control) as control:
         for name in control.names():
             if name == _LOGS or name.startswith(tuple(_FILES.values())):
@@ -69,48 +73,48 @@ def clear_orders(run_dir: RunDir) -> None:
 
 
 def order_stop(run_dir: RunDir, stop: StopOrder) -> None:
-    """Have every node end what it runs. A second order counts instead of the first."""
-    # Somebody may have removed the run directory: its ranks have to be ended all the same.
+    """Order every node to end its processes. A second order replaces the first."""
+    # The run directory may have been removed; the ranks must be ended nevertheless.
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    _give(run_dir, stop)
+    _write_order(run_dir, stop)
 
 
 def order_signal(run_dir: RunDir, run_id: str, number: int) -> None:
-    """Have every rank sent a signal, whatever the launcher would make of it."""
-    _give(run_dir, SignalOrder(run_id, os.urandom(4).hex(), number))
+    """Order every node to send its ranks a signal; launchers may not forward it unchanged."""
+    _write_order(run_dir, SignalOrder(run_id, os.urandom(4).hex(), number))
 
 
 def order_logs(run_dir: RunDir, ranks: str) -> None:
-    """Have the logs of these ranks ("0,4-7") copied to the run directory when they end.
+    """Order the logs of these ranks ("0,4-7") to be copied to the run directory when they end.
 
     Raises:
-        OSError: the run directory is not writable, or not ours.
+        OSError: the run directory is not writable, or belongs to another user.
     """
     with make_private(run_dir.control) as control:
         control.write(_LOGS, ranks.encode())
 
 
 def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: float) -> dict[int, Path]:
-    """Have the nodes of `ranks` write their stacks, and wait for that; the files of those that did in time.
+    """Order the nodes of `ranks` to write their stacks, and return the files written within `within_s`.
 
     Raises:
         OSError: the run directory is not writable.
     """
     order = StacksOrder(run_id, os.urandom(4).hex(), tuple(ranks))
-    name = _give(run_dir, order)
+    name = _write_order(run_dir, order)
     deadline = time.monotonic() + within_s
-    missing, found = set(ranks), {}
+    missing, files = set(ranks), {}
     try:
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
             for rank in sorted(missing):
                 if _is_answer(run_dir.rank_stacks(rank), order.token):
-                    found[rank] = run_dir.rank_stacks(rank)
-            missing -= found.keys()
+                    files[rank] = run_dir.rank_stacks(rank)
+            missing -= files.keys()
     finally:
         with open_private(run_dir.control) as control:
             control.remove(name)
-    return found
+    return files
 
 
 def _is_answer(path: Path, token: str) -> bool:
@@ -120,25 +124,27 @@ def _is_answer(path: Path, token: str) -> bool:
 
 
 def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
-    """The order to stop, if there is one for this run."""
+    """Return the order to stop this run, if there is one."""
     return next(iter(orders(StopOrder, run_dir, run_id)), None)
 
 
 def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
-    """The orders of that kind that there have been for the run; of those for stacks, the ones that still wait for
-    answers. What is no order must not end the agent that clears the node."""
+    """Return all orders of a kind for the run; of orders for stacks, only those that are still pending.
+
+    Invalid files are skipped, so that they do not stop the agent.
+    """
     return [order for order in read_records(kind, run_dir.control, _FILES[kind], _MOST_BYTES)
             if order.run_id == run_id]
 
 
 def logs_ordered(run_dir: RunDir) -> str:
-    """The ranks whose logs are wanted, "" for none."""
+    """Return the ranks whose logs are to be copied, "" for none."""
     with contextlib.suppress(OSError), open_private(run_dir.control) as control:
         return control.read(_LOGS, _MOST_BYTES).decode(errors="replace")
     return ""
 
 
-def _give(run_dir: RunDir, order: StopOrder | StacksOrder | SignalOrder) -> str:
+def _write_order(run_dir: RunDir, order: StopOrder | StacksOrder | SignalOrder) -> str:
     name = _FILES[type(order)] + getattr(order, "token", "")
     with make_private(run_dir.control) as control:
         control.write(name, json.dumps(asdict(order)).encode())
@@ -147,24 +153,26 @@ def _give(run_dir: RunDir, order: StopOrder | StacksOrder | SignalOrder) -> str:
 
 
 NODES_A_SECOND = 200
-"""How many reports a second all agents together write: a shared file system often has one metadata server."""
+"""Reports per second of all agents together; shared file systems often have a single metadata server."""
 LOOKS_A_SECOND = 2000
-"""How often a second all agents together look for orders."""
+"""Reads of orders per second of all agents together."""
 KEEPALIVE_S = 10.0
-"""A report without news is written again after this long, where the interval is a second; else ten intervals."""
+"""Period of unchanged reports at an agent's interval of 1 s; at longer intervals, ten of these."""
 
 RUNNING, STOPPING, RANKS_ENDED, ENDED = "running", "stopping", "ranks ended", "ended"
-"""An agent's states. In the last two no process of any rank is left; in the last, nothing else of the run."""
+"""States of an agent: RANKS_ENDED when no rank process is left, ENDED when no process of the run is left."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank as its node sees it.
+    """Report about one rank.
 
-    `silent_s` are the seconds since its last heartbeat (None: it never gave one), `idle_s` those since it last
-    used the processor or wrote to its log; both by the node's clock, at the time of the report. `ended` is its exit
-    code, `lived_s` how long it then had run. `state` is the kernel's letter for its main process ("D": waiting for
-    a device or a file system).
+    Attributes:
+        silent_s: seconds from the last heartbeat to the report, by the node's clock; None without a heartbeat.
+        idle_s: seconds since the rank last used the CPU or wrote to its log.
+        state: the kernel's letter for the main process ("D": waiting for a device or a file system).
+        ended: the exit code, None while the rank runs.
+        lived_s: the lifetime of an ended rank.
     """
 
     pid: int | None = None
@@ -179,9 +187,15 @@ class RankReport:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """All ranks of one node. `left` are processes of ranks that could not be ended; `slurm_step` is "JOB.STEP"
-    where the ranks are tasks of one; `error` says what went wrong in the agent itself last; `mpi` that an MPI in
-    the ranks is alone; `builds` are the extensions that ranks were seen to compile."""
+    """Report about all ranks of one node.
+
+    Attributes:
+        left: rank processes that could not be killed.
+        slurm_step: "JOB.STEP", if the ranks are tasks of a Slurm step.
+        error: the agent's own last error.
+        mpi: a note that MPI in the ranks runs as a world of one.
+        builds: extensions that ranks were seen compiling.
+    """
 
     run_id: str
     host: str
@@ -197,28 +211,32 @@ class NodeReport:
 
 
 def control_interval_s(nodes: int) -> float:
-    """How often an agent looks for orders, which costs less than a report."""
+    """Return the interval at which an agent reads orders, which costs less than a report."""
     return max(1.0, nodes / LOOKS_A_SECOND)
 
 
 def interval_s(nodes: int) -> float:
-    """How often an agent gathers: once a second, less often on more nodes than a shared file system bears."""
+    """Return the interval at which an agent gathers: 1 s, longer above 200 nodes to spare the file system."""
     return max(1.0, nodes / NODES_A_SECOND)
 
 
 def write_report(run_dir: RunDir, report: NodeReport) -> None:
-    """Write it in place: half the file system's work of writing it beside and renaming. `read_reports` copes.
+    """Write a node's report in place, which takes half the operations of an atomic replacement.
+
+    `read_reports` skips a report that is being written.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the report cannot be written.
     """
-    # The run directory may have been removed, and made again by a checkpoint.
+    # The run directory may have been removed, and created again by a checkpoint.
     with make_private(run_dir.heartbeat) as folder:
         folder.overwrite(run_dir.node_report(report.first_rank).name, json.dumps(asdict(report)).encode() + b"\n")
 
 
 def read_reports(run_dir: RunDir, run_id: str) -> list[NodeReport]:
-    """The latest report of each node of this run, in the order of their ranks; without one that is just being
-    written, or that no agent of ours wrote."""
-    found = read_records(NodeReport, run_dir.heartbeat, "node")
-    return sorted((report for report in found if report.run_id == run_id), key=lambda report: report.first_rank)
+    """Return the latest report of each node of this run, ordered by rank.
+
+    Incomplete reports and those of other users are skipped.
+    """
+    reports = read_records(NodeReport, run_dir.heartbeat, "node")
+    return sorted((report for report in reports if report.run_id == run_id), key=lambda report: report.first_rank)

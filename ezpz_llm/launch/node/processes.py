@@ -1,4 +1,4 @@
-"""The run's processes on this node, as /proc tells of them."""
+"""Processes of a run on this node, read from /proc."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _MOST_RANK_DIGITS = 9
 
 @dataclass(frozen=True)
 class Process:
-    """One marked process.
+    """Process that carries the run's marker.
 
     Attributes:
-        start: when it began, in clock ticks since the node's boot.
-        rank: None for launchers, shims and what they forked, and where the variable holds no number.
-        is_of_rank: whether it has the variable of a rank, with any value.
-        is_shim: whether it is a shim, or was forked from one.
+        start: start time in clock ticks since the node's boot.
+        rank: None for launchers, shims and their forks, and if the variable is not a number.
+        is_of_rank: True if the process has the variable of a rank, with any value.
+        is_shim: True for shims and their forks.
         state: the kernel's letter.
-        processor_s: seconds of processor time that it and its ended children have used.
-        name: the program's, cut to 15 bytes.
+        processor_s: CPU seconds of the process and its ended children.
+        name: the program's name, cut to 15 bytes.
     """
 
     pid: int
@@ -46,9 +46,10 @@ class Process:
 
 
 def marked(run_id: str) -> Iterator[Process]:
-    """Our own user's living processes on this node that carry the run's marker, except this one.
+    """Yield this user's living processes on this node that carry the run's marker, except this one.
 
-    The newest come first: a process that lives for 2 ms and leaves a child would be gone when its turn came."""
+    The newest come first: a process that lives for 2 ms and leaves a child would otherwise be gone when read.
+    """
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
     uid, own = os.getuid(), os.getpid()
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
@@ -59,14 +60,14 @@ def marked(run_id: str) -> Iterator[Process]:
             if marker in variables:
                 yield _read(pid, variables)
         except OSError:
-            # It ended while we looked, or it is not ours to read.
+            # The process has just ended, or is not readable.
             continue
 
 
 def _read(pid: int, variables: list[bytes]) -> Process:
     name, numbers = _stat(pid)
     prefix = f"{RANK_VARIABLE}=".encode()
-    value = next((one[len(prefix):] for one in variables if one.startswith(prefix)), None)
+    value = next((variable[len(prefix):] for variable in variables if variable.startswith(prefix)), None)
     # A program may set the variable to any text.
     rank = int(value) if value is not None and value.isdigit() and len(value) <= _MOST_RANK_DIGITS else None
     is_shim = value is None and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == _SHIM
@@ -75,14 +76,14 @@ def _read(pid: int, variables: list[bytes]) -> Process:
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
-    # The command's name, in parentheses, may hold any bytes, and the kernel cuts it within a character: the fields
-    # from the state (the third) on begin after it.
+    # The command's name, in parentheses, may hold any bytes, and may be cut within a character. The state (third
+    # field) and all later fields follow it.
     name, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     return name.partition(b"(")[2].decode(errors="replace"), rest.decode().split()
 
 
 def started_at(pid: int) -> int:
-    """When the process began, in clock ticks since the node's boot.
+    """Return the start time of a process in clock ticks since the node's boot.
 
     Raises:
         OSError: there is no such process.
@@ -91,7 +92,7 @@ def started_at(pid: int) -> int:
 
 
 def place() -> str:
-    """Where process numbers mean the same: this boot, and this namespace of process numbers."""
+    """Return a string that identifies the boot and the PID namespace, in which process ids are valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -100,7 +101,7 @@ def place() -> str:
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Does the process that began at `start` live? One that only waits to be reaped does not."""
+    """Return True if the process that started at `start` is alive; zombies are not."""
     try:
         _, numbers = _stat(pid)
     except OSError:
@@ -109,13 +110,13 @@ def is_alive(pid: int, start: int) -> bool:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Has the process a handler for the signal? One without would be ended by it."""
+    """Return True if the process has a handler for the signal, which otherwise would kill it."""
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)", system_text(f"/proc/{pid}/status"), re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
 def first_of(processes: list[Process]) -> Process:
-    """The one that the others descend from."""
+    """Return the process from which the others descend."""
     pids = {process.pid for process in processes}
     return next((process for process in processes if process.parent not in pids), processes[0])
 
@@ -125,7 +126,7 @@ _EMPTY_LOOKS = 2
 
 
 class Kin(NamedTuple):
-    """A process: its number, and when it began (clock ticks since boot), since a number is given out again."""
+    """Identity of a process: its id and start time (clock ticks since boot), since process ids are reused."""
 
     pid: int
     start: int
@@ -135,16 +136,16 @@ class Kin(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Kin:
-        """The reverse of `str`.
+        """Parse the result of `str`.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: invalid text.
         """
         pid, start = text.split()
         return cls(int(pid), int(start))
 
     def is_there(self) -> bool:
-        """True while the process lives; another one with its number does not count."""
+        """Return True while the process exists; another process with the same id is ignored."""
         try:
             return started_at(self.pid) == self.start
         except OSError:
@@ -152,7 +153,7 @@ class Kin(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What /proc says of one process."""
+    """Fields of one process in /proc."""
 
     parent: int
     start: int
@@ -160,67 +161,72 @@ class Seen(NamedTuple):
 
 
 def everyone(is_own_only: bool = False) -> dict[int, Seen]:
-    """All processes on this node, by their numbers; or those of this user, which is cheaper to ask often."""
-    found, uid = {}, os.getuid()
+    """Return all processes on this node by process id, or only those of this user, which is cheaper."""
+    processes, uid = {}, os.getuid()
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
         try:
             if is_own_only and entry.stat().st_uid != uid:
                 continue
-            found[int(entry.name)] = _seen(int(entry.name))
+            processes[int(entry.name)] = _seen(int(entry.name))
         except OSError:
-            # It ended while we looked.
+            # The process has just ended.
             continue
-    return found
+    return processes
 
 
 def _seen(pid: int) -> Seen:
     _, numbers = _stat(pid)
-    # The main thread of a process may have ended before the others.
+    # A process whose main thread has ended may still have other threads.
     has_ended = numbers[0] in ("Z", "X") and int(numbers[17]) <= 1
     return Seen(int(numbers[1]), int(numbers[19]), has_ended)
 
 
 def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] = ()) -> set[Kin]:
-    """The living descendants of the `roots`, and the roots themselves. What is `spared` is left out with all below
-    it, but for a root, of which only itself is."""
-    children = grouped((one.parent, pid) for pid, one in seen.items())
+    """Return the `roots` and their living descendants.
+
+    `spared` processes are excluded with their descendants; of a spared root, only the root itself is excluded.
+    """
+    children = grouped((process.parent, pid) for pid, process in seen.items())
     known = {root.pid for root in roots if root.pid in seen and seen[root.pid].start == root.start}
-    ahead = list(known)
-    while ahead:
-        for pid in children.get(ahead.pop(), ()):
+    queue = list(known)
+    while queue:
+        for pid in children.get(queue.pop(), ()):
             if pid not in known and pid not in spared:
                 known.add(pid)
-                ahead.append(pid)
+                queue.append(pid)
     return {Kin(pid, seen[pid].start) for pid in known if pid not in spared and not seen[pid].has_ended}
 
 
 def read_descendants(root: Kin, spared: Collection[int]) -> Iterator[Kin]:
-    """The living processes below `root`, each before its own children are read, so that a caller can stop it first.
-    What is `spared` is left out with all below it."""
-    known, ahead = {root.pid, *spared}, [root.pid]
-    while ahead:
-        for pid in _children(ahead.pop()):
+    """Yield the living descendants of `root`, each before its children are read.
+
+    The caller can thus stop a process before it creates more. `spared` processes are excluded with their
+    descendants.
+    """
+    known, queue = {root.pid, *spared}, [root.pid]
+    while queue:
+        for pid in _children(queue.pop()):
             if pid in known:
                 continue
             known.add(pid)
-            ahead.append(pid)
+            queue.append(pid)
             with contextlib.suppress(OSError):
-                one = _seen(pid)
-                if not one.has_ended:
-                    yield Kin(pid, one.start)
+                process = _seen(pid)
+                if not process.has_ended:
+                    yield Kin(pid, process.start)
 
 
 def _children(pid: int) -> list[int]:
-    """The children of all threads of a process; none of one that has ended."""
-    found: list[int] = []
+    """Return the children of all threads of a process; empty if it has ended."""
+    children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            # One that ends meanwhile leaves its children to another.
+            # The children of an ending thread move to another thread.
             with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
-    return found
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
+    return children
 
 
 def can_list_children() -> bool:
@@ -229,10 +235,11 @@ def can_list_children() -> bool:
 
 
 def end_all(find: Callable[[], Iterable[Kin]], within_s: float) -> list[int]:
-    """Kill what `find` gives until it gives nothing more, twice in a row, since one look can miss a process that
-    forks and ends. Return the processes that resist, or that this user may not end.
+    """Kill the processes that `find` returns until it returns none twice in a row; return the ids of survivors.
 
-    Each is stopped as soon as it is given, which ends even a process that forks every millisecond."""
+    A single call can miss a process that forks and exits. Each process is first stopped with SIGSTOP, which catches
+    even a process that forks every millisecond. Survivors resist, or belong to another user.
+    """
     began = time.monotonic()
     stopped: set[Kin] = set()
     others: set[Kin] = set()
@@ -240,31 +247,31 @@ def end_all(find: Callable[[], Iterable[Kin]], within_s: float) -> list[int]:
     empty_looks = 0
     while empty_looks < _EMPTY_LOOKS and (lasted_s := time.monotonic() - began) <= within_s:
         left, is_new = set(), False
-        for who in find():
-            if who in others:
+        for process in find():
+            if process in others:
                 continue
-            if who not in stopped:
-                if not _send(who, signal.SIGSTOP):
-                    others.add(who)
+            if process not in stopped:
+                if not _send(process, signal.SIGSTOP):
+                    others.add(process)
                     continue
-                stopped.add(who)
+                stopped.add(process)
                 is_new = True
-            left.add(who)
+            left.add(process)
         empty_looks = 0 if left else empty_looks + 1
         if is_new and lasted_s < within_s / 2:
             continue
-        for who in left:
-            _send(who, signal.SIGKILL)
+        for process in left:
+            _send(process, signal.SIGKILL)
         if left:
             time.sleep(_AGAIN_S)
-    return sorted(who.pid for who in left | others if who.is_there())
+    return sorted(process.pid for process in left | others if process.is_there())
 
 
-def _send(who: Kin, number: signal.Signals) -> bool:
-    """Signal it, if it is still the same process; False where that is not permitted."""
+def _send(process: Kin, number: signal.Signals) -> bool:
+    """Send a signal if it is still the same process; return False without permission."""
     try:
-        if who.is_there():
-            os.kill(who.pid, number)
+        if process.is_there():
+            os.kill(process.pid, number)
     except ProcessLookupError:
         pass
     except PermissionError:

@@ -1,4 +1,4 @@
-"""`python3 -m ezpz_llm.launch.shim -- COMMAND…`: `launch` starts it; nobody types it."""
+"""Internal command `python3 -m ezpz_llm.launch.shim -- COMMAND…`, started by `launch`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `-- COMMAND…` as the rank that the environment says this is; the exit code is the rank's."""
+    """Run `-- COMMAND…` as the rank given by the environment, and return its exit code."""
     if not argv or argv[0] != "--" or len(argv) < 2:
-        raise UserError("the rank shim is started by launch", instead="launch COMMAND …")
+        raise UserError("the rank shim can only be started by launch", instead="launch COMMAND …")
     die_with_parent(signal.SIGTERM)
     if TORCHELASTIC_VARIABLE not in os.environ:
         for name in TORCHS_OWN:
-            # Of this host's own shell start-up files, where ssh was on the way.
+            # Under ssh, this node's shell startup files may have set it.
             os.environ.pop(name, None)
     info = find_rank(os.environ)
     run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
@@ -46,14 +46,14 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise UserError(f"rank {info.rank} on {os.uname().nodename} cannot write its log: {error.strerror}",
                         where=error.filename, exit_code=EXIT_PREFLIGHT,
-                        instead="name a --run-dir on a file system that all hosts share") from error
+                        instead="choose a --run-dir on a file system that all nodes share") from error
     agent = None
     if info.local_rank == 0 and folder is not None:
-        # Imported where it is needed: once a node.
+        # Imported here, because only one shim per node needs it.
         from ezpz_llm.launch.node.agent import start_agent
 
         agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder)
-    # Other ranks are told of the terminal, too, and their output does not reach it.
+    # The variable is set for all ranks, but only rank 0's output reaches the terminal.
     is_coloured = info.rank == 0 and os.environ.get(TERMINAL_VARIABLE, "").endswith(IN_COLOUR)
     output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"),
                     most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ), is_coloured=is_coloured)
@@ -65,11 +65,11 @@ def _enter(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
         return enter(info, os.environ)
     except OSError as error:
         where = f" at {error.filename}" if error.filename else ""
-        print(f"launch: rank {info.rank} on {os.uname().nodename}: no folder in memory or"
-              f" {os.environ.get('TMPDIR', '/tmp')} ({error.strerror}{where}): a hang here cannot be seen",
+        print(f"launch: rank {info.rank} on {os.uname().nodename}: cannot create a folder in memory or"
+              f" {os.environ.get('TMPDIR', '/tmp')} ({error.strerror}{where}): hangs cannot be detected here",
               file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), make_private(run_dir.heartbeat) as reports:
-            # No agent will report that it has come.
+            # No agent will report this rank as started.
             reports.touch(run_dir.rank_heartbeat(info.rank).name)
         return None
 

@@ -1,4 +1,4 @@
-"""Did the kernel end a rank for want of memory? Its own counters, before and after, and its log tell."""
+"""Detection of out-of-memory kills, from the kernel's counters before and after a rank, and from its log."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _KILLED = re.compile(r"(?:Memory cgroup out of memory|Out of memory): Kill(?:ed)
 _STAMP = re.compile(r"^\[ *(\d+\.\d+)\] ")
 
 Counts = dict[Path, int]
-"""How many processes the kernel had ended for want of memory, by the file that says so."""
+"""Numbers of out-of-memory kills, by counter file."""
 
 
 def count_kills() -> Counts:
-    """The counters of this process's own memory cgroup (v2 or v1), as far as there are any."""
+    """Return the counters of this process's memory cgroup (v2 or v1), as far as there are any."""
     return {path: count for path in _counter_files(Path("/proc/self/cgroup"))
             if (count := read_count(path)) is not None}
 
 
 def _counter_files(membership: Path) -> Iterator[Path]:
-    """Where the kernel counts for a process with this /proc/PID/cgroup, best first."""
+    """Yield the counter files for a process with this /proc/PID/cgroup, best first."""
     for line in system_text(membership).splitlines():
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -38,7 +38,7 @@ def _counter_files(membership: Path) -> Iterator[Path]:
             root, name = _CGROUPS, "memory.events"
         else:
             continue
-        # In a container the path may be the host's, while the container's own cgroup is mounted as the root.
+        # In a container the path may be the host's, while the container's cgroup is mounted as the root.
         for file in (root / path.lstrip("/") / name, root / name):
             if file.is_file():
                 yield file
@@ -46,14 +46,18 @@ def _counter_files(membership: Path) -> Iterator[Path]:
 
 
 def read_count(path: Path) -> int | None:
-    """The counter `oom_kill` of a memory.events or memory.oom_control file; None where it has none."""
+    """Return the counter `oom_kill` of a memory.events or memory.oom_control file, or None."""
     match = re.search(r"^oom_kill (\d+)$", system_text(path), re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def evidence(before: Counts, pids: Collection[int], since: float, is_killed: bool) -> str | None:
-    """What the kernel says about one of `pids`, or a neighbour in its cgroup, having been ended for want of memory
-    since the monotonic time `since`. The log is searched only where the rank was killed."""
+    """Return the kernel's evidence that one of `pids`, or a process in its cgroup, was killed for lack of memory.
+
+    Args:
+        since: monotonic start of the search.
+        is_killed: True if the rank was killed; the kernel log is searched only then.
+    """
     messages = kills_in(kernel_log(since)) if is_killed else {}
     for pid in pids:
         if pid in messages:
@@ -67,13 +71,13 @@ def evidence(before: Counts, pids: Collection[int], since: float, is_killed: boo
 
 
 def kills_in(lines: Collection[str]) -> dict[int, str]:
-    """The kernel log's messages about processes that it ended for want of memory, by process number."""
-    found = (_KILLED.search(line) for line in lines)
-    return {int(match[1]): match[0].strip() for match in found if match}
+    """Return the kernel log's messages about out-of-memory kills, by process id."""
+    matches = (_KILLED.search(line) for line in lines)
+    return {int(match[1]): match[0].strip() for match in matches if match}
 
 
 def kernel_log(since: float) -> list[str]:
-    """The kernel's messages since the monotonic time `since`, as far as this user may read them."""
+    """Return the kernel's messages since the monotonic time `since`, as far as this user may read them."""
     try:
         return list(_from_device(since))
     except OSError:
@@ -93,7 +97,7 @@ def _from_device(since: float) -> Iterator[str]:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                # It was overwritten before it was read: the next read takes the oldest there is.
+                # The record was overwritten before it was read; the next read continues at the oldest one.
                 continue
             head, _, text = record.partition(";")
             if int(head.split(",")[2]) / 1e6 > since - _SLACK_S:

@@ -1,4 +1,4 @@
-"""Output of one rank: to its log, to the console if the user wants it there, and the last of it to memory."""
+"""Output of one rank: written to its log and, if requested, the console; the end is also kept in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ezpz_llm.launch.variables import LIVE_LINE, LOG_BYTES_VARIABLE
 from ezpz_llm.rundir import RunDir, ours
 
 MANY_RANKS = 256
-"""In a larger world the logs of ranks other than 0 stay on their nodes, and one rank a node speaks for those
-that are ended together: thousands of files at once are more than a shared file system bears."""
+"""World size above which logs of ranks other than 0 stay on their nodes, and one rank per node writes a record when
+all are ended together: shared file systems cannot handle thousands of new files at once."""
 
 _MOST_LOG_BYTES = 10_000_000_000
 _MOST_BYTES_ON_NODE = 1_000_000_000
-"""Of all logs together that a node keeps, in memory."""
+"""Size limit of all logs that a node keeps in memory."""
 _KEPT_BYTES = 1 << 17
 _LONGEST_LINE = 1 << 16
 _TOUCH_S = 1.0
@@ -37,11 +37,13 @@ _LINE_ENDS = (b"\n", b"\r")
 
 
 def open_log(info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None) -> tuple[Path, int]:
-    """The rank's log while it runs, and a descriptor to append to it. `folder` is the node's, None where it has
-    none.
+    """Open the rank's log for appending; return its path and descriptor.
+
+    Args:
+        folder: the node's folder, if it has one.
 
     Raises:
-        OSError: it cannot be written; a link stands there.
+        OSError: the log cannot be written, or is a symbolic link.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     if info.rank and info.world_size > MANY_RANKS and folder is not None:
@@ -52,22 +54,28 @@ def open_log(info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None) -> t
 
 
 def most_log_bytes(info: RankInfo, is_on_node: bool, env: Mapping[str, str]) -> int:
-    """How much of a rank's output its log takes, beside the last of it."""
-    if wanted := env.get(LOG_BYTES_VARIABLE):
-        return int(wanted)
+    """Return the size limit of a rank's log, without the end of the output that is always added."""
+    if limit := env.get(LOG_BYTES_VARIABLE):
+        return int(limit)
     return _MOST_BYTES_ON_NODE // info.local_size if is_on_node else _MOST_LOG_BYTES
 
 
 class Output:
-    """One rank's output. `log` is an open descriptor; `tee` is launch's --tee. Once the log has taken `most` bytes
-    it takes no more, but for the last of what comes: a program that prints without end must not fill the disk.
-    `is_coloured` where launch told the rank that a terminal shows its colours, which are not for the log."""
+    """Output of one rank.
+
+    Args:
+        log: an open descriptor.
+        tee: launch's --tee.
+        most: size limit of the log, so that a program that prints endlessly cannot fill the disk. The end of the
+            output is added nevertheless.
+        is_coloured: True if the rank writes colors for a terminal, which are removed from the log.
+    """
 
     def __init__(self, rank: int, log: int, tee: str, most: int = _MOST_LOG_BYTES, *,
                  is_coloured: bool = False) -> None:
         self.rank = rank
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
-        """Whether standard output and standard error go different ways."""
+        """True if stdout and stderr are handled separately."""
         self._log = log
         self._is_coloured = is_coloured
         self._prefix = f"[{rank}] ".encode() if tee == "all" else None
@@ -78,13 +86,13 @@ class Output:
         self._is_within_a_line = False
         self._has_log = True
         self._most = self._room = most
-        self._left_out = 0
+        self._omitted = 0
         self._touched = 0.0
 
     def write(self, stream: int, data: bytes) -> None:
-        """Take what the rank wrote to `stream` (1 or 2)."""
-        lasting, self._begun_live[stream] = _without_live_lines(self._begun_live[stream] + data)
-        self._keep(self._without_colours(lasting))
+        """Process what the rank wrote to `stream` (1 or 2)."""
+        permanent, self._begun_live[stream] = _without_live_lines(self._begun_live[stream] + data)
+        self._keep(self._without_colours(permanent))
         if self.is_split and self._prefix is None:
             self._to_console(stream, data)
         elif self.is_split:
@@ -92,7 +100,7 @@ class Output:
                 self._to_console(stream, batch)
 
     def close(self) -> None:
-        """Show what was begun as a line and never ended, and add the last of it to a log that left some out."""
+        """Write incomplete lines, and add the end of the output to a log that reached its limit."""
         for begun in self._begun_live.values():
             self._keep(begun)
         self._begun_live = {1: b"", 2: b""}
@@ -100,25 +108,28 @@ class Output:
             if rest:
                 self._to_console(stream, (self._prefix or b"") + rest + b"\n")
         self._begun = {1: b"", 2: b""}
-        if self._left_out:
-            last = bytes(self._kept[-min(_KEPT_BYTES, self._left_out):])
-            self._to_log(b"\nlaunch: %d bytes are left out here\n" % (self._left_out - len(last)) + last)
-            self._left_out = 0
+        if self._omitted:
+            last = bytes(self._kept[-min(_KEPT_BYTES, self._omitted):])
+            self._to_log(b"\nlaunch: %d bytes omitted here\n" % (self._omitted - len(last)) + last)
+            self._omitted = 0
 
     def say(self, text: str) -> None:
-        """A line of the shim's own, for the console and for launch's post-mortem."""
+        """Write a line of the shim itself, for the console and the post-mortem."""
         self.write(2, f"launch: {text}\n".encode())
 
     def tail(self) -> str:
-        """The last of the output (128 KiB or more, if there was that much); what is no UTF-8 is replaced."""
+        """Return the end of the output (128 KiB or more, if available); invalid UTF-8 is replaced."""
         return self._kept.decode(errors="replace")
 
     def left_to(self, pipes: Sequence[int]) -> tuple[Callable[[], None], tuple[int, ...]]:
-        """For the janitor: what saves a rank's last words to its log if the shim is killed before it could read
-        them from the `pipes`, and the descriptors that this needs. MPI_Abort kills like that."""
+        """Return a function for the janitor that copies the rest of the `pipes` to the log.
+
+        The janitor calls it if the shim is killed before it has read all output, as MPI_Abort does. The second
+        value is the descriptors that the function needs.
+        """
 
         def save() -> None:
-            """Read what is still in the pipes, and write it to the log."""
+            """Copy what is left in the pipes to the log."""
             deadline, unread = time.monotonic() + _LAST_WORDS_S, set(pipes)
             while unread and (left := deadline - time.monotonic()) > 0:
                 for pipe in select.select(unread, (), (), left)[0]:
@@ -130,12 +141,12 @@ class Output:
         return save, (*pipes, self._log)
 
     def _whole_lines(self, stream: int, data: bytes) -> list[bytes]:
-        # What ends with a carriage return is a progress bar's line.
+        # Lines that end with a carriage return come from progress bars.
         data = self._begun[stream] + data
         lines = data.splitlines(keepends=True)
         rest = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
         while len(rest) > _LONGEST_LINE:
-            # Without an end it would be copied again with all that comes, and hold the rank up.
+            # A line without an end would be copied again with every read, and slow down the rank.
             lines.append(rest[:_LONGEST_LINE])
             rest = rest[_LONGEST_LINE:]
         self._begun[stream] = rest
@@ -154,14 +165,14 @@ class Output:
             self._to_log(begin)
         if len(begin) == len(data):
             return
-        if not self._left_out:
+        if not self._omitted:
             note = (f"launch: rank {self.rank}'s log has reached its limit of {self._most} bytes"
                     f" ({LOG_BYTES_VARIABLE})")
             self._to_log(f"\n{note}\n".encode())
-            self._say_aside(f"{note}; it will still get the end of the output")
-        self._left_out += len(data) - len(begin)
+            self._say_aside(f"{note}; the end of the output will still be added")
+        self._omitted += len(data) - len(begin)
         if (now := time.monotonic()) > self._touched + _TOUCH_S:
-            # Whoever looks whether the rank is busy sees that it still writes.
+            # The agent reads the modification time to see that the rank still writes.
             self._touched = now
             with contextlib.suppress(OSError):
                 os.utime(self._log)
@@ -181,14 +192,16 @@ class Output:
                 self._say_aside(f"launch: rank {self.rank} continues without its log: {error.strerror}")
 
     def _to_console(self, stream: int, data: bytes) -> None:
-        # A console that has gone (`launch … | head`) does not end the rank: the log goes on.
+        # A closed console (`launch … | head`) does not end the rank; the log continues.
         self._has_console = self._has_console and _write(stream, data)
         self._is_within_a_line = not data.endswith(b"\n")
 
 
 def _without_live_lines(data: bytes) -> tuple[bytes, bytes]:
-    """`data` without our live lines, which are for terminals, and the begin of one, or of a colour's code, at its
-    end, which the next read may complete. All else stays as it is."""
+    """Remove our live lines, which are for terminals; return the rest, and an incomplete live line or color code.
+
+    The incomplete part is at the end of `data`; the next read may complete it.
+    """
     kept = _LIVE_LINE.sub(b"", data)
     begun = _BEGUN.search(kept, max(0, len(kept) - _LONGEST_LIVE_LINE))
     at = len(kept) if begun is None else begun.start()
@@ -196,7 +209,7 @@ def _without_live_lines(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _batches(lines: list[bytes]) -> Iterator[bytes]:
-    """Whole lines in pieces that a pipe takes whole: so what the launcher reads from it ends with a line."""
+    """Group lines into pieces of at most PIPE_BUF bytes, so that the launcher reads whole lines."""
     batch = b""
     for line in lines:
         if batch and len(batch) + len(line) > select.PIPE_BUF:
@@ -208,7 +221,7 @@ def _batches(lines: list[bytes]) -> Iterator[bytes]:
 
 
 def _write(descriptor: int, data: bytes) -> bool:
-    """Write all of it; False where nobody reads any more."""
+    """Write all of `data`; return False if the reader is gone."""
     while data:
         try:
             data = data[os.write(descriptor, data):]

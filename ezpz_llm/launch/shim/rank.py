@@ -1,4 +1,4 @@
-"""One rank's process, from its start to its end."""
+"""Process of one rank, from start to end."""
 
 from __future__ import annotations
 
@@ -41,15 +41,19 @@ _FORWARDED = (*_TO_END, signal.SIGUSR1, signal.SIGUSR2)
 _ORPHAN_GRACE_S = 5.0
 _DRAIN_S = 1.0
 _END_WITHIN_S = 5.0
-_LOOK_S = 1.0
-"""How often the shim of a rank that has ended looks whether what it left in the background still runs."""
-_ALSO_TOLD_S = 0.2
-"""A scheduler signals a rank and its shim one after the other: so long the shim waits for its own."""
+_CHECK_S = 1.0
+"""Interval of checks for background processes of a rank that has ended."""
+_SAME_SIGNAL_S = 0.2
+"""Longest delay between signals that a scheduler sends to a rank and to its shim."""
 
 
 class Rank:
-    """One rank's process, all that descends from it, and their output. `folder` is the node's, None where the node
-    has no place for one; `agent` the process number of its agent, if that is a child of ours."""
+    """Process of one rank, with its descendants and output.
+
+    Args:
+        folder: the node's folder; None if it could not be created.
+        agent: the process id of the node's agent, if it is a child of this process.
+    """
 
     def __init__(self, info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None, command: list[str], log: Path,
                  output: Output, agent: int | None = None) -> None:
@@ -72,35 +76,35 @@ class Rank:
         self.group = make_group(f"ezpz_llm-{self.run_id}-rank{info.rank}")
 
     def run(self) -> int:
-        """Start the rank, stay with it to its end, write its record; the exit code."""
-        # Only streams that go different ways need pipes of their own; one pipe keeps their order.
+        """Start the rank, wait for its end, write its record, and return its exit code."""
+        # A single pipe keeps the order of stdout and stderr; two are used only if they are handled separately.
         pipes = {stream: os.pipe() for stream in ((1, 2) if self.output.is_split else (1,))}
         if self.group is not None and self.folder is not None:
             with contextlib.suppress(OSError):
                 self.folder.write(file_of(self.info.rank, GROUP), os.fsencode(self.group))
-        self.janitor = start_janitor(self.run_id, 0.5, *self.output.left_to([out for out, _ in pipes.values()]),
-                                     last=self._end_group)
+        read_ends = [read_end for read_end, _ in pipes.values()]
+        self.janitor = start_janitor(self.run_id, 0.5, *self.output.left_to(read_ends), last=self._end_group)
         adopt_orphans()
         wake = _wake_on_signals()
         self.selector.register(wake, selectors.EVENT_READ, None)
-        for stream, (out, _) in pipes.items():
-            self.selector.register(out, selectors.EVENT_READ, stream)
+        for stream, (read_end, _) in pipes.items():
+            self.selector.register(read_end, selectors.EVENT_READ, stream)
         try:
-            child = self._start({stream: into for stream, (_, into) in pipes.items()})
+            child = self._start({stream: write_end for stream, (_, write_end) in pipes.items()})
         except OSError as error:
             code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
             self.output.say(f"cannot run {self.command[0]!r}: {error.strerror}")
-            self._close(os.getpid(), code, None)
+            self._finish(os.getpid(), code, None)
         else:
-            status = self._stay_with(child, wake)
+            status = self._wait_for(child, wake)
             code = status if status >= 0 else 128 - status
             if status < 0:
-                self._listen_once_more(wake)
-            self._close(child.pid, code, signal.Signals(-status).name if status < 0 else None)
+                self._read_last_signals(wake)
+            self._finish(child.pid, code, signal.Signals(-status).name if status < 0 else None)
         if self.folder is not None:
             mark_end(self.folder, self.info.rank, code, self.lived_s)
             if code == 0:
-                self._await_others(wake, self.folder)
+                self._await_node_ranks(wake, self.folder)
         self._end_group()
         self._end_descendants()
         if self.folder is not None:
@@ -115,13 +119,13 @@ class Rank:
             if self.group is not None:
                 enter_group(self.group)
 
-        # MPICH never closes the standard input of the other ranks: one that reads it would wait for ever.
+        # MPICH never closes stdin of the other ranks, so that a rank that reads it would block forever.
         try:
             return subprocess.Popen(self.command, env=self._environment(),
                                     stdin=None if self.info.rank == 0 else subprocess.DEVNULL, stdout=streams[1],
                                     stderr=streams.get(2, subprocess.STDOUT), close_fds=False, preexec_fn=in_child)
         finally:
-            # An open end would keep us from seeing the other's.
+            # With the write end open here, the read end would never report the end of the output.
             for stream in streams.values():
                 os.close(stream)
 
@@ -129,7 +133,7 @@ class Rank:
         outer = OUTER_LAUNCHERS if TORCHELASTIC_VARIABLE in os.environ else ()
         env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
         if self.info.world_size > 1 and has_none(env):
-            # Without it accelerate, and Hugging Face's Trainer, take each rank on CPU for a world of its own.
+            # Without it, accelerate and Hugging Face's Trainer treat each CPU rank as a world of one.
             env.setdefault("ACCELERATE_USE_CPU", "true")
         env |= {**rank_variables(self.info), HEARTBEAT_VARIABLE: str(self.heartbeat())}
         if self.folder is not None:
@@ -138,20 +142,20 @@ class Rank:
         return env
 
     def heartbeat(self) -> Path:
-        """The file that the rank beats into."""
+        """Return the path of the rank's heartbeat file."""
         if self.folder is None:
             return self.run_dir.rank_heartbeat(self.info.rank)
         return self.folder.path / file_of(self.info.rank, HEARTBEAT)
 
-    def _stay_with(self, child: subprocess.Popen[bytes], wake: int) -> int:
+    def _wait_for(self, child: subprocess.Popen[bytes], wake: int) -> int:
         drain_until: float | None = None
         while drain_until is None or (len(self.selector.get_map()) > 1 and time.monotonic() < drain_until):
             has_deadline = self.kill_at is not None or drain_until is not None
             for key, _ in self.selector.select(timeout=0.2 if has_deadline else None):
                 if key.data is None:
-                    self._forward(os.read(wake, 512), child)
+                    self._forward_signals(os.read(wake, 512), child)
                 else:
-                    self._pass_on(key)
+                    self._forward_output(key)
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 _signal_group(child, signal.SIGKILL)
             self._reap(child)
@@ -162,29 +166,32 @@ class Rank:
         return child.returncode
 
     def _reap(self, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Reap all children that have ended: the rank, and orphans that it left to us."""
+        """Reap all children that have ended: the rank and its orphans."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if child is not None and ended.si_pid == child.pid:
+            while (child_info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if child is not None and child_info.si_pid == child.pid:
                     child.wait()
                 else:
-                    os.waitpid(ended.si_pid, 0)
+                    os.waitpid(child_info.si_pid, 0)
 
-    def _await_others(self, wake: int, folder: PrivateFolder) -> None:
-        """What a rank that ended well left running, in a session of its own, may serve the node's other ranks: it
-        runs, and its output is kept, until they have ended or this one is told to end."""
+    def _await_node_ranks(self, wake: int, folder: PrivateFolder) -> None:
+        """Keep background processes of a successful rank running until the node's other ranks have ended.
+
+        Processes in a session of their own may serve the other ranks. Their output is logged, and a signal to this
+        rank ends the wait.
+        """
         while (self.told is None and os.getppid() == self.parent and folder.path.is_dir()
                and not are_all_over(folder, self.info.local_size) and any(self._descendants())):
-            for key, _ in self.selector.select(_LOOK_S):
+            for key, _ in self.selector.select(_CHECK_S):
                 if key.data is not None:
-                    self._pass_on(key)
+                    self._forward_output(key)
                     continue
                 for number in os.read(wake, 512):
-                    self._note(number)
+                    self._record_signal(number)
 
     def _end_descendants(self) -> None:
         if left := end_all(self._descendants, _END_WITHIN_S):
-            self.output.say(f"processes {left} of rank {self.info.rank} on {os.uname().nodename} cannot be ended")
+            self.output.say(f"could not kill processes {left} of rank {self.info.rank} on {os.uname().nodename}")
 
     def _end_group(self) -> None:
         if self.group is not None:
@@ -194,21 +201,23 @@ class Rank:
         self._reap()
         return descendants({self.janitor.pid, *([self.agent] if self.agent else [])})
 
-    def _forward(self, numbers: bytes, child: subprocess.Popen[bytes]) -> None:
+    def _forward_signals(self, numbers: bytes, child: subprocess.Popen[bytes]) -> None:
         for number in numbers:
             if number == signal.SIGCHLD or child.poll() is not None:
                 continue
-            self._note(number)
-            if number != signal.SIGTERM or not self._has_to_say_where(child):
+            self._record_signal(number)
+            if number != signal.SIGTERM or not self._request_stacks(child):
                 _signal_group(child, signal.Signals(number))
             if os.getppid() != self.parent and self.kill_at is None:
                 self.kill_at = time.monotonic() + _ORPHAN_GRACE_S
 
-    def _has_to_say_where(self, child: subprocess.Popen[bytes]) -> bool:
-        """Have a rank that hangs, and is ended for that, say where it stands, if it can. SIGTERM ends a program
-        that has no handler for it at once and without a word; for SIGABRT Python has one (PYTHONFAULTHANDLER),
-        which prints its stacks."""
-        # Imported here: ranks that end well, nearly all, do without.
+    def _request_stacks(self, child: subprocess.Popen[bytes]) -> bool:
+        """Send SIGABRT instead of SIGTERM to a rank that is ended because of a hang; return True if sent.
+
+        Without a handler for SIGTERM, a program would end silently. For SIGABRT Python has a handler that prints
+        the stacks (PYTHONFAULTHANDLER).
+        """
+        # Imported late, because successful ranks do not need it.
         from ezpz_llm.launch.node.messages import stop_ordered
 
         if self.says_where:
@@ -217,45 +226,45 @@ class Rank:
         if (stop is not None and stop.is_hang and not catches(child.pid, signal.SIGTERM)
                 and catches(child.pid, signal.SIGABRT)):
             with contextlib.suppress(OSError):
-                # Nobody asked for an image of its memory.
+                # Suppress the core file.
                 resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
                 os.kill(child.pid, signal.SIGABRT)
                 self.says_where = True
         return self.says_where
 
-    def _note(self, number: int) -> None:
+    def _record_signal(self, number: int) -> None:
         if self.told is None and number in _TO_END:
             self.told = signal.Signals(number)
 
-    def _listen_once_more(self, wake: int) -> None:
-        """Was the rank ended by a signal that is meant for its shim, too?"""
-        deadline = time.monotonic() + _ALSO_TOLD_S
+    def _read_last_signals(self, wake: int) -> None:
+        """Record signals that the shim received just after the rank was killed by the same signal."""
+        deadline = time.monotonic() + _SAME_SIGNAL_S
         self.selector.close()
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ)
             while self.told is None and (left := deadline - time.monotonic()) > 0:
                 if selector.select(left):
                     for number in os.read(wake, 512):
-                        self._note(number)
+                        self._record_signal(number)
 
-    def _pass_on(self, key: selectors.SelectorKey) -> None:
+    def _forward_output(self, key: selectors.SelectorKey) -> None:
         data = os.read(key.fd, 65536)
         if data:
             self.output.write(key.data, data)
         else:
             self.selector.unregister(key.fileobj)
 
-    def _close(self, pid: int, code: int, signal_name: str | None) -> None:
-        """Write what stays of the rank. That this fails changes neither its code nor its end."""
+    def _finish(self, pid: int, code: int, signal_name: str | None) -> None:
+        """Write the record and keep the log. Errors here do not change the rank's exit code."""
         self.output.close()
         is_on_node = self.log != self.run_dir.rank_log(self.info.rank)
-        # Of ranks that are all ended by somebody else, the node's report tells the rest.
+        # If many ranks are ended together, one record per node is enough; the node's report has the others.
         is_one_of_many = self.told and self.info.world_size > MANY_RANKS and self.info.local_rank
         has_record = code and not is_one_of_many
         if not has_record and not is_on_node:
             return
         try:
-            # Imported here: ranks that end well, nearly all, do without.
+            # Imported late, because successful ranks do not need it.
             from ezpz_llm.launch.shim.record import keep_log, write_record
 
             if has_record:
@@ -272,7 +281,7 @@ def _wake_on_signals() -> int:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (*_FORWARDED, signal.SIGCHLD):
-        # What our starter ignores (nohup) stays ignored, in the rank too.
+        # Signals that the parent ignores (nohup) stay ignored, also in the rank.
         if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     return read_end
@@ -283,15 +292,16 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
         os.killpg(child.pid, number)
 
 
-# Keeping a rank to its cores where the launcher has no option for that.
 def keep_to_cores(info: RankInfo, env: MutableMapping[str, str]) -> None:
-    """Bind this process, and so the rank that it starts, to the cores that EZPZ_LLM_BIND has for its local rank;
-    the variable goes, since a launch inside the rank would hand it on. A host without these cores is told of, and
-    the rank runs unbound."""
-    wanted = env.pop(BIND_VARIABLE, "")
-    if not wanted:
+    """Bind this process, and thus its rank, to the cores in EZPZ_LLM_BIND, for launchers that cannot bind.
+
+    The variable is removed, because a launch inside the rank would pass it on. If the node does not have these
+    cores, print a message and run unbound.
+    """
+    binding = env.pop(BIND_VARIABLE, "")
+    if not binding:
         return
-    cores = wanted.split(":")[info.local_rank]
+    cores = binding.split(":")[info.local_rank]
     try:
         os.sched_setaffinity(0, expand_numbers(cores))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The record of a rank that failed. Imported only by a shim whose rank did."""
+"""Record of a failed rank. Imported only if a rank failed, to keep the shim's start fast."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ if TYPE_CHECKING:
 _TAIL_LINES = 20
 _TAIL_CHARACTERS = 16384
 _KILLED_CODE = 137
-_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+_EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
 def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
-    """Write errors/rankNNNN.json whole, or not at all, once the rank's process `pid` has ended.
+    """Write errors/rankNNNN.json atomically after the rank's process `pid` has ended.
 
     Raises:
         OSError: the run directory cannot be written to.
     """
     number, run_dir, output = rank.info.rank, rank.run_dir, rank.output.tail()
     phase, step = read_beat(system_text(rank.heartbeat()))
-    # One that was killed had no time to say why: what its output tells of was caught.
-    exception = None if signal in _FROM_OUTSIDE else last_exception(
+    # A killed rank could not print the reason; exceptions in its output were caught.
+    exception = None if signal in _EXTERNAL_SIGNALS else last_exception(
         output, NEAR_THE_END if code == 1 else NEAR_THE_END_IF_CAUGHT)
     ended_by = rank.told.name if rank.told else None
     if ended_by and stop_ordered(run_dir, rank.run_id) is not None:
         ended_by = "launch"
     failure = Failure(
         rank=number, host=socket.gethostname(), pid=pid, exit_code=code, signal=signal,
-        # By the clock of the host; how long it lived, by one that does not jump.
+        # The end by the node's clock, the duration by a monotonic clock.
         ended=rank.started + rank.lived_s, duration_s=round(rank.lived_s, 3),
         tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_words(output, _TAIL_LINES)),
         argv=tuple(redact_words(rank.command)), exception=exception, phase=phase, step=step,
         oom_killed=evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
         ended_by=ended_by, launch=rank.run_id)
-    run_dir.path.mkdir(parents=True, exist_ok=True)  # the rank, or somebody else, may have removed it
+    run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
     with make_private(run_dir.errors) as errors:
         record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
         errors.write(run_dir.rank_error(number).name, record.encode())
 
 
 def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
-    """Copy a log that lies on the node into the run directory, if the rank failed or control/logs names it.
+    """Copy a log from the node to the run directory, if the rank failed or control/logs names it.
 
     Raises:
-        OSError: it cannot be copied; nothing half-copied is left.
+        OSError: the log cannot be copied; no partial copy is left.
     """
-    if has_failed or _is_wanted(run_dir, rank):
+    if has_failed or _is_ordered(run_dir, rank):
         write_atomic(run_dir.rank_log(rank), log.read_bytes())
 
 
-def _is_wanted(run_dir: RunDir, rank: int) -> bool:
+def _is_ordered(run_dir: RunDir, rank: int) -> bool:
     try:
         return rank in expand_numbers(logs_ordered(run_dir))
     except ValueError:

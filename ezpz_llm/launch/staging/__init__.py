@@ -1,6 +1,6 @@
-"""`launch --stage-env`: the Python environment copied to every host's own disk once, and the run started there.
+"""`launch --stage-env`: copy the Python environment to every node's local disk, and run from there.
 
-Thousands of ranks that import torch ask a shared file system for tens of thousands of files each. Here it is asked
-for one file: an archive, kept in the cache for as long as the environment does not change, brought to every host by
-sbcast or by a broadcast over MPI, unpacked there by one process a host, and removed after the run.
+Each of thousands of ranks that import torch reads tens of thousands of files from a shared file system. With
+staging it serves a single file: an archive that is cached as long as the environment does not change, sent to every
+node by sbcast or an MPI broadcast, unpacked by one process per node, and removed after the run.
 """

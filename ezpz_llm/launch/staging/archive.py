@@ -1,4 +1,4 @@
-"""Archive of a Python environment, made from the folders that its imports come from, anew only if one changed."""
+"""Archives of a Python environment, made from the folders on its import path, and again only after changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from ezpz_llm.base import UserError
 
 MANIFEST = "staging.json"
-"""The archive's first member: where its folders came from, and which of its files name them."""
+"""First member of an archive: the source folders, and the files that mention these folders."""
 
 _KEPT = 4
 _TEXT_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _TEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Archive:
-    """`files` and `bytes` count what is in it; `is_new` is true where it was made just now."""
+    """Archive with its content's size. `is_new` is False if it was found in the cache."""
 
     path: Path
     files: int
@@ -38,11 +38,12 @@ class Archive:
 
 
 def make_archives(roots: Sequence[Root], folder: Path) -> tuple[Archive, ...]:
-    """The archives of `roots`, found in `folder` or made there: one of the environment, and one of the source code,
-    which changes more often, so that the large one stays.
+    """Return the archives of `roots` in `folder`; create them if they are missing.
+
+    Source code, which changes more often, has an archive of its own, so that the large one stays valid.
 
     Raises:
-        UserError: a file cannot be read, or the archive not be written.
+        UserError: a file cannot be read, or the archive cannot be written.
     """
     parts = [tuple(root for root in roots if root.changes_often is often) for often in (False, True)]
     try:
@@ -51,7 +52,8 @@ def make_archives(roots: Sequence[Root], folder: Path) -> tuple[Archive, ...]:
         _remove_old(folder, archives)
     except OSError as error:
         raise UserError(f"cannot archive the environment: {error.strerror}", exit_code=1,
-                        where=error.filename or str(folder), instead="another cache (EZPZ_LLM_CACHE)") from error
+                        where=error.filename or str(folder),
+                        instead="choose another cache directory (EZPZ_LLM_CACHE)") from error
     return archives
 
 
@@ -73,7 +75,7 @@ def _archive(part: Sequence[Root], roots: Sequence[Root], folder: Path) -> Archi
 
 
 def _fingerprint(part: Sequence[Root], roots: Sequence[Root]) -> tuple[str, int, int]:
-    """By names, sizes and times of change, not by contents: reading them is what this is meant to avoid."""
+    """Hash names, sizes and modification times, but not contents, because reading the files is slow."""
     digest = hashlib.sha256(repr([(str(root.path), root.name) for root in roots]).encode())
     files = size = 0
     for root in part:
@@ -93,12 +95,12 @@ def _fill(tar: tarfile.TarFile, part: Sequence[Root], roots: Sequence[Root]) -> 
     member.size = len(data)
     tar.addfile(member, BytesIO(data))
     for root, name in names:
-        # What no archive holds, such as a socket, is passed over.
-        tar.add(root.path / name, f"{root.name}/{name}", recursive=False, filter=partial(_led, root, name))
+        # tarfile skips what an archive cannot hold, such as sockets.
+        tar.add(root.path / name, f"{root.name}/{name}", recursive=False, filter=partial(_fix_link, root, name))
 
 
-def _led(root: Root, name: str, member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Where a link leads: as it is inside its root; absolute where it leaves it, since roots move apart."""
+def _fix_link(root: Root, name: str, member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Make a symbolic link absolute if it leaves its root, since roots are copied to separate places."""
     if member.issym():
         full = os.path.normpath((root.path / name).parent / member.linkname)
         member.linkname = member.linkname if full.startswith(f"{root.path}{os.sep}") else full
@@ -106,7 +108,7 @@ def _led(root: Root, name: str, member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _names_folders(path: Path) -> bool:
-    """Is this one of the files in which an environment says where it is?"""
+    """Return True for files that contain the environment's own path."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.parent.name == "bin":
@@ -118,15 +120,14 @@ def _names_folders(path: Path) -> bool:
 
 
 def _remove_old(folder: Path, archives: Sequence[Archive]) -> None:
-    found = sorted(folder.glob("*.tar"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found[_KEPT:]:
+    archived = sorted(folder.glob("*.tar"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in archived[_KEPT:]:
         if path not in [archive.path for archive in archives]:
             path.unlink()
             path.with_suffix(".sqsh").unlink(missing_ok=True)
 
 
-# What the running Python environment is made of: the folders that its imports come from.
-# Part of the operating system, and so of every host.
+# Parts of the operating system, which every node has.
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 _NOT_RUN = ("test", "idlelib", "turtledemo", "ensurepip", "site-packages")
@@ -136,10 +137,13 @@ _MAPPING = re.compile(r"^MAPPING\b[^=]*= *(\{.*\})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Root:
-    """A folder to be copied.
+    """Folder to be copied.
 
-    `name` is the copy's folder; of `path` only the entries `take` go along ("." for all), without those of `skip`;
-    both are relative to it. `changes_often` is true of source code that is being worked on.
+    Attributes:
+        name: the name of the copy.
+        take: entries to copy, relative to `path`; "." for all.
+        skip: entries to leave out, relative to `path`.
+        changes_often: True for source code under development.
     """
 
     path: Path
@@ -149,15 +153,15 @@ class Root:
     changes_often: bool = False
 
     def entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Relative path and status of everything that goes along, folders before what is in them, sorted.
+        """Yield relative path and status of everything to be copied, sorted, folders before their contents.
 
         Raises:
-            OSError: something cannot be read.
+            OSError: an entry cannot be read.
         """
-        for taken in self.take:
-            start = self.path / taken
-            if taken != ".":
-                yield taken, start.lstat()
+        for entry in self.take:
+            start = self.path / entry
+            if entry != ".":
+                yield entry, start.lstat()
             if start.is_dir() and not start.is_symlink():
                 yield from self._below(start)
 
@@ -172,9 +176,9 @@ class Root:
 
 
 def find_roots() -> tuple[Root, ...]:
-    """The environment of this process: its prefix, the Python below it, and every other folder it imports from.
+    """Return the folders of this environment: its prefix, its base Python, and other folders on the import path.
 
-    What lies under /usr is left out: it is on every host already.
+    Folders under /usr and the like are left out, because every node has them.
 
     Raises:
         UserError: there is nothing to copy.
@@ -182,18 +186,18 @@ def find_roots() -> tuple[Root, ...]:
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     roots = []
     if not _is_system(prefix):
-        # A conda base keeps other environments and its downloads inside.
+        # A conda base contains other environments and downloads.
         skip = ("envs", "pkgs") if (prefix / "conda-meta").is_dir() else ()
         roots.append(Root(prefix, "env", skip=frozenset(skip)))
     if base != prefix and not _is_system(base):
         roots.append(_interpreter(base))
     for number, path in enumerate(_other_paths(prefix)):
         is_site = path.name in _SITE_FOLDERS
-        # A package of its own, which an editable install's finder points to, or a folder that holds some.
+        # Either a package that an editable install's finder points to, or a folder with packages.
         take = (".",) if is_site or (path / "__init__.py").is_file() else _importable(path)
         roots.append(Root(path, f"path{number}", take, changes_often=not is_site))
     if not roots:
-        raise UserError(f"Python and its packages are all under {prefix}, which every host has itself",
+        raise UserError(f"Python and its packages are all under {prefix}, which every node already has",
                         where="--stage-env", instead="leave --stage-env out")
     return tuple(roots)
 
@@ -203,7 +207,7 @@ def _is_system(path: Path) -> bool:
 
 
 def _interpreter(base: Path) -> Root:
-    """The Python that a virtual environment was made from, without its own packages."""
+    """Return the base Python of a virtual environment, without its packages."""
     library = os.path.relpath(sysconfig.get_path("stdlib"), base)
     programs = sorted(f"bin/{path.name}" for path in (base / "bin").glob("python*"))
     shared = sorted(f"lib/{path.name}" for path in (base / "lib").glob("*.so*"))
@@ -215,27 +219,27 @@ def _interpreter(base: Path) -> Root:
 def _other_paths(prefix: Path) -> list[Path]:
     library = Path(sysconfig.get_path("stdlib"))
     covered = (prefix, library / "lib-dynload")
-    # The first entry is the folder of the command that runs, or the working directory.
-    found = [Path(entry) for entry in sys.path[1:] if os.path.isdir(entry)]
+    # The first entry is the running command's folder, or the working directory.
+    candidates = [Path(entry) for entry in sys.path[1:] if os.path.isdir(entry)]
     for folder in [Path(entry) for entry in sys.path if Path(entry).name in _SITE_FOLDERS]:
-        found += _pointed_to(folder)
+        candidates += _editable_packages(folder)
     others: list[Path] = []
-    for path in found:
+    for path in candidates:
         is_covered = path == library or any(path.is_relative_to(folder) for folder in covered)
         if not is_covered and not _is_system(path) and path not in others:
             others.append(path)
     return others
 
 
-def _pointed_to(site: Path) -> Iterator[Path]:
-    """Packages that setuptools' editable installs find by a table in a module of their own."""
+def _editable_packages(site: Path) -> Iterator[Path]:
+    """Yield packages of setuptools' editable installs, which a finder module lists in a table."""
     for finder in sorted(site.glob("__editable__*.py")):
         if match := _MAPPING.search(finder.read_text()):
             yield from (Path(path) for path in ast.literal_eval(match[1]).values() if os.path.isdir(path))
 
 
 def _importable(folder: Path) -> tuple[str, ...]:
-    """The modules and packages in a source folder, and our own data beside them; not what else a checkout holds."""
+    """Return the modules and packages in a source folder, and our data; leave out the rest of a checkout."""
     data = _OUR_DATA if (folder / "ezpz_llm").is_dir() else ()
     return tuple(entry.name for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
                  if entry.name in data

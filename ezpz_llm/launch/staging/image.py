@@ -1,9 +1,9 @@
-"""An environment as squashfs images, which hosts mount instead of unpacking: few large reads of the shared file
-system in the place of many small ones, and nothing on the hosts' own disks but links.
+"""Squashfs images of an environment, which nodes mount instead of unpacking an archive.
 
-A copy is links into the mounted images, but for the folders whose files name the environment's old place: these
-are made anew. Images are mounted by the ranks' own step, before Python starts: a scheduler ends what an earlier
-step left behind. Sources: sqfstar(1) and mksquashfs(1) of squashfs-tools 4.5, squashfuse(1), fusermount(1).
+The shared file system serves few large reads instead of many small ones, and local disks hold only links. A copy
+consists of links into the mounted images, except for folders with files that mention the environment's old path;
+these are copied. The ranks' own step mounts the images before Python starts, because schedulers kill what an
+earlier step left behind. Sources: sqfstar(1) and mksquashfs(1) of squashfs-tools 4.5, squashfuse(1), fusermount(1).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ezpz_llm.launch.staging.archive import MANIFEST, Archive
 from ezpz_llm.launch.staging.receive import Manifest, mover, rewrite
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
-_LEAVE = "leave out stage = \"squashfs\" of the site's file, or --stage-env"
-# An open descriptor of the launcher's would tell it that the rank still runs, and the run's marker that the rank
-# left a process behind.
+_LEAVE = "remove stage = \"squashfs\" from the site file, or --stage-env"
+# squashfuse must not hold the launcher's descriptors, or the launcher would wait for it. Nor may it carry the run's
+# marker, or it would be taken for a process that the rank left behind.
 _ALONE = "for fd in /proc/self/fd/*; do fd=${fd##*/}; ((fd > 2)) && eval \"exec $fd>&-\"; done 2>/dev/null"
 MOUNT = f"""to=$1; shift
 if mkdir "$to/.lock" 2>/dev/null; then
@@ -44,21 +44,21 @@ else
 fi
 exec "$@"
 """
-"""Shell: a host's first rank mounts the images `$2…` in the copy `$1`, others wait; then what is after `--`."""
+"""Shell script: a node's first rank mounts the images `$2…` in the copy `$1`; then all run what follows `--`."""
 
 UNMOUNT = """for mount in "$1"/.image*; do
   fusermount3 -u -z "$mount" || fusermount -u -z "$mount" || umount -l "$mount"
 done 2>/dev/null
 rm -rf "$1"
 """
-"""Shell: take a copy `$1` away, mounted or not."""
+"""Shell script that removes a copy `$1`, mounted or not."""
 
 
 def make_images(archives: Sequence[Archive]) -> list[Path]:
-    """The image of each archive, beside it: made once.
+    """Return the image next to each archive; create it if it is missing.
 
     Raises:
-        UserError: sqfstar is not here, or fails.
+        UserError: sqfstar is missing or fails.
     """
     program = shutil.which("sqfstar")
     images = [archive.path.with_suffix(".sqsh") for archive in archives]
@@ -66,8 +66,8 @@ def make_images(archives: Sequence[Archive]) -> list[Path]:
         if image.exists():
             continue
         if program is None:
-            raise UserError("sqfstar, which makes squashfs images, is not on PATH", where="--stage-env",
-                            instead=f"load or install squashfs-tools (4.5 or newer); else {_LEAVE}")
+            raise UserError("sqfstar is not on PATH, but required to make squashfs images", where="--stage-env",
+                            instead=f"load or install squashfs-tools (4.5 or newer), or {_LEAVE}")
         part = image.with_name(f".{image.name}.{os.getpid()}")
         with open(archive.path, "rb") as tar:
             done = subprocess.run([program, "-comp", "gzip", str(part)], stdin=tar, capture_output=True, text=True,
@@ -81,10 +81,10 @@ def make_images(archives: Sequence[Archive]) -> list[Path]:
 
 
 def graft(images: Sequence[str], to: Path) -> None:
-    """Make the copy `to`, whose links lead into the images, once these are mounted below it.
+    """Create the copy `to` with links into the images, which are mounted below it later.
 
     Raises:
-        OSError, UserError: one cannot be mounted or read here.
+        OSError, UserError: an image cannot be mounted or read on this node.
     """
     for number, image in enumerate(images):
         mount = to / f".image{number}"
@@ -97,8 +97,8 @@ def graft(images: Sequence[str], to: Path) -> None:
 @contextlib.contextmanager
 def _mounted(image: str, mount: Path) -> Iterator[None]:
     if shutil.which("squashfuse") is None:
-        raise UserError(f"{socket.gethostname()} has no squashfuse on PATH, which mounts the environment's image",
-                        where=image, instead=f"load or install squashfuse; else {_LEAVE}", exit_code=EXIT_PREFLIGHT)
+        raise UserError(f"squashfuse is not on PATH of {socket.gethostname()}, but required to mount the image",
+                        where=image, instead=f"load or install squashfuse, or {_LEAVE}", exit_code=EXIT_PREFLIGHT)
     done = subprocess.run(["squashfuse", image, str(mount)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(done.returncode, f"squashfuse failed: {done.stderr.strip()[-300:]}", image)
@@ -114,15 +114,15 @@ def _mounted(image: str, mount: Path) -> Iterator[None]:
 
 def _link(mount: Path, to: Path, manifest: Manifest) -> None:
     moved: Callable[[str], str] = mover(manifest.roots, to)
-    anew = set(manifest.rewrite)
-    folders = {Path("."), *(parent for name in anew for parent in Path(name).parents)}
+    rewritten = set(manifest.rewrite)
+    folders = {Path("."), *(parent for name in rewritten for parent in Path(name).parents)}
     for folder in sorted(folders):
         (to / folder).mkdir(exist_ok=True)
         for entry in os.scandir(mount / folder):
             relative = folder / entry.name
             if relative in folders or str(relative) == MANIFEST:
                 continue
-            if str(relative) in anew:
+            if str(relative) in rewritten:
                 shutil.copy(entry.path, to / relative)
                 rewrite(to / relative, moved)
             elif entry.is_symlink():

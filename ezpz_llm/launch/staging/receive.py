@@ -1,11 +1,11 @@
-"""A host's part in staging: one process a host receives the archives and unpacks them on the host's own disk.
+"""Node side of staging: one process per node receives the archives and unpacks them on the local disk.
 
-`python3 -m ezpz_llm.launch.staging.receive WAY BEGIN ARCHIVE…`, started by launch. WAY says how the archives come:
-`file` (they can be read here), `mpi` (rank 0 reads them, and broadcasts them) or `squashfs` (they are images, which
-are only mounted). The copy is a new folder whose name begins so and ends with a word that follows from the step's
-secret: other users see what is on a command line, and could make it first. sbcast needs a folder that is there
-already: `make BEGIN BYTES` makes it, if there is room for so much, and `sbcast FOLDER ARCHIVE…` unpacks into it the
-archives that lie there.
+`python3 -m ezpz_llm.launch.staging.receive WAY BEGIN ARCHIVE…`, started by launch. WAY is `file` (every node reads
+the archives), `mpi` (rank 0 reads and broadcasts them) or `squashfs` (images, which are only mounted).
+
+The copy is a new folder whose name starts with BEGIN and ends with a word derived from the step's secret: other
+users can read command lines, and could create a folder with a known name first. sbcast requires an existing folder:
+`make BEGIN BYTES` creates it, if there is enough space, and `sbcast FOLDER ARCHIVE…` unpacks the archives in it.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _STALE_S = 3600
 
 
 def main(argv: Sequence[str]) -> int:
-    """Unpack the archives into the new folder TO; leave nothing behind where that fails.
+    """Unpack the archives to a new folder; remove it if that fails.
 
     Raises:
-        UserError: what failed, and on which host.
+        UserError: the copy failed; names the node and the reason.
     """
     way, to, *archives = argv
-    open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else _as_it_lies
+    open_archive = _mpi_opener() if way == "mpi" else _as_sent if way == "sbcast" else _open_file
     folder = Path(to) if way == "sbcast" else copy_of(to, os.environ)
     remove_stale(folder)
     try:
         if way == "make":
             _check_room(folder.parent, int(archives[0]))
         if way != "sbcast":
-            # What may be there is not ours.
+            # Fails if the folder exists: it could belong to another user.
             folder.mkdir(mode=0o700)
         if way == "make":
             return 0
@@ -82,18 +82,18 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, tarfile.TarError) as error:
         if not isinstance(error, FileExistsError):
             shutil.rmtree(folder, ignore_errors=True)
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{socket.gethostname()} cannot take its copy of the environment: {why}",
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"{socket.gethostname()} cannot create its copy of the environment: {reason}",
                         where=getattr(error, "filename", None) or to, exit_code=EXIT_PREFLIGHT,
-                        instead="make room there, or leave --stage-env out") from error
+                        instead="free space there, or omit --stage-env") from error
     return 0
 
 
 def copy_of(begin: str, env: Mapping[str, str]) -> Path:
-    """The copy's folder, by the step's secret."""
+    """Return the copy's folder, derived from the step's secret."""
     secret = run_secret(env)
     if secret is None:
-        raise UserError(f"the launcher did not hand {SECRET_VARIABLE} on", where=socket.gethostname(),
+        raise UserError(f"the launcher did not pass {SECRET_VARIABLE} to the ranks", where=socket.gethostname(),
                         exit_code=EXIT_PREFLIGHT)
     return Path(begin + derived(secret, "staging")[:16])
 
@@ -101,13 +101,13 @@ def copy_of(begin: str, env: Mapping[str, str]) -> Path:
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(f"{socket.gethostname()} has no room for a copy of the environment, which takes"
-                        f" {needed / 1e6:.0f} MB: {free / 1e6:.0f} MB are free", where=str(folder),
+        raise UserError(f"{socket.gethostname()} has too little space for a copy of the environment:"
+                        f" {needed / 1e6:.0f} MB required, {free / 1e6:.0f} MB free", where=str(folder),
                         exit_code=EXIT_PREFLIGHT)
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove copies beside `folder` whose launch was killed and could not: an hour old, and without processes."""
+    """Remove copies next to `folder` that a killed launch left: an hour old, and without processes."""
     begin = "-".join(folder.name.split("-")[:2])
     for other in folder.parent.glob(f"{begin}-*"):
         try:
@@ -115,40 +115,39 @@ def remove_stale(folder: Path) -> None:
             if is_old and not any(marked(re.split("[-.]", other.name)[2])):
                 shutil.rmtree(other) if other.is_dir() else other.unlink()
         except OSError:
-            # Another host's process on the same disk may have removed it.
+            # The process of another node may have removed it, if the disk is shared.
             continue
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an archive says of itself: the copies' names by the folders they were made of, and the files that name
-    these folders."""
+    """Manifest of an archive: the copies' names by source folder, and the files that mention these folders."""
 
     roots: dict[str, str]
     rewrite: tuple[str, ...]
 
 
 def unpack(source: BinaryIO, to: Path) -> None:
-    """Unpack one archive below `to`; links and files that name the environment's old folders name the new ones.
+    """Unpack one archive below `to`, and replace the environment's old paths in links and files.
 
     Raises:
-        OSError, tarfile.TarError: it cannot be read or written.
+        OSError, tarfile.TarError: the archive cannot be read, or the copy cannot be written.
     """
     with tarfile.open(fileobj=source, mode="r|") as tar:
         first = tar.next()
-        beginning = tar.extractfile(first) if first is not None and first.name == MANIFEST else None
-        text = beginning.read() if beginning else b""
+        manifest_file = tar.extractfile(first) if first is not None and first.name == MANIFEST else None
+        text = manifest_file.read() if manifest_file else b""
         if not text:
-            raise tarfile.ReadError(f"no {MANIFEST} at its beginning")
+            raise tarfile.ReadError(f"the archive does not start with {MANIFEST}")
         manifest = as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
         moved = mover(manifest.roots, to)
-        # Our own archive, from our own cache, is taken as it is.
+        # No filter is needed: the archive is our own.
         tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
         while (member := tar.next()) is not None:
             if member.issym():
                 member.linkname = moved(member.linkname)
             elif member.isdir():
-                # Nothing could be put into a folder that is read-only.
+                # Files cannot be created in a read-only folder.
                 member.mode |= 0o700
             tar.extract(member, to)
     for name in manifest.rewrite:
@@ -156,50 +155,50 @@ def unpack(source: BinaryIO, to: Path) -> None:
 
 
 def mover(roots: dict[str, str], to: Path) -> Callable[[str], str]:
-    """A function that replaces in a text every mention of a root's folder by that of its copy."""
-    # The longest first: one environment may lie inside another's folder.
+    """Return a function that replaces the paths of all roots in a text by those of their copies."""
+    # Longest first, because one environment may be inside another.
     paths = sorted(roots, key=len, reverse=True)
     mention = re.compile("(?<![\\w.-])(" + "|".join(map(re.escape, paths)) + ")(?![\\w.-])")
     return lambda text: mention.sub(lambda match: str(to / roots[match[1]]), text)
 
 
 def rewrite(path: Path, moved: Callable[[str], str]) -> None:
-    """Let a file name the new folders."""
+    """Replace the old paths in a file."""
     old = path.read_text(errors="surrogateescape")
     if (new := moved(old)) != old:
         path.chmod(path.stat().st_mode | 0o200)
         path.write_text(new, errors="surrogateescape")
 
 
-def _as_it_lies(path: str) -> BinaryIO:
+def _open_file(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
 @contextlib.contextmanager
 def _as_sent(path: str) -> Iterator[BinaryIO]:
-    """What sbcast put into a folder where others write, too: only a file of ours."""
+    """Open a file sent by sbcast, if it belongs to this user."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             raise NotPrivate("it belongs to another user", path)
         yield file
 
 
-def _over_mpi() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]]:
+def _mpi_opener() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]]:
     import mpi4py
 
-    # A host that cannot take its copy ends at once: MPI_Finalize would wait for those that still broadcast.
+    # A node that fails must exit at once, but MPI_Finalize would wait for the nodes that still broadcast.
     mpi4py.rc.finalize = False
     from mpi4py import MPI
 
     world, promised = MPI.COMM_WORLD, int(os.environ[WORLD_SIZE_VARIABLE])
     if world.size != promised:
-        raise UserError(f"{promised} processes were started, but MPI on {socket.gethostname()} knows {world.size}",
+        raise UserError(f"launch started {promised} processes, but MPI on {socket.gethostname()} has {world.size}",
                         where="mpi4py", exit_code=EXIT_PREFLIGHT,
                         instead="use the mpiexec (or srun --mpi plug-in) that mpi4py's MPI library belongs to")
 
     @contextlib.contextmanager
     def open_archive(path: str) -> Iterator[BinaryIO]:
-        """An archive that rank 0 can read, on every rank."""
+        """Open, on every rank, an archive that only rank 0 needs to read."""
         if world.rank == 0:
             with open(path, "rb") as file:
                 yield io.BufferedReader(_Broadcast(world, file), CHUNK_BYTES)
@@ -216,7 +215,7 @@ def _finalize() -> None:
 
 
 class _Broadcast(io.RawIOBase):
-    """A stream that is the same on every rank: what rank 0 reads from its file."""
+    """Stream that broadcasts rank 0's file to every rank."""
 
     def __init__(self, world: MPI.Intracomm, file: io.BufferedIOBase | None) -> None:
         self._world = world
@@ -228,7 +227,7 @@ class _Broadcast(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with what rank 0 reads next."""
+        """Fill the buffer with the next bytes of rank 0's file."""
         if not self._left:
             size = self._file.readinto(self._chunk) if self._file else 0
             size = self._world.bcast(size)
@@ -236,10 +235,10 @@ class _Broadcast(io.RawIOBase):
             if size:
                 self._world.Bcast(view)
             self._left = view
-        taken = min(len(buffer), len(self._left))
-        buffer[:taken] = self._left[:taken]
-        self._left = self._left[taken:]
-        return taken
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
 
 
 if __name__ == "__main__":

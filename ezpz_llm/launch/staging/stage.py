@@ -1,4 +1,4 @@
-"""Staging from launch's side: choose a way, bring the archives to every host, run there, take all of it away."""
+"""Launch side of staging: choose a method, send the archives to every node, run there, and clean up."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from ezpz_llm.launch.supervise import INTERRUPTED, run
 from ezpz_llm.rundir import update_record
 
 _LIMIT_S = 1800.0
-"""The longest that copying may take."""
+"""Time limit for copying."""
 _RECEIVE = (sys.executable, "-m", "ezpz_llm.launch.staging.receive")
 
 
 @contextlib.contextmanager
 def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterator[LaunchPlan]:
-    """The plan that runs from every host's own copy of the environment; the copies go at the end.
+    """Yield the plan that runs from each node's copy of the environment; remove the copies at the end.
 
     Raises:
-        UserError: with exit code 3, where a host cannot take its copy; no host keeps one then.
+        UserError: a node cannot create its copy (exit code 3); all copies are removed.
     """
     began = time.monotonic()
     roots = find_roots()
     archives = make_archives(roots, cache_dir(env) / "staging")
     way = choose_way(plan, env)
     place = local_folder(plan, env)
-    print(_told(archives, way, plan, place), file=sys.stderr, flush=True)
+    print(_announcement(archives, way, plan, place), file=sys.stderr, flush=True)
     begin = f"{place}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
     if way == "sbcast":
         first = _step(plan, options, (*_RECEIVE, "make", begin, str(sum(archive.bytes for archive in archives))),
                       "make")
     else:
-        paths = _images(archives) if way == "squashfs" else [str(archive.path) for archive in archives]
+        paths = _image_paths(archives) if way == "squashfs" else [str(archive.path) for archive in archives]
         first = _step(plan, options, (*_RECEIVE, way, begin, *paths), "copy")
-    # A name that nobody can take before it is there: the run's id stands in its record.
+    # Derived from a secret, so that other users cannot create the folder first; the run id is in run.json.
     folder = copy_of(begin, {name: setting.value for name, setting in first.env.items()})
     try:
         _run(first)
@@ -60,14 +60,17 @@ def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterat
             "folder": str(folder), "way": way, "seconds": round(seconds, 3), "archives": [
                 {**vars(archive), "path": str(archive.path)} for archive in archives]})
         moved = relocate(plan, roots, folder, env)
-        yield _mounting(moved, folder, _images(archives)) if way == "squashfs" else moved
+        yield _with_mount(moved, folder, _image_paths(archives)) if way == "squashfs" else moved
     finally:
         run(_step(plan, options, ("bash", "-c", UNMOUNT, "unmount", str(folder)), "remove"), None, _LIMIT_S)
 
 
 def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
-    """How the archives come to the hosts: the site's way, else sbcast in a Slurm job, else MPI where mpi4py is
-    installed and MPI starts the ranks; on one host, and where there is none of these, each reads them itself."""
+    """Choose how the nodes get the archives.
+
+    The site's setting, else sbcast in a Slurm job, else MPI if mpi4py is installed and MPI starts the ranks. On a
+    single host, and without any of these, every host reads the files.
+    """
     if len(plan.hosts) == 1 and plan.site.stage != "squashfs":
         return "file"
     if plan.site.stage:
@@ -80,55 +83,57 @@ def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
 
 
 def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
-    """The folder on each host's own disk: what Slurm made for the job, else /local, else /tmp."""
-    if given := env.get("SLURM_TMPDIR"):
-        return Path(given)
-    # Hosts of one reservation are taken to be alike; a login node is not one of them.
+    """Return the folder on each node's local disk: SLURM_TMPDIR, else /local, else /tmp."""
+    if slurm_tmpdir := env.get("SLURM_TMPDIR"):
+        return Path(slurm_tmpdir)
+    # The nodes of a reservation are assumed to be alike; a login node may differ.
     is_host = is_among(plan.hosts)
     return Path("/local") if is_host and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
 
 
-def _told(archives: Sequence[Archive], way: str, plan: LaunchPlan, place: Path) -> str:
+def _announcement(archives: Sequence[Archive], way: str, plan: LaunchPlan, place: Path) -> str:
     files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
-    made = "made now" if any(archive.is_new for archive in archives) else "as it was archived"
-    return (f"staging    {files} files, {size / 1e6:.0f} MB ({made}) to {place} on"
-            f" {counted(len(plan.hosts), 'host')} by {way}")
+    origin = "new archive" if any(archive.is_new for archive in archives) else "cached archive"
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({origin}) to {place} on"
+            f" {counted(len(plan.hosts), 'node')} by {way}")
 
 
 def _send(plan: LaunchPlan, options: Options, archives: Sequence[Archive], folder: Path) -> None:
-    """Bring the archives by Slurm into the folder, which is private: beside it a link of another user's, in an
-    archive's place, would be written through."""
+    """Send the archives by sbcast to the copy's folder.
+
+    The folder is private; elsewhere sbcast could write through a symbolic link of another user.
+    """
     paths = [f"{folder}/.{number}.tar" for number, _ in enumerate(archives)]
     for archive, path in zip(archives, paths, strict=True):
-        if not _copied(plan, archive.path, path):
+        if not _send_archive(plan, archive.path, path):
             raise _not_staged(EXIT_PREFLIGHT)
     _run(_step(plan, options, (*_RECEIVE, "sbcast", str(folder), *paths), "copy"))
 
 
-def _images(archives: Sequence[Archive]) -> list[str]:
+def _image_paths(archives: Sequence[Archive]) -> list[str]:
     return [str(image) for image in make_images(archives)]
 
 
-def _mounting(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> LaunchPlan:
-    """The plan whose hosts mount the images before the first program that is in the copy."""
-    first = next(place for place, word in enumerate(plan.argv) if word.startswith(f"{folder}/"))
+def _with_mount(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> LaunchPlan:
+    """Return the plan that mounts the images before the first program in the copy."""
+    first = next(position for position, word in enumerate(plan.argv) if word.startswith(f"{folder}/"))
     mount = ("bash", "-c", MOUNT, "mount", str(folder), *images, "--")
     return replace(plan, argv=(*plan.argv[:first], *mount, *plan.argv[first:]))
 
 
 def _not_staged(code: int) -> UserError:
-    return UserError("the environment could not be copied to every host (see above); nothing was started",
-                     where="--stage-env", instead="make room there, or leave --stage-env out", exit_code=code)
+    return UserError("the environment could not be copied to every node (see above); no rank was started",
+                     where="--stage-env", instead="free space there, or omit --stage-env", exit_code=code)
 
 
-def _copied(plan: LaunchPlan, source: Path, target: str) -> bool:
-    # A site's "sbcast" holds for --scheduler none inside a job too.
+def _send_archive(plan: LaunchPlan, source: Path, target: str) -> bool:
+    # The site's "sbcast" also applies to --scheduler none inside a job.
     scheduler = scheduler_of(plan.allocation) or scheduler_here(os.environ)
     return scheduler is not None and scheduler.copy_to_nodes(source, target)
 
 
 def _step(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> LaunchPlan:
-    """The plan that runs `command` once on each host of the plan, by the same launcher."""
+    """Return a plan that runs `command` once on each node with the same launcher."""
     return prepare_step(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, tee="none",
                         hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
 
@@ -138,16 +143,15 @@ def _run(step: LaunchPlan) -> None:
         raise _not_staged(code if code in INTERRUPTED else EXIT_PREFLIGHT)
 
 
-# A plan that runs from the copies instead of from the environment itself.
 _MOVED = ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
 _LAUNCHERS = ("mpiexec", "srun")
 
 
 def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str, str]) -> LaunchPlan:
-    """`plan` with the Python, the programs and the variables of the copy in `to`.
+    """Return `plan` with the Python, programs and variables of the copy in `to`.
 
-    The launcher itself stays: it runs on this host, which need not be one of those with a copy. So do the user's
-    words, but for a first one that names a program of the environment.
+    The launcher is not replaced, because it runs on this host, which may not have a copy. The user's arguments are
+    not replaced either, except for a command that is a program of the environment.
     """
     moved = mover({str(root.path): root.name for root in roots}, to)
     programs = os.path.join(sys.prefix, "bin")
@@ -155,14 +159,16 @@ def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str
     def program(word: str) -> str:
         return moved(word) if os.path.dirname(word) == programs else word
 
-    own, command = plan.argv[:len(plan.argv) - len(plan.command)], plan.argv[len(plan.argv) - len(plan.command):]
-    is_launcher = os.path.basename(own[0]) in _LAUNCHERS
-    argv = (own[0] if is_launcher else program(own[0]), *map(program, own[1:]), program(command[0]), *command[1:])
+    split = len(plan.argv) - len(plan.command)
+    prefix, command = plan.argv[:split], plan.argv[split:]
+    is_launcher = os.path.basename(prefix[0]) in _LAUNCHERS
+    first = prefix[0] if is_launcher else program(prefix[0])
+    argv = (first, *map(program, prefix[1:]), program(command[0]), *command[1:])
     now = {**env, **{name: setting.value for name, setting in plan.env.items()}}
     changed = {name: moved(now[name]) for name in _MOVED if now.get(name)}
     path = now.get("PATH", os.defpath)
     if programs in path.split(os.pathsep):
-        # In front, not instead: the launcher looks for its own helpers on the same PATH.
+        # Prepended, because the launcher finds its own helpers on the same PATH.
         changed["PATH"] = os.pathsep.join([moved(programs), path])
     settings = {name: Setting(value, "--stage-env") for name, value in changed.items() if value != now.get(name)}
     return replace(plan, argv=argv, env={**plan.env, **settings})
