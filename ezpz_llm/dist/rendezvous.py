@@ -2,7 +2,8 @@
 
 Who can connect to torch's network store can read and write it. So ranks of one node that launch started meet in a
 file instead; elsewhere the store listens on one address only, its keys begin with a word that is not known to
-strangers, and what we write there for people to read is signed (docs/reference/security.md says what stays open).
+strangers, and what we write there for people to read is signed. The section Security of docs/reference/launch.md
+lists what is not protected.
 """
 
 from __future__ import annotations

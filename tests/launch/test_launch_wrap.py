@@ -1,5 +1,5 @@
 """--wrap: a container's words around each rank's command. A script that executes its arguments stands in for
-apptainer; what the real one passes on is in docs/reference/launch.md."""
+apptainer; what the real one passes on is in docs/reference/launchers.md."""
 
 from __future__ import annotations
 
