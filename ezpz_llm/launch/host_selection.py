@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, counted
 from ezpz_llm.launch.hostfile import parse, read
 from ezpz_llm.launch.hostlist import ACCEPTED, expand_hosts
 from ezpz_llm.launch.hostnames import NodeNames, match_names, node_keys, several_matches
@@ -37,7 +37,8 @@ def select_hosts(allocation: Allocation, nodes: int | None, hosts: str | None, h
         allocation = _by_list(allocation, hosts, is_open=hostfile is None and allocation.scheduler == local.NAME)
     if nodes is not None:
         if nodes > len(allocation.hosts):
-            raise UserError(f"--nodes {nodes}, but there are {len(allocation.hosts)} nodes: "
+            raise UserError(f"--nodes {nodes}, but the allocation has "
+                            f"{counted(len(allocation.hosts), 'node')}: "
                             f"{_names(allocation.hosts)}", where=allocation.source,
                             instead=f"--nodes {len(allocation.hosts)} or less")
         allocation = replace(allocation, hosts=allocation.hosts[:nodes])

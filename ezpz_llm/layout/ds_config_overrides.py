@@ -191,7 +191,7 @@ def _apply_rules(config: DsConfig) -> None:
         value = _look_up(config.values, rule.key)
         if value is _ABSENT or value == "auto" or any(_same(value, allowed) for allowed in rule.allowed):
             continue
-        allowed = " or ".join(json.dumps(choice) for choice in rule.allowed if choice is not None)
+        allowed = " or ".join(json.dumps(choice) for choice in rule.allowed if choice is not None) or "no value"
         raise UserError(f"{rule.key} is {json.dumps(value)}; supported here: {allowed}", where=str(config.path),
                         instead=f"delete the key ({rule.why})")
 

@@ -160,7 +160,7 @@ class RunDir:
             for folder in _PRIVATE:
                 make_private(self.path / folder).close()
         except OSError as error:
-            raise UserError(f"cannot make the run directory: {error.strerror}",
+            raise UserError(f"cannot create the run directory: {error.strerror}",
                             where=error.filename or str(self.path),
                             instead="--run-dir DIR with a writable directory") from error
         return self

@@ -146,7 +146,6 @@ class SideFiles:
     def _retry(self) -> bool:
         """Retry each path's writes in order. Return True if none is pending any more."""
         for path, pending in list(self._waiting.items()):
-            written = 0
             while pending.jobs:
                 try:
                     pending.jobs[0].write()
@@ -154,7 +153,7 @@ class SideFiles:
                     pending.why = _reason(error)
                     break
                 with self._lock:
-                    written += pending.jobs.popleft().count
+                    pending.jobs.popleft()
                     if not pending.jobs:
                         del self._waiting[path]
             else:

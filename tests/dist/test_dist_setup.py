@@ -265,6 +265,6 @@ def test_degrees_that_do_not_divide_the_world(alone):
 def test_a_place_that_cannot_be_written_leaves_the_environment_as_it_was(alone, tmp_path):
     (tmp_path / "file").write_text("")
     before = dict(os.environ)
-    with pytest.raises(UserError, match="cannot make the run directory"):
+    with pytest.raises(UserError, match="cannot create the run directory"):
         setup(device="cpu", run_dir=tmp_path / "file" / "run")
     assert dict(os.environ) == before

@@ -287,13 +287,13 @@ shim, own = os.getppid(), os.getpid()
 agent = open(os.environ["EZPZ_LLM_NODE_DIR"] + "/agent").read().split()[0]
 for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
-        parent = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+        parent = int(open(f"/proc/{pid}/stat", errors="replace").read().rpartition(")")[2].split()[1])
     except OSError:
         continue
     if parent == shim and pid != agent and int(pid) != own and "launch.shim" in open(f"/proc/{pid}/cmdline").read():
         os.kill(int(pid), signal.SIGKILL)
 time.sleep(0.3)
-states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[:2]
+states = [open(f"/proc/{pid}/stat", errors="replace").read().rpartition(")")[2].split()[:2]
           for pid in filter(str.isdigit, os.listdir("/proc")) if os.path.exists(f"/proc/{pid}/stat")]
 assert ["Z", str(shim)] not in states, states
 sys.exit(5)

@@ -72,8 +72,8 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "hosts", "found"), [
-    (5, None, "--nodes 5, but there are 4 nodes: n1, n2, n3, n4"),
-    (2, "n1", "--nodes 2, but there are 1 nodes: n1"),
+    (5, None, "--nodes 5, but the allocation has 4 nodes: n1, n2, n3, n4"),
+    (2, "n1", "--nodes 2, but the allocation has 1 node: n1"),
     (None, "n1,n1.example", "n1.example is listed twice"),
     (None, "n[1", "not a Slurm host list: 'n[1'"),
     (None, " ", "--hosts lists no node"),

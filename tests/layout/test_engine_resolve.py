@@ -141,6 +141,7 @@ def test_unknown_keys_are_rejected(write, values: dict[str, Any], words: tuple[s
     ({"scheduler": {"type": "WarmupLR", "params": [500]}}, {}, ("params is [500], not a block",)),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {}, ("moments are fp32",)),
     ({"gradient_allreduce_op": "sum"}, {}, ("supported here: \"mean\"",)),
+    ({"data_parallel_size": 2}, {}, ("supported here: no value",)),
     ({"communication_data_type": "bf16"}, {}, ("reduce_dtype is bf16", "--precision bf16")),
     ({"managed_gradient_accumulation": False}, {}, ("micro-step",)),
     ({"train_batch_size": "16"}, {}, ("not a whole number",)),
