@@ -42,8 +42,8 @@ class Fault:
 
     `words` follow `launch`. In `says`, FIRST and LAST are the run's two hosts, and … is any words. `where` launch
     runs: in an `salloc` shell on the login node, in a `batch` script on the first node, or on the `login` node
-    without any reservation. Slurm that ends all of a step at once, the agents
-    too, leaves their folders to the next run's (`clears_memory`).
+    without any reservation. If Slurm kills a whole step at once with its agents, the agents of the next run remove
+    their folders (`clears_memory` is False).
     """
 
     name: str

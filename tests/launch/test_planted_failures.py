@@ -342,7 +342,8 @@ _HEAD = """# Planted failures
 Recorded on {day} by `python3 benchmarks/record.py planted-failures`. Each row is a run of four ranks on two
 simulated nodes, in which one thing fails. The headline is the first line of the post-mortem and the line of the
 error below it. Real processes fail in all runs. Messages that only a device or a network prints are copied from the
-linked page, by a process that then ends as the real one does. To add a failure, see `tests/launch/planted/README.md`.
+linked page, by a process that then ends as the real one does. `tests/launch/planted/README.md` explains how to add
+a failure.
 
 The author of "By another author" had not read the classifier. The first run, which was blind, was not recorded.
 Texts for several of these failures (CXI, UCX, RoCE, damaged safetensors, device files of oneCCL, DeepSpeed's check
