@@ -22,7 +22,7 @@ RECORDS = {
                        "tests/explain/test_explain_run.py"),
     "deepspeed-keys": ("ezpz_llm/layout/deepspeed_keys.json", *ALL, "-k", "table_of_keys",
                        "tests/layout/test_ds_config.py"),
-    "faults": ("docs/evidence/faults.md", *ALL, "tests/launch/test_cluster_faults.py"),
+    "faults": ("benchmarks/results/faults.md", *ALL, "tests/launch/test_cluster_faults.py"),
     "foreign-scripts": ("benchmarks/results/foreign_scripts.json", *ALL, "-k", "test_a_script_of",
                         "tests/launch/test_foreign_scripts.py"),
     "kills": ("benchmarks/results/kills.json", "-m", "slow", "tests/checkpoint/test_checkpoint_kills.py"),
@@ -30,7 +30,7 @@ RECORDS = {
                      "tests/observe/test_traffic_layouts.py"),
     "layouts-page": ("the outputs in docs/reference/layouts_command.md", *ALL, "-k", "page",
                      "tests/layout/test_layouts_command.py"),
-    "planted-failures": ("docs/evidence/planted_failures.md and the second score in"
+    "planted-failures": ("benchmarks/results/planted_failures.md and the second score in"
                          " benchmarks/results/blind_failures.json", *ALL, "tests/launch/test_planted_failures.py"),
     "resume-matrix": ("benchmarks/results/resume_matrix.json", "-m", "slow",
                       "tests/checkpoint/test_checkpoint_layouts.py"),

@@ -1,5 +1,5 @@
 """Faults on simulated nodes with real Slurm, each with the message and the exit code that it must have; after each,
-no process of the run may be left on any node. What was seen is written to docs/evidence/faults.md by
+no process of the run may be left on any node. The results are written to benchmarks/results/faults.md by
 
     python3 benchmarks/record.py faults
 """
@@ -26,7 +26,8 @@ from simcluster.cluster import Cluster, Command
 
 from ezpz_llm.launch.hostlist import expand_hosts
 
-PAGE = ROOT / "docs/evidence/faults.md"
+RESULTS = ROOT / "benchmarks/results/faults.md"
+EVIDENCE = ROOT / "docs/evidence/failure_tests.md"
 FAIL = f"{sys.executable} {HELPERS / 'fault_ranks.py'}"
 TEST_DIST = "python3 -m ezpz_llm.test_dist --device cpu"
 _AT_ONCE = 4
@@ -39,10 +40,10 @@ _RESERVATION = "-N2 --ntasks-per-node=2 -t5"
 class Fault:
     """What goes wrong, under which launcher, and what must come of it.
 
-    `words` follow `launch`. In `says`, of which the page shows the first, FIRST and LAST are the run's two hosts,
-    and … is any words. `where` launch runs: in an `salloc` shell on the login node, in a `batch` script on the
-    first node, or on the `login` node without any reservation. Slurm that ends all of a step at once, the agents
-    too, leaves their folders to the next run's (`clears_memory`).
+    `words` follow `launch`. In `says`, FIRST and LAST are the run's two hosts, and … is any words. `where` launch
+    runs: in an `salloc` shell on the login node, in a `batch` script on the first node, or on the `login` node
+    without any reservation. If Slurm kills a whole step at once with its agents, the agents of the next run remove
+    their folders (`clears_memory` is False).
     """
 
     name: str
@@ -325,24 +326,16 @@ def test_fault(played: dict[tuple[str, str], Future[Seen]], fault: Fault) -> Non
 
 
 _FOLDERS = re.compile(r"/\S*/")
-_HEAD = """# Faults
+_HEAD = """# Faults injected on a simulated cluster
 
-What goes wrong on a cluster, what `launch` must then say and end with, and what was seen. Each run has two ranks on
-each of two simulated nodes, with real Slurm, MPICH and torch; after each, while its reservation still stood, no
-process of it was left on any node. In an expected message, FIRST and LAST are the run's hosts, … is any words.
-Seconds are from the start of launch to its end; several faults were played at a time, on two cores.
+Recorded by `python3 benchmarks/record.py faults`. Each run has two ranks on each of two simulated nodes, with real
+Slurm, MPICH, and torch. Seconds are from the start of launch to its exit, with several runs at a time on two cores.
+No process of a run was left on any node while its reservation still existed. The expected messages are in
+`tests/launch/test_cluster_faults.py`.
 
-`python3 benchmarks/record.py faults` writes this
-page. The default `pytest` plays some of these faults, `pytest -m full` the others.
-
-| fault | launcher | expected | seen | message | seconds | date |
-|---|---|---|---|---|---|---|
+| fault | launcher | exit code | message | seconds | date |
+|---|---|---|---|---|---|
 """
-
-
-def _cells(fault: Fault) -> list[str]:
-    says = fault.says[0] if fault.says else "(nothing)"
-    return [fault.name, fault.launcher, f"{fault.code}: {says}"]
 
 
 def _row(fault: Fault, seen: Seen) -> str:
@@ -350,15 +343,17 @@ def _row(fault: Fault, seen: Seen) -> str:
     if fault.says:
         pattern = re.compile(_pattern(fault.says[0], seen.hosts))
         message = next((line.strip() for line in seen.text.splitlines() if pattern.search(line)), "")
-    cells = [*_cells(fault), str(seen.code), _FOLDERS.sub("…/", message), f"{seen.seconds:.1f}",
+    cells = [*fault.key, str(seen.code), _FOLDERS.sub("…/", message), f"{seen.seconds:.1f}",
              datetime.now(timezone.utc).date().isoformat()]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def test_the_page_lists_these_faults(recording: bool) -> None:
+def test_the_results_list_these_faults(recording: bool) -> None:
+    """Every fault was recorded with its exit code. `test_fault` compares the messages, which may be older there."""
     if recording:
         assert list(_SEEN) == [fault.key for fault in FAULTS]
-        PAGE.write_text(_HEAD + "".join(_row(fault, _SEEN[fault.key]) for fault in FAULTS))
-    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
-    assert [row[:3] for row in rows] == [_cells(fault) for fault in FAULTS]
-    assert [row[3] for row in rows] == [str(fault.code) for fault in FAULTS]
+        RESULTS.write_text(_HEAD + "".join(_row(fault, _SEEN[fault.key]) for fault in FAULTS))
+    rows = [line.strip("| ").split(" | ") for line in RESULTS.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [tuple(row[:3]) for row in rows] == [(*fault.key, str(fault.code)) for fault in FAULTS]
+    text = EVIDENCE.read_text()
+    assert f"{len({fault.name for fault in FAULTS})} faults in {len(FAULTS)} runs" in " ".join(text.split())

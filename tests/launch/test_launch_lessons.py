@@ -1,5 +1,5 @@
-"""Situations in which launchers have been seen to go wrong, as far as no other test is about them
-(docs/evidence/launch_cases.md)."""
+"""Situations in which launchers were seen to fail, unless another file tests them
+(docs/evidence/failure_tests.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ezpz_llm.launch.ranks import FAMILIES
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.variables import STACKS_SIGNAL
 
-EVIDENCE = ROOT / "docs" / "evidence"
+PAGE = ROOT / "docs" / "evidence" / "failure_tests.md"
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:
@@ -37,30 +37,28 @@ def _sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def _defined(path: Path) -> set[str]:
-    return {node.name.removeprefix("test_") for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("page", ["traps.md", "launch_cases.md"])
-def test_every_test_that_is_named_exists(page: str) -> None:
-    """`test_file: name` names a test; a further `name` in the same cell is of the same file."""
-    named = 0
-    for line in (EVIDENCE / page).read_text().splitlines():
-        if not line.startswith("| ") or "---" in line:
-            continue
-        path = None
-        for word in re.findall(r"`([^`]+)`", line.rsplit(" | ", 1)[-1]):
-            file, colon, name = word.partition(": ")
-            if file.startswith("test_"):
-                path = next(TESTS.rglob(f"{file}.py"), None)
-                assert path is not None, f"{page}: {line}"
-            if path is None:
-                continue
-            name = name.partition("[")[0]
-            name = name if colon else "" if file.startswith("test_") else file
-            assert not name or name in _defined(path), f"{page}: {path.name} has no test_{name}"
-            named += 1
-    assert named > 40
+@pytest.mark.parametrize("head", ["situation", "mistake"])
+def test_every_test_that_is_named_exists(head: str) -> None:
+    """Each row of the page's tables of cases names tests: `test_file.py::test_name`, or a whole file."""
+    rows: list[str] = []
+    is_inside = False
+    for line in PAGE.read_text().splitlines():
+        is_inside = line == f"| {head} | tests |" or (is_inside and line.startswith("|"))
+        if is_inside and line.startswith("| ") and line != f"| {head} | tests |":
+            rows.append(line)
+    assert len(rows) > 50
+    for row in rows:
+        tests = re.findall(r"`([^`]+)`", row.strip("| ").rsplit(" | ", 1)[-1])
+        assert tests, row
+        for test in tests:
+            match = re.fullmatch(r"(test_\w+\.py)(?:::(test_\w+))?", test)
+            assert match is not None, row
+            path = next(TESTS.rglob(match[1]), None)
+            assert path is not None, row
+            assert not match[2] or match[2] in _defined(path), f"{match[1]} has no {match[2]}"
 
 
 def test_one_reader_for_each_scheduler() -> None:

@@ -1,6 +1,6 @@
 """Failures planted in runs of four ranks on two simulated nodes: does the post-mortem's headline name the cause, is
-its advice right, absent or wrong? They are data, planted/*.toml (planted/README.md says how to add one); the table
-in docs/evidence/planted_failures.md is written by
+its advice right, absent or wrong? They are data, planted/*.toml (planted/README.md says how to add one). The
+results in benchmarks/results/planted_failures.md are written by
 
     python3 benchmarks/record.py planted-failures
 """
@@ -30,7 +30,7 @@ from simcluster.cluster import Cluster
 
 from ezpz_llm.base.outside import parse_toml
 
-PAGE = ROOT / "docs/evidence/planted_failures.md"
+RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = ROOT / "benchmarks/results/blind_failures.json"
 _AT_ONCE = 4
 _LIMIT_S = 300
@@ -273,7 +273,7 @@ def test_the_bar(recording: bool) -> None:
     score = _score(plants)
     if recording:
         _note_the_blind()
-        PAGE.write_text(_page(plants))
+        RESULTS.write_text(_results(plants))
     assert score["named"] >= _BAR * len(plants)
     assert score["advice"]["wrong"] == 0
 
@@ -301,26 +301,26 @@ def _score(plants: list[Plant]) -> dict[str, Any]:
             "advice": {word: advice.count(word) for word in ("right", "absent", "wrong")}}
 
 
-def _page(played: list[Plant]) -> str:
+def _results(played: list[Plant]) -> str:
     blind = json.loads(BLIND.read_text())
     lines = [_HEAD.format(day=datetime.now(timezone.utc).date(), score=_counted(_score(played)))]
     for title, plants in (
-            ("Of the first scorecard", [plant for plant in played if plant.scorecard]),
-            ("Of our own", [plant for plant in played if not plant.scorecard and plant.file == "ours.toml"]),
+            ("First scorecard", [plant for plant in played if plant.scorecard]),
+            ("More of our own", [plant for plant in played if not plant.scorecard and plant.file == "ours.toml"]),
             ("By another author", [plant for plant in played if plant.file != "ours.toml"]),
-            ("Written blind", _BLIND_ONES)):
+            ("Blind", _BLIND_ONES)):
         lines.append(f"\n## {title}\n")
         if plants is _BLIND_ONES:
             lines.append(_BLIND.format(first=_counted(blind["score"]),
                                        seen=_counted(blind["after_they_were_seen"]["score"])))
-        lines += ["| failure | headline | cause named | advice | words |", "|---|---|---|---|---|"]
+        lines += ["| failure | headline | cause named | advice | source of the message |", "|---|---|---|---|---|"]
         lines += [_row(plant, _SEEN[plant.name]) for plant in plants]
     return "\n".join(lines) + "\n"
 
 
 def _counted(score: dict[str, Any]) -> str:
     advice = ", ".join(f"{count} {word}" for word, count in score["advice"].items())
-    return f"{score['failures']} failures: the cause is named in {score['named']}; advice: {advice}"
+    return f"{score['failures']} failures, cause named in {score['named']}, advice {advice}"
 
 
 def _row(plant: Plant, seen: Seen) -> str:
@@ -333,30 +333,31 @@ def _row(plant: Plant, seen: Seen) -> str:
     headline = cell(seen.headline.removeprefix("launch: "))
     is_named = "yes" if seen.names(plant) else f"no: {plant.missed}"
     advice = seen.advice(plant) + (f": {cell(seen.advised)}" if seen.advised else "")
-    words = f"[source]({plant.source})" if plant.source else "the process itself"
+    words = f"[source]({plant.source})" if plant.source else "the process"
     return f"| {plant.what} | {headline} | {is_named} | {advice} | {words} |"
 
 
 _HEAD = """# Planted failures
 
-Runs of four ranks on two simulated nodes, in each of which one thing goes wrong; the post-mortem's first line,
-with the error's own line below it, and its advice. Real processes fail in all of them. Words that only a device or
-a network prints are those of the linked issue or page, printed by a process that then ends as the real one does.
-Written on {day} by `python3 benchmarks/record.py planted-failures`; `tests/launch/planted/README.md` says how to
-add one.
+Recorded on {day} by `python3 benchmarks/record.py planted-failures`. Each row is a run of four ranks on two
+simulated nodes, in which one thing fails. The headline is the first line of the post-mortem and the line of the
+error below it. Real processes fail in all runs. Messages that only a device or a network prints are copied from the
+linked page, by a process that then ends as the real one does. `tests/launch/planted/README.md` explains how to add
+a failure.
 
-The failures of the table "By another author" are by one who had not read the classifier. No recording of their
-first, blind run was kept. Texts for several of them (of CXI, UCX, RoCE, damaged safetensors, device files of
-oneCCL, DeepSpeed's check of CUDA, hidden modules, clocks, half-written JSON, unequal shapes) were added to
-`texts.toml` later, some word for word: the table says what is covered now, not how well a failure that nobody has
-seen before is named.
+The author of "By another author" had not read the classifier. The first run, which was blind, was not recorded.
+Texts for several of these failures (CXI, UCX, RoCE, damaged safetensors, device files of oneCCL, DeepSpeed's check
+of CUDA, hidden modules, clocks, incomplete JSON, unequal shapes) were added to `texts.toml` later, some word for
+word. So that table shows what is covered now, not how well an unknown failure is named.
 
-{score}."""
+Total: {score}.
+"""
 
-_BLIND = """By an author who knew nothing of the classifier; what had to be said was written, and committed, before
-the first play. They count in no bar.
+_BLIND = """The author did not know the classifier. The expected answers were committed before the first run. These
+failures do not count in the total.
 
-- At their first play, blind: {first}. All of it is in `benchmarks/results/blind_failures.json`.
-- After they were seen, and mechanisms and texts were added for those that were missed: {seen}.
-  That says what is covered now; how well a failure is named that nobody has seen before, only the first line does.
+- First run, blind: {first} (`benchmarks/results/blind_failures.json`).
+- After texts for the missed failures were added: {seen}.
+
+Only the first line measures how well unknown failures are named.
 """
