@@ -26,7 +26,7 @@ SECONDARY: Kind = "secondary"
 """Second copy of the parameters, under hpZ only."""
 _WHOLE = "whole"
 _NAMES: dict[str, str] = {"copy": "master weights", SECONDARY: "second copy of parameters (hpZ)",
-                          _WHOLE: "gathered for a time, beside shards"}
+                          _WHOLE: "temporarily unsharded (fsdp2)"}
 
 
 @dataclass(frozen=True)

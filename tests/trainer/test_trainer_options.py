@@ -91,7 +91,7 @@ def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     assert str(file) in raised.value.where
 
 
-@pytest.mark.parametrize(("argv", "found", "instead"), [
+@pytest.mark.parametrize(("argv", "message", "instead"), [
     (["--stpes", "5"], "--stpes", "--steps"),
     (["--preset", "shakespear-char-cpu"], "shakespear-char-cpu", "shakespeare-char-cpu"),
     (["--steps", "five"], "--steps is 'five': it must be a whole number", None),
@@ -101,15 +101,15 @@ def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     (["--steps"], "expected one argument", "--help"),
     (["--config", "missing.yaml"], "no such configuration file", None),
 ])
-def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, found, instead):
+def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, message, instead):
     with pytest.raises(UserError) as raised:
         parse(argv)
-    assert found in raised.value.found
+    assert message in raised.value.found
     if instead:
         assert instead in raised.value.instead
 
 
-@pytest.mark.parametrize(("text", "found"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("lrr: 1e-3\n", "lrr"),
     ("lr: fast\n", "lr is 'fast': it must be a number"),
     ("micro_batch_size: x\n", "micro_batch_size is 'x'"),
@@ -118,12 +118,12 @@ def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, found, instead
     ("- a\n- b\n", "must consist of `name: value` lines"),
     ("lr: [\n", "cannot read"),
 ])
-def test_a_bad_file_is_rejected_by_name(tmp_path, text, found):
+def test_a_bad_file_is_rejected_by_name(tmp_path, text, message):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as raised:
         parse(["--config", str(file)])
-    assert found in raised.value.found
+    assert message in raised.value.found
     assert str(file) in raised.value.where
 
 

@@ -230,15 +230,15 @@ def test_a_complete_run_rejects_changed_options(six_steps):
     run_dir = six_steps[-1]
     for again in (["--resume", run_dir], [*six_steps, "--resume", "auto"]):
         assert find_resume_point(parse(again)).complete
-    for more, found in ((["--lr", "1e-2"], "--lr 0.01 differs from its 0.002"),
-                        (["--corpus", "other.txt"], "--corpus 'other.txt' differs from its 'stdlib'"),
-                        (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 differs from its 6"),
-                        (["--ds-config", "zero3", "--tp", "2"],
-                         "--ds-config 'zero3' differs from its 'ddp', --tp 2"),
-                        (["--preset", "shakespeare-char-cpu", "--steps", "6"], "--corpus 'shakespeare'")):
+    for more, message in ((["--lr", "1e-2"], "--lr 0.01 differs from its 0.002"),
+                          (["--corpus", "other.txt"], "--corpus 'other.txt' differs from its 'stdlib'"),
+                          (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 differs from its 6"),
+                          (["--ds-config", "zero3", "--tp", "2"],
+                           "--ds-config 'zero3' differs from its 'ddp', --tp 2"),
+                          (["--preset", "shakespeare-char-cpu", "--steps", "6"], "--corpus 'shakespeare'")):
         with pytest.raises(UserError) as error:
             find_resume_point(parse(["--resume", run_dir, *more]))
-        assert found in str(error.value), error.value
+        assert message in str(error.value), error.value
         assert "--steps N with N above 6" in str(error.value)
     Path(six_steps[six_steps.index("--config") + 1]).write_text("beta2: 0.9\neps: 1e-6\n")
     with pytest.raises(UserError, match="--eps 1e-06 differs from its 1e-07"):

@@ -174,16 +174,16 @@ def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
         assert other["val_loss"] == pytest.approx(record["val_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize(("options", "found"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--steps", "30", "--seed", "7"], "the checkpoint's seed is 1337, this run's is 7"),
     (["--steps", "10"], "the checkpoint is of step 20, this run ends at 10"),
     (["--steps", "30", "--n-head", "2"], "the checkpoint is of another model: n_head is 4 there and 2 here"),
 ])
-def test_a_checkpoint_that_does_not_fit_is_rejected_before_any_rank_starts(options, found, finished, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_rejected_before_any_rank_starts(options, message, finished, tmp_path):
     run_dir, _ = finished
     done = train(*SMALL, *options, "--resume", str(run_dir), run_dir=tmp_path / "other", timeout=120)
     assert done.returncode == 2
-    assert found in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "other").exists()
 
 
@@ -218,11 +218,11 @@ def test_a_run_on_own_text_resumes_in_its_directory(tmp_path):
     with pytest.raises(UserError, match=f"the tokens of {folder} are not those of the checkpoint"):
         check_state(plan_run(resumed, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
                     read_json(saved / STATE), data="other tokens")
-    for wrong, found in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
-                         (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
+    for wrong, message in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
+                           (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
         done = alone(*wrong, "--run-dir", str(tmp_path / "none"))
         assert done.returncode == 2
-        assert found in done.stderr
+        assert message in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -235,7 +235,7 @@ def test_a_directory_with_a_run_is_not_overwritten(finished):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(("options", "found"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--model", "gpt2-125m"], "did you mean gpt3-125m or gpt2-124m"),
     (["--ds-config", "zero5"], "unknown ds_config 'zero5'"),
     (["--corpus", "missing.txt"], "no such corpus file"),
@@ -247,10 +247,10 @@ def test_a_directory_with_a_run_is_not_overwritten(finished):
     (["--steps", "10", "--warmup-steps", "20"], "--warmup-steps 1"),
     (["--steps", "0"], "1 or more"),
 ])
-def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
+def test_a_mistake_is_found_before_any_rank_starts(options, message, tmp_path):
     done = train(*options, run_dir=tmp_path / "run", timeout=120)
     assert done.returncode == 2
-    assert found in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -121,13 +121,13 @@ def test_tf32_rounds_where_the_device_has_it() -> None:
     set_products(device, "fp32")
 
 
-@pytest.mark.parametrize(("device", "precision", "dropout", "found"), [
+@pytest.mark.parametrize(("device", "precision", "dropout", "message"), [
     ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"),
     ("cuda", "tf32", 0.0, "not in tf32"),
     ("cuda", "bf16_autocast", 0.1, "not support dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
-def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, precision, dropout, found) -> None:
+def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, precision, dropout, message) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=found):
+    with pytest.raises(UserError, match=message):
         check_attention("flash3", device, precision, dropout)
     check_attention("auto", device, precision, dropout)
 
