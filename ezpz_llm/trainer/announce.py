@@ -71,8 +71,8 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
         ("world", f"{counted(dist.world_size, 'rank')} ({dist.info.source}), {dist.device.type}{peak}, "
                   f"backend {dist.backend or 'none'}"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {plan.resolved.precision}"),
-        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
-                  f"({batch.micro_batch} a rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
+        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens per step "
+                  f"({batch.micro_batch} per rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
         ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
                   f"{parameter_count(model):,} parameters"),
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
@@ -80,10 +80,10 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                  f"token frequencies alone give a loss of {data.unigram_entropy:.4f}"),
         ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
                       f"({config.schedule}) over {config.steps} steps, "
-                      f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
+                      f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
-        ("compile", f"{'the blocks' if config.compile else 'nothing'} ({plan.sources['compile']})"),
+        ("compile", f"{'blocks' if config.compile else 'off'} ({plan.sources['compile']})"),
         *describe(work, flops),
         ("saves", saves(plan, dist)),
     ]
@@ -147,7 +147,7 @@ def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
 
 def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
     """Return the FLOP count and the measured matmul peak as rows of `description`."""
-    count = (f"{short_number(flops.model)} a token, forward and backward (6N + 12 L C T); "
+    count = (f"{short_number(flops.model)} per token, forward and backward (6N + 12 L C T); "
              f"{short_number(flops.causal)} without the half of attention that the causal mask hides")
     if flops.is_proven:
         rows = [("FLOPs", f"{count}; torch's FLOP counter agrees")]

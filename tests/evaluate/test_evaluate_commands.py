@@ -229,7 +229,7 @@ def test_fine_tuning_starts_from_the_weights_under_any_layout(trained: Path, exp
 @pytest.mark.parametrize(("words", "message"), [
     (["--init-from", "RUN", "--n-layer", "3"], "n_layer is 3, the weights have 2"),
     (["--init-from", "RUN", "--model", "gpt2-124m"], "gpt2-124m is not the model of these weights"),
-    (["--init-from", "RUN", "--block-size", "128"], "or at most 64"),
+    (["--init-from", "RUN", "--block-size", "128"], "or pass at most 64"),
     (["--init-from", "nowhere/at/all"], "no folder at"),
     (["--hellaswag", "nowhere.jsonl"], "the HellaSwag file cannot be read"),
     (["--temperature", "0"], "temperature is 0.0"),

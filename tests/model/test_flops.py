@@ -139,7 +139,7 @@ def test_rates_by_both_conventions_and_beside_the_ceiling():
     uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
     assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
     said = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
-    assert said == {"FLOPs": "800M a token, forward and backward (6N + 12 L C T); 700M without the half of "
+    assert said == {"FLOPs": "800M per token, forward and backward (6N + 12 L C T); 700M without the half of "
                              "attention that the causal mask hides; torch's FLOP counter agrees",
                     "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}
 
