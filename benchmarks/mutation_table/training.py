@@ -126,7 +126,7 @@ FAULTS = (
     Fault("norm-limit-forgotten", "resume", START, "        engine.step_skip.limit = spikes.limit\n", "",
           TRAINER),
     Fault("copy-is-the-engines-own", "resume", SAVER,
-          "copies.append(place.copy_(tensor.detach().view(-1), non_blocking=True))",
+          "copies.append(target.copy_(tensor.detach().view(-1), non_blocking=True))",
           "copies.append(tensor.detach().view(-1))", PARTS),
     Fault("slices-a-row-off", "resume", INDEX, "yield at + first, number * length + first - start, last - first",
           "yield at + first, number * length + first, last - first", PARTS),

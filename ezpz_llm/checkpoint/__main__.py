@@ -1,4 +1,4 @@
-"""Look into checkpoints, verify them, export them for transformers, fetch published ones."""
+"""Inspect and verify checkpoints, export them to transformers, download published ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ezpz_llm.rundir import RunDir
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     options = _parser().parse_args(list(argv))
     if options.command == "fetch":
         print(fetch(options.hub_id, options.revision))
@@ -37,20 +37,20 @@ def _parser() -> argparse.ArgumentParser:
         "ezpz-llm checkpoint export runs/gpt2 exported/  a folder that transformers loads",
         "ezpz-llm checkpoint fetch openai-community/gpt2"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = commands.add_parser("inspect", help="what it holds, without reading its tensors")
+    add = commands.add_parser("inspect", help="print the contents of a checkpoint, without reading tensors")
     add.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
-    add.add_argument("--parameters", action="store_true", help="list every parameter, its shape and its place")
-    add.add_argument("--json", action="store_true", help="print it as JSON")
+    add.add_argument("--parameters", action="store_true", help="list every parameter, its shape and its files")
+    add.add_argument("--json", action="store_true", help="print JSON")
     add = commands.add_parser("verify", help="compare every file with its hash, and the index with the model")
     add.add_argument("folder", metavar="FOLDER", help="a run directory (all its checkpoints), or a checkpoint")
     add = commands.add_parser("export", help="write a folder that transformers' AutoModelForCausalLM loads")
     add.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
-    add.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    add.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     add.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"),
-                     help="of the weights (%(default)s)")
+                     help="dtype of the weights (default: %(default)s)")
     add.add_argument("--shard-gb", type=float, default=5.0, metavar="X",
-                     help="the most that one file of weights gets, in 10^9 bytes (%(default)s)")
-    add = commands.add_parser("fetch", help="download a GPT-2 or Llama of the hub, for use without a network")
+                     help="maximum size of a weights file, in 10^9 bytes (default: %(default)s)")
+    add = commands.add_parser("fetch", help="download a GPT-2 or Llama from the Hugging Face hub, for offline use")
     add.add_argument("hub_id", metavar="HUB_ID", help="such as openai-community/gpt2")
     add.add_argument("--revision", metavar="R", help="a branch, tag or commit")
     return parser
@@ -71,7 +71,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Go on after a damaged one, so that it is known which are whole; the code is 1 if any is damaged."""
+    """Verify all checkpoints, even after a damaged one; return 1 if any is damaged."""
     code = 0
     for folder in _folders_of(user_path(options.folder)):
         try:
@@ -80,14 +80,14 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
             code = 1
         else:
-            print(f"whole    {folder} ({size:,} bytes)", flush=True)
+            print(f"intact   {folder} ({size:,} bytes)", flush=True)
     return code
 
 
 def _export(options: argparse.Namespace) -> int:
     source = find_source(options.source, "SOURCE")
     if not options.shard_gb > 0:
-        raise UserError(f"a file of weights gets {options.shard_gb} GB", where="--shard-gb", instead="more than 0")
+        raise UserError(f"--shard-gb is {options.shard_gb:g}", where="--shard-gb", instead="more than 0")
     from ezpz_llm.hf.weights import export
 
     done = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
@@ -99,7 +99,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _facts(source: Source) -> dict[str, Any]:
-    """The facts of a checkpoint or of a Hugging Face folder, as JSON has them."""
+    """Return the contents of a checkpoint or Hugging Face folder, for --json."""
     facts: dict[str, Any] = {"folder": str(source.folder), "kind": source.kind, "model": asdict(source.model),
                              "parameters": parameter_count(source.model)}
     if source.kind == "hf":
@@ -112,16 +112,17 @@ def _facts(source: Source) -> dict[str, Any]:
             "files": {file.name: file.size for file in files}, "bytes": sum(file.size for file in files)}
 
 
-def _line(name: str, found: Parameter) -> str:
-    """Name, shape and elements of a parameter, and in how many pieces it lies in which files."""
-    files = sorted({piece.file for piece in found.pieces})
-    shape = "x".join(map(str, found.shape))
-    return (f"{name:<40} {shape:>14} {math.prod(found.shape):>14,}  {counted(len(found.pieces), 'piece')} in "
+def _line(name: str, parameter: Parameter) -> str:
+    """Format a parameter's name, shape, size, number of pieces, and files."""
+    files = sorted({piece.file for piece in parameter.pieces})
+    shape = "x".join(map(str, parameter.shape))
+    return (f"{name:<40} {shape:>14} {math.prod(parameter.shape):>14,}  "
+            f"{counted(len(parameter.pieces), 'piece')} in "
             f"{files[0]}{f' … {files[-1]}' if len(files) > 1 else ''}")
 
 
 def _as_text(facts: dict[str, Any]) -> str:
-    """The facts for people."""
+    """Format the contents as text."""
     model = facts["model"]
     rows = [("folder", facts["folder"]),
             ("model", f"{model['n_layer']} layers, {model['n_head']} heads ({model['n_kv_head']} of keys), "
@@ -132,7 +133,7 @@ def _as_text(facts: dict[str, Any]) -> str:
             ("parameters", f"{facts['parameters']:,}")]
     if facts["kind"] == "checkpoint":
         rows += [(name, _short(value)) for name, value in facts["state"].items()]
-        rows += [("tokenizer", facts["tokenizer"] or "not known"),
+        rows += [("tokenizer", facts["tokenizer"] or "unknown"),
                  ("tensors", f"{', '.join(facts['tensors'])} in {facts['pieces']} pieces"),
                  ("files", f"{len(facts['files'])}, {facts['bytes']:,} bytes")]
     rows += [("note", note) for note in facts.get("notes", ())]
@@ -146,32 +147,32 @@ def _short(value: Any) -> str:
 
 
 def _folders_of(path: Path) -> list[Path]:
-    """The checkpoints at a place: one's own folder, or all of a run directory, oldest first.
+    """Return a checkpoint's own folder, or all checkpoints of a run directory, oldest first.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or `latest` names a missing one.
     """
     if (path / MANIFEST).is_file():
         return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
-    found = complete(checkpoints)
-    if not found:
+    folders = complete(checkpoints)
+    if not folders:
         raise UserError(f"no complete checkpoint in {path}", where="FOLDER",
                         instead="a run directory, or a checkpoints/step-… folder in one")
-    named = latest(checkpoints)
-    if named is not None and named not in found:
-        raise UserError(f"{LATEST} names {named.name}, which is not there", where=str(checkpoints), exit_code=1)
-    return found
+    newest = latest(checkpoints)
+    if newest is not None and newest not in folders:
+        raise UserError(f"{LATEST} names {newest.name}, which does not exist", where=str(checkpoints), exit_code=1)
+    return folders
 
 
 def _verify_folder(folder: Path) -> int:
-    """Compare files with their hashes, and the index with the model: each element of each parameter once.
+    """Check the hashes of all files, and that the index has each element of each parameter exactly once.
 
     Returns:
-        The bytes that were read.
+        The number of bytes read.
 
     Raises:
-        UserError: names what is damaged.
+        UserError: the checkpoint is damaged.
     """
     records = read_manifest(folder)
     verify(folder, records)

@@ -1,4 +1,4 @@
-"""Index of a checkpoint: where each element of each parameter lies, and the overlap of two slices (no torch)."""
+"""Index of a checkpoint: the location of each parameter element, and the overlap of two slices (no torch)."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, size
 from ezpz_llm.rundir import write_json
 
-# What two parts of one tensor have in common, however each was cut.
 Part = tuple[Box, int, int]
-"""Elements [start, stop) of a box that is flattened in row-major order."""
+"""Elements [start, stop) of a box, flattened in row-major order."""
 
 
-def common(shape: tuple[int, ...], one: Part, other: Part) -> Iterator[tuple[int, int, int]]:
-    """The elements that lie in both parts of a tensor of this shape, in runs.
+def common(shape: tuple[int, ...], a: Part, b: Part) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of elements that two parts of a tensor have in common.
 
     Yields:
-        (offset within the first part, offset within the second, length), both offsets rising.
+        (offset in `a`, offset in `b`, length), in ascending order of both offsets.
     """
-    if one[0] == other[0]:
-        start, stop = max(one[1], other[1]), min(one[2], other[2])
+    if a[0] == b[0]:
+        start, stop = max(a[1], b[1]), min(a[2], b[2])
         if start < stop:
-            yield start - one[1], start - other[1], stop - start
+            yield start - a[1], start - b[1], stop - start
         return
-    ours, theirs = runs(shape, one), runs(shape, other)
-    mine, yours = next(ours, None), next(theirs, None)
-    while mine is not None and yours is not None:
-        start = max(mine[0], yours[0])
-        stop = min(mine[0] + mine[2], yours[0] + yours[2])
+    runs_a, runs_b = runs(shape, a), runs(shape, b)
+    run_a, run_b = next(runs_a, None), next(runs_b, None)
+    while run_a is not None and run_b is not None:
+        start = max(run_a[0], run_b[0])
+        stop = min(run_a[0] + run_a[2], run_b[0] + run_b[2])
         if start < stop:
-            yield mine[1] + start - mine[0], yours[1] + start - yours[0], stop - start
-        if mine[0] + mine[2] <= yours[0] + yours[2]:
-            mine = next(ours, None)
+            yield run_a[1] + start - run_a[0], run_b[1] + start - run_b[0], stop - start
+        if run_a[0] + run_a[2] <= run_b[0] + run_b[2]:
+            run_a = next(runs_a, None)
         else:
-            yours = next(theirs, None)
+            run_b = next(runs_b, None)
 
 
 def runs(shape: tuple[int, ...], part: Part) -> Iterator[tuple[int, int, int]]:
-    """A part as runs that are contiguous in the whole tensor: (place in the tensor, offset in the part, length)."""
+    """Yield a part's runs that are contiguous in the tensor: (offset in the tensor, offset in the part, length)."""
     box, start, stop = part
-    # From the last dimension that the box cuts on, everything is contiguous.
+    # After the last dimension in which the box is a slice, everything is contiguous.
     cut = max((axis for axis, side in enumerate(box) if side != (0, shape[axis])), default=0)
     strides = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     length = (box[cut][1] - box[cut][0]) * strides[cut] if shape else 1
@@ -60,14 +59,14 @@ def runs(shape: tuple[int, ...], part: Part) -> Iterator[tuple[int, int, int]]:
 
 
 WEIGHT = "weight"
-"""The kind of the fp32 master weight; the others are the optimizer's state (see `ezpz_llm.layout.optimizers`)."""
+"""Kind of the fp32 master weight; all other kinds are optimizer state (see `ezpz_llm.layout.optimizers`)."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """Elements [start, stop) of a parameter's box, flattened in row-major order, in a file.
 
-    In the file they are the 1-D tensors `<kind>/<key>`, one for each kind.
+    The file has a 1-D tensor `<kind>/<key>` for each kind.
     """
 
     box: Box
@@ -79,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the whole model: its global shape and the pieces that make it up, by start."""
+    """Parameter of the model: its global shape and its pieces, sorted by box and start."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -87,7 +86,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Index:
-    """All parameters by name, and the kinds that were saved of each."""
+    """All parameters by name, and the kinds saved for each."""
 
     kinds: tuple[str, ...]
     parameters: dict[str, Parameter]
@@ -95,14 +94,14 @@ class Index:
 
 def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str],
                 pieces: Iterable[tuple[str, Piece]]) -> None:
-    """Write the index of (name, piece) pairs."""
+    """Write the index of (parameter name, piece) pairs."""
     by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
     for name, piece in pieces:
         by_name[name].append(piece)
     parameters = {
         name: {"shape": shapes[name],
-               "pieces": [vars(piece) for piece in sorted(found, key=lambda piece: (piece.box, piece.start))]}
-        for name, found in by_name.items()
+               "pieces": [vars(piece) for piece in sorted(pieces, key=lambda piece: (piece.box, piece.start))]}
+        for name, pieces in by_name.items()
     }
     write_json(folder / INDEX, {"format": FORMAT, "kinds": kinds, "parameters": parameters})
 
@@ -111,11 +110,11 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
     Raises:
-        Damaged: it is of another format than the manifest, or no JSON object.
+        Damaged: it is not a JSON object, or its format is not the manifest's.
     """
     stored = read_json(folder / INDEX)
     if stored.get("format") != FORMAT:
-        raise damaged(folder, f"{INDEX} is of format {stored.get('format')!r}, the manifest of format {FORMAT}")
+        raise damaged(folder, f"{INDEX} has format {stored.get('format')!r}, the manifest has format {FORMAT}")
     try:
         index = as_dataclass(Index, {name: value for name, value in stored.items() if name != "format"}, INDEX)
         for name in {piece.file for parameter in index.parameters.values() for piece in parameter.pieces}:
@@ -127,31 +126,31 @@ def read_index(folder: Path) -> Index:
 
 def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
                 kinds: Sequence[str] | None = None) -> None:
-    """Compare a checkpoint with the parameters of a model.
+    """Check that a checkpoint has all parameters and the optimizer state of a model.
 
     Args:
-        kinds: what has to be there of each parameter; None for the state of any optimizer of the table.
+        kinds: required kinds of each parameter; None for those of any optimizer in the table.
 
     Raises:
-        UserError: they differ; names the first parameter that does, with both shapes. Or the checkpoint has no
-            optimizer state, or its pieces do not make up whole parameters.
+        UserError: a parameter differs, or the checkpoint has no optimizer state, or its pieces do not cover the
+            parameters.
     """
     check_shapes(index, shapes, folder)
-    wanted = [(WEIGHT, *row.state) for row in OPTIMIZERS.values()] if kinds is None else [kinds]
-    missing = min(([kind for kind in one if kind not in index.kinds] for one in wanted), key=len)
+    accepted = [(WEIGHT, *row.state) for row in OPTIMIZERS.values()] if kinds is None else [kinds]
+    missing = min(([kind for kind in required if kind not in index.kinds] for required in accepted), key=len)
     if missing:
-        raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot go on "
-                        "from it", where=str(folder), instead="resume from a checkpoint that a training run saved")
+        raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot "
+                        "resume from it", where=str(folder), instead="resume from the checkpoint of a training run")
     for name, parameter in index.parameters.items():
         if (problem := _incomplete(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
 
 
 def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Compare a checkpoint's parameters with a model's, name to shape.
+    """Compare the names and shapes of a checkpoint's parameters with a model's.
 
     Raises:
-        UserError: names the first that differs, with both shapes.
+        UserError: they differ; the message names the first difference, with both shapes.
     """
     for name in [*shapes, *index.parameters]:
         stored = index.parameters.get(name)
@@ -160,11 +159,11 @@ def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path)
             of_file = list(stored.shape) if stored is not None else "no such parameter"
             raise UserError(f"the checkpoint is of another model: {name} is {of_file} in the checkpoint, "
                             f"{of_model} in the model", where=str(folder),
-                            instead="give the same model options as the run that saved it")
+                            instead="use the model options of the run that saved it")
 
 
 def _incomplete(parameter: Parameter) -> str | None:
-    """Return why the pieces do not cover each element of the parameter once; None if they do."""
+    """Return the first gap or overlap of the pieces of a parameter; None if they cover each element once."""
     boxes: dict[Box, int] = {}
     for piece in parameter.pieces:  # sorted by box, then by start
         at = boxes.get(piece.box, 0)
@@ -174,8 +173,8 @@ def _incomplete(parameter: Parameter) -> str | None:
     for box, stop in boxes.items():
         if stop != size(box):
             return f"a gap or an overlap at element {stop} of box {list(box)}"
-    if any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
-           for one, other in itertools.combinations(boxes, 2)):
+    if any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other, strict=True))
+           for box, other in itertools.combinations(boxes, 2)):
         return "boxes that overlap"
     if sum(map(size, boxes)) != math.prod(parameter.shape):
         return "a gap between boxes"

@@ -1,6 +1,6 @@
 """Checkpoint folders: names, publishing, and the manifest of sizes and hashes (imports no torch).
 
-A folder with a manifest is complete: everything is written as `.step-….partial`, the manifest last, then renamed.
+A folder with a manifest is complete: files are written to `.step-….partial`, the manifest last; then it is renamed.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ _LONGEST_NAME = 256
 
 
 def folder_name(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def shard_name(rank: int) -> str:
-    """The name of the file with a rank's part of the state."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint, from its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(re.findall(r"step-(\d+)", folder.name)[0])
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints/` folder, by step."""
+    """Return the complete checkpoints in a run's `checkpoints/` folder, by step."""
     if not checkpoints.is_dir():
         return []
-    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
+    folders = [path for path in checkpoints.iterdir()
+               if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(folders, key=step_of)
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` names, whether or not it is there; None where it names none."""
+    """Return the checkpoint that the file `latest` names, which may not exist; None if it names none."""
     pointer = checkpoints / LATEST
     name = system_text(pointer, most=_LONGEST_NAME).strip()
     return checkpoints / name if _NAME.fullmatch(name) else None
 
 
 def start_partial(checkpoints: Path, step: int) -> Path:
-    """A new empty folder to write into; what killed runs left half written in `checkpoints` is removed."""
+    """Create an empty folder to write into, and remove incomplete checkpoints of killed runs."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     sweep_checkpoints(checkpoints)
     partial = checkpoints / f".{folder_name(step)}.partial"
@@ -62,10 +63,10 @@ def start_partial(checkpoints: Path, step: int) -> Path:
 
 
 def publish(partial: Path, step: int) -> Path:
-    """Give a written folder its final name and let `latest` name it.
+    """Rename a complete folder to its final name and update `latest`.
 
-    A checkpoint of the same step is replaced. `latest` never names a folder that is not there: should the replaced
-    one be the latest, the one before it is named, or none, until the new one stands.
+    A checkpoint of the same step is replaced. `latest` never names a missing folder: while the latest checkpoint is
+    replaced, it names the one before, or none.
     """
     checkpoints = partial.parent
     final = checkpoints / folder_name(step)
@@ -79,7 +80,7 @@ def publish(partial: Path, step: int) -> Path:
             else:
                 pointer.unlink()
         aside = checkpoints / f".{final.name}.replaced"
-        # Left by a kill after its successor stood.
+        # A previous replacement may have been killed before it removed this.
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
     partial.rename(final)
@@ -91,7 +92,7 @@ def publish(partial: Path, step: int) -> Path:
 
 
 def _flush(folder: Path) -> None:
-    """Let the names in a folder reach the disk: the folder before `latest`, even if the power goes."""
+    """Flush a folder's entries to disk, so that after a power failure `latest` never names a missing folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -99,15 +100,14 @@ def _flush(folder: Path) -> None:
         os.close(handle)
 
 
-# The manifest: what each of the files must be, and whether it is.
 FORMAT = 1
-"""Rises when a reader of the older number would misread the files."""
+"""Version of the file format; increased when older readers would misread the files."""
 _MOST_BYTES = 1 << 30
-"""An index names every piece of every parameter: 100 bytes each, of thousands of ranks."""
+"""Size limit of a JSON file; the index has 100 bytes for each piece of each parameter, of thousands of ranks."""
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was saved; another one may be whole."""
+    """Error for a damaged checkpoint; another checkpoint of the run may be intact."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Step(TypedDict):
 
 
 class State(_Step, total=False):
-    """state.json: the step is always there, the rest after a training run."""
+    """Content of state.json; training runs write all keys, other callers at least `step`."""
 
     model: dict[str, Any]
     seed: int
@@ -147,7 +147,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json.
 
     Raises:
-        Damaged: it is missing, or holds other types.
+        Damaged: it is missing, or a value has the wrong type.
     """
     try:
         return as_type(State, read_json(folder / STATE), STATE)
@@ -158,45 +158,45 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> list[FileRecord]:
-    """The files of a checkpoint.
+    """Return the records of a checkpoint's files.
 
     Raises:
-        Damaged: the manifest is not one.
-        UserError: it is of a later format than this version knows.
+        Damaged: the manifest is missing or invalid.
+        UserError: its format is newer than this version supports.
     """
     manifest = read_json(folder / MANIFEST)
-    found = manifest.get("format")
-    if isinstance(found, int) and FORMAT < found < 100 * FORMAT:
-        raise UserError(f"the checkpoint has format {found}, this version reads {FORMAT}", where=str(folder),
-                        instead="the version that saved it, or a later one")
+    stored_format = manifest.get("format")
+    if isinstance(stored_format, int) and FORMAT < stored_format < 100 * FORMAT:
+        raise UserError(f"the checkpoint has format {stored_format}, this version reads {FORMAT}",
+                        where=str(folder), instead="the version that saved it, or a later one")
     try:
         files = as_type(dict[str, _Entry], manifest.get("files"), MANIFEST, "files")
         records = [FileRecord(file_in(folder, name, MANIFEST).name, entry.size, entry.sha256)
                    for name, entry in files.items()]
     except UserError as error:
         raise damaged(folder, f"in {MANIFEST}, {error.found}") from error
-    if found != FORMAT or not records:
-        raise damaged(folder, f"{MANIFEST} is of format {found!r} and names {len(records)} files")
+    if stored_format != FORMAT or not records:
+        raise damaged(folder, f"{MANIFEST} has format {stored_format!r} and lists {len(records)} files")
     return records
 
 
 def write_manifest(folder: Path, step: int, records: Iterable[FileRecord]) -> None:
-    """Write the manifest, which makes the folder complete once it has its final name."""
+    """Write the manifest, which marks the folder as complete."""
     files = {record.name: {"size": record.size, "sha256": record.sha256} for record in records}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint.
+    """Return the content of a JSON file of a checkpoint.
 
     Raises:
-        UserError: it is missing or damaged.
+        Damaged: it is missing or invalid.
     """
     try:
         value = outside.read_json(path, _MOST_BYTES)
     except outside.NoFile as error:
-        what = f"{path.name} is missing" if path.parent.is_dir() else "the folder is not there"
-        raise damaged(path.parent, what) from error
+        problem = f"{path.name} is missing" if path.parent.is_dir() else "the folder does not exist"
+        raise damaged(path.parent, problem) from error
     except UserError as error:
         raise damaged(path.parent, f"{path.name} cannot be read: {error.found}") from error
     if not isinstance(value, dict):
@@ -205,29 +205,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Compare files with what the manifest says of them.
+    """Compare files with their manifest records.
 
     Raises:
-        UserError: a file is missing or has another size or hash; names the file and both values.
+        Damaged: a file is missing, or its size or hash differs.
     """
     for record in records:
         check_size(folder, record)
         try:
-            found = hash_file(folder / record.name)
+            sha256 = hash_file(folder / record.name)
         except (OSError, UserError) as error:
-            why = error.found if isinstance(error, UserError) else error.strerror
-            raise damaged(folder, f"{record.name} cannot be read: {why}") from error
-        if found != record.sha256:
-            raise damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
+            reason = error.found if isinstance(error, UserError) else error.strerror
+            raise damaged(folder, f"{record.name} cannot be read: {reason}") from error
+        if sha256 != record.sha256:
+            raise damaged(folder, f"{record.name} has sha256 {sha256}, the manifest expects {record.sha256}")
 
 
 def describe(path: Path) -> FileRecord:
-    """The manifest's record of a file as it lies on the disk."""
+    """Return the manifest record of a file on disk."""
     return FileRecord(path.name, path.stat().st_size, hash_file(path))
 
 
 def check_size(folder: Path, record: FileRecord) -> None:
-    """Raise `Damaged` where a file is missing, or has another size than the manifest says."""
+    """Raise `Damaged` if a file is missing or its size differs from the manifest."""
     try:
         size = (folder / record.name).stat().st_size
     except FileNotFoundError:
@@ -236,18 +236,18 @@ def check_size(folder: Path, record: FileRecord) -> None:
         raise damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
 
 
-def damaged(folder: Path, what: str) -> Damaged:
-    """The error for a checkpoint in which something is wrong."""
+def damaged(folder: Path, problem: str) -> Damaged:
+    """Return the error for a damaged checkpoint; it suggests another checkpoint of the run."""
     others = [path for path in complete(folder.parent) if path.name != folder.name]
-    return Damaged(f"the checkpoint is damaged: {what}", where=str(folder),
+    return Damaged(f"the checkpoint is damaged: {problem}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)
 
 
-def none_whole(found: Sequence[Damaged]) -> Damaged:
-    """The error where each checkpoint that was tried, newest first, is damaged: none of them is suggested."""
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(Path(str(damage.where)).name for damage in found)
-    return Damaged(f"all {len(found)} checkpoints are damaged ({names}); of the newest: {found[0].found}",
-                   where=str(Path(str(found[0].where)).parent),
-                   instead="copy a whole step-… folder back from elsewhere, or begin again in another --run-dir")
+def none_whole(errors: Sequence[Damaged]) -> Damaged:
+    """Return the error for a run whose checkpoints are all damaged, newest first; it suggests none of them."""
+    if len(errors) == 1:
+        return errors[0]
+    names = ", ".join(Path(str(error.where)).name for error in errors)
+    return Damaged(f"all {len(errors)} checkpoints are damaged ({names}); the newest: {errors[0].found}",
+                   where=str(Path(str(errors[0].where)).parent),
+                   instead="restore an intact step-… folder from a backup, or start a new run in another --run-dir")

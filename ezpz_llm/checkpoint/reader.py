@@ -1,4 +1,4 @@
-"""Load a training state into an engine of any layout: each rank reads the pieces that it holds."""
+"""Loading of a checkpoint into an engine of any layout: each rank reads only its own slices."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ezpz_llm.dist.agree import broadcast, together
 from ezpz_llm.engine.base import Engine
 
 Accept = Callable[[Path, dict[str, Any]], None]
-"""Raises a UserError for a checkpoint, and its state, that the run cannot go on from."""
+"""Callback that raises a UserError if the run cannot resume from a checkpoint (folder, state)."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The checkpoint that was loaded, its state, and newer ones that were passed over, each with its damage."""
+    """Loaded checkpoint, its state, and the errors of newer, damaged ones."""
 
     folder: Path
     state: dict[str, Any]
@@ -38,7 +38,7 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
     """Load the newest undamaged checkpoint of a run directory, or the one that `where` names. Collective.
 
     Raises:
-        UserError: there is none, or all are damaged, or `accept` refuses it. The same on every rank.
+        UserError: there is none, or all are damaged, or `accept` rejects it. The same on every rank.
     """
     folders = together(dist, lambda: candidates(where), on_main=True)
     passed_over: list[Damaged] = []
@@ -51,25 +51,25 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
 
 
 def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
-    """Put a checkpoint into an engine: weights, moments, optimizer step and loss scale, as saved. Collective.
+    """Load a checkpoint into an engine: weights, moments, optimizer step and loss scale. Collective.
 
-    Every file's hash is compared with the manifest first, the work shared by the ranks. This rank's random states
-    are restored if the ranks that saved were divided in the same way; the returned member rng_restored says so.
+    First, the ranks share the work of checking every file's hash. Random states are restored if the number of ranks
+    and the degrees of the layout equal those of the run that saved; then `rng_restored` is True in the result.
 
     Args:
-        folder: a complete checkpoint, such as `find` gives.
+        folder: a complete checkpoint, for example from `find`.
 
     Returns:
-        The state that was given to `save`, with the members that it added.
+        The state that was given to `save`, with the keys that `save` added, and `rng_restored`.
 
     Raises:
         UserError: the checkpoint is damaged (Damaged), or of another model, or has no optimizer state, or `accept`
-            refuses it. The same on every rank; the engine is unchanged.
+            rejects it. The same on every rank; the engine is unchanged.
     """
     training, buffers = engine.training_state(), writer.buffers_of(engine.module)
 
     def read() -> tuple[dict[str, Any], Index]:
-        """State and index of the folder, refused where they are not of this model."""
+        """Return state and index of the folder after checking that they fit the engine."""
         state, index = read_state(folder), read_index(folder)
         if accept is not None:
             accept(folder, state)
@@ -77,52 +77,53 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         _check_buffers(folder, buffers)
         return state, index
 
-    # Settled before anything is read: what other ranks have found damaged says nothing.
+    # Agree on the hashes before reading: the content of a damaged file is meaningless.
     together(dist, lambda: _verify_share(folder, dist))
     state, index = together(dist, read)
-    alike = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
+    same_split = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
     with ExitStack() as stack:
-        # Each shard is opened (mapped, not read) when it is first needed.
+        # Shards are memory-mapped on first use.
         open_file = functools.cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
         for part in training.slices():
             fill(part.tensors, (part.box, part.start, part.stop), index.parameters[part.name], open_file)
         for name, buffer in buffers.items():
             buffer.copy_(open_file(shard_name(0)).get_tensor(f"{writer.BUFFER}{name}").view(buffer.shape))
-        if alike:
+        if same_split:
             writer.restore(_random_states(open_file(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
     if training.scale is not None and state["loss_scale"] is not None:
         training.scale.load_state_dict(state["loss_scale"])
-    return {**state, "rng_restored": alike}
+    return {**state, "rng_restored": same_split}
 
 
 def _check_buffers(folder: Path, buffers: Mapping[str, torch.Tensor]) -> None:
-    """
+    """Check that the checkpoint has all buffers of the model.
+
     Raises:
-        UserError: the model has a buffer that the checkpoint has not.
+        UserError: a buffer is missing.
     """
     if not buffers:
         return
     with safe_open(folder / shard_name(0), framework="pt") as shard:
-        there = set(shard.keys())
-    if missing := [name for name in buffers if f"{writer.BUFFER}{name}" not in there]:
+        stored = set(shard.keys())
+    if missing := [name for name in buffers if f"{writer.BUFFER}{name}" not in stored]:
         raise UserError(f"the checkpoint is of another model: it has no buffer {missing[0]}", where=str(folder),
-                        instead="the model of the run that saved it")
+                        instead="use the model of the run that saved it")
 
 
 def fill(tensors: Mapping[str, torch.Tensor], part: Part, stored: Parameter,
          open_file: Callable[[str], Any]) -> None:
-    """Copy what the pieces of a stored parameter have of `part` into flat tensors of that part, by kind."""
+    """Copy the elements of `part` from the pieces of a stored parameter into flat tensors, by kind."""
     for piece in stored.pieces:
         pairs = list(common(stored.shape, part, (piece.box, piece.start, piece.stop)))
         if not pairs:
             continue
-        # One read a piece: runs of rows may be many and short.
+        # Read each piece once: its runs may be many and short.
         first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
         for kind, tensor in tensors.items():
             values = open_file(piece.file).get_slice(f"{kind}/{piece.key}")[first:last]
-            for ours, theirs, length in pairs:
-                tensor[ours:ours + length].copy_(values[theirs - first:theirs - first + length])
+            for target, source, length in pairs:
+                tensor[target:target + length].copy_(values[source - first:source - first + length])
 
 
 def _random_states(shard: Any) -> dict[str, torch.Tensor]:
@@ -131,7 +132,7 @@ def _random_states(shard: Any) -> dict[str, torch.Tensor]:
 
 
 def _verify_share(folder: Path, dist: Dist) -> None:
-    """Check this rank's share of the files' hashes, and that what should be tensors is."""
+    """Check the hashes of this rank's share of the files, and that tensor files are safetensors."""
     share = read_manifest(folder)[dist.rank::dist.world_size]
     verify(folder, share)
     for record in share:

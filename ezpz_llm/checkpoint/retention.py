@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which are kept, and the one that a run directory or folder stands for (no torch)."""
+"""Retention of a run's checkpoints, and the search for the checkpoint to load (imports no torch)."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ from ezpz_llm.rundir import RunDir
 
 @dataclass(frozen=True)
 class Keep:
-    """The last `last` checkpoints, 1 or more, and besides these all of steps that `every` divides (0: none)."""
+    """Retention rule: keep the last `last` (at least 1), and all whose step is a multiple of `every` (0: none)."""
 
     last: int
     every: int = 0
 
 
 def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
-    """Remove complete checkpoints up to the latest, but for those to be kept.
+    """Remove complete checkpoints up to the latest that `keep` does not cover; return their former paths.
 
-    Later ones than the latest (of a run that was continued from an earlier step) are left alone until the run comes
-    to them. One process calls it, after a successful save. Returns what was removed.
+    Checkpoints after the latest belong to a run that was resumed from an earlier step; they remain until the run
+    reaches them. Call from one process, after a successful save.
     """
     newest = latest(run_dir.checkpoints)
     if newest is None:
         return []
-    found = [path for path in complete(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
-    doomed = [path for path in found[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
+    folders = [path for path in complete(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
+    doomed = [path for path in folders[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
     for path in doomed:
-        # Under another name first: a removal cut short must not leave a folder that looks complete. What cannot be
-        # removed now is tried again with the next save.
+        # Rename first: an interrupted removal must not leave a folder that looks complete. The next save retries
+        # what cannot be removed now.
         with contextlib.suppress(OSError):
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")), ignore_errors=True)
     return doomed
 
 
-# The checkpoint that a run directory, or a folder in one, stands for.
 def find(where: str | Path) -> Path:
-    """The checkpoint that `where` means: a checkpoint's own folder, or the newest whole one of a run directory.
+    """Return the checkpoint at `where`: the folder itself, or the newest intact one of a run directory.
 
-    Sizes are compared with the manifest; hashes only when the checkpoint is loaded.
+    This checks file sizes only; loading also checks hashes.
 
     Raises:
-        UserError: there is none at that place, or only ones with a file missing or cut short.
+        UserError: there is no checkpoint, or each has a missing or truncated file.
     """
     passed_over: list[Damaged] = []
     for folder in candidates(where):
@@ -71,7 +70,7 @@ def find(where: str | Path) -> Path:
 
 
 def has_any(where: str | Path) -> bool:
-    """True if there is a checkpoint at that place, whole or not."""
+    """Return True if `where` has a checkpoint, even if damaged."""
     try:
         return bool(candidates(where))
     except UserError:
@@ -79,13 +78,13 @@ def has_any(where: str | Path) -> bool:
 
 
 def candidates(where: str | Path) -> list[Path]:
-    """Return the checkpoints that `where` may mean, best first: one folder, or those of a run directory.
+    """Return the checkpoints at `where`, best first: the folder itself, or those of a run directory.
 
-    Of a run these are the one that `latest` names, even if it is not there, and then all before it; later ones are
-    of a continuation that was abandoned. At least one.
+    For a run directory, return the checkpoint that `latest` names, even if it is missing, and then all earlier
+    ones; later ones belong to an abandoned continuation.
 
     Raises:
-        UserError: there is nothing at that place.
+        UserError: there is no checkpoint.
     """
     path = Path(where)
     if not path.is_dir():
@@ -97,16 +96,16 @@ def candidates(where: str | Path) -> list[Path]:
         return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
     newest = latest(checkpoints)
-    found = [folder for folder in [*complete(checkpoints), *_put_aside(checkpoints)]
+    older = [folder for folder in [*complete(checkpoints), *_put_aside(checkpoints)]
              if newest is None or step_of(folder) < step_of(newest)]
-    found = [*([newest] if newest else []), *sorted(found, key=step_of, reverse=True)]
-    if not found:
+    folders = [*([newest] if newest else []), *sorted(older, key=step_of, reverse=True)]
+    if not folders:
         raise UserError(f"no complete checkpoint in {path}", where="--resume",
                         instead="name a run directory or a checkpoints/step-… folder in one")
-    return found
+    return folders
 
 
 def _put_aside(checkpoints: Path) -> list[Path]:
-    """Checkpoints that were about to be replaced when the run was killed (see `publish`)."""
+    """Return checkpoints that were being replaced when the run was killed (see `publish`)."""
     return [path for path in checkpoints.glob(".step-*.replaced")
             if (path / MANIFEST).is_file() and not (checkpoints / folder_name(step_of(path))).exists()]

@@ -1,4 +1,4 @@
-"""Save checkpoints, at once or in the background from a copy: the folder appears whole or not at all."""
+"""Saving of checkpoints, synchronously or in the background from a copy; a folder appears only when complete."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.rundir import RunDir
 
-# A copy of a rank's part of the state in host memory, which can be written while training changes the state.
 _ALIGN = 64
 
 
 def host_bytes(shard: Shard) -> int:
-    """Return the bytes of CPU memory that the copy of a shard takes."""
+    """Return the bytes of CPU memory that a copy of a shard needs."""
     return sum(map(_aligned, shard.outline.values()))
 
 
@@ -43,9 +42,10 @@ def _aligned(tensor: torch.Tensor) -> int:
 
 
 class HostMemory:
-    """The memory for such copies: taken for the first, used again for the next, when the one before is written.
+    """CPU memory for a copy of a rank's shard, which a thread writes while training changes the state.
 
-    For GPUs it is page-locked: copies run at the bus's full speed, all of them at once.
+    It is allocated for the first copy and reused for later ones, once the previous copy is written. For GPUs it is
+    page-locked, so that the copies are asynchronous and run at full bus speed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class HostMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, shard: Shard) -> Shard:
-        """The shard with its tensors as they are now; the engine may change its own when this returns."""
+        """Return a copy of the shard; the engine may change its tensors when this returns."""
         needed = host_bytes(shard)
         if self._memory.numel() < needed:
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=DEVICES[self._device.type].pins)
@@ -61,19 +61,19 @@ class HostMemory:
         copies = []
         for at, tensor in zip(offsets, shard.tensors, strict=False):
             size = tensor.numel() * tensor.element_size()
-            place = self._memory[at:at + size].view(tensor.dtype)
-            copies.append(place.copy_(tensor.detach().view(-1), non_blocking=True))
+            target = self._memory[at:at + size].view(tensor.dtype)
+            copies.append(target.copy_(tensor.detach().view(-1), non_blocking=True))
         synchronize(self._device)
         return replace(shard, tensors=iter(copies))
 
 
 class NotWritten(UserError):
-    """A checkpoint that could not be written; those before it stand."""
+    """Error for a checkpoint that could not be written; earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint: its step and folder, its bytes, the seconds from its step until it was complete."""
+    """Complete checkpoint: step, folder, size in bytes, and seconds from the start of the save to its end."""
 
     step: int
     folder: Path
@@ -82,33 +82,33 @@ class Saved:
 
 
 def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of `state["step"]` and let `latest` name it. Collective.
+    """Write the checkpoint of `state["step"]` synchronously. Collective.
 
     Args:
-        state: what the caller needs to go on, in JSON's types; rank 0's is kept. The members optimizer_step,
-            loss_scale, world_size, layout, degrees and versions are added.
+        state: JSON values that the caller needs to resume; rank 0's are saved. Adds optimizer_step, loss_scale,
+            world_size, layout, degrees and versions.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        NotWritten: it could not be written (a full disk, say). Nothing of it is left, and those that there were
-            before are as they were. The same on every rank.
+        NotWritten: it could not be written, for example because the disk is full. Its files are removed, and
+            earlier checkpoints are unchanged. The same on every rank.
     """
     saver = Saver(dist, run_dir, None, in_background=False)
     saver.start(engine, state)
-    return saver.finish().folder  # type: ignore[union-attr]  # what was begun is complete, or raises
+    return saver.finish().folder  # type: ignore[union-attr]  # a started save completes or raises
 
 
 def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
-    """Run an action, in a daemon thread or at once; the future has its result, or what it raised."""
+    """Run an action, in a daemon thread or now; the future holds its result or exception."""
     future: Future[Any] = Future()
 
     def run() -> None:
-        """The action, with its outcome in the future."""
+        """Run the action and store its result or exception in the future."""
         try:
             future.set_result(action())
-        except BaseException as error:  # raised again where the outcome is asked for
+        except BaseException as error:  # raised again by result()
             future.set_exception(error)
 
     if in_background:
@@ -120,7 +120,7 @@ def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
 
 @dataclass
 class _Save:
-    """A checkpoint on its way. `is_last_part`: all ranks have written, and rank 0 completes the folder."""
+    """Save in progress. `is_last_part`: all ranks have written their files, and rank 0 completes the folder."""
 
     partial: Path
     record: dict[str, Any]
@@ -132,22 +132,27 @@ class _Save:
 
 
 class Saver:
-    """Writes the checkpoints of one run, one at a time.
+    """Writer of a run's checkpoints, one at a time.
 
-    In the background a save is: every rank copies its part to host memory, and goes on training while a thread of
-    its own writes the copy; when all have, the ranks tell rank 0 what they wrote, and its thread completes the
-    folder; then all learn the outcome. Only the main threads communicate, in `start`, `advance` and `finish`, which
-    all ranks enter at the same step.
+    A save in the background has these steps:
+
+    1. Each rank copies its shard to CPU memory and continues training. A thread writes the copy.
+    2. When all ranks have written, they send rank 0 the records of their files. A thread of rank 0 completes the
+       folder.
+    3. Rank 0 broadcasts the result.
+
+    Only the main threads communicate, in `start`, `advance` and `finish`, which all ranks enter at the same step.
 
     Args:
-        keep: what to remove after a successful save; None for nothing.
-        in_background: where there is host memory for the copies, and the state is in memory at all.
+        keep: retention rule to apply after a successful save; None to keep all.
+        in_background: save in the background if CPU memory suffices for the copies and the optimizer state is in
+            memory.
     """
 
     def __init__(self, dist: Dist, run_dir: RunDir, keep: Keep | None, in_background: bool) -> None:
         self._dist, self._run_dir, self._keep = dist, run_dir, keep
         self.in_background = in_background
-        """True if a save that was started may still be in progress; `start` finds out where that is impossible."""
+        """True if saves run in the background; `start` sets it to False if that is impossible."""
         self._memory: HostMemory | None = None
         self._save: _Save | None = None
 
@@ -157,16 +162,16 @@ class Saver:
         return self._save is not None and not self._save.task.done()
 
     def start(self, engine: Engine, state: dict[str, Any], *, at_once: bool = False) -> str | None:
-        """Begin to save the present state; `save` says what is in it. An earlier save is waited for. Collective.
+        """Start to save the current state (see `save`), after finishing an earlier save. Collective.
 
         Args:
-            at_once: write before returning. `finish` is still to be called.
+            at_once: write before returning; still call `finish`.
 
         Returns:
-            Why this run's checkpoints are not written in the background after all, once that is found.
+            At the first save, the reason why this run cannot save in the background, if any.
 
         Raises:
-            NotWritten: the earlier checkpoint could not be written, or this one not begun.
+            NotWritten: the earlier checkpoint could not be written, or this one could not be started.
         """
         self.finish()
         step, began = state["step"], time.monotonic()
@@ -179,7 +184,7 @@ class Saver:
         note = None
         in_background = self.in_background and not at_once
         if in_background and self._memory is None:
-            note = self._why_not(engine, shard)
+            note = self._background_blocker(engine, shard)
             in_background = self.in_background = note is None
         if in_background:
             self._memory = self._memory or HostMemory(engine.device)
@@ -189,13 +194,13 @@ class Saver:
         return note
 
     def advance(self) -> Saved | None:
-        """Go on with a save that no rank is busy with. Collective.
+        """Advance the save in progress; waits for ranks that are still writing. Collective.
 
         Returns:
-            The checkpoint, when it is complete; None before that, and where there is nothing to do.
+            The checkpoint once it is complete; None before that, or if there is no save in progress.
 
         Raises:
-            NotWritten: it could not be written, on some rank. Nothing of it is left. The same on every rank.
+            NotWritten: a rank could not write. The checkpoint's files are removed. The same on every rank.
         """
         save = self._save
         if save is None:
@@ -217,7 +222,7 @@ class Saver:
         return Saved(save.record["step"], folder, size, time.monotonic() - save.began)
 
     def finish(self) -> Saved | None:
-        """Wait until the save in progress, if there is one, is complete. Collective. Raises what `advance` does."""
+        """Complete the save in progress, if any. Collective. Raises the errors of `advance`."""
         saved = None
         while self._save is not None:
             saved = self.advance()
@@ -234,32 +239,32 @@ class Saver:
     def _together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
         """Run `action` on every rank or on rank 0 only; an OSError on any rank becomes NotWritten on all."""
         def attempt() -> Any:
-            """Run `action`; an OSError becomes NotWritten, with the last complete checkpoint."""
+            """Run `action`; turn an OSError into NotWritten, with the last complete checkpoint."""
             try:
                 return action()
             except OSError as failure:
                 before = complete(self._run_dir.checkpoints)
-                stands = f"; {before[-1].name} stands" if before else ""
+                intact = f"; {before[-1].name} is intact" if before else ""
                 raise NotWritten(
-                    f"the checkpoint of step {step} could not be written: {failure.strerror}{stands}",
+                    f"the checkpoint of step {step} could not be written: {failure.strerror}{intact}",
                     where=f"rank {self._dist.rank}, {failure.filename or self._run_dir.checkpoints}",
-                    instead="make room there, or name another place with --run-dir DIR", exit_code=1) from failure
+                    instead="free disk space there, or pass another --run-dir DIR", exit_code=1) from failure
 
         return together(self._dist, attempt, on_main=on_main)
 
-    def _why_not(self, engine: Engine, shard: Shard) -> str | None:
-        """Why copies in host memory are not to be had: the same answer on every rank. Collective."""
+    def _background_blocker(self, engine: Engine, shard: Shard) -> str | None:
+        """Return the reason why the state cannot be copied to CPU memory, the same on every rank. Collective."""
         if uses_nvme(engine.layout):
-            return "the optimizer's state is in files, and not copied to memory"
-        needs = gather(self._dist, (socket.gethostname(), host_bytes(shard), psutil.virtual_memory().available))
-        by_host: dict[str, tuple[int, int]] = {}
-        for host, size, available in needs or []:
-            by_host[host] = (by_host.get(host, (0, 0))[0] + size, available)
+            return "the optimizer state is in files, not in memory"
+        demands = gather(self._dist, (socket.gethostname(), host_bytes(shard), psutil.virtual_memory().available))
+        by_node: dict[str, tuple[int, int]] = {}
+        for hostname, size, available in demands or []:
+            by_node[hostname] = (by_node.get(hostname, (0, 0))[0] + size, available)
         return broadcast(self._dist, next(
-            (f"copies of the state would take {size / 1e9:.3g} GB of {host}'s memory, of which "
+            (f"copies of the state need {size / 1e9:.3g} GB of memory on {hostname}, where "
              f"{available / 1e9:.3g} GB are free"
-             for host, (size, available) in by_host.items() if size > _SHARE * available), None))
+             for hostname, (size, available) in by_node.items() if size > _SHARE * available), None))
 
 
 _SHARE = 0.8
-"""Share of a node's free memory that copies may take."""
+"""Maximum share of a node's free memory for copies."""

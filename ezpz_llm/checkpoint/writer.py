@@ -1,4 +1,4 @@
-"""Files of a checkpoint: a rank's slices and random states, and what rank 0 adds once every rank has written."""
+"""Writing of a checkpoint's files: each rank's slices and random states, and rank 0's index, state and manifest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ezpz_llm.engine.optimizer_state import EngineState, owned
 from ezpz_llm.rundir import write_json
 
 BUFFER = "buffer/"
-"""Prefix of the names of buffers in rank 0's file."""
+"""Prefix of buffer names in rank 0's file."""
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """File that a rank wrote, and (parameter name, piece) for each tensor in it."""
@@ -37,8 +37,9 @@ Written = tuple[FileRecord, list[tuple[str, Piece]]]
 class Shard:
     """Part of a checkpoint that one rank writes, once.
 
-    `outline` has for each name in the file a tensor of the right size and type, `tensors` the values in the same
-    order; a value may be the engine's own storage, there only until the next one is taken.
+    `outline` maps each name in the file to a tensor of the right size and dtype, for example on the meta device.
+    `tensors` yields the values in the same order; a value may be the engine's own storage, and is valid only until
+    the next one.
     """
 
     name: str
@@ -48,14 +49,14 @@ class Shard:
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a module that belong to its state, such as running statistics, by name."""
+    """Return a module's persistent buffers, such as running statistics, by name."""
     kept = module.state_dict().keys() if any(True for _ in module.buffers()) else ()
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def read_shard(training: EngineState, rank: int, device: torch.device,
                buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Shard:
-    """Return what `rank` writes: the tensors that it owns, its current random states, and `buffers`."""
+    """Return the shard of `rank`: the tensors that it owns, its current random states, and `buffers`."""
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
@@ -63,7 +64,7 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
     for _, part in owned(raw, raw):
         if part is None:
             continue
-        # A rank may hold several boxes of one parameter.
+        # A rank may own several boxes of the same parameter.
         key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
         outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
@@ -79,13 +80,13 @@ def write_shard(folder: Path, shard: Shard) -> Written:
     """Write a rank's file.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: for example, the disk is full.
     """
     return write_tensors(folder / shard.name, shard.outline, shard.tensors), shard.pieces
 
 
 def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
-    """Return the members of state.json that do not come from the caller."""
+    """Return the keys of state.json that the caller does not provide."""
     return {
         "optimizer_step": training.optimizer_step,
         "loss_scale": None if training.scale is None else training.scale.state_dict(),
@@ -98,10 +99,10 @@ def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
 
 def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str], written: list[Written],
                     record: dict[str, Any]) -> Path:
-    """Rank 0's part, once every rank has written its own: index, state, manifest, then the name.
+    """Write index, state and manifest, and publish the folder; rank 0 calls this once all ranks have written.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: for example, the disk is full.
     """
     write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces])
     write_json(partial / STATE, record)
@@ -110,11 +111,10 @@ def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Se
     return publish(partial, record["step"])
 
 
-# The random states of this process, as tensors: torch's, the device's, Python's and numpy's.
 def capture(device: torch.device) -> dict[str, torch.Tensor]:
-    """All random states, by name."""
-    _, words, gauss = random.getstate()  # the version, which is 3 in every Python since 3.2
-    # The kind is MT19937: what numpy's global generator is, unless a program replaced it.
+    """Return the random states of torch, the device, Python and numpy, as tensors by name."""
+    _, words, gauss = random.getstate()  # the version is 3 since Python 3.2
+    # The kind is MT19937, unless a program replaced numpy's global generator.
     _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -129,7 +129,7 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `capture` gave. A device state of another kind of device (another size) is left out."""
+    """Restore the states from `capture`; skip the state of another kind of device, which has another size."""
     torch.set_rng_state(states["torch"])
     gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
@@ -142,21 +142,21 @@ def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
             module.set_rng_state(states["device"])
 
 
-# Write a safetensors file one tensor at a time, hashing it on the way.
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor],
                   metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write tensors of any device under their names, durably, each when its turn comes.
+    """Write a safetensors file and fsync it, one tensor at a time, and hash it on the way.
 
     Args:
-        outline: by name, tensors of the same sizes and types in the same order; those of the meta device will do.
-        metadata: what the header says of the file.
+        outline: tensors of the same sizes and dtypes in the same order, by name; they may be on the meta device.
+        tensors: the values, on any device.
+        metadata: metadata of the header.
 
     Raises:
-        OSError: the disk is full, or the like; the file is then incomplete.
+        OSError: for example, the disk is full; the file is then incomplete.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0

@@ -19,21 +19,21 @@ _TASKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code. torch is imported only once there is something to compute."""
+    """Run the command; return its exit code. Imports torch only when computation starts."""
     options = _parser().parse_args(list(argv))
     world_size = options.world_size if options.check else find_rank(os.environ).world_size
     if options.task == "harness":
         return tasks.main(options, world_size)
     plan_task, run_task = _TASKS[options.task]
     plan = plan_model(options, world_size)
-    planned = plan_task(plan, options)
+    task_plan = plan_task(plan, options)
     if options.check:
         print(plan.resolved.explain())
         return 0
     from ezpz_llm.rundir import update_record
 
     with as_rank(options, f"evaluate-{options.task}") as dist:
-        result = run_task(plan, planned, dist, options)
+        result = run_task(plan, task_plan, dist, options)
         if dist.is_main:
             update_record(dist.run_dir, source=plan.source.describe(), evaluation={options.task: result})
             lines = (f"  {name:<12}{value:.4f}" if isinstance(value, float) else f"  {name:<12}{value}"
@@ -47,15 +47,15 @@ def _parser() -> argparse.ArgumentParser:
         "ezpz-llm evaluate val runs/gpt2",
         "ezpz-llm evaluate hellaswag runs/gpt2 --file hellaswag_val.jsonl"))
     commands = parser.add_subparsers(dest="task", required=True, metavar="TASK")
-    add = commands.add_parser("val", help="the loss on the first tokens of a corpus's validation split")
+    add = commands.add_parser("val", help="loss on the first tokens of a corpus's validation split")
     add_arguments(add, batch=8)
-    add.add_argument("--corpus", metavar="NAME|PATH", help="the corpus (the run's own)")
+    add.add_argument("--corpus", metavar="NAME|PATH", help="corpus (default: the run's)")
     add.add_argument("--tokens", type=int, metavar="N",
-                     help="validation tokens from the split's start; 0 for all (as many as the run took)")
-    add = commands.add_parser("hellaswag", help="which of four endings is likeliest, from a local file")
+                     help="validation tokens from the start of the split; 0: all (default: as in the run)")
+    add = commands.add_parser("hellaswag", help="accuracy in choosing one of four endings, from a local file")
     add_arguments(add, batch=16)
-    add.add_argument("--file", required=True, metavar="F", help="hellaswag_val.jsonl, as it is or gzipped")
-    add.add_argument("--items", type=int, metavar="N", help="only the first N items (all)")
+    add.add_argument("--file", required=True, metavar="F", help="hellaswag_val.jsonl, plain or gzipped")
+    add.add_argument("--items", type=int, metavar="N", help="score only the first N items (default: all)")
     add = commands.add_parser("harness", help="tasks of lm-evaluation-harness, on the exported model")
     tasks.add_arguments(add)
     return parser

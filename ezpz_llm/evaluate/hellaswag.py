@@ -1,8 +1,8 @@
-"""HellaSwag (Zellers et al. 2019, arXiv:1905.07830): which of four endings does the model find likeliest?
+"""HellaSwag (Zellers et al. 2019, arXiv:1905.07830): choose the most likely of four endings.
 
-As GPT-2's reproductions score it: the context's tokens, then those of " " + ending; only the ending's tokens count.
-`acc` compares the summed negative log-likelihood of the endings, `acc_norm` its mean a token. lm-evaluation-harness
-defines both otherwise (it edits the text, and divides by characters), so its figures differ.
+Scored as in reproductions of GPT-2: the tokens of the context, then those of " " + ending; only the tokens of the
+ending are scored. `acc` compares the summed negative log-likelihood of the endings, `acc_norm` the mean per token.
+lm-evaluation-harness edits the text and divides by characters, so its results differ.
 
 Shapes: N items, B sequences of a batch, T tokens.
 """
@@ -35,7 +35,7 @@ _MOST_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class _Stored:
-    """A line of the published file, which has other members besides."""
+    """Line of the published file; its other keys are ignored."""
 
     ctx: str
     endings: tuple[str, ...]
@@ -44,7 +44,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Item:
-    """A context, its endings, and the number of the right one."""
+    """Context, its endings, and the index of the right one."""
 
     context: str
     endings: tuple[str, ...]
@@ -53,9 +53,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of items whose right ending is the likeliest, by sum (`acc`) and by mean a token (`acc_norm`).
+    """Accuracies: share of items whose right ending is the most likely, by sum (`acc`) and by mean per token.
 
-    `truncated` endings had a context too long for the model, which lost its beginning.
+    `truncated` is the number of endings whose context was too long for the model and lost its beginning.
     """
 
     acc: float
@@ -64,18 +64,18 @@ class Score:
     truncated: int
 
     def as_record(self) -> dict[str, Any]:
-        """For run.json, with the definition's name beside the figures."""
+        """Return the scores for run.json, with their definition."""
         return {**asdict(self), "definition": "token-normalised, context + ' ' + ending"}
 
 
 def read_items(path: Path, limit: int | None = None) -> list[Item]:
-    """The items of a file of JSON lines with ctx, endings and label, such as hellaswag_val.jsonl; also gzipped.
+    """Read items from JSON lines with ctx, endings and label, such as hellaswag_val.jsonl, plain or gzipped.
 
     Args:
-        limit: the first so many; None for all.
+        limit: maximum number of items; None for all.
 
     Raises:
-        UserError: no such file, or a line that is no item.
+        UserError: the file cannot be read, or a line is not an item.
     """
     items: list[Item] = []
     try:
@@ -85,15 +85,15 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
                 if limit is not None and len(items) == limit:
                     break
                 if len(line) > _MOST_LINE:
-                    raise UserError("this line is longer than any item", where=f"{path}, line {number}",
+                    raise UserError("the line is too long for a HellaSwag item", where=f"{path}, line {number}",
                                     instead="the published hellaswag_val.jsonl")
                 if line.strip():
                     items.append(_item(line, f"{path}, line {number}"))
     except (NoFile, OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        why = error.found if isinstance(error, UserError) else getattr(error, "strerror", None) or error
-        raise UserError(f"the HellaSwag file cannot be read: {why}",
+        reason = error.found if isinstance(error, UserError) else getattr(error, "strerror", None) or error
+        raise UserError(f"the HellaSwag file cannot be read: {reason}",
                         where=str(path),
-                        instead="the published hellaswag_val.jsonl, as it is or gzipped") from error
+                        instead="the published hellaswag_val.jsonl, plain or gzipped") from error
     if not items:
         raise UserError("the file has no items", where=str(path), instead="the published hellaswag_val.jsonl")
     return items
@@ -104,7 +104,7 @@ def _item(line: str, where: str) -> Item:
         stored = as_dataclass(_Stored, parse_json(line, where, _MOST_LINE), where, drop_unknown=True)
         item = Item(stored.ctx, stored.endings, int(stored.label))
     except (UserError, ValueError) as error:
-        raise UserError(f"this is not a HellaSwag item: {getattr(error, 'found', error)}", where=where,
+        raise UserError(f"the line is not a HellaSwag item: {getattr(error, 'found', error)}", where=where,
                         instead="an object with ctx, endings and label") from error
     if len(item.endings) != ENDINGS or not 0 <= item.label < ENDINGS:
         raise UserError(f"{len(item.endings)} endings with label {item.label}", where=where,
@@ -114,7 +114,7 @@ def _item(line: str, where: str) -> Item:
 
 @dataclass(frozen=True)
 class _Row:
-    """Tokens of a context and an ending, of which those from `first` on count."""
+    """Tokens of a context and an ending; tokens from index `first` are scored."""
 
     tokens: np.ndarray
     first: int
@@ -128,44 +128,44 @@ def _rows(item: Item, tokenizer: Tokenizer, block_size: int) -> list[_Row]:
         scored = tokenizer.encode(" " + ending)
         whole = np.concatenate((context, scored)).astype(np.int64)
         tokens = whole[-(block_size + 1):]
-        # The first token of all has none before it that could predict it.
+        # The first token cannot be predicted.
         first = max(len(tokens) - len(scored), 1)
         rows.append(_Row(tokens, first, len(tokens) < len(whole)))
     return rows
 
 
 def _batch(rows: Sequence[_Row], count: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets (count, T), padded with token 0 to the longest row; T is a multiple of `multiple`."""
+    """Return tokens and targets (count, T), padded with token 0; T is a multiple of `multiple`."""
     longest = max((len(row.tokens) - 1 for row in rows), default=1)
     shape = (count, -(-longest // multiple) * multiple)
     tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-    for row, inputs, aims in zip(rows, tokens, targets, strict=False):
-        inputs[:len(row.tokens) - 1] = row.tokens[:-1]
-        aims[row.first - 1:len(row.tokens) - 1] = row.tokens[row.first:]
+    for row, row_tokens, row_targets in zip(rows, tokens, targets, strict=False):
+        row_tokens[:len(row.tokens) - 1] = row.tokens[:-1]
+        row_targets[row.first - 1:len(row.tokens) - 1] = row.tokens[row.first:]
     return tokens, targets
 
 
 def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], items: Sequence[Item],
           tokenizer: Tokenizer, *, block_size: int, items_at_once: int, device: torch.device, mesh: Mesh) -> Score:
-    """Score items over all ranks; every rank gets the same answer. Collective, with one reduction at the end.
+    """Score items over all ranks; every rank gets the same result. Collective, with one reduction at the end.
 
-    Data-parallel rank r of W takes items r, r + W, …; where they do not come out even it computes an empty batch,
-    since a forward pass may be collective.
+    Data-parallel rank r of W scores items r, r + W, … A rank without an item left computes an empty batch, since a
+    forward pass may be collective.
 
     Args:
         row_losses: see `Engine.row_losses`; in evaluation mode.
-        block_size: the longest context of the model.
+        block_size: context length of the model.
 
     Raises:
         UserError: the loss of an ending is NaN or Inf; the same on every rank.
     """
     import torch
 
-    # One place for each ending, written by who computed it (or a part of it) and added up once: exact, and no rate
-    # of an uneven share is ever averaged.
+    # One element per ending, set by the ranks that computed it (or a part of it) and summed over ranks once.
+    # Averaging the accuracies of ranks would be wrong for unequal numbers of items.
     dtype = torch.float64 if DEVICES[device.type].float64 else torch.float32
-    found = torch.zeros(3, len(items), ENDINGS, dtype=dtype, device=device)
-    sums, counts, truncated = found
+    totals = torch.zeros(3, len(items), ENDINGS, dtype=dtype, device=device)
+    sums, counts, truncated = totals
     with torch.no_grad():
         for numbers in _shares(len(items), items_at_once, mesh.dp_rank, mesh.dp_size):
             rows = [row for number in numbers for row in _rows(items[number], tokenizer, block_size)]
@@ -174,16 +174,16 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
             if not numbers:
                 continue
             sums[numbers] = losses[:len(rows)].to(dtype).view(-1, ENDINGS)
-            if mesh.pp_rank == 0 and mesh.sp_rank == 0:  # they all know it
-                counted = (targets[:len(rows)] != IGNORED).sum(axis=1).reshape(-1, ENDINGS)
-                counts[numbers] = torch.from_numpy(counted).to(device, dtype)
-                cut = np.array([row.truncated for row in rows]).reshape(-1, ENDINGS)
-                truncated[numbers] = torch.from_numpy(cut).to(device, dtype)
+            if mesh.pp_rank == 0 and mesh.sp_rank == 0:  # the same on all of them
+                lengths = (targets[:len(rows)] != IGNORED).sum(axis=1).reshape(-1, ENDINGS)
+                counts[numbers] = torch.from_numpy(lengths).to(device, dtype)
+                is_truncated = np.array([row.truncated for row in rows]).reshape(-1, ENDINGS)
+                truncated[numbers] = torch.from_numpy(is_truncated).to(device, dtype)
     if mesh.size("pp", "dp", "sp") > 1:
-        torch.distributed.all_reduce(found, group=mesh.group("pp", "dp", "sp"))
+        torch.distributed.all_reduce(totals, group=mesh.group("pp", "dp", "sp"))
     if bad := int((~sums.isfinite()).any(dim=1).sum()):
         raise UserError(f"the loss is NaN or Inf for {bad} of {len(items)} items",
-                        instead="weights of an earlier checkpoint: the model diverged", exit_code=1)
+                        instead="an earlier checkpoint, since the model diverged", exit_code=1)
     labels = torch.tensor([item.label for item in items], device=device)
     return Score(acc=int((sums.argmin(dim=1) == labels).sum()) / len(items),
                  acc_norm=int(((sums / counts).argmin(dim=1) == labels).sum()) / len(items),
@@ -191,7 +191,7 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
 
 
 def _shares(items: int, at_once: int, rank: int, ranks: int) -> Iterator[list[int]]:
-    """The items of this rank, batch by batch, in as many batches as every other rank."""
+    """Yield batches of this rank's item numbers, the same number of batches on every rank."""
     mine = range(rank, items, ranks)
     for start in range(0, -(-items // ranks), at_once):
         yield list(mine[start:start + at_once])

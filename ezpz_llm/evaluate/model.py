@@ -1,6 +1,6 @@
-"""A trained model for evaluation: which one, how it is divided, and the engine that computes it.
+"""Trained model for evaluation: its source, layout and engine.
 
-Planning imports no torch, so that a mistake is found before any rank starts.
+Planning imports no torch, so that mistakes are found before any rank starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
     from ezpz_llm.engine.base import Engine
 
-SOURCE_HELP = "a run directory, a checkpoint, or a folder or hub id of Hugging Face's"
+SOURCE_HELP = "a run directory, a checkpoint, or a Hugging Face folder or hub id"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelPlan:
 
     @property
     def run_record(self) -> Mapping[str, Any]:
-        """run.json of the run that saved the checkpoint; empty where it is not known."""
+        """Content of run.json of the run that saved the checkpoint; empty if unknown."""
         if self.source.kind != "checkpoint":
             return {}
         return read_record(RunDir(self.source.folder.parent.parent))
@@ -48,7 +48,7 @@ class ModelPlan:
 
 @contextmanager
 def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
-    """This process as a rank, which leaves no run behind. Collective."""
+    """Set up this process as a rank; remove its run directory afterwards, unless it is named. Collective."""
     from ezpz_llm.dist.setup import setup
 
     dist = setup(device=options.device, run_dir=options.run_dir, name=name)
@@ -60,42 +60,46 @@ def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
 
 
 def remove_unnamed_run(options: argparse.Namespace, dist: Dist) -> None:
-    """Remove a run directory that neither the user nor launch named: it is no training run, and would be the newest
-    in runs/."""
+    """Remove a run directory that neither the user nor launch named.
+
+    It is not a training run, and commands without a name would use it as the newest one in runs/.
+    """
     if dist.is_main and options.run_dir is None and RUN_DIR_VARIABLE not in os.environ:
         shutil.rmtree(dist.run_dir.path, ignore_errors=True)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every task on a trained model has."""
+    """Add the options that all tasks on a trained model have."""
     parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
-    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
+    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(default: %(default)s)")
     parser.add_argument("--run-dir", type=Path, metavar="D",
-                        help="keep the result in run.json there (default: it is printed alone)")
-    parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
+                        help="record the result in run.json there (default: only print it)")
+    parser.add_argument("--check", action="store_true", help="only check the options (no torch)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks, for --check")
 
 
 def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
-    """The options of every task that our engines compute; `batch` is the default of --batch."""
+    """Add the options of tasks that our engines compute; `batch` is the default of --batch."""
     add_common_arguments(parser)
-    parser.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}-parallel degree")
+    parser.add_argument("--ds-config", default="ddp", metavar="NAME|PATH",
+                        help="parallel layout (default: %(default)s)")
+    for name, dimension in (("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{dimension}-parallel degree")
     parser.add_argument("--batch", type=int, default=batch, metavar="N",
-                        help="sequences that a rank takes at once (%(default)s)")
+                        help="sequences per forward pass of a rank (default: %(default)s)")
     parser.add_argument("--precision", default="auto", choices=("auto", *RECIPES),
-                        help="of the forward pass; auto is what train takes on the device (%(default)s)")
+                        help="precision of the forward pass; auto is train's default on the device "
+                             "(default: %(default)s)")
     parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
-                        help="bytes, gpt2, a tokenizer.json, a *.model of SentencePiece, or a folder that has one; "
-                             "another than the source's gives a warning (the source's own)")
+                        help="bytes, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder with one of "
+                             "these; a warning follows if it is not the source's (default: the source's)")
 
 
 def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
     """Find the model and its layout.
 
     Raises:
-        UserError: no such model, or a layout that cannot divide it.
+        UserError: the model does not exist, or the layout cannot shard it.
     """
     if options.batch < 1 or world_size < 1:
         name, value = ("--batch", options.batch) if options.batch < 1 else ("--world-size", world_size)
@@ -110,16 +114,16 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
                                sources={"precision": ValueSource(Origin.FILE, "--precision")}))
 
     if source.kind == "hf":
-        # Without padding where that is possible, so that a loss is the published model's.
+        # Pad the vocabulary as little as possible, so that the loss equals the published model's.
         model = replace(model, vocab_multiple=options.tp or resolved_for(None).layout.tp)
     return ModelPlan(source, model, resolved_for(model))
 
 
 def open_model(plan: ModelPlan, dist: Dist) -> Engine:
-    """The model in the engine of its layout, on its device, for `Engine.evaluating`. Collective.
+    """Build the model in the engine of its layout, on its device, for `Engine.evaluating`. Collective.
 
     Raises:
-        UserError: the weights are damaged, or NaN or Inf; the same on every rank.
+        UserError: the weights are damaged or not finite; the same on every rank.
     """
     from ezpz_llm.engine.build import assemble, build_engine
     from ezpz_llm.engine.precision import native_precision
@@ -132,7 +136,7 @@ def open_model(plan: ModelPlan, dist: Dist) -> Engine:
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     with open_for_ranks(plan.source, dist) as weights:
         module = assemble(plan.model, layout, dist.mesh, 0, dist.device.type, weights.read)
-        # Layouts that divide parameters do so in their engines, which want an optimizer; it never steps.
+        # Engines shard the parameters, and require an optimizer, which never steps.
         engine = build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
                               param_groups=decay_groups(module, 0.0))
         weights.check_finite(dist)

@@ -1,4 +1,4 @@
-"""Tasks of `evaluate`: the loss on a corpus's validation split, HellaSwag, tasks of lm-evaluation-harness."""
+"""Tasks of `evaluate`: validation loss, HellaSwag, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens that a validation loss is measured on. `tokens` is None for the whole split."""
+    """Corpus of a validation loss. `tokens` is None for the whole split."""
 
     corpus: str
     tokenizer: str
@@ -35,10 +35,10 @@ class Corpus:
 
 
 def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
-    """The corpus that was named, or the run's own; as many tokens as the run took, unless that is said.
+    """Return the corpus and number of tokens from the options, or else from the run.
 
     Raises:
-        UserError: neither is known, or the corpus is not there.
+        UserError: the corpus is unknown or does not exist.
     """
     config = plan.run_record.get("config", {})
     corpus = options.corpus or _corpus_of_run(plan)
@@ -47,15 +47,15 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
                         instead="--corpus NAME or PATH")
     tokens = config.get("eval_tokens", 0) if options.tokens is None else options.tokens
     if tokens < 0:
-        raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more; 0 for the whole split")
-    words = words_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
+        raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more, or 0 for the whole split")
+    tokenizer = words_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
     text_key = config.get("text_key", TEXT) if corpus == config.get("corpus") else TEXT
-    check_corpus(corpus, words, plan.model.block_size, text_key)
-    return Corpus(corpus, words, tokens or None, text_key)
+    check_corpus(corpus, tokenizer, plan.model.block_size, text_key)
+    return Corpus(corpus, tokenizer, tokens or None, text_key)
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
-    """Return the run's `data` setting, or its shards if that was a path relative to another folder."""
+    """Return the run's corpus, or its shards if the corpus was a path relative to another folder."""
     config, shards = plan.run_record.get("config", {}), plan.run_record.get("data", {}).get("folder", "")
     corpus = config.get("corpus")
     try:
@@ -67,7 +67,7 @@ def _corpus_of_run(plan: ModelPlan) -> str | None:
 
 
 def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
-    """The loss in nats a token, as in training. Collective."""
+    """Measure the loss in nats per token, as in training. Collective."""
     from ezpz_llm.data.samples import ValidationWindows
     from ezpz_llm.evaluate.model import open_model
     from ezpz_llm.evaluate.validation import open_corpus, validation_loss
@@ -83,27 +83,27 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
                                        device=engine.device, mesh=dist.mesh)
     if not math.isfinite(loss):
         raise UserError("the validation loss is NaN or Inf", where=plan.source.describe(),
-                        instead="weights of an earlier checkpoint: the model diverged", exit_code=1)
+                        instead="an earlier checkpoint, since the model diverged", exit_code=1)
     if loss > (guess := math.log(plan.model.vocab_size)):
-        _warn(dist, f"the loss is above ln V = {guess:.4f}, that of a guess among {plan.model.vocab_size} tokens: "
-                    "look at the tokenizer, and whether the weights are the right ones")
+        _warn(dist, f"the loss is above ln V = {guess:.4f}, the loss of a uniform guess among "
+                    f"{plan.model.vocab_size} tokens. Check the tokenizer and the weights")
     return {"val_loss": loss, "val_tokens": tokens, "corpus": planned.corpus,
             "tokenizer": data.manifest["tokenizer"]["name"]}
 
 
-def _warn(dist: Dist, remark: str | None) -> None:
-    if remark is not None and dist.is_main:
-        print(f"warning: {remark}", file=sys.stderr, flush=True)
+def _warn(dist: Dist, text: str | None) -> None:
+    if text is not None and dist.is_main:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
-    """The file with the items, known to have some.
+    """Return the path of the file with the items, after checking it.
 
     Raises:
-        UserError: it has not.
+        UserError: the file has no items, or an option is invalid.
     """
     if options.items is not None and options.items < 1:
-        raise UserError(f"items is {options.items}", where="--items", instead="1 or more; leave it out for all")
+        raise UserError(f"items is {options.items}", where="--items", instead="1 or more, or omit --items for all")
     path = user_path(options.file)
     read_items(path, limit=1)
     tokenizer_of(plan.source, options.tokenizer)
@@ -111,7 +111,7 @@ def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
 
 
 def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
-    """Both accuracies. Collective."""
+    """Measure both accuracies. Collective."""
     from ezpz_llm.evaluate.hellaswag import ENDINGS, score
     from ezpz_llm.evaluate.model import open_model
 
@@ -120,31 +120,29 @@ def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Nam
     items = read_items(path, options.items)
     engine = open_model(plan, dist)
     with engine.evaluating():
-        found = score(engine.row_losses, items, tokenizer, block_size=plan.model.block_size, device=engine.device,
-                      mesh=dist.mesh, items_at_once=max(1, options.batch // ENDINGS))
-    return {**found.as_record(), "file": str(path), "tokenizer": tokenizer.name}
-
-
-# Tasks of lm-evaluation-harness, on the model as transformers loads it.
+        result = score(engine.row_losses, items, tokenizer, block_size=plan.model.block_size, device=engine.device,
+                       mesh=dist.mesh, items_at_once=max(1, options.batch // ENDINGS))
+    return {**result.as_record(), "file": str(path), "tokenizer": tokenizer.name}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `evaluate harness`."""
+    """Add the options of `evaluate harness`."""
     add_common_arguments(parser)
-    parser.add_argument("--tasks", required=True, metavar="A,B", help="tasks by the harness's names")
-    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files of your own")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (all)")
-    parser.add_argument("--few-shot", type=int, metavar="N", help="examples before each item (the task's own)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (%(default)s)")
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of harness tasks")
+    parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder with your own task files")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (default: all)")
+    parser.add_argument("--few-shot", type=int, metavar="N", help="examples before each item (default: the task's)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N",
+                        help="batch size in sequences (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
-                        help="of the weights (%(default)s)")
+                        help="dtype of the weights (default: %(default)s)")
 
 
 def main(options: argparse.Namespace, world_size: int) -> int:
-    """`evaluate harness`; returns its exit code.
+    """Run `evaluate harness`; return its exit code.
 
     Raises:
-        UserError: more than one rank, no such model or task, or the harness is not installed.
+        UserError: there is more than one rank, the model or a task does not exist, or the harness is not installed.
     """
     if world_size != 1:
         raise UserError(f"lm-evaluation-harness runs in one process, not on {world_size} ranks", where="launch",
@@ -152,7 +150,7 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     source = find_source(options.source, "SOURCE")
     family_of(source.model)
     if not _names(options):
-        raise UserError("no task is named", where="--tasks", instead="names that `lm_eval ls tasks` lists")
+        raise UserError("--tasks is empty", where="--tasks", instead="names that `lm_eval ls tasks` lists")
     if options.check:
         require_package("lm_eval", "lm-evaluation-harness", "harness", "evaluate harness")
         return 0
@@ -167,7 +165,7 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     try:
         with dist:
             folder, device = _folder(source, dist), str(dist.device)
-        # Outside, where the environment names no ranks: the harness would try to join them.
+        # After closing `dist`: with its rank variables in the environment, the harness would try to join the ranks.
         results = _evaluate(lm_eval, folder, device, options)
         update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
     finally:
@@ -184,7 +182,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _folder(source: Source, dist: Dist) -> Path:
-    """The model as a folder for transformers: exported into the run directory where it is not one already."""
+    """Return a folder that transformers loads; export a checkpoint into the run directory."""
     if source.kind == "hf":
         return source.folder
     from ezpz_llm.hf.weights import export
@@ -192,7 +190,7 @@ def _folder(source: Source, dist: Dist) -> Path:
     exported = export(source, dist.run_dir.path / "hf")
     if exported.notes:
         raise UserError(exported.notes[0], where=str(source.folder),
-                        instead="a model whose tokenizer's file is on this machine")
+                        instead="a model whose tokenizer file is on this machine")
     return exported.folder
 
 
@@ -201,9 +199,9 @@ def _evaluate(lm_eval: ModuleType, folder: Path, device: str, options: argparse.
     names = _names(options)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise UserError(f"the harness has no task {', '.join(unknown)}", where="--tasks",
-                        instead="a name that `lm_eval ls tasks` lists, or --include-path DIR with its file")
-    found = lm_eval.simple_evaluate(
+                        instead="a name that `lm_eval ls tasks` lists, or --include-path DIR with the task's file")
+    report = lm_eval.simple_evaluate(
         model="hf", tasks=names, task_manager=manager, limit=options.limit, batch_size=options.batch,
         num_fewshot=options.few_shot, device=device, log_samples=False,
         model_args={"pretrained": str(folder), "dtype": options.dtype})
-    return found["results"]
+    return report["results"]

@@ -1,4 +1,4 @@
-"""Validation loss, the same for any number of ranks, and text sampled from a model one token at a time."""
+"""Validation loss, independent of the number of ranks, and sampling of text from a model."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ezpz_llm.model.compile import eager
 def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
                     batches: Iterable[tuple[np.ndarray, np.ndarray]], *, device: torch.device,
                     mesh: Mesh) -> tuple[float, int]:
-    """Mean negative log-likelihood (nats per token) over all ranks' batches, and the number of tokens that counted.
+    """Return the mean negative log-likelihood (nats per token) over all ranks' batches, and the number of tokens.
 
-    Collective, with one reduction at the end; every rank gets the same answer. The batches are those of this rank's
-    data-parallel place, equally many everywhere (as `ValidationWindows` deals them, padding with masked sequences),
-    since a forward pass may be collective too.
+    Collective, with one reduction at the end; every rank gets the same result. Each data-parallel rank must have
+    the same number of batches, since a forward pass may be collective; `ValidationWindows` pads with masked
+    sequences.
 
     Args:
-        forward_sum: tokens and targets, both (B, T) int64 on `device`, to the summed loss, 0-d, in evaluation mode;
-            or this rank's part of it, where a pipeline or a sequence is divided.
-        batches: tokens and targets on CPU; targets of -100 do not count.
+        forward_sum: maps tokens and targets, both (B, T) int64 on `device`, to the summed loss, 0-d, in evaluation
+            mode; under pipeline or sequence parallelism, to this rank's part of it.
+        batches: tokens and targets on CPU; targets of -100 are ignored.
 
     Raises:
-        UserError: when no token counts.
+        UserError: all targets are ignored.
     """
-    # float64 makes the order of summation, and with it the number of ranks, invisible; some devices have none.
+    # float64 makes the result independent of the order of summation, so of the ranks; some devices lack it.
     dtype = torch.float64 if DEVICES[device.type].float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=device)
     count = 0
@@ -48,45 +48,42 @@ def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
     if mesh.size("pp", "dp", "sp") > 1:
         both = torch.stack((total, total.new_tensor(count)))
         torch.distributed.all_reduce(both, group=mesh.group("pp", "dp", "sp"))
-        # Who shares a pipeline or a sequence counted the same tokens.
+        # Ranks of a pipeline or sequence group count the same tokens.
         total, count = both[0], int(both[1]) // mesh.size("pp", "sp")
     if count == 0:
         raise UserError("there are no tokens to validate on", instead="a corpus with a longer validation split")
     return total.item() / count, count
 
 
-# A corpus for all ranks: prepared once, by rank 0.
 def open_corpus(corpus: str, tokenizer: str | None, dist: Dist, text_key: str = TEXT) -> TokenData:
-    """The corpus as token shards; rank 0 prepares them while the others wait. Collective.
+    """Open a corpus as token shards; rank 0 prepares it while the others wait. Collective.
 
     Raises:
-        UserError: as `prepare`; the same on every rank.
+        UserError: see `prepare`; the same on every rank.
     """
     together(dist, lambda: prepare(corpus, tokenizer, text_key=text_key), on_main=True)
     return TokenData.open(prepare(corpus, tokenizer, progress=False, text_key=text_key))
 
 
-# Text from a model, one token at a time.
 @torch.no_grad()
 def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_tokens: int,
            generator: torch.Generator, block_size: int, vocab_size: int, top_k: int | None = 50,
            temperature: float = 1.0) -> Tensor:
     """Extend prompts (B, T), at least one token each, to (B, T + new_tokens).
 
-    The draws are made on CPU with the caller's own `generator`, so that the same seed and logits
-    give the same text on any device, and the global random state stays as it was. Every rank runs the same number
-    of forward passes, so all ranks of a sharded model can sample together. There is no cache of keys and values:
-    each token costs a forward pass over its context.
+    Tokens are drawn on CPU with `generator`, so that the same seed and logits give the same text on any device, and
+    the global random state does not change. Every rank runs the same number of forward passes, so the ranks of a
+    sharded model can sample together. There is no KV cache: each token costs a forward pass over its context.
 
     Args:
-        next_logits: tokens (B, T) to logits (B, V) of the token that follows, in evaluation mode (dropout off).
-        block_size: the longest context that the model takes; earlier tokens fall out of sight.
-        vocab_size: the tokenizer's; ids from here to V are padding and are never drawn.
-        top_k: draw among the k likeliest tokens; None for all.
+        next_logits: maps tokens (B, T) to logits (B, V) of the next token, in evaluation mode (no dropout).
+        block_size: context length of the model; earlier tokens are dropped.
+        vocab_size: size of the tokenizer's vocabulary; ids from here to V are padding and never drawn.
+        top_k: draw from the k most likely tokens; None for all.
         temperature: above 0; divides the logits.
 
     Raises:
-        UserError: a logit is NaN or Inf; after all forward passes, so that no rank leaves the others alone.
+        UserError: a logit is NaN or Inf. Raised after all forward passes, so that no other rank waits in one.
     """
     ids, finite = prompt_ids, True
     with eager():
@@ -101,6 +98,6 @@ def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_t
             drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
             ids = torch.cat((ids, candidates.gather(1, drawn).to(ids.device)), dim=1)
     if not finite:
-        raise UserError("the logits are not finite", instead="weights of an earlier checkpoint: the model diverged",
+        raise UserError("the logits are not finite", instead="an earlier checkpoint, since the model diverged",
                         exit_code=1)
     return ids

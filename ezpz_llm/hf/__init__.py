@@ -1,1 +1,1 @@
-"""Models from and for Hugging Face: names, configurations, weights read and written piece by piece."""
+"""Import and export of Hugging Face models: configurations, tensor names, tokenizers and weights."""

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and parameter names of the families that ours computes (imports no torch)."""
+"""Hugging Face's config.json and parameter names for the supported model families (imports no torch)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ABSENT = object()
 
 
 def to_hf(config: ModelConfig, *, dtype: str = "float32", end_of_text: int | None = None) -> dict[str, Any]:
-    """config.json of the model with the same logits.
+    """Return the config.json of the Hugging Face model with the same logits.
 
     Args:
-        dtype: torch's name of the type the weights are stored in.
-        end_of_text: the tokenizer's id that begins and ends documents.
+        dtype: torch's name of the dtype of the stored weights.
+        end_of_text: id of the token that begins and ends documents.
 
     Raises:
-        UserError: Hugging Face has no such model.
+        UserError: Hugging Face has no equivalent model.
     """
     family = family_of(config)
     common = {"model_type": family, "torch_dtype": dtype, "vocab_size": config.vocab_size,
@@ -36,29 +36,29 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32", end_of_text: int | Non
                 "activation_function": "gelu_new" if config.mlp == "gelu" else "gelu",
                 "layer_norm_epsilon": config.norm_eps,
                 **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)}
-    found = {"architectures": [_FAMILIES[family].architecture], **common, "num_hidden_layers": config.n_layer,
-             "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head,
-             "hidden_size": config.n_embd, "head_dim": config.head_dim,
-             "intermediate_size": config.intermediate_size, "max_position_embeddings": config.block_size,
-             "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
-             "attention_bias": config.bias, "mlp_bias": config.bias, "attention_dropout": 0.0}
+    stored = {"architectures": [_FAMILIES[family].architecture], **common, "num_hidden_layers": config.n_layer,
+              "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head,
+              "hidden_size": config.n_embd, "head_dim": config.head_dim,
+              "intermediate_size": config.intermediate_size, "max_position_embeddings": config.block_size,
+              "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+              "attention_bias": config.bias, "mlp_bias": config.bias, "attention_dropout": 0.0}
     if config.rope_factor != 1:
-        found["rope_scaling"] = {"rope_type": "llama3", "factor": config.rope_factor,
-                                 "low_freq_factor": config.rope_low, "high_freq_factor": config.rope_high,
-                                 "original_max_position_embeddings": config.rope_context}
+        stored["rope_scaling"] = {"rope_type": "llama3", "factor": config.rope_factor,
+                                  "low_freq_factor": config.rope_low, "high_freq_factor": config.rope_high,
+                                  "original_max_position_embeddings": config.rope_context}
     if family == "mistral":
-        found["sliding_window"] = config.window
-    return found
+        stored["sliding_window"] = config.window
+    return stored
 
 
 def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model that a config.json describes, without dropout.
+    """Return the model that a config.json describes, without dropout.
 
     Args:
-        where: the file, for messages.
+        where: path of the file, for messages.
 
     Raises:
-        UserError: a kind of model, or a setting of one, that ours cannot compute.
+        UserError: the model type or one of its settings is not supported.
     """
     stored = as_type(dict[str, Any], stored, where)
     family, keys = stored.get("model_type"), _Keys(stored, where)
@@ -68,18 +68,18 @@ def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return _from_gpt2(keys) if family == "gpt2" else _from_llama(keys, _FAMILIES[family])
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"a setting is not what such a model has: {error}", where=where,
+        raise UserError(f"a setting is invalid: {error}", where=where,
                         instead="the config.json that belongs to the weights") from error
 
 
 class _Keys:
-    """The members of a config.json."""
+    """Access to the keys of a config.json."""
 
     def __init__(self, stored: Mapping[str, Any], where: str) -> None:
         self.stored, self.where = stored, where
 
     def get(self, name: str, default: Any = _ABSENT) -> Any:
-        """A member; its default where it is absent or null."""
+        """Return a value, or `default` if it is absent or null."""
         value = self.stored.get(name)
         if value is None and default is _ABSENT:
             raise UserError(f"{name} is missing", where=self.where,
@@ -87,14 +87,14 @@ class _Keys:
         return default if value is None else value
 
     def must_be(self, name: str, value: Any, *allowed: Any) -> None:
-        """Refuse a value that would compute something else."""
+        """Reject a value that changes the computation in an unsupported way."""
         if value not in allowed:
-            raise UserError(f"{name} is {value!r}, which this model does not compute", where=self.where,
+            raise UserError(f"{name} is {value!r}, which is not supported", where=self.where,
                             instead=f"a checkpoint with {name} {' or '.join(map(repr, allowed))}")
 
 
 def _vocabulary(keys: _Keys) -> dict[str, Any]:
-    """Padded only where that is a small part: the rows that are added take part in the softmax."""
+    """Return the vocabulary settings; pad only large ones, since padded rows take part in the softmax."""
     size = keys.get("vocab_size")
     return {"vocab_size": size, "vocab_multiple": 128 if size >= _LARGE else 1}
 
@@ -115,13 +115,13 @@ def _from_llama(keys: _Keys, family: _FamilyOf) -> ModelConfig:
     keys = _Keys({**family.absent, **keys.stored}, keys.where)
     # transformers 5 keeps the rotation in rope_parameters, earlier versions in rope_theta and rope_scaling.
     rope = {**(keys.get("rope_scaling", {})), **(keys.get("rope_parameters", {}))}
-    turning = rope.get("rope_type", rope.get("type", "default"))
-    keys.must_be("rope_type", turning, "default", "llama3")
+    rotation = rope.get("rope_type", rope.get("type", "default"))
+    keys.must_be("rope_type", rotation, "default", "llama3")
     keys.must_be("hidden_act", keys.get("hidden_act", "silu"), "silu", "swish")
     keys.must_be("use_sliding_window", keys.get("use_sliding_window", False), False)
     window = keys.get("sliding_window", 0) if family.architecture.startswith("Mistral") else 0
     bias = keys.get("attention_bias", False)
-    if family.architecture != "LlamaForCausalLM":  # others have attention's biases alone
+    if family.architecture != "LlamaForCausalLM":  # other families have biases in attention only
         keys.must_be("attention_bias", bias, False)
     keys.must_be("mlp_bias", keys.get("mlp_bias", False), bias)
     heads, width = keys.get("num_attention_heads"), keys.get("hidden_size")
@@ -131,23 +131,22 @@ def _from_llama(keys: _Keys, family: _FamilyOf) -> ModelConfig:
                        head_dim=keys.get("head_dim", width // heads),
                        block_size=min(context, window or context), window=window, **_vocabulary(keys),
                        qk_norm=family.qk_norm, norm_order=family.norm_order,
-                       **_slower(_Keys(rope, keys.where), turning, context),
+                       **_slowed_rotation(_Keys(rope, keys.where), rotation, context),
                        intermediate_size=keys.get("intermediate_size"), norm="rmsnorm",
                        norm_eps=keys.get("rms_norm_eps", 1e-6), position="rope",
                        rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))), mlp="swiglu",
                        bias=bias, tied=keys.get("tie_word_embeddings", False), init="llama")
 
 
-def _slower(rope: _Keys, turning: str, context: int) -> dict[str, Any]:
-    """Llama 3.1's slower rotations, in our terms."""
-    if turning == "default":
+def _slowed_rotation(rope: _Keys, rotation: str, context: int) -> dict[str, Any]:
+    """Return our settings for Llama 3.1's slowed-down rotary embedding."""
+    if rotation == "default":
         return {}
     return {"rope_factor": float(rope.get("factor")), "rope_low": float(rope.get("low_freq_factor")),
             "rope_high": float(rope.get("high_freq_factor")),
             "rope_context": rope.get("original_max_position_embeddings", context)}
 
 
-# What Hugging Face's models call the parameters of the plain model.
 _LLAMA = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
           "attn.q_head_norm": "self_attn.q_norm", "attn.k_head_norm": "self_attn.k_norm",
           "attn.q_width_norm": "self_attn.q_norm", "attn.k_width_norm": "self_attn.k_norm",
@@ -159,7 +158,7 @@ _OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.
 class _FamilyOf:
     """Row of the table of families: the class in transformers, and its differences from Llama.
 
-    `absent` is what a key means that config.json has not, where Llama's means something else; null is as in Llama.
+    `absent` has the defaults of absent keys that differ from Llama's; null has the same meaning as in Llama.
     """
 
     architecture: str
@@ -178,14 +177,14 @@ _FAMILIES = {
                        {**_LLAMA, "ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"},
                        absent={"rms_norm_eps": 1e-5}),
 }
-"""Kinds of model by Hugging Face's model_type; all but GPT-2 are Llama with a difference."""
+"""Model families by Hugging Face's model_type; all except GPT-2 are variants of Llama."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor at Hugging Face: rows `first` to `stop` of the plain model's parameter `ours`.
+    """Hugging Face tensor that holds rows `first` to `stop` of the plain model's parameter `ours`.
 
-    `shape` is in the plain model's orientation; GPT-2 stores its linear layers the other way round, (in, out).
+    `shape` is in the plain model's orientation; GPT-2 stores linear layers transposed, as (in, out).
     """
 
     name: str
@@ -197,12 +196,12 @@ class Stored:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """Shape in the file."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
 def family_of(config: ModelConfig) -> str:
-    """The Hugging Face model that computes the same.
+    """Return the model_type of the equivalent Hugging Face model.
 
     Raises:
         UserError: there is none.
@@ -221,23 +220,23 @@ def family_of(config: ModelConfig) -> str:
                     f"{config.qk_norm}, norms {config.norm_order} each part, {config.n_kv_head} key/value heads "
                     f"for {config.n_head} heads and bias {config.bias}", where="model",
                     instead="layernorm, learned positions, gelu and as many key/value heads (GPT-2), or rmsnorm, "
-                            "rope and swiglu (Llama and its kin)")
+                            "rope and swiglu (Llama and its variants)")
 
 
 def stored_tensors(config: ModelConfig) -> list[Stored]:
-    """Every tensor that the model has at Hugging Face, in the plain model's order, without padded vocabulary rows.
+    """Return the Hugging Face tensors of a model, in the plain model's order, without padded vocabulary rows.
 
-    GPT-2 there always has biases: where `config` has none, their names are in the list, and zeros belong there.
+    GPT-2 in transformers always has biases: if `config` has none, the list contains them, to be filled with zeros.
     """
     family = family_of(config)
     shapes = parameter_shapes(replace(config, bias=True) if family == "gpt2" else config)
-    found: list[Stored] = []
+    tensors: list[Stored] = []
     for name, shape in shapes.items():
         if name in (TABLE, HEAD):
             shape = (config.vocab_size, config.n_embd)
-        found += (_gpt2(config, name, shape) if family == "gpt2" else
-                  _llama(config, name, shape, _FAMILIES[family].names))
-    return found
+        tensors += (_gpt2(config, name, shape) if family == "gpt2" else
+                    _llama(config, name, shape, _FAMILIES[family].names))
+    return tensors
 
 
 def _gpt2(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[Stored]:

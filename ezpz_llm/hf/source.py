@@ -18,16 +18,16 @@ from ezpz_llm.model.config import ModelConfig
 CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
 WANTED = ["*.json", "*.safetensors", "*.model"]
-"""The files of a hub's model that are of use here: nothing that would have to be unpickled or executed."""
+"""Files to download for a model of the hub; none of them is unpickled or executed."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Weights and the model they are of.
+    """Folder with weights, and their model.
 
-    `tokenizer` is the entry that a run's token shards keep of theirs (see `ezpz_llm.data.tokenizers`), None where
-    it is not known. `state` is a checkpoint's state.json, empty for a Hugging Face folder.
+    `tokenizer` is the tokenizer's entry in the manifest of the run's token shards (see `ezpz_llm.data.tokenizers`),
+    None if unknown. `state` is the content of a checkpoint's state.json, empty for a Hugging Face folder.
     """
 
     kind: Literal["checkpoint", "hf"]
@@ -37,54 +37,54 @@ class Source:
     state: Mapping[str, Any]
 
     def describe(self) -> str:
-        """In a few words."""
+        """Return folder and step, for messages."""
         return f"{self.folder} (step {self.state['step']})" if self.kind == "checkpoint" else str(self.folder)
 
 
 def find_source(where: str, option: str) -> Source:
     """Return the source that `where` names: a run directory, a checkpoint, a folder with config.json, or a hub id.
 
-    A hub id is looked up in the local cache of huggingface_hub; nothing is downloaded.
+    A hub id is looked up in the local cache of huggingface_hub only, without a download.
 
     Args:
-        option: what the user typed it after, for messages.
+        option: command-line option of `where`, for messages.
 
     Raises:
-        UserError: there is nothing there, or no model that ours can compute.
+        UserError: nothing is found, or the model is not supported.
     """
     path = user_path(where)
     if path.is_dir():
         is_hf = (path / CONFIG).is_file() or (path / _ADAPTER).is_file()
         return _hf_source(path) if is_hf else _checkpoint_source(path, option)
-    # "runs/a" could be a hub id by its looks, but is a run that is not there.
+    # "runs/a" looks like a hub id, but means a missing run.
     if not path.is_absolute() and path.parent.name and (path.parent.is_dir() or path.parent == Path("runs")):
         return _checkpoint_source(path, option)
     if path.exists() or not _HUB_ID.fullmatch(where):
         raise UserError(f"no folder at {path}", where=option,
-                        instead="a run directory, a checkpoint, or a folder or hub id of Hugging Face's")
+                        instead="a run directory, a checkpoint, or a Hugging Face folder or hub id")
     try:
         snapshot = _cached(where, option)
     except UserError:
         if "/" in where:
             raise
-        # Few models have no owner; what is typed so is a run's name.
+        # Few hub models have no owner, so a name without a slash is probably a run.
         raise _no_such_run(where, option) from None
     return _hf_source(snapshot)
 
 
 def _no_such_run(name: str, option: str) -> UserError:
-    near = [str(folder / found) for folder in (Path(), Path("runs")) if folder.is_dir()
-            for found in nearest(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
-    return UserError(f"no run directory, checkpoint or model's folder at {name}", where=option,
+    near = [str(folder / match) for folder in (Path(), Path("runs")) if folder.is_dir()
+            for match in nearest(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
+    return UserError(f"no run directory, checkpoint or model folder at {name}", where=option,
                      instead=f"did you mean {' or '.join(near)}?" if near
-                     else f"the folder's path; of a model of the hub the id with its owner: OWNER/{name}")
+                     else f"the path of a folder; for a model of the hub, the id with its owner: OWNER/{name}")
 
 
 def adapter_error(folder: Path) -> UserError:
-    """The error for the weights of an adapter, which lack those of its base model."""
+    """Return the error for an adapter's folder, which lacks the base model's weights."""
     return UserError("this is a LoRA adapter of PEFT, not a whole model", where=str(folder),
                      instead="merge it into its base model: PeftModel.from_pretrained(base, FOLDER)"
-                             ".merge_and_unload().save_pretrained(DIR), then name DIR")
+                             ".merge_and_unload().save_pretrained(DIR), then pass DIR")
 
 
 def _hf_source(folder: Path) -> Source:
@@ -110,16 +110,16 @@ def _checkpoint_source(path: Path, option: str) -> Source:
         raise UserError(error.found, where=option, instead=error.instead) from None
     state = read_state(folder)
     try:
-        model = ModelConfig(**state["model"])  # it checks the types itself
+        model = ModelConfig(**state["model"])  # ModelConfig checks the types
     except (KeyError, TypeError) as error:
-        raise UserError(f"state.json describes no model of this version ({error})", where=str(folder),
-                        instead="the version that saved it") from error
+        raise UserError(f"state.json does not describe a model that this version supports ({error})",
+                        where=str(folder), instead="the version that saved it") from error
     return Source("checkpoint", folder, model, state.get("tokenizer"), state)
 
 
 def _cached(hub_id: str, option: str) -> Path:
-    """The snapshot of a hub id on this machine."""
-    hub = hub_library(f"there is no folder {hub_id}, and to look for a hub id takes huggingface_hub", option)
+    """Return the snapshot of a hub id in the local cache."""
+    hub = hub_library(f"there is no folder {hub_id}, and looking up a hub id requires huggingface_hub", option)
     try:
         return Path(hub.snapshot_download(hub_id, local_files_only=True, allow_patterns=WANTED))
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
@@ -129,10 +129,10 @@ def _cached(hub_id: str, option: str) -> Path:
 
 
 def hub_library(missing: str, where: str) -> Any:
-    """The module huggingface_hub.
+    """Import and return huggingface_hub.
 
     Args:
-        missing: what to say where it is not installed.
+        missing: error message if it is not installed.
 
     Raises:
         UserError: it is not installed.
@@ -143,38 +143,39 @@ def hub_library(missing: str, where: str) -> Any:
         import huggingface_hub.errors
     except ImportError as error:
         raise UserError(missing, where=where,
-                        instead="pip install 'ezpz_llm[hf]', or name a local folder") from error
+                        instead="pip install 'ezpz_llm[hf]', or pass a local folder") from error
     return huggingface_hub
 
 
 def adapted(model: ModelConfig, where: str, **changes: Any) -> ModelConfig:
-    """The model with some settings changed that its weights allow; a change of None leaves the setting.
+    """Return the model with changed settings, as far as its weights allow; None leaves a setting unchanged.
 
-    Any dropout and vocab_multiple will do, and a shorter context (with rotary positions any).
+    Allowed are any dropout and vocab_multiple, and a shorter context (with rotary embeddings, any context).
 
     Raises:
-        UserError: another change.
+        UserError: the weights do not allow a change.
     """
-    wanted = {name: value for name, value in changes.items() if value is not None}
-    for name, value in wanted.items():
+    requested = {name: value for name, value in changes.items() if value is not None}
+    for name, value in requested.items():
         ours = getattr(model, name)
         free = name in ("dropout", "vocab_multiple") or (
             name == "block_size" and (model.position == "rope" or value <= ours))
         if not free and value != ours:
             raise UserError(f"{name} is {value}, the weights have {ours}", where=where,
-                            instead=f"leave --{name.replace('_', '-')} out"
-                                    + (f", or at most {ours}" if name == "block_size" else ""))
-    return replace(model, **wanted)
+                            instead=f"omit --{name.replace('_', '-')}"
+                                    + (f", or pass at most {ours}" if name == "block_size" else ""))
+    return replace(model, **requested)
 
 
-# Download a GPT-2 or Llama model of the hub into huggingface_hub's own cache: only when asked to.
 def fetch(hub_id: str, revision: str | None) -> Path:
-    """Download; its configuration first, so that a model that ours cannot compute costs no gigabytes.
+    """Download a model of the hub into huggingface_hub's cache; return its folder.
+
+    The configuration comes first, so that an unsupported model is rejected before gigabytes are downloaded.
 
     Raises:
-        UserError: no network, no such model, or one that ours cannot compute.
+        UserError: there is no network, or the model does not exist or is not supported.
     """
-    hub = hub_library("models of the hub need the package huggingface_hub", "checkpoint fetch")
+    hub = hub_library("downloading a model requires the package huggingface_hub", "checkpoint fetch")
     print(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
         config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))
@@ -183,4 +184,4 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise UserError(f"the download failed: {str(error).splitlines()[0]}", where=hub_id,
                         instead="a hub id such as openai-community/gpt2, on a machine with a network; or copy the "
-                                "model's folder here and name that", exit_code=1) from error
+                                "model's folder here and pass its path", exit_code=1) from error

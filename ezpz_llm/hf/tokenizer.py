@@ -1,4 +1,4 @@
-"""Tokenizers of weights: those that weights bring, those asked for, and the file of an exported model."""
+"""Tokenizers of weights: their own, one chosen by the user, and the files of an exported model."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from ezpz_llm.rundir import write_json
 
 
 def entry_of(source: Source) -> Mapping[str, Any] | None:
-    """The manifest entry of the tokenizer that made the tokens of these weights; None if it is not one of ours."""
+    """Return the manifest entry of the weights' tokenizer; None if it is unknown or unsupported."""
     return entry_in(source.folder) if source.tokenizer is None else source.tokenizer
 
 
 def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
-    """Return the tokenizer for a corpus of these weights, as `prepare` names it.
+    """Return the tokenizer to use with these weights on a corpus, as an argument of `prepare`.
 
-    It is the weights' own; another one only where the user asked for it, which `other_tokenizer` warns of.
+    It is the weights' own tokenizer, unless the user chose another one; `other_tokenizer` warns about that.
 
     Args:
-        given: what is named so far; None for nothing.
-        asked: whether the user named it, not a preset.
+        given: tokenizer from the options; None for none.
+        asked: the user chose `given`, not a preset.
 
     Raises:
-        UserError: the weights' own is not known or not supported, or differs from what is given or from what a
-            prepared corpus was made with.
+        UserError: the weights' tokenizer is unknown or unsupported, or differs from `given` or from the tokenizer
+            of a prepared corpus.
     """
     own, choice = entry_of(source), None if given is None else choose(given)
     if own is None:
@@ -55,36 +55,36 @@ def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> st
         if choice is not None and (asked or other is None):
             return choice.words
         if other is None:
-            raise UserError("the weights do not say how text becomes their tokens", where=str(source.folder),
+            raise UserError("the tokenizer of the weights is unknown", where=str(source.folder),
                             instead="--tokenizer gpt2 for GPT-2's, bytes, or the folder of their tokenizer")
         raise UserError(f"the weights' tokenizer is {other}, which is not supported", where=str(source.folder),
                         instead="weights that have a tokenizer.json or a tokenizer.model")
-    # The name alone means the weights' own table of that name.
+    # A name such as char means the weights' own tokenizer of that name.
     if choice is not None and not choice.fits(own):
         if asked:
             return choice.words
-        raise _another(source, own, choice.describe(), "--tokenizer")
+        raise _mismatch(source, own, choice.describe(), "--tokenizer")
     for part, _ in find_mixture(corpus) or [(corpus, 1.0)]:
         folder = prepared_folder(corpus=part)
-        theirs = None if folder is None else read_manifest(folder)["tokenizer"]
-        if theirs is not None and theirs["fingerprint"] != own["fingerprint"]:
-            raise _another(source, own, describe(theirs), str(folder))
+        of_corpus = None if folder is None else read_manifest(folder)["tokenizer"]
+        if of_corpus is not None and of_corpus["fingerprint"] != own["fingerprint"]:
+            raise _mismatch(source, own, describe(of_corpus), str(folder))
     return words_of(own, source.folder)
 
 
-def _another(source: Source, own: Mapping[str, Any], theirs: str, where: str) -> UserError:
-    return UserError(f"the weights' tokenizer is {describe(own)}, the corpus's is {theirs}: the same ids mean "
-                     "other text", where=f"{where}, and {source.folder}",
-                     instead=f"prepare it with --tokenizer {words_of(own, source.folder)}, or name the text "
-                             "itself; only for weights that are to learn other tokens, type the corpus's "
+def _mismatch(source: Source, own: Mapping[str, Any], of_corpus: str, where: str) -> UserError:
+    return UserError(f"the weights' tokenizer is {describe(own)}, the corpus's is {of_corpus}: the same ids mean "
+                     "different text", where=f"{where}, and {source.folder}",
+                     instead=f"prepare it with --tokenizer {words_of(own, source.folder)}, or pass the text "
+                             "itself as --corpus; to train the weights on other tokens, pass the corpus's "
                              "--tokenizer")
 
 
 def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
-    """Return a warning if tokens are known not to be of the weights' own tokenizer.
+    """Return a warning if tokens were not made with the weights' own tokenizer.
 
     Args:
-        used: the manifest entry of the tokenizer of the tokens.
+        used: manifest entry of the tokenizer that made the tokens.
     """
     own = entry_of(source)
     if own is not None and own["fingerprint"] == used["fingerprint"]:
@@ -92,11 +92,11 @@ def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
     name = describe(own) if own is not None else other_in(source.folder)
     if name is None:
         return None
-    return f"the weights' tokenizer is {name}, these tokens are of {describe(used)}, as asked for by --tokenizer"
+    return f"the weights' tokenizer is {name}, but --tokenizer chose {describe(used)} for these tokens"
 
 
 def given_warning(source: Source, given: str | None) -> str | None:
-    """Return a warning if the command line names a tokenizer that is not the weights' own."""
+    """Return a warning if the tokenizer of the command line is not the weights' own."""
     if given is None or given == "char":
         return None
     path = user_path(given)
@@ -105,28 +105,28 @@ def given_warning(source: Source, given: str | None) -> str | None:
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
-    """The tokenizer named on the command line, or else the one that the model's data were made with.
+    """Return the tokenizer of the command line, or else the one that made the model's data.
 
     Args:
-        given: bytes, gpt2, or a file or folder that has a tokenizer.
+        given: bytes, gpt2, or a file or folder with a tokenizer.
 
     Raises:
-        UserError: none is known, one of another vocabulary is given, or its file is not on this machine.
+        UserError: none is known, its vocabulary is too large, or its file is not on this machine.
     """
-    found = _given(given, source) if given is not None else _own(source)
-    check_vocabulary(found.vocab_size, source.model)
-    return found
+    tokenizer = _given(given, source) if given is not None else _own(source)
+    check_vocabulary(tokenizer.vocab_size, source.model)
+    return tokenizer
 
 
 def check_vocabulary(tokens: int, model: ModelConfig) -> None:
-    """Refuse a tokenizer with more tokens than the model has.
+    """Check that the model has at least as many tokens as the tokenizer.
 
     Raises:
-        UserError: says how many.
+        UserError: the tokenizer has more.
     """
     if tokens > model.padded_vocab_size:
         raise UserError(f"the tokenizer has {tokens} tokens, the model {model.vocab_size}", where="--tokenizer",
-                        instead="the tokenizer that the model's data were made with")
+                        instead="the tokenizer that made the model's data")
 
 
 def _given(given: str, source: Source) -> Tokenizer:
@@ -139,7 +139,7 @@ def _given(given: str, source: Source) -> Tokenizer:
         own = entry_of(source)
         if own is not None and own["name"] == given:
             return from_entry(own, str(source.folder))
-        raise UserError("the tokenizer char has the characters of its corpus", where="--tokenizer",
+        raise UserError("the tokenizer char depends on its corpus", where="--tokenizer",
                         instead="the folder with the corpus's token shards")
     return choose(given).make()
 
@@ -149,13 +149,12 @@ def _own(source: Source) -> Tokenizer:
         return from_entry(source.tokenizer, str(source.folder), source.folder)
     if file := find_file(source.folder):
         return load(file)
-    raise UserError("the model does not say how text becomes its tokens", where=str(source.folder),
-                    instead="--tokenizer gpt2, bytes, a tokenizer.json, a *.model of SentencePiece, or a folder "
-                            "with one of them or with token shards")
+    raise UserError("the tokenizer of the model is unknown", where=str(source.folder),
+                    instead="--tokenizer gpt2, bytes, a tokenizer.json, a SentencePiece *.model, or a folder "
+                            "with one of these or with token shards")
 
 
-# The tokenizer of an exported model, in the format of Hugging Face's tokenizers library.
-# tokenizers' schema, which every version of its 0.x reads.
+# Schema of Hugging Face's tokenizers library, which every 0.x version reads.
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
@@ -165,30 +164,30 @@ def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Pa
                     origin: Path | None = None) -> tuple[int | None, str | None]:
     """Write tokenizer.json, or tokenizer.model, and tokenizer_config.json, which AutoTokenizer loads.
 
-    Another library's files are copied as they are. Unlike ours, Hugging Face's reads the text of the end-of-text
-    token as that token.
+    Files of other libraries are copied unchanged. Unlike ours, Hugging Face's tokenizer encodes the text of the
+    end-of-text token as that token.
 
     Args:
-        entry: what a run's shards keep of their tokenizer.
-        block_size: the model's longest context.
-        origin: the weights' folder, to find another library's file from.
+        entry: the tokenizer's entry in the manifest of the run's token shards.
+        block_size: context length of the model.
+        origin: folder of the weights, in which to look for files of other libraries.
 
     Returns:
-        The id of the end-of-text token, None where there is none; and why nothing was written, None if it was.
+        The id of the end-of-text token, if any; and the reason if nothing was written, else None.
     """
     if entry is None:
-        return None, "the checkpoint does not say with which tokenizer its data were made"
+        return None, "the checkpoint does not say which tokenizer made its data"
     if "kind" in entry:
         return _copy(entry, block_size, folder, origin or folder)
     try:
-        made = {"bytes": _bytes, "char": _characters, "gpt2": _gpt2}[entry["name"]](entry)
+        fields = {"bytes": _bytes, "char": _characters, "gpt2": _gpt2}[entry["name"]](entry)
     except KeyError:
-        return None, f"a tokenizer {entry['name']} has no form there"
+        return None, f"Hugging Face has no equivalent of the tokenizer {entry['name']}"
     except UserError as error:
         return None, error.found
-    end_of_text = next((token["id"] for token in made["added_tokens"]), None)
+    end_of_text = next((token["id"] for token in fields["added_tokens"]), None)
     write_json(folder / "tokenizer.json", {"version": "1.0", "truncation": None, "padding": None,
-                                           "normalizer": None, "post_processor": None, **made})
+                                           "normalizer": None, "post_processor": None, **fields})
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,
@@ -204,7 +203,7 @@ def _copy(entry: Mapping[str, Any], block_size: int, folder: Path,
     except UserError as error:
         return None, f"{error.found} ({error.instead})"
     copy_files(file, folder)
-    # Which class of transformers reads a lone *.model is not to be guessed: its classes give different ids.
+    # Do not guess a class of transformers for a *.model without configuration: its classes give different ids.
     if entry["kind"] == "tokenizers" and not (folder / COMPANIONS[0]).is_file():
         end = {} if tokenizer.end_of_text is None else {"eos_token": tokenizer.decode([tokenizer.end_of_text])}
         write_json(folder / COMPANIONS[0], {
@@ -216,7 +215,7 @@ def _copy(entry: Mapping[str, Any], block_size: int, folder: Path,
 def _gpt2(entry: Mapping[str, Any]) -> dict[str, Any]:
     merges = [line for line in GPT2_VOCAB.find().read_text("utf-8").split("\n")[1:] if line]
     alphabet = byte_alphabet()
-    # The ranks of vocab.bpe: the bytes in the alphabet's order, then one a merge.
+    # Ids of vocab.bpe: the bytes in the alphabet's order, then one per merge.
     tokens = [*alphabet.values(), *(line.replace(" ", "") for line in merges)]
     return _byte_level({token: rank for rank, token in enumerate(tokens)}, merges, use_regex=True)
 

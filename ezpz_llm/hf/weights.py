@@ -1,7 +1,7 @@
 """Weights of a checkpoint or a Hugging Face folder, read one box of one parameter at a time.
 
-Both speak of the plain model's parameters (`ezpz_llm.model.parameters`), so that any layout can fill any part of a
-model with them and an export can write them tensor by tensor: nobody holds more than what is asked for.
+Both are addressed by the plain model's parameters (`ezpz_llm.model.parameters`), so that any layout can load any
+part of a model, and an export can write one tensor at a time. No process reads more than it needs.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from ezpz_llm.rundir import write_json
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _WRAPPERS = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts of names that torch.compile, DDP, Fabric, FSDP, and activation checkpointing add."""
+"""Name components that torch.compile, DDP, Fabric, FSDP, and activation checkpointing add."""
 _ROWS_AT_ONCE = 8192
-# Masks and angles that older versions stored beside the weights.
+# Masks and angles that older versions of transformers stored with the weights.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def open_weights(source: Source, check_hashes: bool = True) -> Weights:
-    """The weights of a source; use it as a context manager.
+    """Open the weights of a source; use the result as a context manager.
 
     Args:
-        check_hashes: compare a checkpoint's files with its manifest first.
+        check_hashes: first compare a checkpoint's files with its manifest.
 
     Raises:
-        UserError: they are damaged, or not those of the source's model.
+        UserError: the weights are damaged, or are not of the source's model.
     """
     if source.kind == "checkpoint":
         return CheckpointWeights(source, check_hashes)
@@ -62,13 +62,13 @@ def open_weights(source: Source, check_hashes: bool = True) -> Weights:
 
 
 def open_for_ranks(source: Source, dist: Dist) -> Weights:
-    """The same on every rank, which share the work of comparing hashes. Collective.
+    """Open the weights on every rank; the ranks share the work of checking hashes. Collective.
 
     Raises:
-        UserError: the same on every rank.
+        UserError: see `open_weights`; the same on every rank.
     """
     def opened() -> Weights:
-        """The weights; files of a checkpoint are verified by one rank each."""
+        """Verify this rank's share of a checkpoint's files, and open the weights."""
         if source.kind == "checkpoint":
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
         if dist.is_main:
@@ -83,7 +83,7 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
 
 
 class Weights(ABC):
-    """Weights of the plain model `model`."""
+    """Weights of the plain model `model`, in the folder `where`."""
 
     def __init__(self, model: ModelConfig, where: Path) -> None:
         self.model, self.where = model, where
@@ -101,12 +101,11 @@ class Weights(ABC):
         self._stack.close()
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a parameter, fp32 on CPU, in the box's shape.
+        """Return a box of a parameter, fp32 on CPU, in the shape of the box.
 
-        Rows of the vocabulary beyond those that are stored, the padding of another width, are the mean of the real
-        ones. Their logits then are the mean logit, so that all of them together get at most their share of the
-        vocabulary of the probability (Jensen's inequality); zero rows would get most of it from a model whose
-        logits are all negative, as GPT-2's are.
+        Padded vocabulary rows that are not stored get the mean of the real rows. Their logits are then the mean
+        logit, so their probability is at most their share of the vocabulary (Jensen's inequality). Rows of zeros
+        would get most of the probability in a model whose logits are all negative, such as GPT-2.
         """
         first, stop = box[0]
         stored = self.rows(name)
@@ -118,7 +117,7 @@ class Weights(ABC):
         return torch.cat(parts)
 
     def mean_row(self, name: str) -> Tensor:
-        """The mean of a table's rows for real tokens, (C,)."""
+        """Return the mean of a table's rows for real tokens, (C,)."""
         if name not in self._means:
             width, count = self.model.n_embd, self.model.vocab_size
             total = torch.zeros(width, dtype=torch.float64)
@@ -132,48 +131,48 @@ class Weights(ABC):
         """Check all values read so far; on all ranks together if `dist` is given.
 
         Raises:
-            UserError: a rank has read NaN or Inf; names the tensor.
+            UserError: a rank has read NaN or Inf.
         """
         error = None if self._non_finite is None else UserError(
             f"the weights contain NaN or Inf in {self._non_finite}", where=str(self.where),
-            instead="weights of an earlier checkpoint: the run that saved these diverged, or the files are damaged")
+            instead="an earlier checkpoint; the run that saved these weights diverged, or the files are damaged")
         if dist is not None:
             raise_together(dist, error)
         elif error is not None:
             raise error
 
     def _note_non_finite(self, name: str, values: Tensor) -> Tensor:
-        """Keep the name of the first tensor with NaN or Inf; an error here would leave other ranks waiting."""
+        """Record the first tensor with NaN or Inf; raising here would leave other ranks waiting."""
         if self._non_finite is None and not values.isfinite().all():
             self._non_finite = name
         return values
 
     @abstractmethod
     def rows(self, name: str) -> int:
-        """Number of stored rows of a parameter."""
+        """Return the number of stored rows of a parameter."""
 
     @abstractmethod
     def read_stored(self, name: str, box: Box) -> Tensor:
-        """A box of what is stored."""
+        """Return a box of the stored rows of a parameter."""
 
     def open(self, name: str) -> Any:
-        """A file, mapped when it is first needed.
+        """Open a file, memory-mapped on first use.
 
         Raises:
-            UserError: it is not there, or no safetensors file.
+            UserError: it is missing, or not a safetensors file.
         """
         if name not in self._files:
             try:
                 open_regular(self.where / name).close()
                 self._files[name] = self._stack.enter_context(safe_open(self.where / name, framework="pt"))
             except (UserError, OSError, SafetensorError) as error:
-                why = error.found if isinstance(error, UserError) else error
-                raise UserError(f"{name} cannot be read: {why}", where=str(self.where)) from error
+                reason = error.found if isinstance(error, UserError) else error
+                raise UserError(f"{name} cannot be read: {reason}", where=str(self.where)) from error
         return self._files[name]
 
 
 class CheckpointWeights(Weights):
-    """The weights of a training state that any layout wrote."""
+    """Weights of a checkpoint, saved under any layout."""
 
     def __init__(self, source: Source, check_hashes: bool) -> None:
         super().__init__(source.model, source.folder)
@@ -184,11 +183,11 @@ class CheckpointWeights(Weights):
         self._parameters = index.parameters
 
     def rows(self, name: str) -> int:
-        """Rows of the stored parameter `name`."""
+        """Return the number of rows of the stored parameter `name`."""
         return self._parameters[name].shape[0]
 
     def read_stored(self, name: str, box: Box) -> Tensor:
-        """The part `box` of a stored parameter, put together from the ranks' files, in fp32."""
+        """Assemble the box of a parameter from the ranks' files, in fp32."""
         result = torch.empty(size(box))
         fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self.open)
         return self._note_non_finite(name, result).view([stop - start for start, stop in box])
@@ -200,23 +199,23 @@ class _IndexFile:
 
 
 class HfWeights(Weights):
-    """The weights of a GPT-2 or Llama as Hugging Face stores them, in safetensors of any floating-point type."""
+    """Weights of a Hugging Face model, in safetensors of any floating-point dtype."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.model, source.folder)
-        self._place = self._find_tensors()
+        self._location = self._find_tensors()
         self._tensors: dict[str, list[Stored]] = {}
         for stored in stored_tensors(source.model):
             self._check(stored)
             self._tensors.setdefault(stored.ours, []).append(stored)
-        self._refuse_others()
+        self._reject_unknown_tensors()
 
     def rows(self, name: str) -> int:
-        """Rows of the stored parameter `name`, over all tensors that it is made of."""
+        """Return the number of rows of the parameter `name`, over all its tensors."""
         return self._tensors[name][-1].stop
 
     def read_stored(self, name: str, box: Box) -> Tensor:
-        """The part `box` of a parameter, put together from the export's tensors, in fp32."""
+        """Assemble the box of a parameter from its Hugging Face tensors, in fp32."""
         parts = []
         for stored in self._tensors[name]:
             first, stop = max(box[0][0], stored.first), min(box[0][1], stored.stop)
@@ -226,11 +225,11 @@ class HfWeights(Weights):
         return torch.cat(parts)
 
     def _read(self, stored: Stored, sides: tuple[slice, ...]) -> Tensor:
-        tensor = self.open(self._place[stored.name][0]).get_slice(self._place[stored.name][1])
+        tensor = self.open(self._location[stored.name][0]).get_slice(self._location[stored.name][1])
         return tensor[sides[::-1]].T if stored.transposed else tensor[sides]
 
     def _find_tensors(self) -> dict[str, tuple[str, str]]:
-        """Return file and stored name of each tensor, by the name with the base model's prefix."""
+        """Return each tensor's file and stored name, by its name with the base model's prefix."""
         prefix = "transformer." if self.model.position == "learned" else "model."
         where: dict[str, tuple[str, str]] = {}
         wrappers: set[str] = set()
@@ -246,28 +245,28 @@ class HfWeights(Weights):
                                 f"{name} in {file}", where=str(self.where), instead="weights that have it once")
             where[full] = (file, name)
         if wrappers:
-            self.notes.append(f"names of weights are read without {', '.join(sorted(wrappers))}, which wrappers of "
-                              "a model add")
+            self.notes.append(f"ignoring {', '.join(sorted(wrappers))} in the names of the weights, which model "
+                              "wrappers add")
         if self.model.tied and HEAD in where and self._table not in where:
             where[self._table] = where.pop(HEAD)  # as transformers does
         return where
 
     @property
     def _table(self) -> str:
-        """The stored name of the embedding."""
+        """Stored name of the embedding."""
         return next(stored.name for stored in stored_tensors(self.model) if stored.ours == TABLE)
 
     def _stored_names(self) -> list[tuple[str, str]]:
-        """The file and the name of each stored tensor, from the files that transformers would load."""
-        there = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (self.where / name).is_file()]
-        if not there or there[0] in _PICKLED:
+        """Return (file, name) of each stored tensor, from the files that transformers would load."""
+        present = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (self.where / name).is_file()]
+        if not present or present[0] in _PICKLED:
             raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(self.where),
-                            instead="a checkpoint in safetensors; where there is only pytorch_model.bin, which "
-                                    "only unpickling reads, save it again with transformers' save_pretrained")
-        if len(there) > 1:
-            self.notes.append(f"{self.where} has {' and '.join(there)}: {there[0]} is used, as transformers does")
-        if there[0] == _SINGLE:
-            return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (it is no mapping)
+                            instead="a checkpoint in safetensors; convert pytorch_model.bin, which requires "
+                                    "unpickling, with transformers' save_pretrained")
+        if len(present) > 1:
+            self.notes.append(f"{self.where} has {' and '.join(present)}: using {present[0]}, as transformers does")
+        if present[0] == _SINGLE:
+            return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (not a mapping)
         where = str(self.where / _INDEX)
         index = as_dataclass(_IndexFile, read_json(self.where / _INDEX), where, drop_unknown=True)
         files = sorted({file_in(self.where, file, where).name for file in index.weight_map.values()})
@@ -275,59 +274,59 @@ class HfWeights(Weights):
         pairs = set(stored)
         for name, file in index.weight_map.items():
             if (file, name) not in pairs:
-                raise UserError(f"{file} has no tensor {name}, which {_INDEX} says is there", where=str(self.where),
+                raise UserError(f"{file} has no tensor {name}, which {_INDEX} lists", where=str(self.where),
                                 instead="the index that belongs to these files")
         return stored
 
     def _check(self, stored: Stored) -> None:
-        if stored.name not in self._place:
+        if stored.name not in self._location:
             tie = ", or set tie_word_embeddings to true there if the head is the embedding"
             raise UserError(f"the weights have no tensor {stored.name}", where=str(self.where),
                             instead="the weights that belong to this config.json" + tie * (stored.ours == HEAD))
-        file, name = self._place[stored.name]
-        found = tuple(self.open(file).get_slice(name).get_shape())
-        if found != stored.stored_shape:
-            raise UserError(f"{stored.name} is {list(found)} in the weights, by config.json "
+        file, name = self._location[stored.name]
+        shape = tuple(self.open(file).get_slice(name).get_shape())
+        if shape != stored.stored_shape:
+            raise UserError(f"{stored.name} is {list(shape)} in the weights, by config.json "
                             f"{list(stored.stored_shape)}", where=str(self.where),
                             instead="the weights that belong to this config.json")
 
     def check_head(self) -> None:
-        """Check that a head stored beside the embedding that it is tied to has the same values.
+        """Check that a stored head equals the embedding that it is tied to.
 
         Raises:
-            UserError: it has others. transformers then computes with both, without tying them.
+            UserError: it differs; transformers would then use both, without tying them.
         """
-        if not self.model.tied or HEAD not in self._place:
+        if not self.model.tied or HEAD not in self._location:
             return
         head, table = (self.open(file).get_slice(name)
-                       for file, name in (self._place[HEAD], self._place[self._table]))
+                       for file, name in (self._location[HEAD], self._location[self._table]))
         parts = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, table.get_shape()[0], _ROWS_AT_ONCE))
-        # NaN is equal to nothing; weights that have it are rejected by its name.
+        # NaN does not equal itself; `check_finite` reports it with a clearer message.
         if head.get_shape() != table.get_shape() or not all(
                 torch.equal(head[part].nan_to_num(), table[part].nan_to_num()) for part in parts):
             raise UserError(f"{HEAD} differs from the embedding {self._table}, although config.json ties them",
                             where=str(self.where),
                             instead='"tie_word_embeddings": false in config.json, if the stored head is the right '
-                                    f"one; or the weights without {HEAD}")
+                                    f"one; or weights without {HEAD}")
 
-    def _refuse_others(self) -> None:
-        """A tensor that ours has no place for means another model, whatever config.json says."""
+    def _reject_unknown_tensors(self) -> None:
+        """Raise an error for an unknown tensor: the model differs from config.json."""
         known = {stored.name for tensors in self._tensors.values() for stored in tensors}
         tied = {HEAD} if self.model.tied else set()
-        for name in self._place.keys() - known - tied:
+        for name in self._location.keys() - known - tied:
             if not name.endswith(_NO_WEIGHTS):
-                raise UserError(f"the weights have a tensor {name}, which a model of this config.json has not",
-                                where=str(self.where), instead="the weights that belong to this config.json")
+                raise UserError(f"the weights have a tensor {name}, which the model of this config.json does not "
+                                "have", where=str(self.where),
+                                instead="the weights that belong to this config.json")
 
 
-# Write a model as a folder that transformers' AutoModelForCausalLM loads, one tensor in memory at a time.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: its folder, the bytes of weights, the number of their files, and what is missing."""
+    """Result of an export: its folder, the bytes and files of weights, and notes for the user."""
 
     folder: Path
     bytes: int
@@ -336,18 +335,19 @@ class Exported:
 
 
 def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int = SHARD_BYTES) -> Exported:
-    """Export a model; the folder appears whole or not at all.
+    """Export a model to a folder that transformers' AutoModelForCausalLM loads, one tensor at a time.
 
-    The logits of real tokens are equal, up to the rounding of `dtype`; padded rows of the vocabulary are left out,
-    and biases that the model has not are written as zeros where GPT-2 has them.
+    The folder appears only when it is complete. The logits of real tokens are equal, up to the rounding of `dtype`.
+    Padded vocabulary rows are omitted. For GPT-2, missing biases are written as zeros.
 
     Args:
-        out: a folder that is not there yet, or is empty.
+        out: a new or empty folder.
         dtype: one of DTYPES.
-        shard_bytes: the most that one file of weights gets; a larger tensor gets a file of its own.
+        shard_bytes: maximum size of a weights file; a larger tensor has its own file.
 
     Raises:
-        UserError: the checkpoint is damaged, Hugging Face has no such model, the folder is in use, the disk full.
+        UserError: the checkpoint is damaged, Hugging Face has no equivalent model, the folder is not empty, or the
+            disk is full.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError("the folder to export to is not empty", where=str(out), instead="a new folder")
@@ -375,21 +375,21 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
 
 
 def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | None) -> None:
-    made_by = {"version": __version__, "from": str(source.folder.absolute()),
-               **{key: source.state[key] for key in ("step", "consumed") if key in source.state}}
+    provenance = {"version": __version__, "from": str(source.folder.absolute()),
+                  **{key: source.state[key] for key in ("step", "consumed") if key in source.state}}
     write_json(folder / CONFIG, {**to_hf(source.model, dtype=str(DTYPES[dtype]).removeprefix("torch."),
-                                         end_of_text=end_of_text), "ezpz_llm": made_by})
+                                         end_of_text=end_of_text), "ezpz_llm": provenance})
 
 
 def _write_shard(path: Path, shard: list[Stored], weights: Weights, dtype: torch.dtype) -> None:
     outline = {tensor.name: torch.empty(tensor.stored_shape, dtype=dtype, device="meta") for tensor in shard}
-    # transformers asks which library's layout the tensors have.
+    # transformers requires this metadata.
     write_tensors(path, outline, (_values(tensor, weights).to(dtype) for tensor in shard), {"format": "pt"})
 
 
 def _values(tensor: Stored, weights: Weights) -> Tensor:
     if tensor.ours not in parameter_shapes(weights.model):
-        return torch.zeros(tensor.stored_shape)  # a bias that the model has not
+        return torch.zeros(tensor.stored_shape)  # a bias that the model does not have
     box = ((tensor.first, tensor.stop), *whole(tensor.shape[1:]))
     values = weights.read(tensor.ours, box)
     return values.T if tensor.transposed else values
@@ -418,12 +418,12 @@ def _name(number: int, count: int) -> str:
 
 @contextlib.contextmanager
 def _writing(out: Path, partial: Path) -> Iterator[None]:
-    """Leave nothing half done, and turn the system's refusal to write into a UserError."""
+    """Remove incomplete output, and turn an OSError into a UserError."""
     shutil.rmtree(partial, ignore_errors=True)
     try:
         yield
     except OSError as error:
         raise UserError(f"the export could not be written: {error.strerror}", where=str(error.filename or out),
-                        instead="make room there, or name another folder", exit_code=1) from error
+                        instead="free disk space there, or choose another folder", exit_code=1) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

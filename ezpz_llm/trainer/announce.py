@@ -1,4 +1,4 @@
-"""Description of a run before its first step, with the FLOPs and the matmul peak: run.json and the console."""
+"""Description of a run before its first step, in run.json and on the console."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ezpz_llm.trainer.plan import RunPlan
 
 
 def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist, verbose: bool) -> None:
-    """Write what the run is and print its first screen, or all of it. Collective, since every rank's host is
-    listed."""
+    """Record the run's settings and print its first screen, or with `verbose` all of them. Collective: the record
+    lists every rank's node."""
     environment = run_environment(dist)
     if not dist.is_main:
         return
@@ -45,16 +45,16 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, d
         data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))
     if "kind" in data.manifest["tokenizer"]:
-        # A checkpoint of the run is of use where the shards are not.
+        # A checkpoint needs its tokenizer on machines without the shards.
         file = find_copy(data.folder, data.manifest["tokenizer"])
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
-    told = (settings(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
+    text = (settings(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
             first_screen(plan, data, dist, terminal_width()))
-    print(told + aligned(_remarks(plan, data, dist, work, flops, verbose), terminal_width()), flush=True)
+    print(text + aligned(_remarks(plan, data, dist, work, flops, verbose), terminal_width()), flush=True)
 
 
 def describe_data(data: TokenData) -> dict[str, Any]:
-    """Describe the data of the run, without the tokenizer's table."""
+    """Describe the run's data for run.json, without the tokenizer's table."""
     manifest = data.manifest
     return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
             "vocab_size": data.vocab_size, "documents": manifest["documents"],
@@ -63,7 +63,7 @@ def describe_data(data: TokenData) -> dict[str, Any]:
 
 
 def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> str:
-    """Return the lines that are printed before the first step."""
+    """Return the table that --verbose prints before the first step."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
     tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
     peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
@@ -71,8 +71,8 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
         ("world", f"{counted(dist.world_size, 'rank')} ({dist.info.source}), {dist.device.type}{peak}, "
                   f"backend {dist.backend or 'none'}"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {plan.resolved.precision}"),
-        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
-                  f"({batch.micro_batch} a rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
+        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens per step "
+                  f"({batch.micro_batch} per rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
         ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
                   f"{parameter_count(model):,} parameters"),
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
@@ -80,10 +80,10 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                  f"token frequencies alone give a loss of {data.unigram_entropy:.4f}"),
         ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
                       f"({config.schedule}) over {config.steps} steps, "
-                      f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
+                      f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
-        ("compile", f"{'the blocks' if config.compile else 'nothing'} ({plan.sources['compile']})"),
+        ("compile", f"{'blocks' if config.compile else 'off'} ({plan.sources['compile']})"),
         *describe(work, flops),
         ("saves", saves(plan, dist)),
     ]
@@ -92,7 +92,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
 
 def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: FlopCount,
              verbose: bool) -> list[tuple[str, str]]:
-    """Notes and warnings; those that a verbose description has in its rows only where it is not printed."""
+    """Return notes and warnings, and the warnings among the rows of `description` if these are not printed."""
     rows = [] if verbose else [("attention", attention(plan, dist)), *describe(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
@@ -107,33 +107,33 @@ def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
 
 
 def saves(plan: RunPlan, dist: Dist) -> str:
-    """Describe when checkpoints are written, which are kept, and the memory for it."""
+    """Describe when checkpoints are written, which are kept, and the CPU memory that saving needs."""
     config, text = plan.config, checkpoint_rule(plan)
     if config.save_every <= 0 or not config.save_async or uses_nvme(plan.resolved.layout):
         return text
-    # The weights and both moments in fp32, of which each rank writes an equal share.
+    # fp32 weights and two moments, of which each rank writes an equal share.
     megabytes = 12 * parameter_count(plan.model) / dist.world_size / 1e6
-    return f"{text}, in the background from a copy in host memory ({megabytes:,.0f} MB a rank)"
+    return f"{text}, in the background from a copy in CPU memory ({megabytes:,.0f} MB per rank)"
 
 
 def attention(plan: RunPlan, dist: Dist) -> str:
-    """Describe the attention kernel; for the slow one, also the memory it keeps."""
+    """Describe the attention kernel; for the slow one, also the memory that its scores occupy."""
     dtype = product_dtype(plan.resolved.precision)
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
                               plan.config.attention == "explicit")
     if not kernel.score_bytes:
         return kernel.name + (", by FlashAttention-3" if plan.config.attention == "flash3" else "")
-    keeps = f"{kernel.name}, the slow kernel, which keeps {kernel.score_bytes / 1e9:.3g} GB of scores a layer"
+    slow = f"{kernel.name}, the slow kernel, which stores {kernel.score_bytes / 1e9:.3g} GB of scores per layer"
     if plan.config.attention == "explicit":
-        return f"{keeps}, as asked for"
-    return f"warning: {keeps}; --precision bf16_autocast may allow a faster one"
+        return f"{slow}, as requested"
+    return f"warning: {slow}; --precision bf16_autocast may allow a faster kernel"
 
 
-# Work of a step: its tokens and FLOPs, and the matmul peak of the device.
 def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
-    """The work of a step, without FLOPs where the formula and torch's counter differ; and the count itself.
+    """Return the work of a step, and its FLOP count.
 
-    To be called before there is a model on the device, whose memory the ceiling's matrices would need. Collective.
+    The work has no FLOPs if the formula and torch's counter differ. Call this before a model is on the device:
+    measuring the matmul peak needs the memory. Collective.
     """
     batch, products = plan.resolved.batch, RECIPES[plan.resolved.precision].products
     set_products(dist.device, plan.resolved.precision)
@@ -146,14 +146,14 @@ def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
 
 
 def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
-    """Both as rows of the announcement."""
-    count = (f"{short_number(flops.model)} a token, forward and backward (6N + 12 L C T); "
+    """Return the FLOP count and the measured matmul peak as rows of `description`."""
+    count = (f"{short_number(flops.model)} per token, forward and backward (6N + 12 L C T); "
              f"{short_number(flops.causal)} without the half of attention that the causal mask hides")
     if flops.is_proven:
-        rows = [("FLOPs", f"{count}; torch's own counter agrees")]
+        rows = [("FLOPs", f"{count}; torch's FLOP counter agrees")]
     else:
-        rows = [("FLOPs", f"warning: {count}; {flops.products:.6g} of them in matmuls, of which torch's own "
-                          f"counter finds {flops.counted:.6g}: no MFU will be shown")]
+        rows = [("FLOPs", f"warning: {count}; {flops.products:.6g} of them in matmuls, but torch's FLOP "
+                          f"counter reports {flops.counted:.6g}: MFU is not shown")]
     if (ceiling := work.ceiling) is not None:
         slowest = (f"; slowest: rank {ceiling.slowest_rank}, {short_number(ceiling.slowest_flops)}"
                    if work.world_size > 1 else "")
@@ -162,23 +162,22 @@ def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
     return rows
 
 
-# The formula for FLOPs beside torch's own counter, on a model without storage.
 def count_flops(config: ModelConfig) -> FlopCount:
-    """Count the FLOPs per token, checked against the model itself.
+    """Return the FLOPs per token by the formula, and as torch counts them on a model without storage.
 
-    Blocks are all alike, so that a model of one and a model of two tell of any number: a tenth of a second.
+    All blocks are alike, so models with one and two blocks give the count for any number, in 0.1 s.
     """
-    one, two = (counted_flops(replace(config, n_layer=layers)) for layers in (1, 2))
-    counted = (one + (config.n_layer - 1) * (two - one)) / config.block_size
+    one_layer, two_layers = (counted_flops(replace(config, n_layer=layers)) for layers in (1, 2))
+    counted = (one_layer + (config.n_layer - 1) * (two_layers - one_layer)) / config.block_size
     return FlopCount(flops_per_token(config), flops_per_token(config, causal=True), product_flops_per_token(config),
                      counted)
 
 
 def counted_flops(config: ModelConfig) -> int:
-    """Forward and backward of one whole sequence, as torch counts them on the meta device.
+    """Return torch's count for the forward and backward pass of one sequence, on the meta device.
 
-    Attention is taken by its definition: fused kernels compute the scores again in the backward pass, which torch
-    counts and a model's FLOPs do not.
+    Attention uses the explicit kernel: fused kernels recompute the scores in the backward pass, which torch counts
+    but model FLOPs exclude.
     """
     with torch.device("meta"):
         model = GPT(config)

@@ -18,11 +18,11 @@ _WIDTH = 110
 
 
 def settings(plan: RunPlan) -> str:
-    """All values that the run uses, grouped by their sources; "-" where there is none."""
+    """Return all values that the run uses, grouped by source; "-" stands for None."""
     groups: dict[ValueSource, list[str]] = {}
     for name, (value, source) in effective(plan).items():
         groups.setdefault(source, []).append(f"{name} {_show(value)}")
-    lines = ["settings, by where they come from"]
+    lines = ["settings by source"]
     for source in sorted(groups, key=lambda source: (source.origin.rank, source.detail)):
         lines += textwrap.wrap(", ".join(groups[source]), _WIDTH, initial_indent=f"  {source}: ",
                                subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
@@ -30,34 +30,34 @@ def settings(plan: RunPlan) -> str:
 
 
 def effective(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
-    """Each setting as the run uses it, with its source: what nobody gave is the model's or the layout's."""
+    """Return each setting's value and source; unset values come from the model or the layout."""
     config, resolved = plan.config, plan.resolved
     layout, batch = resolved.layout, resolved.batch
-    found = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
+    values = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
     for name, value in asdict(plan.model).items():
         given = name in MODEL_OVERRIDES and getattr(config, name) is not None
-        found[name] = (value, plan.sources[name] if given else ValueSource(Origin.MODEL, config.model))
+        values[name] = (value, plan.sources[name] if given else ValueSource(Origin.MODEL, config.model))
     for name in ("tp", "pp", "sp"):
         given = getattr(config, name) is not None
-        found[name] = (getattr(layout, name),
-                       plan.sources[name] if given else ValueSource(Origin.FILE, f"ds_config {config.ds_config}"))
+        values[name] = (getattr(layout, name),
+                        plan.sources[name] if given else ValueSource(Origin.FILE, f"ds_config {config.ds_config}"))
     for name, value in (*asdict(batch).items(), ("precision", resolved.precision), ("clip", resolved.clip)):
         if name in FIELDS:
-            found[name] = (value, resolved.sources.get(name, plan.sources[name]))
-    return found
+            values[name] = (value, resolved.sources.get(name, plan.sources[name]))
+    return values
 
 
 def remarks(plan: RunPlan) -> list[str]:
     """Return warnings about settings that look like mistakes."""
-    config, found = plan.config, list(plan.resolved.warnings)
+    config, warnings = plan.config, list(plan.resolved.warnings)
     if config.warmup_steps > config.steps:
-        found.append(f"the learning rate never reaches its peak: the warm-up takes {config.warmup_steps} steps, "
-                     f"the run {config.steps}")
+        warnings.append(f"the learning rate never reaches its peak: the warm-up has {config.warmup_steps} steps, "
+                        f"the run {config.steps}")
     elif config.decay_steps > config.steps and config.schedule not in ENDLESS:
         last = learning_rate(config.steps - 1, config)
-        found.append(f"the learning rate ends at {last:.3g} and not at {config.min_lr:.3g}: its {config.schedule} "
-                     f"is over only after step {config.decay_steps}, the run after step {config.steps}")
-    return found
+        warnings.append(f"the learning rate ends at {last:.3g} instead of {config.min_lr:.3g}: the run ends after "
+                        f"step {config.steps}, its {config.schedule} schedule after step {config.decay_steps}")
+    return warnings
 
 
 def _show(value: Any) -> str:
@@ -68,9 +68,8 @@ def _show(value: Any) -> str:
     return repr(value) if isinstance(value, str) and (" " in value or not value) else str(value)
 
 
-# What --check says of a run: what was decided, which rank stands where, what it warns of.
 def explain_plan(plan: RunPlan, places: Places) -> str:
-    """Return each setting with its source; with nodes, also each rank's place in the layout."""
+    """Return each setting with its source; if the nodes are known, also each rank's place in the layout."""
     layout = plan.resolved.layout
     parts = [plan.resolved.explain()]
     if places and layout.tp * layout.pp * layout.sp > 1:
@@ -79,9 +78,9 @@ def explain_plan(plan: RunPlan, places: Places) -> str:
 
 
 def warning(plan: RunPlan, options: Options, places: Places) -> str | None:
-    """Return a warning about a layout that is slow on these nodes, with what to type instead."""
+    """Return a warning with a remedy if the layout is slow on these nodes."""
     def can_run(world_size: int, tp: int) -> bool:
-        """True if the same run can be planned at this tensor-parallel degree."""
+        """Return True if the same run is valid with this tensor-parallel degree."""
         try:
             plan_run(replace(options, config=replace(options.config, tp=tp)), world_size)
         except UserError:

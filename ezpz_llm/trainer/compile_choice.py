@@ -1,4 +1,4 @@
-"""Choice to compile a run's blocks: the user's, or by its device and layout (imports no torch)."""
+"""Decision to compile a run's blocks, by the user or by device and layout (imports no torch)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.value_source import Origin, ValueSource
 
 _COMPILES = "cuda"
-"""NVIDIA's and AMD's GPUs. Elsewhere compiling costs minutes, or was not tried."""
+"""NVIDIA and AMD GPUs. On other devices, compiling takes minutes or is untested."""
 
 
 def choose_compile(asked: bool | None, source: ValueSource, device: str | None, layout: Layout,
@@ -19,19 +19,19 @@ def choose_compile(asked: bool | None, source: ValueSource, device: str | None, 
     """Return whether blocks are compiled, with the reason as the value's source.
 
     Args:
-        asked: None where nobody said.
-        source: of what was asked.
-        device: its type, None or "auto" where it is not known: then nothing is compiled yet.
-        dropout: the model's.
+        asked: the user's choice, if any.
+        source: source of `asked`.
+        device: type of the device; None or "auto" if unknown, in which case the default is not to compile.
+        dropout: dropout probability of the model.
 
     Raises:
-        UserError: it was asked for under a layout that it makes slower.
+        UserError: the user chose to compile under a layout that compiling makes slower.
     """
     broken = breaks_graph(layout, dropout)
     if asked and layout.zero.stage == 3:
         instead = "--compile false" if layout.zero.offload_param or layout.zero.offload_optimizer or layout.tp > 1 \
             else "--ds-config fsdp2, which shards as much and compiles, or --compile false"
-        raise UserError(f"compile is true: {broken}, and a step would be slower than without",
+        raise UserError(f"--compile true would make steps slower: {broken}",
                         where=f"compile ({source})", instead=instead)
     if asked is not None:
         return asked, source
@@ -44,14 +44,14 @@ def choose_compile(asked: bool | None, source: ValueSource, device: str | None, 
 
 
 def breaks_graph(layout: Layout, dropout: float) -> str | None:
-    """Why a block is not compiled to one graph that all blocks share; None where it is.
+    """Return the reason for a graph break in a block; None if all blocks share one graph.
 
-    tests/engine/test_compiled_layouts.py counts graphs under every layout.
+    tests/engine/test_compiled_layouts.py counts the graphs under every layout.
     """
     if layout.zero.stage == 3:
         return "ZeRO stage 3's hooks break a block's graph at each of its layers"
     if layout.sp > 1:
-        return "a sequence-parallel exchange breaks a block's graph twice"
+        return "the sequence-parallel exchange breaks a block's graph twice"
     if layout.tp > 1 and dropout:
         return "dropout of sharded heads breaks a block's graph"
     return None
@@ -65,23 +65,23 @@ def lacks_compiler(device: str) -> str | None:
 
 
 def check_compiler(device: str, source: ValueSource) -> None:
-    """Refuse a run that was asked to compile where the host that checks it has no compiler.
+    """Check that this node has the compiler that torch.compile needs.
 
     Raises:
-        UserError: says which would do.
+        UserError: there is none; the message lists the compilers that were searched for.
     """
     if missing := _compilers(device):
-        raise UserError(f"torch.compile needs a compiler, and there is none: {missing}",
+        raise UserError(f"torch.compile needs a compiler, and none of these is on PATH: {missing}",
                         where=f"compile ({source})",
                         instead="install g++, load a module with a compiler, set CXX, or --compile false")
 
 
 def _compilers(device: str) -> str | None:
-    """The compilers of which one is needed, if there is none.
+    """Return the compilers to choose from if none is installed; None if one is.
 
     torch.compile builds its kernels with g++ (or $CXX) on CPUs; on GPUs Triton builds a module with a C compiler.
     """
-    wanted = [os.environ.get("CXX", "g++")]
+    candidates = [os.environ.get("CXX", "g++")]
     if device != "cpu":
-        wanted += [os.environ.get("CC", "gcc"), "clang"]
-    return None if any(map(shutil.which, wanted)) else ", ".join(wanted)
+        candidates += [os.environ.get("CC", "gcc"), "clang"]
+    return None if any(map(shutil.which, candidates)) else ", ".join(candidates)

@@ -21,114 +21,113 @@ class TrainConfig:
     """Settings of a training run. Batches are in sequences, lengths in tokens, rates per optimizer step."""
 
     model: str = _value("tiny-gpt2", "model shape by name, such as gpt2-124m or llama3-1b")
-    n_layer: int | None = _value(None, "transformer blocks, if not the model's own")
-    n_head: int | None = _value(None, "attention heads, if not the model's own")
-    n_kv_head: int | None = _value(None, "key/value heads, if not the model's own")
-    n_embd: int | None = _value(None, "width, if not the model's own")
-    block_size: int | None = _value(None, "context length in tokens, if not the model's own")
-    vocab_multiple: int | None = _value(None, "the embedding's rows are padded to a multiple of this, if not the "
-                                              "model's own")
-    dropout: float | None = _value(None, "dropout probability, if not the model's own")
-    bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
+    n_layer: int | None = _value(None, "transformer blocks (default: the model's)")
+    n_head: int | None = _value(None, "attention heads (default: the model's)")
+    n_kv_head: int | None = _value(None, "key/value heads (default: the model's)")
+    n_embd: int | None = _value(None, "width (default: the model's)")
+    block_size: int | None = _value(None, "context length in tokens (default: the model's)")
+    vocab_multiple: int | None = _value(None, "pad the embedding to a multiple of N rows (default: the model's)")
+    dropout: float | None = _value(None, "dropout probability (default: the model's)")
+    bias: bool | None = _value(None, "use biases in linear layers and norms (default: as the model)")
 
-    init_from: str | None = _value(None, "initial weights, which bring the model's shape: a Hugging Face folder or "
-                                         "hub id, a run directory or a checkpoint")
+    init_from: str | None = _value(None, "initial weights, which also set the model's shape: a Hugging Face folder "
+                                         "or hub id, a run directory or a checkpoint")
 
     corpus: str = _value("stdlib", "stdlib, shakespeare, fineweb-edu, or a path: text, jsonl, parquet, a folder of "
-                                   "shards; or several with weights, as A=0.7,B=0.3")
-    tokenizer: str | None = _value(None, "bytes, char, gpt2, a tokenizer.json, a *.model of SentencePiece, or a "
-                                         "folder that has one (default: that of the initial weights, else the "
-                                         "corpus's own)")
-    text_key: str = _value("text", "the member of a JSON object, or the column of parquet or a data set, that has "
-                                   "a document's text")
+                                   "shards; or a mixture with weights: A=0.7,B=0.3")
+    tokenizer: str | None = _value(None, "bytes, char, gpt2, a tokenizer.json, a SentencePiece *.model, or a "
+                                         "folder with one of these (default: the tokenizer of the initial "
+                                         "weights, else of the corpus)")
+    text_key: str = _value("text", "JSON key, or column of a parquet file or data set, that holds a document's "
+                                   "text")
 
     ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
-    tp: int | None = _value(None, "tensor-parallel degree, if not the ds_config's own")
-    pp: int | None = _value(None, "pipeline-parallel degree, if not the ds_config's own")
-    sp: int | None = _value(None, "sequence-parallel degree, if not the ds_config's own")
-    shard_within: int | None = _value(None, "neighbouring ranks that fsdp2 shards over, if not the "
-                                            "ds_config's own: those of a node")
-    nvme_path: str | None = _value(None, "folder on each node's own disk for what zero3_nvme keeps in files "
-                                         "(default: the run directory)")
+    tp: int | None = _value(None, "tensor-parallel degree (default: the ds_config's)")
+    pp: int | None = _value(None, "pipeline-parallel degree (default: the ds_config's)")
+    sp: int | None = _value(None, "sequence-parallel degree (default: the ds_config's)")
+    shard_within: int | None = _value(None, "neighboring ranks that fsdp2 shards over, usually the ranks of a node "
+                                            "(default: the ds_config's)")
+    nvme_path: str | None = _value(None, "folder on each node's local disk for the files of zero3_nvme (default: "
+                                         "the run directory)")
     precision: Literal["auto", "fp32", "tf32", "bf16", "bf16_autocast", "fp16", "fp16_autocast"] = _value(
         "auto", "auto is bf16 on GPUs that have it, bf16_autocast on CPUs that have it, else fp32")
     grad_accum_dtype: Literal["fp32", "bf16"] = _value(
-        "fp32", "what gradients of micro-steps are added in; bf16 is for ZeRO with --precision bf16")
+        "fp32", "dtype in which micro-steps accumulate gradients; bf16 requires ZeRO and --precision bf16")
     reduce_dtype: Literal["fp32", "bf16"] = _value(
-        "fp32", "what gradients travel in when ranks average them; bf16 is for --precision bf16")
-    global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")
-    micro_batch: int | None = _value(None, "sequences a rank takes at once (default: 4, or what the others imply)")
-    accumulation: int | None = _value(None, "micro-steps a step (default: 1, or what the others imply)")
+        "fp32", "dtype of the gradient all-reduce or reduce-scatter; bf16 requires --precision bf16")
+    global_batch: int | None = _value(None, "sequences per step, over all ranks and micro-steps")
+    micro_batch: int | None = _value(None, "sequences per rank and micro-step (default: 4, or as the others imply)")
+    accumulation: int | None = _value(None, "micro-steps per step (default: 1, or as the others imply)")
 
-    steps: int = _value(600, "optimizer steps in all")
-    lr: float = _value(2e-3, "peak learning rate; the default is less for models wider than 128 and runs of "
+    steps: int = _value(600, "optimizer steps of the whole run")
+    lr: float = _value(2e-3, "peak learning rate; the default is lower for models wider than 128 and runs "
                              "under 400 steps")
     schedule: Literal["cosine", "linear", "wsd", "constant",
                       "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = _value(
         "cosine", "learning rate after the warm-up: cosine or linear decay, wsd (warm-up, stable, "
-                  "decay), constant, or as DeepSpeed's scheduler of that name")
+                  "decay), constant, or DeepSpeed's scheduler of that name")
     min_lr: float | None = _value(None, "learning rate at the end of the decay (default: a tenth of the peak)")
-    warmup_steps: int | None = _value(None, "steps of warm-up (default: 100, or a tenth of a shorter run)")
+    warmup_steps: int | None = _value(None, "warm-up steps (default: 100, or a tenth of a shorter run)")
     warmup_type: Literal["linear", "log"] = _value("linear", "shape of the warm-up")
-    warmup_min_lr: float = _value(0.0, "learning rate that the warm-up begins with")
-    decay_steps: int | None = _value(None, "step at which the decay ends (default: the last)")
+    warmup_min_lr: float = _value(0.0, "learning rate at the start of the warm-up")
+    decay_steps: int | None = _value(None, "step at which the decay ends (default: the last step)")
     wsd_decay_steps: int | None = _value(None, "steps of wsd's decay (default: a fifth of decay_steps)")
     beta1: float = _value(0.9, "AdamW's first moment decay")
     beta2: float = _value(0.95, "AdamW's second moment decay")
     eps: float = _value(1e-8, "AdamW's epsilon")
-    weight_decay: float = _value(0.1, "decay of tensors with two or more dimensions")
-    clip: float | None = _value(None, "largest gradient norm, 0 for no clipping (default: 1)")
+    weight_decay: float = _value(0.1, "weight decay of tensors with two or more dimensions")
+    clip: float | None = _value(None, "clip gradients to this norm; 0 disables clipping (default: 1)")
 
-    spike_norm: float = _value(0.0, "skip a step whose gradient norm is more than this many times the median of "
-                                    "the last 128; 0: only one that is NaN or Inf")
-    spike_loss: float = _value(1.0, "nats by which a step's loss may exceed the median of the last 128; a higher "
-                                    "one is bad, like a skipped step; 0: only one that is NaN or Inf")
-    bad_steps: int = _value(10, "bad steps in a row that are too many")
+    spike_norm: float = _value(0.0, "skip a step if its gradient norm exceeds X times the median of the last 128; "
+                                    "0: only if it is NaN or Inf")
+    spike_loss: float = _value(1.0, "a step is bad if its loss exceeds the median of the last 128 by X nats, or if "
+                                    "it is skipped; 0: only if the loss is NaN or Inf, or it is skipped")
+    bad_steps: int = _value(10, "consecutive bad steps after which --on-bad-steps applies")
     on_bad_steps: Literal["stop", "rollback"] = _value(
-        "stop", "what then: stop with an error, or roll back to the last checkpoint and continue with new "
-                "samples")
+        "stop", "after too many bad steps, stop with an error, or roll back to the last checkpoint and continue "
+                "with new samples")
 
-    overfit_one_batch: bool = _value(False, "train on the first batch alone, which a model that works overfits; "
-                                            "the run fails if it does not")
+    overfit_one_batch: bool = _value(False, "train on the first batch only, and fail if the model does not "
+                                            "overfit it")
 
-    eval_every: int = _value(100, "steps between validations; 0 for one at the end")
-    eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
-    sample_every: int = _value(0, "steps between samples of generated text; 0 for one at the end")
-    sample_tokens: int = _value(200, "tokens to generate; 0 for no sample")
-    prompt: str | None = _value(None, "where the sample starts (default: a new line, or the first token of a "
-                                      "corpus without lines)")
-    top_k: int = _value(50, "samples draw among the K likeliest tokens; 0 for all")
-    temperature: float = _value(1.0, "divides the logits of samples: below 1 is surer, above 1 freer")
-    hellaswag: str | None = _value(None, "file of HellaSwag items to score: hellaswag_val.jsonl, or that gzipped")
-    hellaswag_every: int = _value(0, "steps between scores of HellaSwag; 0 for one at the end")
-    hellaswag_items: int = _value(0, "only the first N items; 0 for all")
-    save_every: int = _value(200, "steps between checkpoints; 0 for one at the end, -1 for none")
-    keep_last: int = _value(2, "checkpoints to keep")
-    keep_every: int = _value(0, "keep those of every N-th step besides, for ever; 0 for none")
-    save_async: bool = _value(True, "write checkpoints in the background, from a copy in host memory")
+    eval_every: int = _value(100, "steps between validations; 0: at the end only")
+    eval_tokens: int = _value(65536, "validation tokens, the same at each validation; 0: the whole split")
+    sample_every: int = _value(0, "steps between samples of generated text; 0: at the end only")
+    sample_tokens: int = _value(200, "tokens to generate for a sample; 0: no samples")
+    prompt: str | None = _value(None, "prompt of the samples (default: a newline, or the corpus's first token "
+                                      "if the tokenizer has no newline)")
+    top_k: int = _value(50, "sample from the N most likely tokens; 0: from all")
+    temperature: float = _value(1.0, "sampling temperature: the logits are divided by it")
+    hellaswag: str | None = _value(None, "file of HellaSwag items to score: hellaswag_val.jsonl, plain or gzipped")
+    hellaswag_every: int = _value(0, "steps between HellaSwag evaluations; 0: at the end only")
+    hellaswag_items: int = _value(0, "score only the first N items; 0: all")
+    save_every: int = _value(200, "steps between checkpoints; 0: at the end only, -1: none")
+    keep_last: int = _value(2, "number of latest checkpoints to keep")
+    keep_every: int = _value(0, "also keep the checkpoint of every N-th step for good; 0: none")
+    save_async: bool = _value(True, "write checkpoints in the background, from a copy in CPU memory")
     log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
 
-    track: str | None = _value(None, "also feed tensorboard, wandb or mlflow (or several: a,b), in the "
-                                     "run directory; wandb:online and mlflow:online send to your server")
-    profile: bool = _value(True, "profile Python on the CPU in the first steady steps on rank 0 (pyinstrument)")
-    trace_steps: int = _value(0, "steps to trace on every rank with torch.profiler, after the warm-up, for "
+    track: str | None = _value(None, "also log to tensorboard, wandb or mlflow (or several: a,b), in the run "
+                                     "directory; wandb:online and mlflow:online send to your server")
+    profile: bool = _value(True, "profile Python on rank 0 in the first steady steps (pyinstrument)")
+    trace_steps: int = _value(0, "steps to trace on every rank with torch.profiler, after the first few, for "
                                  "ezpz-llm explain")
-    compile: bool | None = _value(None, "torch.compile the blocks (default: on cuda, under layouts that compile "
-                                        "them to one graph)")
+    compile: bool | None = _value(None, "torch.compile the blocks (default: true on cuda, under layouts that "
+                                        "compile them to one graph)")
     attention: Literal["auto", "explicit", "flash3"] = _value(
-        "auto", "auto is the best kernel there is, explicit keeps all scores, flash3 is FlashAttention-3")
-    loss_chunk: int | None = _value(None, "tokens whose logits are computed at once; 0 for all, kept for the "
-                                          "backward pass (default: chosen by vocabulary and device)")
+        "auto", "auto is the fastest kernel available, explicit stores all scores, flash3 is FlashAttention-3")
+    loss_chunk: int | None = _value(None, "tokens whose logits are computed at once; 0: all, kept for the backward "
+                                          "pass (default: chosen by vocabulary and device)")
     optimizer: OptimizerName = _value(  # noqa: RUF009
         "adamw", "; ".join(f"{name}: {optimizer.printed}" for name, optimizer in OPTIMIZERS.items()))
-    z_loss: float = _value(0.0, "weight of the squared log-normaliser in what is minimised, such as 1e-4")
-    recompute: int = _value(0, "recompute the activations of every K-th block in the backward pass; 0 for none")
+    z_loss: float = _value(0.0, "weight of the squared log-normalizer in the loss, such as 1e-4")
+    recompute: int = _value(0, "recompute the activations of every N-th block in the backward pass; 0: none")
 
-    seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
-    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto is the best there is")
-    resume: str | None = _value(None, "a run directory or a checkpoint to continue, with its settings where no "
-                                      "others are given; auto: --run-dir itself, or begin anew if it has none")
-    run_dir: str | None = _value(None, "where everything this run writes goes (default: runs/<name>-<stamp>)")
+    seed: int = _value(1337, "seed of initialization, data order, dropout and sampling")
+    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto prefers an accelerator, else cpu")
+    resume: str | None = _value(None, "continue a run directory or a checkpoint, with the run's settings unless "
+                                      "given here; auto: continue --run-dir if it has a checkpoint, else start")
+    run_dir: str | None = _value(None, "directory for all output of this run (default: runs/<name>-<stamp>)")
 
 
 @dataclass(frozen=True)
@@ -153,13 +152,11 @@ MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vo
                    "dropout", "bias")
 
 
-# Whole runs by name, and the published recipe that belongs to a model: naming a model alone brings that recipe.
-#
-# Sources. Rates, batches, and warm-up and decay in tokens: Brown et al. 2020 (arXiv:2005.14165), table 2.1 and
-# appendix B, as the public GPT-2 reproduction build-nanogpt uses them; its micro batch and its intervals.
-# llama3-1b: batch, steps and intervals of a published run of that shape, and, as it states no rates, those of
-# Touvron et al. 2023 (arXiv:2302.13971). shakespeare-char: nanoGPT's configuration, on CPUs its yardstick, with the
-# tanh form of GELU (nanoGPT's own model has erf's); wordplay's run has GPT-2's 124M shape on characters.
+# Sources of the recipes and presets. Learning rates, batches, and warm-up and decay in tokens: Brown et al. 2020
+# (arXiv:2005.14165), table 2.1 and appendix B. Micro batch and intervals: the GPT-2 reproduction build-nanogpt.
+# llama3-1b: batch, steps and intervals of a published run of that shape; that run states no learning rate, so it is
+# from Touvron et al. 2023 (arXiv:2302.13971). shakespeare-char: nanoGPT's configuration, on CPUs the one of its
+# readme, with the tanh form of GELU (nanoGPT uses erf). wordplay: GPT-2's 124M shape on characters.
 _ADAMW = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 _GPT = {**_ADAMW, "warmup_steps": 715, "steps": 19073}
 
@@ -175,7 +172,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "shakespeare-char": {"corpus": "shakespeare", "lr": 1e-3, "beta2": 0.99, "steps": 5000,
                          "global_batch": 64, "accumulation": 1, "eval_tokens": 0},
 }
-"""Hyper-parameters that come with a model's name."""
+"""Hyperparameters that a model's name implies."""
 
 _HALF_M, _ONE_M, _G = 2**19, 2**20, 10**9
 _WARMUP_TOKENS = 375_000_000
@@ -183,7 +180,7 @@ _WARMUP_TOKENS = 375_000_000
 
 def _fineweb(model: str, micro_batch: int, *, tokens: int = 10 * _G, decay_tokens: int | None = None,
              batch_tokens: int = _HALF_M, block_size: int = 1024, **more: Any) -> dict[str, Any]:
-    """A run on FineWeb-Edu, its schedule given in tokens; rates end at a tenth of their peak."""
+    """Return a preset for FineWeb-Edu with a schedule in tokens; the learning rate ends at a tenth of its peak."""
     schedule = {} if decay_tokens is None else {"decay_steps": round(decay_tokens / batch_tokens)}
     return {
         "model": model, **RECIPES[model], "block_size": block_size, "vocab_multiple": 128, "dropout": 0.0,
@@ -222,7 +219,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "beta2": 0.99, "clip": 1.0, "precision": "fp32", "eval_every": 500, "eval_tokens": 0, "save_every": 0,
     },
 }
-"""Whole runs. A global batch holds for any number of ranks, a micro batch is the largest to be taken at once."""
+"""Whole runs. The global batch is kept on any number of ranks; the micro batch is an upper limit."""
 
 ADOPTS_VOCABULARY = ("tiny-gpt2", "tiny-llama", "tiny-qwen3", "tiny-olmo2", "shakespeare-char")
-"""Models for trying things out, whose vocabulary is the tokenizer's; the others keep their own size."""
+"""Small models that adopt the tokenizer's vocabulary size; all others keep their own."""

@@ -1,4 +1,4 @@
-"""Defaults that only a run's devices and nodes can tell: compiled blocks, the attention kernel."""
+"""Defaults that depend on the devices and nodes of a run: compiled blocks, the attention kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ezpz_llm.trainer.plan import RunPlan
 
 
 def with_device_choices(plan: RunPlan, dist: Dist) -> RunPlan:
-    """The plan with what all ranks can do: none differs from another in its kernels. Collective."""
+    """Return the plan with kernels that every rank supports, so that all ranks use the same. Collective."""
     config, model = plan.config, plan.model
     compiles = config.compile and plan.sources["compile"].origin is Origin.DERIVED
     missing = lacks_compiler(dist.device.type) if compiles else None

@@ -1,4 +1,4 @@
-"""Copies of samples to the device, beside what it computes."""
+"""Copies of samples to the device, overlapped with computation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ezpz_llm.dist.backends import DEVICES
 
 
 def to_device(samples: Iterable[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors of host memory on the device, without waiting for it.
+    """Copy CPU tensors to the device, asynchronously from pinned memory if the device supports it.
 
-    Where copies from pinned memory go on beside the host, they have a stream of their own: the host is ahead of the
-    device, so the next batch is there when the one before is done. What computes afterwards waits for the copy, on
-    the device. torch keeps the pinned memory until the copy is done, and the copy until the computing stream is.
+    The copies have their own stream. The CPU is ahead of the device, so the next batch has arrived when the device
+    finishes the current one; the current stream waits for the copies. torch keeps the pinned memory until the copy
+    is done, and the copy until the current stream no longer uses it.
     """
     if not DEVICES[device.type].pins:
-        return tuple(one.to(device, non_blocking=True) for one in samples)
-    module, beside = torch.get_device_module(device), _stream(device)
-    with module.stream(beside):
-        moved = tuple(one.pin_memory().to(device, non_blocking=True) for one in samples)
-    computing = module.current_stream(device)
-    computing.wait_stream(beside)
-    for one in moved:
-        one.record_stream(computing)
-    return moved
+        return tuple(tensor.to(device, non_blocking=True) for tensor in samples)
+    module, copy_stream = torch.get_device_module(device), _stream(device)
+    with module.stream(copy_stream):
+        copies = tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in samples)
+    compute_stream = module.current_stream(device)
+    compute_stream.wait_stream(copy_stream)
+    for copy in copies:
+        copy.record_stream(compute_stream)
+    return copies
 
 
 @functools.cache

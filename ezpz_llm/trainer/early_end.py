@@ -1,4 +1,4 @@
-"""Early end of a run, because the reservation ends or a signal arrives. All ranks agree on the step."""
+"""Early end of a run when the reservation ends or a signal arrives. All ranks agree on the step."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Agreed:
 
 
 class EarlyEnd:
-    """Asks after every step whether the run ends there.
+    """Collective decision, after a step, to end the run early.
 
-    Ranks may see a signal, or the same moment, at different steps. So what one wants is agreed on in a collective
-    that all ranks enter at the same step, about every two seconds; nothing is ever done inside a signal handler.
+    Ranks may receive a signal, or pass a moment, at different steps. So they agree in a collective that all ranks
+    enter at the same step, about every two seconds. The signal handler only records the signal.
     """
 
     def __init__(self, dist: Dist, env: Mapping[str, str]) -> None:
@@ -51,17 +51,17 @@ class EarlyEnd:
         left = self._ends_at - time.time() if self._ends_at else 0.0
         self._save_s = min(_FIRST_SAVE_S, max(0.0, left) / 10)
         self._asked_at, self._ask_after = time.monotonic(), 0
-        # A clock that is set meanwhile makes no reservation shorter.
+        # On the monotonic clock: setting the system clock must not shorten the reservation.
         self._over_at = self._asked_at + left
-        # Unknown before the first question: a resumed run begins at any step.
+        # None before the first agreement: a resumed run begins at any step.
         self._asked_after: int | None = None
         self._longest_gap_s = 0.0
 
     def listen(self) -> EarlyEnd:
-        """From here on SIGTERM, SIGUSR1 and Ctrl-C end the run at a step boundary; they are the process's last
-        handlers."""
+        """Install handlers that end the run at a step boundary on SIGTERM, SIGUSR1 and Ctrl-C; they are never
+        removed."""
         for number in SIGNALS:
-            # A shell's `… &` ignores Ctrl-C, which is meant for the program in the foreground.
+            # In a background job (`… &`) the shell ignores SIGINT: Ctrl-C is for the foreground program.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
         return self
@@ -71,22 +71,25 @@ class EarlyEnd:
             raise KeyboardInterrupt
         self._signal = number
         if number == signal.SIGINT and self._dist.is_main:
-            # Python's own buffer may be in use by what this handler interrupts.
+            # print() is not reentrant: this handler may have interrupted it.
             os.write(2, b"\nstopping after this step, saving; press ^C again to stop now\n")
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was written in so many seconds: that much has to be left before the end."""
+        """Record how long the last checkpoint took, to reserve that much time before the end."""
         self._save_s = seconds
 
     def rolled_back(self) -> None:
-        """Ask again after the next step: a rollback has taken the run to an earlier one."""
+        """Agree after the next step: a rollback has set the step back."""
         self._ask_after, self._asked_after = 0, None
 
     def agreed(self, step: int, busy: bool = False) -> Agreed | None:
-        """Agree after `step` on ending; None after most steps, at which the ranks do not communicate. Collective.
+        """Agree on ending after `step`. Collective.
 
         Args:
             busy: this rank is still writing a checkpoint.
+
+        Returns:
+            None after most steps, at which the ranks do not communicate.
         """
         if step < self._ask_after:
             return None
@@ -94,19 +97,19 @@ class EarlyEnd:
         gap = now - self._asked_at
         self._longest_gap_s = max(self._longest_gap_s, gap)
         step_s = gap / (1 if self._asked_after is None else step - self._asked_after)
-        wish = torch.tensor([float(self._signal), float(self._is_over()), float(busy), step_s])
-        number, over, anyone_busy, slowest_step_s = reduce(self._dist, wish, ReduceOp.MAX).tolist()
+        status = torch.tensor([float(self._signal), float(self._is_over()), float(busy), step_s])
+        number, over, anyone_busy, slowest_step_s = reduce(self._dist, status, ReduceOp.MAX).tolist()
         self._asked_at, self._asked_after = now, step
         self._ask_after = step + max(1, int(_ASK_EVERY_S / max(slowest_step_s, 1e-6)))
-        why = None
+        reason = None
         if number:
-            why = _reason(signal.Signals(int(number)).name if (sent := self._sent_to_launch()) is None else sent)
+            reason = _reason(signal.Signals(int(number)).name if (sent := self._sent_to_launch()) is None else sent)
         elif over:
-            why = f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
-        return Agreed(why, bool(anyone_busy))
+            reason = f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
+        return Agreed(reason, bool(anyone_busy))
 
     def _sent_to_launch(self) -> str | None:
-        """The signal that launch was sent, which ends its ranks by SIGTERM whatever it was; only rank 0 looks."""
+        """Return the signal that launch received; launch forwards every signal as SIGTERM. Only rank 0 looks."""
         run_id = os.environ.get(RUN_ID_VARIABLE)
         if run_id is None or not self._dist.is_main:
             return None
@@ -116,6 +119,6 @@ class EarlyEnd:
     def _is_over(self) -> bool:
         if self._ends_at is None:
             return False
-        # The next question may come as late as the latest so far (an evaluation in between).
+        # The next agreement may be as far away as the longest gap so far (an evaluation in between).
         reserve = _LEAST_RESERVE_S + 2 * self._save_s + self._longest_gap_s
         return time.monotonic() + reserve > self._over_at

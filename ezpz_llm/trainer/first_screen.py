@@ -1,6 +1,6 @@
-"""First screen of a run: what trains on what, and when it may end, in eight lines with launch's two.
+"""First screen of a run: model, data and expected end, in eight lines with launch's two.
 
-Everything else that was decided is in run.json, and on the console under --verbose (announce.py).
+All other settings are in run.json, and on the console under --verbose (announce.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ezpz_llm.trainer.plan import RunPlan
 
 
 def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
-    """Model, data, batch, steps, layout and checkpoints, wrapped to `width` columns; ends in a newline."""
+    """Return rows for model, data, batch, steps, layout and checkpoints, `width` columns wide."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
     tokens = {split: short_number(entry["tokens"]) for split, entry in data.manifest["splits"].items()}
     per_step = batch.global_batch * model.block_size
@@ -41,7 +41,7 @@ def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
 
 
 def precision_words(resolved: Resolved) -> str:
-    """The recipe; of one with master weights also what gradients are added and reduced in."""
+    """Return the precision recipe; with master weights, also the dtypes that gradients are added and reduced in."""
     gradients = resolved.gradients
     if not RECIPES[resolved.precision].has_masters:
         return resolved.precision
@@ -61,10 +61,10 @@ def checkpoint_rule(plan: RunPlan) -> str:
 
 
 def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
-    """The row on when a run may end.
+    """Return the row with the expected end of the run.
 
     Args:
-        step_s: seconds of a step, evaluations and checkpoints not counted.
+        step_s: seconds per step, without evaluations and checkpoints.
         now: epoch time.
     """
     left_s = steps_left * step_s
@@ -74,5 +74,5 @@ def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """A step's time with three digits: 58.6 ms, 2.32 s."""
+    """Format a step time with three digits: 58.6 ms, 2.32 s."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

@@ -1,4 +1,4 @@
-"""The training step, to be read on one screen."""
+"""Training loop and training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ezpz_llm.trainer.step_hooks import after_step, end_early, go_on_saving, try
 
 
 def train(session: Session) -> None:
-    """Run the optimizer steps that are left, or as many as there is time for. Every rank runs it in lockstep."""
+    """Run the remaining optimizer steps, until the run is complete or ends early. Every rank calls this."""
     while session.step < session.config.steps:
         step = session.step
         compiles = session.config.compile and step == session.first_step
@@ -51,10 +51,10 @@ def train(session: Session) -> None:
 
 
 def train_step(session: Session, step: int) -> None:
-    """Optimizer step `step` (from 0), on the next `global_batch` samples.
+    """Run optimizer step `step` (from 0) on the next `global_batch` samples.
 
-    Nothing in it waits for the device, at its end for the step before (`StepTimeline`): the loss and the norm stay
-    there until the next flush.
+    It waits for the device only at its end, for the previous step (`StepTimeline`). Loss and gradient norm stay on
+    the device until the next flush.
     """
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, config)
@@ -64,7 +64,7 @@ def train_step(session: Session, step: int) -> None:
         timeline.begin_step()
         skipped = -1
         while skipped != engine.skipped_steps:
-            # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
+            # If fp16 overflows, repeat the same samples with half the loss scale.
             skipped = engine.skipped_steps
             loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
         timeline.end_step()
@@ -76,17 +76,18 @@ def train_step(session: Session, step: int) -> None:
 
 
 def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The micro batches of the next step: tokens and targets (B, T) on the device."""
+    """Yield the micro batches of the next step: tokens and targets (B, T) on the device."""
     device, timeline, batches = session.engine.device, session.timeline, session.batches
     mesh = session.dist.mesh
-    answers = (mesh.tp_rank, mesh.pp_rank, mesh.sp_rank) == (0, 0, 0)  # of the ranks that get the same samples
+    # Several ranks get the same samples; the first of them hashes them.
+    owns_samples = (mesh.tp_rank, mesh.pp_rank, mesh.sp_rank) == (0, 0, 0)
     session.taken = 0
     with timeline.span("data"):
         arrays = batches.micro_batches(session.position.consumed)
     first = session.position.consumed + batches.dp_rank * (batches.global_batch // batches.dp_size)
     for pair in arrays:
         with timeline.span("data"):
-            if answers:
+            if owns_samples:
                 session.taken += hash_samples(first, pair[0])
                 first += len(pair[0])
             tokens, targets = to_device(map(torch.from_numpy, pair), device)

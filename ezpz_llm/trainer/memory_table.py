@@ -23,20 +23,23 @@ from ezpz_llm.trainer.plan import RunPlan
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
 SECONDARY: Kind = "secondary"
-"""hpZ's second copy of the parameters, which other layouts do not have."""
+"""Second copy of the parameters, under hpZ only."""
 _WHOLE = "whole"
 _NAMES: dict[str, str] = {"copy": "master weights", SECONDARY: "second copy of parameters (hpZ)",
-                          _WHOLE: "whole for a time, beside shards"}
+                          _WHOLE: "temporarily unsharded (fsdp2)"}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that has most. `measured` has no member for what cannot be measured on the device;
-    `host_peak` is the process's largest size in host memory."""
+    """Bytes on the rank that uses most, by kind.
+
+    `measured` omits kinds that cannot be measured on the device. `host_peak` is the largest resident size of the
+    process.
+    """
 
     expected: dict[str, int]
     elsewhere: dict[str, int]
-    """Return the states that lie in CPU memory or in files instead of on the device, by kind."""
+    """States in CPU memory or in files instead of on the device."""
     measured: dict[str, int]
     peak: int
     reserved: int | None
@@ -44,39 +47,39 @@ class Memory:
     device: str
 
     def as_record(self) -> dict[str, Any]:
-        """Bytes as run.json has them under `memory`."""
+        """Return the value of `memory` in run.json."""
         return {"expected": self.expected, "elsewhere": self.elsewhere, "measured": self.measured,
                 "peak": self.peak, "reserved": self.reserved, "host_peak": self.host_peak}
 
 
 class MemoryWatch:
-    """Looks at an engine's tensors: at what a step frees just before the first one, at the rest for the result."""
+    """Measurement of an engine's tensors: gradients just before they are freed, all others for the result."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._at_step: dict[str, int] = {}
-        engine.step_skip.at_step = self._look
+        engine.step_skip.at_step = self._measure
 
-    def _look(self) -> None:
-        # hpZ's copy is dropped with the step, too.
+    def _measure(self) -> None:
+        # The optimizer step also frees hpZ's second copy.
         self._at_step = {"gradients": gradient_bytes(self._engine), SECONDARY: secondary_bytes(self._engine)}
 
     def result(self, plan: RunPlan, dist: Dist) -> Memory:
-        """The table's numbers. Collective."""
+        """Return the numbers of the table. Collective."""
         kinds = live_tensor_memory(self._engine, {})
-        found = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
-                 "copy": kinds["master"], SECONDARY: 0, **self._at_step}
+        held = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
+                "copy": kinds["master"], SECONDARY: 0, **self._at_step}
         resolved = plan.resolved
         parts = memory_per_rank(resolved.layout, plan.model, dist.world_size, resolved.optimizer,
                                 resolved.precision, resolved.gradients)
         shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*(found[kind] for kind in shown), peak, reserved or 0, _host_peak()])
+        numbers = torch.tensor([*(held[kind] for kind in shown), peak, reserved or 0, _host_peak()])
         *states, peak, most_reserved, host_peak = reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
         measured: dict[str, int] = dict(zip(shown, states, strict=True))
         expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in shown}
         if dist.device.type in ("cuda", "xpu"):
-            # What states do not account for; offloaded ones are not on the device.
+            # The peak minus the states on the device, without offloaded ones.
             measured["activations"] = peak - sum(measured[kind] for kind in shown if expected[kind])
         expected[_WHOLE] = whole_bytes(resolved.layout, plan.model, resolved.precision, resolved.batch.accumulation)
         expected["activations"] = activation_bytes(resolved.layout, plan.model, _pass(plan, dist.device))
@@ -86,7 +89,7 @@ class MemoryWatch:
 
 
 def memory_table(memory: Memory, rich: bool = False) -> str:
-    """The table as text."""
+    """Return the table as text."""
     states = sum(memory.expected.values()) + sum(memory.elsewhere.values())
     unit, size, digits = ("GB", 1e9, 2) if states >= 1e9 else ("MB", 1e6, 1)
 
@@ -103,8 +106,8 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
     text = table(f"Memory in {unit} on the rank that uses most", ("", "estimate", "measured"), rows,
                  footer=("estimated sum, measured peak", show(states), show(memory.peak)), rich=rich)
     if memory.reserved is not None:
-        return text + f"  The allocator reserved {show(memory.reserved)} {unit} at most.\n"
-    return text + "  The peak is the whole process's, with Python, libraries and data.\n"
+        return text + f"  The allocator reserved at most {show(memory.reserved)} {unit}.\n"
+    return text + "  The peak includes Python, libraries and data: it is that of the process.\n"
 
 
 def _pass(plan: RunPlan, device: torch.device) -> Pass:
@@ -120,7 +123,7 @@ def _pass(plan: RunPlan, device: torch.device) -> Pass:
 
 
 def _peak(device: torch.device) -> tuple[int, int | None]:
-    """The most that was allocated, and reserved; on devices that do not count, the process's largest size."""
+    """Return peak allocated and reserved bytes; on devices without counters, the peak size of the process."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         return module.max_memory_allocated(device), module.max_memory_reserved(device)

@@ -1,4 +1,4 @@
-"""Commands to type after a run, each as a line to copy."""
+"""Commands to type after a run, one per line, ready to copy."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from ezpz_llm.layout.value_source import Origin
 from ezpz_llm.trainer.session import Session
 
 _PROMPTS = ("Hello, I'm a language model,", " ")
-"""Prompts: the default of `generate`, and one that nearly every text can continue."""
+"""Prompts to try: the default of `generate`, and a space, which nearly every tokenizer can encode."""
 
 
 def next_commands(session: Session) -> str:
-    """Return the commands that a user may want next, each below its purpose; fewer without a checkpoint."""
-    place = shlex.quote(_short(session.dist.run_dir.path))
-    found = [("see its curves", f"ezpz-llm report {place}"),
-             ("see where the time went", f"ezpz-llm explain {place}")]
+    """Return the commands that a user may want next, with their purposes; fewer without a checkpoint."""
+    run_dir = shlex.quote(_short(session.dist.run_dir.path))
+    commands = [("see its curves", f"ezpz-llm report {run_dir}"),
+                ("see where the time went", f"ezpz-llm explain {run_dir}")]
     if session.saved_step is not None:
-        found.append(("write text with it", f"ezpz-llm generate {place}{_prompt(session.data.tokenizer)}"))
-        # What broke a run breaks it again.
+        commands.append(("write text with it", f"ezpz-llm generate {run_dir}{_prompt(session.data.tokenizer)}"))
+        # A failed run would fail again.
         if not (session.failed or session.spikes.last_loss_non_finite):
-            found.append(("train it further", _resume(session, place)))
-    width = max(len(what) for what, _ in found)
-    return "next\n" + "".join(f"  {what:<{width}}  {typable(command)}\n" for what, command in found)
+            commands.append(("train it further", _resume(session, run_dir)))
+    width = max(len(purpose) for purpose, _ in commands)
+    return "next\n" + "".join(f"  {purpose:<{width}}  {typable(command)}\n" for purpose, command in commands)
 
 
 def _short(path: Path) -> str:
-    """The path from here where it lies below this folder, else whole."""
+    """Return the path relative to the working directory if it is inside, else unchanged."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
 def _prompt(tokenizer: Tokenizer) -> str:
-    """The option that gives a prompt which the tokenizer knows; empty where generate's own will do."""
+    """Return --prompt with a text that the tokenizer can encode; empty if generate's default is one."""
     for prompt in _PROMPTS:
         try:
             tokenizer.encode(prompt)
-        except UserError:  # a character that the corpus has not
+        except UserError:  # a character that is not in the corpus
             continue
         return "" if prompt == _PROMPTS[0] else f" --prompt {shlex.quote(prompt)}"
     return ""
 
 
-def _resume(session: Session, place: str) -> str:
+def _resume(session: Session, run_dir: str) -> str:
     config = session.config
     launch = f"launch -n {session.dist.world_size} " if RUN_ID_VARIABLE in os.environ else ""
     steps = f" --steps {2 * config.steps}" if session.step >= config.steps else ""
-    # The settings of a run are taken from it; the device is each start's own.
+    # --resume takes all settings from the run, except the device.
     device = "" if session.plan.sources["device"].origin is Origin.DEFAULT else f" --device {config.device}"
-    return f"{launch}python3 -m ezpz_llm.train --resume {place}{steps}{device}"
+    return f"{launch}python3 -m ezpz_llm.train --resume {run_dir}{steps}{device}"

@@ -1,4 +1,4 @@
-"""From the command line, a YAML file and presets to one TrainConfig and the source of each value (no torch)."""
+"""Parsing of the command line, a YAML file and presets into a TrainConfig with sources (imports no torch)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTI
 
 @dataclass(frozen=True)
 class Options:
-    """A parsed command line: the configuration, where each value came from, and what to do with it."""
+    """Parsed command line: the configuration, the source of each value, and what to do with it."""
 
     config: TrainConfig
     sources: dict[str, ValueSource]
@@ -31,68 +31,68 @@ class Options:
     check: bool
     world_size: int | None
     notes: tuple[str, ...] = ()
-    """Old names that were used, with the new ones."""
+    """Deprecated names in use, with the new ones."""
     verbose: bool = False
-    """Print all that was decided and measured, not only what one looks for first."""
+    """Print all settings and measurements, not only the most important ones."""
 
     def set(self, source: ValueSource, **values: Any) -> Options:
-        """The same with other values, which come from `source`."""
+        """Return a copy with other values, which come from `source`."""
         return replace(self, config=replace(self.config, **values),
                        sources={**self.sources, **dict.fromkeys(values, source)})
 
     def where(self, name: str) -> str:
-        """A setting and its source, for an error."""
+        """Return a setting's name and source, for an error message."""
         return f"{name} ({self.sources[name]})"
 
     def origin(self, name: str) -> Origin:
-        """The kind of a setting's source."""
+        """Return the kind of a setting's source."""
         return self.sources[name].origin
 
 
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
 _OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELLINGS}
 _MOST_DIGITS = 300
-"""A float holds 308."""
+"""A float has at most 308 digits."""
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
 _FIRST = ("--model", "--corpus", "--tokenizer", "--ds-config", "--steps", "--global-batch-size",
           "--micro-batch-size", "--lr", "--precision", "--preset", "--resume", "--run-dir", "--compile", "--track")
-"""Options on the first page of help."""
+"""Options that --help lists."""
 _EXAMPLES = ("launch -n 2 python3 -m ezpz_llm.train",
              "launch python3 -m ezpz_llm.train --model gpt2-124m --corpus my_text/ --ds-config zero1",
              "launch python3 -m ezpz_llm.train --resume runs/train-20261122-011944 --steps 3000")
 
 
 class _FirstHelp(argparse.Action):
-    """--help: the options that one looks for first."""
+    """Action of --help: print the most used options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         page = argparse.ArgumentParser(prog=parser.prog, usage="%(prog)s [options]", description=parser.description,
                                        epilog=examples(_EXAMPLES), formatter_class=parser.formatter_class,
                                        add_help=False)
         for option in _FIRST:
-            found = parser._option_string_actions[option]
-            page.add_argument(option, metavar=found.metavar, help=found.help)
+            action = parser._option_string_actions[option]
+            page.add_argument(option, metavar=action.metavar, help=action.help)
         print(page.format_help())
         print(wrapped(f"--help-all lists all {len(FIELDS)} settings, in groups: {'; '.join(SECTIONS.values())}."))
         parser.exit()
 
 
 def build_parser() -> ArgumentParser:
-    """The parser of `ezpz_llm.train`: one option a field of TrainConfig, plus those that choose values in bulk."""
+    """Return the parser of `ezpz_llm.train`: an option per field of TrainConfig, and options such as --preset."""
     parser = ArgumentParser(prog=typed_name("train"), usage="%(prog)s [options]", add_help=False,
                             description="Train a GPT on text.", exit_on_error=False, epilog=examples(_EXAMPLES),
                             formatter_class=HelpFormatter, allow_abbrev=False)
     hints = get_type_hints(TrainConfig)
-    parser.add_argument("-h", "--help", nargs=0, action=_FirstHelp, help="print the most used options and end")
-    parser.add_argument("--help-all", action="help", help="print this and end")
-    parser.add_argument("--preset", type=str, help=f"a whole run by name: {', '.join(sorted(PRESETS))}")
-    parser.add_argument("--config", type=str, help="a YAML file with any of the options below")
-    parser.add_argument("--print-config", action="store_true", help="print the resulting YAML and stop")
-    parser.add_argument("--check", action="store_true", help="find configuration errors and stop, without torch")
+    parser.add_argument("-h", "--help", nargs=0, action=_FirstHelp, help="print the most used options and exit")
+    parser.add_argument("--help-all", action="help", help="print this help and exit")
+    parser.add_argument("--preset", type=str, help=f"settings of a run, by name: {', '.join(sorted(PRESETS))}")
+    parser.add_argument("--config", type=str, help="YAML file with any of the options below")
+    parser.add_argument("--print-config", action="store_true", help="print the resulting YAML and exit")
+    parser.add_argument("--check", action="store_true", help="find configuration errors and exit, without torch")
     parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
-    parser.add_argument("--world-size", type=int, help="ranks to check for")
+    parser.add_argument("--world-size", type=int, help="number of ranks to check for")
     parser.add_argument("--verbose", action="store_true",
                         help="also print every setting with its source, and tables of time and memory")
     section: Any = parser
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str]) -> Options:
     bulk = {name: given.pop(name, None)
             for name in ("preset", "config", "print_config", "check", "json", "world_size", "verbose")}
     if bulk["json"] and not bulk["check"]:
-        raise UserError("there is no check to print", where="--json", instead="--check --json")
+        raise UserError("--json requires --check", where="--json", instead="--check --json")
     layers: list[tuple[ValueSource, Mapping[str, Any]]] = []
     from_file = _from_yaml(Path(bulk["config"]), notes) if bulk["config"] else {}
     preset_name = bulk["preset"] or from_file.pop("preset", None)
@@ -150,20 +150,20 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _too_large(argv: Sequence[str]) -> UserError:
-    """The message for a whole number that no float can hold."""
+    """Return the error for an integer that is too large for a float."""
     words = [word for part in argv for word in part.split("=", 1)]
     where = next((before for before, word in itertools.pairwise(words) if len(word) > _MOST_DIGITS), None)
     return UserError("the number is too large", where=where, instead=f"a number of at most {_MOST_DIGITS} digits")
 
 
 def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line with the new names of options, and a note for each old one."""
+    """Return a command line with the new names of options, and a note for each deprecated one."""
     words, notes = [], []
     for word in argv:
         option, equals, value = word.partition("=")
         new = _OLD_OPTIONS.get(option, option)
         if new != option:
-            notes.append(f"{option} is now {new}; the old name goes in the next release")
+            notes.append(f"{option} is now {new}; the old name will be removed in the next release")
         words.append(new + equals + value)
     return words, notes
 
@@ -173,13 +173,13 @@ def _by_field(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump(config: TrainConfig) -> str:
-    """The configuration as YAML that `--config` reads back."""
+    """Return the configuration as YAML that `--config` can read."""
     spelled = {SPELLINGS.get(name, name): value for name, value in asdict(config).items()}
     return build_parser().dump(Namespace(**spelled), skip_validation=True)
 
 
 def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
-    """The message for a command line that jsonargparse refused."""
+    """Return the error for a command line that jsonargparse rejected."""
     options = [option for action in parser._actions for option in action.option_strings]
     help_page = f"{parser.prog} --help-all lists all options"
     for word in argv:
@@ -193,15 +193,15 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
-    """The message for a value that jsonargparse refused: its own text names Python's types."""
+    """Return the error for a value that jsonargparse rejected; its own message names Python types."""
     text = " ".join(str(error).split())
-    found = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
-    name = found and _NAMES.get(found[1], found[1])
-    if found is None or name not in FIELDS:
+    match = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
+    name = match and _NAMES.get(match[1], match[1])
+    if match is None or name not in FIELDS:
         return UserError(text, where=where,
                          instead=f"{typed_name('train')} --help-all lists every option and its type")
-    value, hint = found[2], get_type_hints(TrainConfig)[name]
-    option = option_of(name) if prefix else found[1]
+    value, hint = match[2], get_type_hints(TrainConfig)[name]
+    option = option_of(name) if prefix else match[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
         return unknown(f"value of {option}", value, choices, where=where)
     kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
@@ -217,11 +217,11 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
         raise UserError(f"cannot read the configuration: {error.found}", where=f"--config {path}",
                         instead=error.instead) from error
     if not isinstance(loaded, dict):
-        raise UserError("the configuration is not a list of `name: value` lines", where=f"--config {path}")
+        raise UserError("the configuration must consist of `name: value` lines", where=f"--config {path}")
     loaded = {str(name).replace("-", "_"): value for name, value in loaded.items()}
     preset = loaded.pop("preset", None)
     settings = {SPELLINGS.get(name, name): field for name, field in FIELDS.items()}
-    notes += [f"{name} is now {SPELLINGS[name]} ({path}); the old name goes in the next release"
+    notes += [f"{name} is now {SPELLINGS[name]} ({path}); the old name will be removed in the next release"
               for name in loaded if name in SPELLINGS]
     loaded = {SPELLINGS.get(name, name): value for name, value in loaded.items()}
     for name in loaded:
@@ -229,7 +229,7 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
             raise _unknown_setting(name, settings, where=os.fspath(path))
         if loaded[name] is None and settings[name].default is not None:
             raise UserError(f"{name} has no value", where=os.fspath(path),
-                            instead="give it one, or delete the line")
+                            instead="add a value, or delete the line")
     typed = ArgumentParser(exit_on_error=False)
     hints = get_type_hints(TrainConfig)
     for name in loaded:
@@ -242,9 +242,9 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _unknown_setting(name: str, settings: Collection[str], where: str) -> UserError:
-    """Return the error for a name in a YAML file that is not a setting; other trainers' options are answered."""
-    programs, answer = synonym(f"--{name}", [f"--{setting.replace('_', '-')}" for setting in settings])
-    if answer is None:
+    """Return the error for an unknown name in a YAML file, with our name if it is another trainer's option."""
+    programs, equivalent = synonym(f"--{name}", [f"--{setting.replace('_', '-')}" for setting in settings])
+    if equivalent is None:
         return unknown("setting", name, settings, where=where)
-    as_settings = re.sub(r"--([a-z][a-z0-9-]*)", lambda option: option[1].replace("-", "_") + ":", answer)
+    as_settings = re.sub(r"--([a-z][a-z0-9-]*)", lambda option: option[1].replace("-", "_") + ":", equivalent)
     return UserError(f"unknown setting {name!r}, an option of {programs}", where=where, instead=as_settings)

@@ -46,41 +46,41 @@ RANGES = {
     **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
                      "clip", "min_lr", "warmup_min_lr", "z_loss"), _REAL),
 }
-"""Range of every number of a configuration except the model's, which has its own."""
+"""Range of each number in a configuration; `ModelConfig` checks the model's."""
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
-"""Fields that may differ between a checkpoint's model and the run's (embedding rows are compared on loading)."""
+"""Model fields that may differ between a checkpoint and the run (loading compares the embedding's rows)."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A validated run: `model` and `resolved` follow from `config` and the number of ranks."""
+    """Validated run; `model` and `resolved` follow from `config` and the number of ranks."""
 
     config: RunConfig
     sources: dict[str, ValueSource]
     model: ModelConfig
     resolved: Resolved
     init_weights_source: Source | None = None
-    """Initial weights; None for those that the seed gives."""
+    """Source of the initial weights; None for random ones."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all ranks and micro-steps."""
+        """Tokens per optimizer step, over all ranks and micro-steps."""
         return self.resolved.batch.global_batch * self.model.block_size
 
 
 def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None,
              device: str | None = None) -> RunPlan:
-    """Decide everything that follows from the options and the number of ranks.
+    """Derive the plan of a run from its options and the number of ranks.
 
     Args:
-        vocab_size: the tokenizer's, once known; models for trying things out adopt it.
-        device: the type of the device, once known.
+        vocab_size: size of the tokenizer's vocabulary, once known; small models adopt it.
+        device: type of the device, once known.
 
     Raises:
-        UserError: a number out of range, an unknown name, a batch or layout that does not work out.
+        UserError: a number is out of range, a name is unknown, or the batch or layout is impossible.
     """
     if world_size < 1:
-        raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
+        raise UserError(f"--world-size is {world_size}", where="--world-size", instead="1 or more")
     choose(options.config.track, os.environ)
     _check_ranges(options)
     model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
@@ -90,7 +90,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     config = options.config
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
-    # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
+    # A preset keeps its global batch on any number of ranks; its micro batch is an upper limit.
     largest = config.micro_batch if options.origin("micro_batch") in (Origin.PRESET, Origin.RUN) else None
     resolved = resolve(Request(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                                micro_batch=None if largest else config.micro_batch,
@@ -102,31 +102,31 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                                grad_accum_dtype=config.grad_accum_dtype, reduce_dtype=config.reduce_dtype,
                                model=model, sources=options.sources))
     check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
-    wished = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
-    for name, value in wished.items():
+    from_ds_config = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
+    for name, value in from_ds_config.items():
         options = options.set(resolved.sources[name], **{name: value})
     options = options.set(ValueSource(Origin.FILE, f"a share of lr in {config.ds_config}"),
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
     options = _with_schedule(options)
-    compiles, why = choose_compile(config.compile, options.sources["compile"], device or config.device,
-                                   resolved.layout, model.dropout)
-    options = options.set(why, compile=compiles)
+    compiles, compile_source = choose_compile(config.compile, options.sources["compile"], device or config.device,
+                                              resolved.layout, model.dropout)
+    options = options.set(compile_source, compile=compiles)
     run_config = RunConfig(**vars(options.config))
     _check_schedule(run_config, options)
     return RunPlan(run_config, options.sources, model, resolved, init_weights_source)
 
 
 _PEAK_WIDTH, _PEAK_STEPS = 128, 400
-"""The default peak rate is that of a model this wide in a run of this many steps or more."""
+"""The default peak learning rate is for models up to this width, and runs of at least this many steps."""
 
 
 def _with_peak(options: Options, model: ModelConfig) -> Options:
-    """The options with a default peak rate that follows the width and the length of the run.
+    """Set the default peak learning rate by the model's width and the length of the run.
 
-    In proportion to the inverse width, as Adam's step on a matrix changes what it computes (Yang et al. 2022,
-    arXiv:2203.03466); and to the root of a short run's steps, whose warm-up is too short for the whole of it: 100
-    steps at 0.0028 spike by up to 2.9 nats, and none of three seeds spikes at 0.001. Half is low enough for all.
+    It is proportional to the inverse of the width (Yang et al. 2022, arXiv:2203.03466). Short runs have too short a
+    warm-up for the full rate, so it is also proportional to the square root of their steps, down to half: 100 steps
+    spike by up to 2.9 nats at 0.0028, and at 0.001 none of three seeds spikes.
     """
     if options.origin("lr") is not Origin.DEFAULT:
         return options
@@ -145,18 +145,18 @@ def _with_peak(options: Options, model: ModelConfig) -> Options:
 
 
 def _with_schedule(options: Options) -> Options:
-    """The options with a schedule that is complete."""
+    """Set the missing values of the schedule."""
     options = _with_floor(options)
     steps = options.config.steps
     for name, default in (("decay_steps", steps), ("warmup_steps", min(100, steps // 10))):
         given, source = getattr(options.config, name), options.sources[name]
-        whole = {Origin.PRESET: PRESETS, Origin.RECIPE: RECIPES}.get(source.origin, {}).get(source.detail, {})
+        recipe = {Origin.PRESET: PRESETS, Origin.RECIPE: RECIPES}.get(source.origin, {}).get(source.detail, {})
         if given is None:
             options = options.set(ValueSource(Origin.DERIVED, "steps"), **{name: default})
-        elif steps < whole.get("steps", 0):
-            # Part of a recipe for a longer run: it keeps its share of the run.
+        elif steps < recipe.get("steps", 0):
+            # The recipe is for a longer run: keep its proportions.
             options = options.set(replace(source, detail=f"{source.detail}, in proportion to {steps} steps"),
-                                  **{name: max(RANGES[name].least, given * steps // whole["steps"])})
+                                  **{name: max(RANGES[name].least, given * steps // recipe["steps"])})
     if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
         end = options.config.decay_steps or steps
         options = options.set(ValueSource(Origin.DERIVED, "decay_steps"), wsd_decay_steps=max(1, end // 5))
@@ -164,20 +164,20 @@ def _with_schedule(options: Options) -> Options:
 
 
 def _with_floor(options: Options) -> Options:
-    """Set the learning rate at the end of the schedule; some schedules do not have one to choose."""
+    """Set the learning rate at the end of the schedule; some schedules determine it."""
     config = options.config
     forced = {**dict.fromkeys(ENDLESS, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
     if forced is not None and config.min_lr != forced:
         if options.origin("min_lr") is Origin.COMMAND_LINE:
-            raise UserError(f"schedule {config.schedule} ends at {forced:g} and not at {config.min_lr:g}",
-                            where="--min-lr", instead="--schedule cosine, linear or wsd, or no --min-lr")
+            raise UserError(f"schedule {config.schedule} ends at {forced:g}, not at {config.min_lr:g}",
+                            where="--min-lr", instead="--schedule cosine, linear or wsd, or omit --min-lr")
         return options.set(ValueSource(Origin.DERIVED, f"schedule {config.schedule}"), min_lr=forced)
     if config.min_lr is not None:
         return options
     if config.schedule == "WarmupCosineLR":
         return options.set(ValueSource(Origin.FILE, f"{COS_MIN_RATIO:g} of lr, as DeepSpeed's default"),
                            min_lr=config.lr * COS_MIN_RATIO)
-    # Not lr * 0.1, which is another number to the last digit.
+    # lr * 0.1 would differ in the last digit.
     return options.set(ValueSource(Origin.TENTH, "lr"), min_lr=config.lr / 10)
 
 
@@ -189,11 +189,11 @@ def _check_schedule(config: RunConfig, options: Options) -> None:
         raise UserError(f"the warm-up would fall from {config.warmup_min_lr:g} to {config.lr:g}",
                         where=options.where("warmup_min_lr"), instead="--warmup-min-lr 0")
     if config.schedule in DEEPSPEEDS and config.warmup_steps < 1:
-        raise UserError(f"{config.schedule} with a warm-up of {config.warmup_steps} steps, which DeepSpeed refuses",
+        raise UserError(f"DeepSpeed rejects {config.schedule} with {config.warmup_steps} warm-up steps",
                         where=options.where("warmup_steps"),
                         instead="--warmup-steps 1, or --schedule constant or cosine")
     decay = (config.wsd_decay_steps or 0) if config.schedule == "wsd" else 0
-    # DeepSpeed's own schedules may end within their warm-up: the run is warned of that.
+    # DeepSpeed's schedules may end within their warm-up; `remarks` warns about that.
     if config.schedule not in (*DEEPSPEEDS, *ENDLESS) and config.warmup_steps + decay > config.decay_steps:
         too_long = f"and a decay of {decay} do not fit" if decay else "does not end"
         raise UserError(f"a warm-up of {config.warmup_steps} steps {too_long} within {config.decay_steps} steps",
@@ -202,11 +202,11 @@ def _check_schedule(config: RunConfig, options: Options) -> None:
 
 
 def check_run(options: Options, world_size: int, device: str | None = None, *, puts_aside: bool = False) -> RunPlan:
-    """Find what is wrong with a run before any rank starts: its numbers, layout, corpus and resume point.
+    """Validate a run before any rank starts: its numbers, layout, corpus and resume point.
 
     Args:
-        device: the type of the device that all ranks will have, where that is certain.
-        puts_aside: metrics in the run directory will be put aside.
+        device: type of the device that all ranks will have, if that is certain.
+        puts_aside: the run will rename existing metrics in the run directory.
     """
     options = with_tokenizer(options)
     plan = plan_run(options, world_size, vocab_size=_known_vocabulary(options.config),
@@ -227,7 +227,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
 
 
 def _known_vocabulary(config: TrainConfig) -> int | None:
-    """Size of the tokenizer, if its file or a prepared corpus says it; a smaller model is rejected by it early."""
+    """Return the vocabulary size if the tokenizer's file or a prepared corpus states it, to reject small models."""
     if config.tokenizer is not None:
         return (choose_tokenizer(config.tokenizer).entry or {}).get("vocab_size")
     folder = prepared_folder(config.corpus)
@@ -235,10 +235,10 @@ def _known_vocabulary(config: TrainConfig) -> int | None:
 
 
 def check_resume(plan: RunPlan, where: str) -> Path:
-    """The checkpoint that the run will probably resume from (hashes are compared when it is loaded).
+    """Return the checkpoint that the run will probably resume from (loading it compares hashes).
 
     Raises:
-        UserError: there is none, or it does not fit the run.
+        UserError: there is no checkpoint, or it does not fit the run.
     """
     folder = find(Path(where))
     check_state(plan, folder, read_state(folder))
@@ -246,38 +246,38 @@ def check_resume(plan: RunPlan, where: str) -> Path:
 
 
 def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | None = None) -> None:
-    """Compare a checkpoint's state with the run that is to go on from it.
+    """Check that a run can resume from a checkpoint with this state.
 
     Args:
-        data: the fingerprint of the run's tokens, once known.
+        data: fingerprint of the run's tokens, once known.
 
     Raises:
-        UserError: it was made with another seed, data or model, or has reached the run's last step already.
+        UserError: the seed, data or model differs, or the checkpoint is not before the run's last step.
     """
     config = plan.config
     if state["seed"] != config.seed:
         raise UserError(f"the checkpoint's seed is {state['seed']}, this run's is {config.seed}: the order of "
-                        "samples would break", where=str(folder),
+                        "samples would change", where=str(folder),
                         instead="the same seed, or a new run without --resume")
     if data is not None and state["data"] != data:
         raise UserError(f"the tokens of {config.corpus} are not those of the checkpoint: the order of samples "
-                        "would break", where=str(folder),
+                        "would change", where=str(folder),
                         instead="the text, tokenizer and validation split of the checkpoint's run, or a new run "
                                 "without --resume")
     for name, ours in asdict(plan.model).items():
-        # Rotary positions have no table, so that any length will do.
+        # Rotary embeddings have no table, so they allow any context length.
         free = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")
         if not free and state["model"].get(name, ours) != ours:
             raise UserError(f"the checkpoint is of another model: {name} is {state['model'][name]} there and "
                             f"{ours} here", where=str(folder),
-                            instead="give the same model options as the run that saved it")
+                            instead="use the model options of the run that saved it")
     if state["step"] >= config.steps:
         raise UserError(f"the checkpoint is of step {state['step']}, this run ends at {config.steps}",
                         where=str(folder), instead=f"--steps {2 * state['step']}, or any number above "
                                                    f"{state['step']}")
 
 
-def _refused(options: Options, name: str, instead: str) -> UserError:
+def _invalid(options: Options, name: str, instead: str) -> UserError:
     return UserError(f"{SPELLINGS.get(name, name)} is {shown(getattr(options.config, name))}", instead=instead,
                      where=f"{option_of(name)} ({options.sources[name]})")
 
@@ -285,7 +285,7 @@ def _refused(options: Options, name: str, instead: str) -> UserError:
 def _check_ranges(options: Options) -> None:
     for name, bounds in RANGES.items():
         if (instead := bounds.beyond(getattr(options.config, name))) is not None:
-            raise _refused(options, name, instead)
+            raise _invalid(options, name, instead)
 
 
 def _check_numbers(options: Options) -> None:
@@ -293,13 +293,13 @@ def _check_numbers(options: Options) -> None:
     _check_ranges(options)
     for name in ("lr", "eps", "temperature"):
         if not getattr(config, name) > 0:
-            raise _refused(options, name, "more than 0")
+            raise _invalid(options, name, "more than 0")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise _refused(options, name, "at least 0, less than 1")
-    seed_for(config.seed, "init")  # refuses a seed out of its range
+            raise _invalid(options, name, "at least 0, less than 1")
+    seed_for(config.seed, "init")  # raises for a seed out of range
     if config.on_bad_steps == "rollback" and config.save_every <= 0 and config.resume is None:
-        raise UserError(f"with save_every {config.save_every} there is no checkpoint to go back to before the end",
+        raise UserError(f"with save_every {config.save_every} no checkpoint exists to roll back to before the end",
                         where=f"--on-bad-steps rollback ({sources['on_bad_steps']})",
                         instead="--save-every 200, or --on-bad-steps stop")
     if config.prompt == "" and config.sample_tokens:
@@ -316,20 +316,19 @@ def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -
     return model
 
 
-# The shape of the model, by name or from given weights, and the tokenizer that those bring.
 WEIGHTS = ValueSource(Origin.WEIGHTS)
 _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
-"""Fields in which the weights override a named model."""
+"""Model fields that may differ between given weights and the named model."""
 
 
 def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
-    """Return the model, its name, and its initial weights: None for those that the seed gives.
+    """Return the model, its name, and the source of its initial weights (None for random ones).
 
     Args:
-        named: whether the model's name was chosen, and is not the default.
+        named: the model's name was chosen, and is not the default.
 
     Raises:
-        UserError: an unknown name, a shape that does not work out, or one that is not the weights'.
+        UserError: the name is unknown, the shape is impossible, or it differs from the shape of the weights.
     """
     overrides = {name: getattr(config, name) for name in MODEL_OVERRIDES}
     if config.init_from is None:
@@ -337,24 +336,25 @@ def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, So
     source = find_source(config.init_from, "--init-from")
     if named:
         for name, value in asdict(get_model_config(config.model, **overrides)).items():
-            found = getattr(source.model, name)
-            if name not in _NOT_SHAPE and value != found:
-                raise UserError(f"{config.model} is not the model of these weights: {name} is {value}, theirs is "
-                                f"{found}", where=str(source.folder),
-                                instead="leave --model out: the weights bring their own")
+            of_weights = getattr(source.model, name)
+            if name not in _NOT_SHAPE and value != of_weights:
+                raise UserError(f"{config.model} is not the model of these weights: {name} is {value}, in the "
+                                f"weights {of_weights}", where=str(source.folder),
+                                instead="omit --model: the weights set the shape")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
     return adapted(source.model, str(source.folder), **overrides), name, source
 
 
 def with_tokenizer(options: Options) -> Options:
-    """The options, with the tokenizer that the weights to begin with bring.
+    """Set the tokenizer to that of the initial weights.
 
     Raises:
-        UserError: that is not known or not supported, or another is named and not asked for; see `words_for`.
+        UserError: it is unknown or unsupported, or differs from a tokenizer that the user did not choose; see
+            `words_for`.
     """
     config = options.config
     if config.init_from is None:
         return options
-    words = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
-                      asked=options.origin("tokenizer") not in UNASKED)
-    return options if words == config.tokenizer else options.set(WEIGHTS, tokenizer=words)
+    tokenizer = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
+                          asked=options.origin("tokenizer") not in UNASKED)
+    return options if tokenizer == config.tokenizer else options.set(WEIGHTS, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Data position of a run: the number of samples consumed, and a hash of the samples themselves."""
+"""Data position of a run: the number of samples consumed, and their hash."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True)
 class Position:
-    """Samples [0, consumed) of the endless sample order have been trained on.
+    """Position in the sample order: the run has consumed samples [0, consumed).
 
-    The hash is the sum modulo 2^64 of a hash of each sample's number and tokens. So each rank can add up what it
-    was really given, and the sum over ranks is the same however samples were cut into steps, micro batches and
-    ranks; a sample that is lost, repeated or swapped for another changes it. Two runs that consumed the same
-    samples of the same data have the same hash, whatever happened on the way.
+    The hash is the sum modulo 2^64 of a hash of each sample's number and tokens. So each rank can add up its own
+    samples, and the sum over ranks does not depend on how samples are split into steps, micro batches and ranks. A
+    lost, repeated or swapped sample changes it. Runs that consumed the same samples of the same data have the same
+    hash, no matter how often they were resumed.
 
     Attributes:
-        agreed: the hash of all samples up to the last `agree`.
-        own: the sum over what this rank was given since then.
+        agreed: hash of all samples up to the last `agree`.
+        own: sum over this rank's samples since then.
     """
 
     consumed: int = 0
@@ -35,27 +35,27 @@ class Position:
 
     @classmethod
     def at(cls, consumed: int, sample_hash: str) -> Position:
-        """The position that a checkpoint names."""
+        """Return the position that a checkpoint states."""
         return cls(consumed, int(sample_hash, 16) % _WORD)
 
     def advance(self, samples: int, own: int) -> Position:
-        """The position after the next `samples` samples; those that this rank answers for hash to `own`."""
+        """Return the position after the next `samples` samples; `own` is the hash of this rank's."""
         return Position(self.consumed + samples, self.agreed, (self.own + own) % _WORD)
 
     def agree(self, dist: Dist) -> Position:
-        """The same position with the hash of all ranks' samples. Collective."""
-        # As signed words, which wrap around as the unsigned ones do.
+        """Return the same position with the hash over all ranks. Collective."""
+        # torch does not reduce uint64; signed sums wrap around alike.
         own = torch.from_numpy(np.array([self.own], np.uint64).view(np.int64))
         return Position(self.consumed, (self.agreed + int(reduce(dist, own).item())) % _WORD)
 
     @property
     def sample_hash(self) -> str:
-        """The hash as of the last `agree`, 16 hexadecimal digits."""
+        """Hash as of the last `agree`, 16 hexadecimal digits."""
         return f"{self.agreed:016x}"
 
 
 def hash_samples(first: int, tokens: np.ndarray) -> int:
-    """The sum of the hashes of samples [first, first + B), whose tokens are (B, T) int64.
+    """Return the sum of the hashes of samples [first, first + B), whose tokens are (B, T) int64.
 
     A sample's hash is a random linear combination of its tokens modulo 2^64, mixed with its number.
     """

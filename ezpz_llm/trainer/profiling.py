@@ -1,4 +1,4 @@
-"""Profiles and traces of chosen steps that a run's configuration asks for."""
+"""Profiles and traces of selected steps, as configured."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ezpz_llm.trainer.plan import RunPlan
 
 @dataclass
 class OptionalWatch:
-    """A profile that is left out from its first failure on, instead of ending the run.
+    """Wrapper that disables a profile at its first failure, instead of ending the run.
 
-    `collective_at` is the step after which the watch makes collective calls.
+    After step `collective_at`, the watch makes collective calls.
     """
 
     watch: StepWatch
@@ -30,28 +30,28 @@ class OptionalWatch:
     failed: bool = False
 
     def before_step(self, step: int) -> None:
-        """Called before a step."""
+        """Call the watch before a step."""
         self._attempt(lambda: self.watch.before_step(step))
 
     def after_step(self, step: int) -> None:
-        """Called after a step."""
+        """Call the watch after a step."""
         if step == self.collective_at:
             self.optional.attempt_together(self.what, lambda: self._after_collective_step(step))
         else:
             self._attempt(lambda: self.watch.after_step(step))
 
     def close(self) -> None:
-        """Called when the run ends."""
+        """Close the watch at the end of the run."""
         self._attempt(self.watch.close)
 
     def _after_collective_step(self, step: int) -> None:
         if self.failed:
-            raise RuntimeError("it did not begin on this rank")
+            raise RuntimeError("it did not start on this rank")
         self.watch.after_step(step)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         def done() -> bool:
-            """Act; the result tells success from failure."""
+            """Return True, since `attempt` returns None after a failure."""
             action()
             return True
 
@@ -60,28 +60,28 @@ class OptionalWatch:
 
 
 def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[OptionalWatch]:
-    """The profiles that the configuration asks for: Python on rank 0, traces on every rank."""
+    """Return the configured profiles: Python on rank 0, traces on every rank."""
     config = plan.config
-    wanted: list[OptionalWatch] = []
+    watches: list[OptionalWatch] = []
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
-        wanted.append(OptionalWatch(HostProfile(dist.run_dir, window, dist.side), "the profile of the host",
-                                    dist.optional))
-    # After the host profile's steps: each would find the other's cost in its own. One step is for StepTrace, and
-    # the run's last is followed by all that ends a run.
+        watches.append(OptionalWatch(HostProfile(dist.run_dir, window, dist.side), "the Python profile",
+                                     dist.optional))
+    # Trace after the Python profile, so that neither measures the other. Leave one step before for StepTrace, and
+    # exclude the last step, which the end of the run follows.
     skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
     window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
     if not config.trace_steps or window is None:
-        return wanted
+        return watches
     step_trace = StepTrace(window.first - 1, dist, engine, counts=not config.compile, products=_products(plan))
     trace = TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, step_trace), dist.side)
-    return [*wanted, OptionalWatch(step_trace, "the trace of one step", dist.optional, window.first - 1),
+    return [*watches, OptionalWatch(step_trace, "the trace of one step", dist.optional, window.first - 1),
             OptionalWatch(trace, "the trace of steps", dist.optional)]
 
 
 def _products(plan: RunPlan) -> float | None:
-    """FLOPs of a rank's matrix products in the forward passes of a step, where DeepSpeed can count the same.
+    """Return a rank's matmul FLOPs in the forward passes of a step; None if DeepSpeed cannot count the same.
 
-    Under stage 3 it counts linear layers twice: its own stand-in for them, and the product inside.
+    Under stage 3, DeepSpeed counts linear layers twice: its replacement for them, and the matmul inside.
     """
     layout, batch = plan.resolved.layout, plan.resolved.batch
     if layout.engine != "deepspeed" or layout.zero.stage == 3 or layout.tp * layout.pp * layout.sp > 1:
@@ -90,6 +90,6 @@ def _products(plan: RunPlan) -> float | None:
 
 
 def _notes(plan: RunPlan, dist: Dist, step_trace: StepTrace) -> dict[str, Any]:
-    """Return facts about the run that the trace does not contain."""
+    """Return facts about the run that the trace itself does not contain."""
     return {"rank": dist.rank, "device": dist.device.type, "layout": plan.resolved.layout.name,
             **step_trace.found}

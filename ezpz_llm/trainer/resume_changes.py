@@ -1,4 +1,4 @@
-"""Settings in which a resumed run departs from the run that saved its checkpoint (imports no torch)."""
+"""Settings that differ between a resumed run and the run that saved its checkpoint (imports no torch)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OTHERS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_accum_dty
 
 
 def resume_warning(plan: RunPlan, step: int) -> str | None:
-    """Return what a resumed run changes in its training, with the options that keep it; None if nothing.
+    """Return a warning about changed training settings, with the options that keep them; None if none changed.
 
     Args:
-        step: steps that the checkpoint has made.
+        step: step of the checkpoint.
     """
     run = run_of(Path(str(plan.config.resume)))
     record, layout = read_record(run), read_layout(run.layout) or {}
@@ -55,7 +55,7 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
 
 
 def _is_usable(name: str, saved: Any) -> bool:
-    """Return True for a setting of a record that is in range; records of other versions have others, or none."""
+    """Return True if a recorded value is in range; other versions may record other values, or none."""
     if name in RANGES:
         return isinstance(saved, (int, float)) and RANGES[name].beyond(saved) is None
     return isinstance(saved, (int, float, str))

@@ -1,4 +1,4 @@
-"""Comparison of the data typed beside `--resume` with those of the run, by name (imports no torch)."""
+"""Comparison of a run's data with the data options given with `--resume`, by name (imports no torch)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
                state: dict[str, Any]) -> None:
     """Check that corpus, tokenizer and text key give the tokens that the run was trained on.
 
-    Two corpora of different names may hold the same tokens. If the new one is prepared, tokens are compared; if the
-    run's is gone, the new one may be its copy, which is compared after it is prepared.
+    Corpora with different names may hold the same tokens. If the new corpus is prepared, compare tokens. If the
+    run's corpus is gone, the new one may be a copy, which is compared after its preparation.
 
     Args:
-        options: complete, with the run's own settings.
-        chosen: names of the settings that were given beside `--resume`.
-        record: of the run, empty if there is none.
-        state: of its checkpoint.
+        options: complete options, with the run's settings.
+        chosen: names of the settings that were given with `--resume`.
+        record: record of the run, empty if there is none.
+        state: state of the run's checkpoint.
 
     Raises:
-        UserError: they do not.
+        UserError: the tokens would differ.
     """
     config, saved = options.config, record.get("config") or {}
     made_with = state.get("tokenizer")
     if "tokenizer" in chosen and config.tokenizer and made_with and not choose(config.tokenizer).fits(made_with):
-        raise _other(run, "tokenizer", describe(made_with), config.tokenizer)
+        raise _mismatch(run, "tokenizer", describe(made_with), config.tokenizer)
     before = saved.get("corpus")
     if not before:
         return
@@ -48,20 +48,20 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
         if is_other:
             advice = ("" if folder or is_mixture else "; if it holds the same text, prepare it first: "
                       f"python3 -m ezpz_llm.data prepare {shlex.quote(config.corpus)}")
-            raise _other(run, "corpus", before, config.corpus, advice)
+            raise _mismatch(run, "corpus", before, config.corpus, advice)
     elif "text_key" in chosen and saved.get("text_key", config.text_key) != config.text_key:
-        raise _other(run, "text-key", saved["text_key"], config.text_key)
+        raise _mismatch(run, "text-key", saved["text_key"], config.text_key)
 
 
 def _identity(corpus: str) -> str | list[tuple[str, float]]:
-    """A value that is equal for two spellings of one corpus or mixture."""
+    """Return a value that is equal for two spellings of one corpus or mixture."""
     if parts := find_mixture(corpus):
         return [(identity(part), weight) for part, weight in parts]
     return identity(corpus)
 
 
-def _other(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:
-    return UserError(f"the run was trained with --{option} {before}, not {now}: the order of samples would break",
+def _mismatch(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:
+    return UserError(f"the run was trained with --{option} {before}, not {now}: the order of samples would change",
                      where=f"{run.path}; --{option}",
-                     instead=f"leave out --{option} to continue with the run's, or start a new run without "
+                     instead=f"omit --{option} to use the run's, or start a new run without "
                              f"--resume{advice}")

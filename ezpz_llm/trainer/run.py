@@ -1,4 +1,4 @@
-"""From parsed options to a session ready for its first step."""
+"""Training run, from parsed options to its exit code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from ezpz_llm.trainer.step_hooks import finish
 
 
 def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
-    """Return where the run resumes, found by rank 0 alone: others may not see yet what it sees. Collective.
+    """Return the resume point that rank 0 finds; other ranks may not see its files yet. Collective.
 
     Raises:
         UserError: see `find_resume_point`; the same on every rank.
@@ -74,13 +74,13 @@ def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
 
 def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
           watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> Session:
-    """Prepare the data, build the model and its engine, go back to a checkpoint if asked to. Collective.
+    """Prepare the data, build the model and its engine, and load the checkpoint to resume from. Collective.
 
     Args:
-        watches: what to call around each step besides the profiles that `options` ask for.
+        watches: additional watches to call around each step, besides the configured profiles.
 
     Raises:
-        UserError: whatever the user can mend; the same on every rank.
+        UserError: any error that the user can fix; the same on every rank.
     """
     heartbeat.beat(LOADING)
     options = with_tokenizer(options)
@@ -114,7 +114,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
                          flush_every=config.log_every, tracking=tracking)
     announce(plan, data, work, flops, dist, options.verbose)
     items = hellaswag_items(config, data, dist)
-    # A tracker's server that does not answer ends the run on every rank.
+    # If a tracker's server does not respond, end the run on every rank.
     together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
     return Session(plan, dist, data, prompt, batches, validation, engine, work,
                    StepTimeline(dist.device, waits=config.trace_steps > 0), metrics,
@@ -127,7 +127,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
-    """The model in the engine of the plan's layout."""
+    """Build the model and the engine of the plan's layout."""
     config = plan.config
     source = plan.init_weights_source if config.resume is None else None
     with nullcontext() if source is None else open_for_ranks(source, dist) as weights:
@@ -147,22 +147,22 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
 
 
 def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:
-    """Return the items that `--hellaswag` names, if any.
+    """Return the HellaSwag items to score, if any.
 
     Raises:
-        UserError: no such file, or a tokenizer that does not know every text. The same on every rank.
+        UserError: the file does not exist, or the tokenizer cannot encode every text. The same on every rank.
     """
     if config.hellaswag is None:
         return []
     if "table" in data.manifest["tokenizer"]:
-        raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
+        raise UserError("the tokenizer char can encode only the characters of its corpus", where="--hellaswag",
                         instead="--tokenizer bytes or gpt2")
     path = user_path(config.hellaswag)
     return together(dist, lambda: read_items(path, config.hellaswag_items or None))
 
 
 def dropout_seed(config: TrainConfig, dist: Dist) -> int:
-    """Tensor-parallel peers draw alike, all other ranks each their own."""
+    """Return the seed of dropout: equal on tensor-parallel peers, different on all other ranks."""
     return seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63
 
 
@@ -170,34 +170,34 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     """Load the checkpoint that the run resumes from; return its state.
 
     Raises:
-        UserError: there is none that is not damaged, or it does not fit the run.
+        UserError: every checkpoint is damaged, or it does not fit the run.
     """
     config = plan.config
 
     def accept(folder: Path, state: dict[str, Any]) -> None:
         check_state(plan, folder, state, data.fingerprint)
 
-    found = checkpoint.load_newest(config.resume, engine, dist, accept)
-    state = found.state
+    loaded = checkpoint.load_newest(config.resume, engine, dist, accept)
+    state = loaded.state
     if not state["rng_restored"]:
-        # Ranks that are divided in another way have other random states: new ones, that depend on the step, so that
-        # masks of the run's beginning do not come again.
+        # The ranks are split differently, so no saved random state fits. Seed by the step, so that dropout masks of
+        # the first steps are not repeated.
         torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
     if dist.is_main:
-        for damage in found.passed_over:
+        for damage in loaded.passed_over:
             print(f"warning: {damage.found}\n  where:   {damage.where}\n"
-                  f"  the run resumes from {found.folder.name} instead", file=sys.stderr, flush=True)
-        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
+                  f"  the run resumes from {loaded.folder.name} instead", file=sys.stderr, flush=True)
+        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {loaded.folder}", flush=True)
         if (changes := resume_warning(plan, state["step"])) is not None:
             print(f"warning: {changes}", file=sys.stderr, flush=True)
     return state
 
 
 def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
-    """The tokens that samples start from, (T,) int64; found before training, so that no run ends in a mistyped one.
+    """Return the tokens of the prompt, (T,) int64. Called before training, so that an invalid prompt fails early.
 
     Raises:
-        UserError: the prompt has a character that the corpus has not.
+        UserError: the prompt has a character that is not in the corpus.
     """
     try:
         tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
@@ -208,12 +208,11 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-# One training run from set-up to summary.
 def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> int:
-    """Train as `options` say; returns the exit code. Every rank calls it.
+    """Train as `options` say; return the exit code. Every rank calls this.
 
     Args:
-        watches: what to call around each step besides the profiles that `options` ask for.
+        watches: additional watches to call around each step, besides the configured profiles.
     """
     print_whatever_happens()
     config = options.config
@@ -225,7 +224,7 @@ def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambd
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)
         clock.passed("meeting")
     with dist:
-        if dist.is_main and RUN_ID_VARIABLE not in os.environ:  # launch has shown them, from its check
+        if dist.is_main and RUN_ID_VARIABLE not in os.environ:  # launch has printed them already
             print(*(f"note: {note}\n" for note in options.notes), sep="", end="", file=sys.stderr, flush=True)
         with clock.span("set-up"):
             point = broadcast_resume_point(options, dist)

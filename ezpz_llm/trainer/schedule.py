@@ -1,8 +1,7 @@
-"""The learning rate of a step, by the schedule's name (imports no torch).
+"""Learning-rate schedules, by name (imports no torch).
 
-cosine, linear, wsd and constant are the trainer's own; WarmupLR, WarmupDecayLR and WarmupCosineLR compute what
-DeepSpeed's classes of these names do, step by step. DeepSpeed sets the rate after each step, so its first steps use
-the rate that the warm-up begins with.
+WarmupLR, WarmupDecayLR and WarmupCosineLR compute the same learning rates as DeepSpeed's classes of these names.
+DeepSpeed sets the learning rate after each step, so its first step uses the rate at the start of the warm-up.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ from ezpz_llm.trainer.config import RunConfig
 
 DEEPSPEEDS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 ENDLESS = ("constant", "WarmupLR")
-"""Schedules that keep the peak rate."""
+"""Schedules that keep the peak learning rate."""
 
 
 def learning_rate(step: int, config: RunConfig) -> float:
-    """The rate that optimizer step `step` (from 0) uses."""
+    """Return the learning rate of optimizer step `step` (from 0)."""
     return SCHEDULES[config.schedule](step, config)
 
 
 def cosine(step: int, config: RunConfig) -> float:
-    """Half a cosine from the peak after the warm-up to the floor at `decay_steps`, and the floor from there on."""
+    """Warm-up, then half a cosine from the peak to `min_lr` at `decay_steps`, then `min_lr`."""
     return _warmed_up(step, config, lambda share: 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def linear(step: int, config: RunConfig) -> float:
-    """A straight line from the peak after the warm-up to the floor at `decay_steps`."""
+    """Warm-up, then linear decay from the peak to `min_lr` at `decay_steps`, then `min_lr`."""
     return _warmed_up(step, config, lambda share: 1 - share)
 
 
 def constant(step: int, config: RunConfig) -> float:
-    """The peak rate after the warm-up."""
+    """Warm-up, then the peak learning rate."""
     return _warm_up(step, config) if step < config.warmup_steps else config.lr
 
 
 def wsd(step: int, config: RunConfig) -> float:
-    """Warm-up, stable, decay: the peak rate, and a straight line to the floor in the last `wsd_decay_steps`.
+    """Warm-up, stable, decay: the peak, then linear decay to `min_lr` over the last `wsd_decay_steps`.
 
     After Hu et al. 2024, arXiv:2404.06395, and Haegele et al. 2024, arXiv:2405.18392.
     """
@@ -49,7 +48,7 @@ def wsd(step: int, config: RunConfig) -> float:
 
 
 def _warm_up(step: int, config: RunConfig) -> float:
-    """Never 0, and the peak at the last step of the warm-up."""
+    """Return the learning rate during warm-up: above its start at step 0, at the peak in its last step."""
     done, whole = float(step + 1), float(config.warmup_steps)
     if config.warmup_type == "log":
         done, whole = math.log(done + 1), math.log(whole + 1)
@@ -57,7 +56,7 @@ def _warm_up(step: int, config: RunConfig) -> float:
 
 
 def _warmed_up(step: int, config: RunConfig, shape: Callable[[float], float]) -> float:
-    """The warm-up, then what `shape` makes of the share of the decay that has passed, then the floor."""
+    """Return warm-up, decay or `min_lr`; `shape` maps progress of the decay (0 to 1) to a factor (1 to 0)."""
     if step < config.warmup_steps:
         return _warm_up(step, config)
     if step >= config.decay_steps:
@@ -72,7 +71,7 @@ def warmup_lr(step: int, config: RunConfig) -> float:
 
 
 def warmup_decay_lr(step: int, config: RunConfig) -> float:
-    """DeepSpeed's WarmupDecayLR: it decays to the rate that the warm-up begins with."""
+    """DeepSpeed's WarmupDecayLR, which decays to the learning rate at the start of the warm-up."""
     iteration, warmup = step - 1, _warmup_steps(config)
     if iteration < warmup:
         return warmup_lr(step, config)
@@ -81,7 +80,7 @@ def warmup_decay_lr(step: int, config: RunConfig) -> float:
 
 
 def warmup_cosine_lr(step: int, config: RunConfig) -> float:
-    """DeepSpeed's WarmupCosineLR, whose first step has a rate of 0 wherever the warm-up begins."""
+    """DeepSpeed's WarmupCosineLR, whose first step has learning rate 0 whatever the warm-up starts with."""
     iteration, warmup = step - 1, _warmup_steps(config)
     if iteration < 0:
         return 0.0

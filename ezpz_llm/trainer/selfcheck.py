@@ -1,4 +1,4 @@
-"""Self-checks of a run: its first loss, the parameters its optimizer steps, overfitting of one batch."""
+"""Self-checks of a run: first loss, gradients, optimizer coverage, and overfitting of one batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.trainer.plan import RunPlan
 
 BAND = 0.3
-"""Nats by which a first loss may differ from the expected one; batches of a few thousand tokens do by 0.05."""
+"""Tolerance of the first loss in nats; batches of a few thousand tokens differ by 0.05."""
 OVERFITTED = 0.5
-"""Share of its first loss below which a batch counts as overfitted."""
+"""Fraction of the first loss below which a batch is overfitted."""
 
 
 class SelfChecks:
     """Self-checks of a run, the same on every rank.
 
-    `observe` gets each metrics line, `conclude` follows each flush.
+    Call `observe` with each metrics line, and `conclude` after each flush.
     """
 
     def __init__(self, plan: RunPlan, first_step: int) -> None:
@@ -37,18 +37,18 @@ class SelfChecks:
         self._concluded = False
         self._losses: list[float | None] = []
 
-    def stepped(self, found: GroupNorms | None) -> None:
-        """Record the parameters that the optimizer stepped in the first step; None if the engine does not tell."""
+    def stepped(self, norms: GroupNorms | None) -> None:
+        """Record the parameters that the optimizer stepped in the first step; None if the engine cannot tell."""
         if not self._concluded and self._first_line is None:
-            self._stepped = found
+            self._stepped = norms
 
     def observe(self, line: dict[str, Any]) -> None:
-        """Keep the first metrics line of this process, and the first and last loss."""
+        """Keep the first metrics line of this process, and its first and last loss."""
         self._first_line = self._first_line or line
         self._losses = [*self._losses[:1], line["loss"]]
 
     def conclude(self, dist: Dist) -> list[str]:
-        """Return the remarks once, after the first step was flushed. Collective at that flush.
+        """Return the results of the checks at the first flush, and nothing afterwards. Collective at that flush.
 
         Raises:
             UserError: the optimizer does not step the model's parameters, or no gradient reaches one of them.
@@ -56,20 +56,20 @@ class SelfChecks:
         if self._concluded or self._first_line is None:
             return []
         self._concluded = True
-        made = self._first_line["grad_norm"] and not self._first_line.get("skipped")
+        updated = self._first_line["grad_norm"] and not self._first_line.get("skipped")
         stepped, self._stepped = self._stepped, None
-        told = [*self._gradients(stepped, dist), self._optimizer(stepped, dist)] if stepped and made else []
+        results = [*self._gradients(stepped, dist), self._optimizer(stepped, dist)] if stepped and updated else []
         if self._first and (loss := self._first_line["loss"]) is not None:
             remark = first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
-            told += [remark] if remark else []
-        return told
+            results += [remark] if remark else []
+        return results
 
     def _gradients(self, stepped: GroupNorms, dist: Dist) -> list[str]:
         names = list(parameter_shapes(self._model))
         place = {name: number for number, name in enumerate(names)}
         seen = torch.zeros(len(names), device=dist.device)
-        for found, norms in stepped.gradients:
-            seen.index_add_(0, torch.tensor([place[name] for name in found], device=dist.device),
+        for owners, norms in stepped.gradients:
+            seen.index_add_(0, torch.tensor([place[name] for name in owners], device=dist.device),
                             (norms != 0).to(seen))
         counts = reduce(dist, seen).tolist()
         return check_reached([name for name, count in zip(names, counts, strict=True) if not count],
@@ -78,8 +78,8 @@ class SelfChecks:
     def _optimizer(self, stepped: GroupNorms, dist: Dist) -> str:
         seen = torch.tensor([*stepped.elements, float(stepped.unknown_parameters)], dtype=torch.float64)
         *elements, unknown_parameters = (round(number) for number in reduce(dist, seen).tolist())
-        everyone = all_gather(dist, stepped.decays)
-        decays: list[set[float]] = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
+        all_ranks = all_gather(dist, stepped.decays)
+        decays: list[set[float]] = [set().union(*(of_rank[group] for of_rank in all_ranks)) for group in (0, 1)]
         return check_stepped(self._model, elements, unknown_parameters, decays, self._config.weight_decay)
 
     def overfit_failure(self) -> str | None:
@@ -87,19 +87,19 @@ class SelfChecks:
         first, last = self._losses[0], self._losses[-1]
         if first is not None and last is not None and last < OVERFITTED * first:
             return None
-        return (f"failed to overfit one batch: the loss was {_show(first)} at first and is {_show(last)} "
+        return (f"failed to overfit one batch: the loss was {_show(first)} in the first step and is {_show(last)} "
                 f"after {self._config.steps} steps")
 
 
 def check_reached(without: list[str], is_new: bool) -> list[str]:
-    """Return remarks about parameters whose gradients are all zero, or missing, on all ranks.
+    """Return warnings about parameters whose gradients are zero or missing on all ranks.
 
     Args:
-        is_new: the model has our initial weights, none of which keeps a gradient from another parameter. Given
-            weights may: behind a projection of zeros nothing arrives.
+        is_new: the model has random initial weights, with which every parameter gets a gradient. Loaded weights may
+            contain zeros that block gradients.
 
     Raises:
-        UserError: there are some in a new model.
+        UserError: a new model has such parameters.
     """
     if not without:
         return []
@@ -109,24 +109,24 @@ def check_reached(without: list[str], is_new: bool) -> list[str]:
     if not is_new:
         return [f"warning: {text}"]
     raise UserError(text, where="the model's forward pass",
-                    instead="use it in what the loss is computed from (is it frozen, detached, or left out?)",
+                    instead="make the loss depend on it: it may be frozen, detached or unused",
                     exit_code=1)
 
 
 def check_stepped(model: ModelConfig, elements: list[int], unknown_parameters: int, decays: list[set[float]],
                   weight_decay: float) -> str:
-    """Compare what the optimizer stepped, over all ranks and by decay group, with the model's parameters.
+    """Compare the number of parameters that the optimizer steps, per decay group, with the model's.
 
     Raises:
-        UserError: they are not the same.
+        UserError: the numbers differ.
     """
     counts = decay_counts(model)
     expected = [size for _, size in counts]
     if elements != expected or unknown_parameters:
-        more = f", and {unknown_parameters} values that are none of its parameters" if unknown_parameters else ""
+        more = f", and {unknown_parameters} values that are not model parameters" if unknown_parameters else ""
         raise UserError(f"the optimizer steps {elements[0]:,} parameters that decay and {elements[1]:,} that do not"
                         f"{more}; the model has {expected[0]:,} and {expected[1]:,}", where="the first step",
-                        instead="please report this with layout.json: no result of such a run means anything",
+                        instead="report this with layout.json; results of this run are invalid",
                         exit_code=1)
     if not (decays[0] <= {weight_decay} and decays[1] <= {0.0}):
         raise UserError(f"weight decays {sorted(decays[0])} of matrices and {sorted(decays[1])} of vectors, not "
@@ -136,26 +136,27 @@ def check_stepped(model: ModelConfig, elements: list[int], unknown_parameters: i
 
 
 def first_loss(model: ModelConfig, loss: float) -> str:
-    """The loss of an untrained model beside the expected one; a warning where it lies outside the band."""
+    """Describe the loss of an untrained model and the expected one; a warning if they are more than BAND apart."""
     expected = expected_first_loss(model)
     text = f"first loss {loss:.4f}, expected {expected:.2f} (ln V plus half the variance of the logits)"
     if abs(loss - expected) <= BAND:
         return text
-    return (f"warning: {text}: more than {BAND} apart, so look at the initialisation, the vocabulary "
+    return (f"warning: {text}: they differ by more than {BAND}. Check the initialization, the vocabulary "
             f"({model.vocab_size} tokens) and the targets")
 
 
 def first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
-    """A warning where loaded weights predict worse than a guess."""
+    """Return a warning if loaded weights predict worse than a uniform guess."""
     guess = math.log(model.vocab_size)
     if loss <= guess:
         return None
-    return (f"warning: first loss {loss:.4f} of the loaded weights is above ln V = {guess:.2f}, that of a guess "
-            f"among {model.vocab_size} tokens: look at the tokenizer, and whether the weights are the right ones")
+    return (f"warning: first loss {loss:.4f} of the loaded weights is above ln V = {guess:.2f}, the loss of a "
+            f"uniform guess among {model.vocab_size} tokens. Check the tokenizer and the weights")
 
 
 def expected_first_loss(model: ModelConfig) -> float:
-    """ln V + C std^2 / 2: logits of C unit-variance activations, weighted by N(0, std^2), are N(0, C std^2)."""
+    """Return ln V + C std^2 / 2: logits of C unit-variance activations, with weights N(0, std^2), have variance
+    C std^2."""
     std = initial_std(model, "transformer.wte.weight" if model.tied else "lm_head.weight", fan_in=model.n_embd)
     return math.log(model.padded_vocab_size) + model.n_embd * std**2 / 2
 

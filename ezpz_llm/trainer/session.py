@@ -38,9 +38,9 @@ from ezpz_llm.trainer.spike_detector import SpikeDetector
 
 @dataclass
 class Session:
-    """A run in progress. `step` counts finished optimizer steps, `position` the data they consumed.
+    """State of a run in progress: `step` optimizer steps are finished, which consumed the data up to `position`.
 
-    `prompt` is what samples start from, None where there are none.
+    `prompt` is None if the run generates no samples.
     """
     plan: RunPlan
     dist: Dist
@@ -65,23 +65,23 @@ class Session:
     checks: SelfChecks
     memory: MemoryWatch
     taken: int = 0
-    """The hash of the samples that this rank answers for in the step in progress (see `Position`)."""
+    """Hash of this rank's samples in the current step (see `Position`)."""
     saves: list[Saved] = field(default_factory=list)
-    """The checkpoints that this run has completed."""
+    """Checkpoints that this run has written."""
     saved_step: int | None = None
-    """The step of the last checkpoint that this run has completed, or gone back to."""
+    """Step of the checkpoint that was last written, or rolled back to."""
     unsaved: NotWritten | None = None
-    """Why the last checkpoint is not there; None where it is."""
+    """Error of the last checkpoint; None if it was written."""
     hellaswag: Sequence[Item] = ()
-    """Items that `--hellaswag` names; empty if nothing is scored."""
+    """Items of `--hellaswag`; empty if the run does not score them."""
     verbose: bool = False
-    """Print start-up, self-checks and tables, too (`--verbose`)."""
+    """Also print start-up, self-checks and tables (`--verbose`)."""
     stopped: str | None = None
-    """Why the run ended before its last step; None if it did not."""
+    """Reason for ending before the last step; None for a complete run."""
     failed: bool = False
-    """True if that is a failure."""
+    """True if `stopped` is a failure."""
     rollbacks: list[int] = field(default_factory=list)
-    """The step of the checkpoint of each rollback, in order."""
+    """Checkpoint step of each rollback, in order."""
 
     def observe(self, line: dict[str, Any]) -> None:
         """Pass a metrics line, before it is written, to the spike detector and the self-checks."""
@@ -94,29 +94,28 @@ class Session:
         return self.plan.config
 
 
-# Durations of the start-up, from `launch` to the end of the first step.
 Marks = Sequence[tuple[str, float]]
-"""The phase that has just ended, and the epoch time."""
+"""Ends of phases: name and epoch time."""
 
 
 def durations(marks: Marks, process: float, launched: float | None) -> dict[str, float]:
-    """Return the seconds of each part of the start-up, in order, from the first known moment to the last mark.
+    """Return the seconds of each phase of the start-up, in order, up to the last mark.
 
     Args:
-        process: epoch time at which this process began.
-        launched: at which launch had its plan, by its own host's clock; None without launch. What it did before is
-            not counted.
+        process: epoch time at which this process started.
+        launched: epoch time at which launch started the ranks, by the clock of its node; None without launch. Its
+            own planning is not included.
     """
-    before, found = process, {}
+    before, seconds = process, {}
     if launched is not None:
-        found["launching"] = process - launched
+        seconds["launching"] = process - launched
     for name, moment in marks:
-        found[name], before = moment - before, moment
-    return found
+        seconds[name], before = moment - before, moment
+    return seconds
 
 
 def process_began() -> float:
-    """The epoch time at which this process began, to a hundredth of a second on Linux and to a second elsewhere."""
+    """Return the epoch time at which this process started, to 0.01 s on Linux and 1 s elsewhere."""
     try:
         ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -126,11 +125,11 @@ def process_began() -> float:
 
 
 STEPS_TIMED = 3
-"""Steps after the first by which the end of the run is estimated."""
+"""Number of steps after the first that are timed to estimate the end of the run."""
 
 
 def print_expected_end(session: Session) -> None:
-    """Say when the run may end, by the steps since the first one (rank 0)."""
+    """Print the expected end of the run, from the steps since the first one (rank 0)."""
     session.metrics.erase_live_line()
     step_s = (session.clock.now() - session.clock.marks[-1][1]) / STEPS_TIMED
     left = session.config.steps - session.step
@@ -138,24 +137,24 @@ def print_expected_end(session: Session) -> None:
 
 
 def print_startup(session: Session) -> None:
-    """Put the durations of the start-up into run.json after the first step, and print them (rank 0)."""
+    """Record the durations of the start-up in run.json after the first step, and print them (rank 0)."""
     session.clock.passed("first step")
     launched = None
-    if RUN_ID_VARIABLE in os.environ:  # else the record may be of an earlier launch into the same run directory
-        with contextlib.suppress(UserError):  # a record that cannot be read
+    if RUN_ID_VARIABLE in os.environ:  # otherwise the record may be from an earlier launch
+        with contextlib.suppress(UserError):  # an unreadable record
             record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
             launched = record.get("started")
-    found = durations(session.clock.marks, process_began(), launched)
+    seconds = durations(session.clock.marks, process_began(), launched)
     if session.config.compile:
-        found["compiling"] = seconds_compiling()
-        found["first step"] -= found["compiling"]
-    total = sum(found.values())
-    session.dist.side.update_record(session.dist.run_dir, startup={"seconds": found, "total_s": total})
+        seconds["compiling"] = seconds_compiling()
+        seconds["first step"] -= seconds["compiling"]
+    total = sum(seconds.values())
+    session.dist.side.update_record(session.dist.run_dir, startup={"seconds": seconds, "total_s": total})
     if not session.verbose:
         print(aligned([("started", f"the first step ended after {duration(total)}")], terminal_width()), end="",
               flush=True)
         return
-    # run.json has kept an older name of one of them.
-    parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {seconds:.1f}"
-                      for name, seconds in found.items())
+    # run.json keeps the older name of this phase.
+    parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {duration_s:.1f}"
+                      for name, duration_s in seconds.items())
     print(f"start-up   {total:.1f} s to the end of the first step: {parts}", flush=True)

@@ -1,9 +1,9 @@
 """Detection of loss and gradient-norm spikes, and of too many bad steps in a row (imports no torch).
 
-Nothing here costs the step anything. Losses and gradient norms are observed where they are flushed, `--log-every`
-steps at a time, already reduced over ranks, so that all ranks come to the same conclusion at the same step without
-asking each other. The limit on the gradient norm that follows holds for the steps after; the engine applies it on
-the device (engine/gradients.py). The price is the delay: up to `--log-every` steps follow a bad one.
+Detection adds no cost to a step. It observes losses and gradient norms when they are flushed, `--log-every` steps
+at a time. They are reduced over ranks already, so all ranks decide the same at the same step without communication.
+The engine applies the resulting limit on the gradient norm to later steps, on the device (engine/gradients.py). The
+price is a delay: up to `--log-every` steps follow a bad one.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any
 from ezpz_llm.trainer.config import TrainConfig
 
 WINDOW = 128
-"""Steps over which the medians of loss and gradient norm are taken."""
+"""Number of last steps for the medians of loss and gradient norm."""
 LEAST = 32
-"""Steps before there is a median."""
+"""Minimum number of steps for a median."""
 
 
 class SpikeDetector:
-    """Running medians of loss and gradient norm, and the number of bad steps in a row.
+    """Running medians of loss and gradient norm, and the number of consecutive bad steps.
 
-    A step is skipped (its update is not made) if its gradient norm is NaN or Inf, or, where asked for, more than
-    `spike_norm` times the median. It is bad if it is skipped, or its loss is NaN or Inf or more than `spike_loss`
-    above the median.
+    A step is skipped (its update is not applied) if its gradient norm is NaN or Inf, or, with `spike_norm`, more
+    than `spike_norm` times the median. A step is bad if it is skipped, or if its loss is NaN or Inf or more than
+    `spike_loss` above the median.
 
     Attributes:
-        limit: the largest gradient norm of the next steps. It changes only after multiples of `log_every`, so that
-            it does not depend on what else flushes, and a resumed run has the same.
-        streak: bad steps up to now without a good one between them.
-        skipped: steps that were skipped in all.
-        unreported: those that no warning has named yet, each as a sentence.
-        first_bad: the step that began the streak.
-        last_loss_non_finite: whether the last step's loss is NaN or Inf.
+        limit: largest gradient norm allowed in the next steps. It changes only after multiples of `log_every`, so
+            it does not depend on other flushes, and a resumed run has the same limit.
+        streak: number of consecutive bad steps up to now.
+        skipped: total number of skipped steps.
+        unreported: skipped steps without a warning so far, each as a sentence.
+        first_bad: first step of the streak.
+        last_loss_non_finite: the last step's loss is NaN or Inf.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -55,25 +55,25 @@ class SpikeDetector:
         return self.streak >= self._config.bad_steps
 
     def observe(self, line: dict[str, Any]) -> None:
-        """Take a step's metrics line into account; add the member `skipped` to that of a skipped step."""
+        """Add a step's metrics line to the statistics; set `skipped` in the line of a skipped step."""
         loss, norm = line["loss"], line["grad_norm"]
         self.last_loss_non_finite = loss is None
         skipped = norm is None or norm > self.limit
         if skipped:
             line["skipped"] = True
             self.skipped += 1
-            found = ("NaN or Inf" if norm is None else
+            value = ("NaN or Inf" if norm is None else
                      f"{norm:.4g}, above the limit of {self.limit:.4g} (--spike-norm)")
             self.unreported.append(f"step {line['step']} was skipped and changed nothing: its gradient norm is "
-                                   f"{found}")
+                                   f"{value}")
         if skipped or loss is None or self._spikes(loss):
             self.streak += 1
             self.first_bad = line["step"] if self.streak == 1 else self.first_bad
         else:
             self.streak = 0
-        for value, window in ((norm, self._norms), (loss, self._losses)):
-            if value is not None:
-                window.append(value)
+        for number, window in ((norm, self._norms), (loss, self._losses)):
+            if number is not None:
+                window.append(number)
         if line["step"] % self._config.log_every == 0:
             self.limit = self._next_limit()
 
@@ -85,28 +85,28 @@ class SpikeDetector:
         factor = self._config.spike_norm
         if not factor or len(self._norms) < LEAST:
             return math.inf
-        # Rounded as the device rounds it, so that CPU and device agree on every norm.
+        # Round to float32 as the device does, so that both compare norms with the same limit.
         return struct.unpack("f", struct.pack("f", factor * statistics.median(self._norms)))[0]
 
     def reason(self) -> str:
-        """Describe the bad steps in a row."""
+        """Describe the consecutive bad steps."""
         last = self._losses[-1] if self._losses else math.nan
         usual = statistics.median(self._losses) if self._losses else math.nan
         return (f"{self.streak} bad steps in a row, from step {self.first_bad} on: loss or gradient norm is NaN, "
                 f"Inf or far above the median (last loss {last:.4g}, median {usual:.4g})")
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, in JSON's types."""
+        """Return the state for a checkpoint, as JSON values."""
         return {"norms": list(self._norms), "losses": list(self._losses), "streak": self.streak,
                 "first_bad": self.first_bad, "refused": self.skipped,
                 "limit": self.limit if math.isfinite(self.limit) else None}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Continue from the state in a checkpoint; None, for one without it, starts anew."""
+        """Restore the state of a checkpoint; None, for a checkpoint without one, resets."""
         if state is None:
             state = SpikeDetector(self._config).state()
         self._norms, self._losses = (deque(state[name], maxlen=WINDOW) for name in ("norms", "losses"))
         self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["refused"]
-        # A run that skipped only NaN and Inf may be resumed with --spike-norm, and the other way round.
+        # A run without --spike-norm may be resumed with it, and vice versa.
         is_limited = state["limit"] is not None and self._config.spike_norm
         self.limit = state["limit"] if is_limited else math.inf

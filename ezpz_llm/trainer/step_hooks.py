@@ -1,4 +1,4 @@
-"""Hooks after a step and at the end of a run: log, validation, samples, checkpoints, result. All collective."""
+"""Hooks after a step and at the end of a run: logs, validation, samples, checkpoints, result. All collective."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ezpz_llm.trainer.session import Session
 
 
 def after_step(session: Session) -> None:
-    """Do what is due after the step that has just finished; after the last one, everything."""
+    """Log, validate, save and sample if due after the step just finished; after the last step, do all of them."""
     config, step = session.config, session.step
     last = step == config.steps
     evaluates = last or _due(step, config.eval_every)
@@ -51,19 +51,19 @@ def after_step(session: Session) -> None:
     flushes = saves or scores or evaluates or session.metrics.due
     if flushes or samples:
         session.metrics.erase_live_line()
-        with session.clock.span("training"):  # else what is due would be charged with the step that it waits for
+        with session.clock.span("training"):  # else the time of the step would count as evaluation
             session.timeline.wait()
     optional = session.dist.optional
     if evaluates:
         with session.clock.span("evaluation"):
             optional.attempt_together(f"the validation after step {step}", lambda: validate(session))
-    # Before a save, so that a run that resumes from it finds the lines of the steps before. Only where HellaSwag is
-    # due does the line of this step wait for its figures: the save comes first, since minutes may pass until then.
+    # Write metrics before saving, so that a run that resumes from the checkpoint finds the earlier lines. If
+    # HellaSwag is due, its scores belong on this step's line but may take minutes, so save the checkpoint first.
     conclusions = reduce_metrics(session) if flushes else []
     if flushes and not scores:
         write_metrics(session, conclusions)
-    # Not among bad steps: there has to be something good to go back to. The last one is written whatever it is,
-    # unless the run goes back from there, or stops.
+    # Do not save during bad steps, so that the last checkpoint is good for a rollback. Save the last step in any
+    # case, unless the run rolls back or stops there.
     if saves and (not session.spikes.streak or (last and not session.spikes.should_stop)):
         with session.clock.span("checkpoints"):
             save(session, at_once=last)
@@ -78,9 +78,9 @@ def after_step(session: Session) -> None:
             optional.attempt_together(f"the sample after step {step}", lambda: show_sample(session))
 
 
-def end_early(session: Session, why: str) -> None:
-    """Keep what there is: the log and, where the run saves at all, a checkpoint of this step."""
-    session.stopped = why
+def end_early(session: Session, reason: str) -> None:
+    """Write the log and, unless checkpoints are disabled, a checkpoint of this step."""
+    session.stopped = reason
     flush(session)
     if session.config.save_every >= 0:
         with session.clock.span("checkpoints"):
@@ -88,15 +88,15 @@ def end_early(session: Session, why: str) -> None:
 
 
 def flush(session: Session) -> None:
-    """Observe the lines that wait, and write them. Collective."""
+    """Reduce, observe and write the pending metrics lines. Collective."""
     write_metrics(session, reduce_metrics(session))
 
 
 def reduce_metrics(session: Session) -> list[str]:
-    """Reduce the lines that wait, observe them, and limit the gradient norm of the next steps. Collective.
+    """Reduce and observe the pending lines, and set the gradient-norm limit of the next steps. Collective.
 
     Returns:
-        The conclusions of the self-checks.
+        Results of the self-checks.
     """
     with session.clock.span("logging"):
         session.metrics.reduce(session.timeline, session.observe)
@@ -105,16 +105,16 @@ def reduce_metrics(session: Session) -> list[str]:
     return conclusions
 
 
-def write_metrics(session: Session, told: list[str]) -> None:
-    """Write the reduced lines, and print what was found in them."""
+def write_metrics(session: Session, conclusions: list[str]) -> None:
+    """Write the reduced lines, and print the self-checks' results and skipped steps."""
     spikes = session.spikes
     with session.clock.span("logging"):
         session.metrics.write()
-    if told and session.dist.is_main:
-        shown = ["checks     " + "\n           ".join(told)] if session.verbose else [
-            text for text in told if text.startswith("warning: ")]
+    if conclusions and session.dist.is_main:
+        shown = ["checks     " + "\n           ".join(conclusions)] if session.verbose else [
+            text for text in conclusions if text.startswith("warning: ")]
         print("".join(f"{text}\n" for text in shown), end="", flush=True)
-        session.dist.side.update_record(session.dist.run_dir, checks=told)
+        session.dist.side.update_record(session.dist.run_dir, checks=conclusions)
     if session.dist.is_main:
         for skipped in spikes.unreported:
             print(f"warning: {skipped}", flush=True)
@@ -126,7 +126,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def validate(session: Session) -> None:
-    """Measure the validation loss on the run's fixed tokens and put it on this step's line."""
+    """Measure the validation loss on a fixed set of tokens and record it on this step's line."""
     session.heartbeat.beat(EVALUATING, session.step)
     engine, mesh = session.engine, session.dist.mesh
     with engine.evaluating(), eager():
@@ -137,23 +137,23 @@ def validate(session: Session) -> None:
 
 
 def score_hellaswag(session: Session) -> None:
-    """Put HellaSwag's accuracies on this step's line, and print them."""
+    """Score HellaSwag, record the accuracies on this step's line, and print them."""
     session.heartbeat.beat(EVALUATING, session.step)
     engine, dist = session.engine, session.dist
     with engine.evaluating(), eager():
-        found = hellaswag.score(
+        score = hellaswag.score(
             engine.row_losses, session.hellaswag, session.data.tokenizer, device=engine.device, mesh=dist.mesh,
             block_size=session.plan.model.block_size,
             items_at_once=max(1, session.batches.micro_batch // hellaswag.ENDINGS))
-    session.metrics.record_task(session.step, hellaswag_acc=found.acc, hellaswag_acc_norm=found.acc_norm)
+    session.metrics.record_task(session.step, hellaswag_acc=score.acc, hellaswag_acc_norm=score.acc_norm)
     if dist.is_main:
-        dist.side.update_record(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
-        print(f"HellaSwag after step {session.step}: acc_norm {found.acc_norm:.4f}, acc {found.acc:.4f} "
-              f"({found.items} items, normalised by tokens)", flush=True)
+        dist.side.update_record(dist.run_dir, hellaswag={"step": session.step, **score.as_record()})
+        print(f"HellaSwag after step {session.step}: acc_norm {score.acc_norm:.4f}, acc {score.acc:.4f} "
+              f"({score.items} items, normalized by tokens)", flush=True)
 
 
 def show_sample(session: Session) -> None:
-    """Generate a short text and print it on rank 0. Every rank takes part, since parameters may be sharded."""
+    """Generate a short text and print it on rank 0. Collective, since parameters may be sharded."""
     session.heartbeat.beat(SAMPLING, session.step)
     config, engine, tokenizer = session.config, session.engine, session.data.tokenizer
     prompt = torch.from_numpy(session.prompt)[None].to(engine.device)
@@ -168,10 +168,12 @@ def show_sample(session: Session) -> None:
         print(f"\nsample after step {session.step}:\n{lines}\n", flush=True)
 
 
-# The end of a run: plots, step-time breakdown, and the result in run.json.
 def finish(session: Session) -> int:
-    """Close the profiles, draw and print on rank 0; return the exit code: 1 if the last loss is NaN or Inf, or
-    the last checkpoint could not be written."""
+    """Close the profiles, and on rank 0 plot, print and record the result.
+
+    Returns:
+        Exit code: 1 if the run failed, its last loss is NaN or Inf, or its last checkpoint could not be written.
+    """
     session.heartbeat.beat(ENDING, session.step)
     session.position = session.position.agree(session.dist)
     for profile in session.profiles:
@@ -192,7 +194,7 @@ def finish(session: Session) -> int:
               f"  continue with: the same command and --resume {session.dist.run_dir.path}", flush=True)
     errors = []
     if session.config.overfit_one_batch and not session.stopped and (failure := session.checks.overfit_failure()):
-        errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault")
+        errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or fix the model")
     if session.failed or session.spikes.last_loss_non_finite:
         errors.append(f"the run ends after step {session.step} of {session.config.steps}: "
                       f"{session.stopped or session.spikes.reason()}\n"
@@ -206,7 +208,7 @@ def finish(session: Session) -> int:
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory | None) -> None:
-    """Print plots, tables and the closing block, and put the summary into run.json."""
+    """Print plots, tables and the final block, and record the summary in run.json."""
     run_dir, side, optional = session.dist.run_dir, session.dist.side, session.dist.optional
     history = whole_history(run_dir, side)
     summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
@@ -217,7 +219,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
                     if isinstance(profile, OptionalWatch) and isinstance(profile.watch, HostProfile)), None)
     charts = optional.attempt("plotting", lambda: plot_run(run_dir, colour=colour, history=history, side=side))
     if charts is not None and (session.stopped is None or session.failed):
-        # Who stops a run wants the prompt back; plots/ and report.html have the charts.
+        # After an early stop, return to the prompt quickly; plots/ and report.html have the charts.
         print("\n" + charts)
     if session.verbose:
         if summary is not None:
@@ -229,19 +231,17 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         memory=memory and memory.as_record(), load_at_end=load_now())
     side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
     if summary is None:
-        print(f"warning: nothing is left of {run_dir.metrics} to sum up", flush=True)
+        print(f"warning: {run_dir.metrics} contains no steps: no summary", flush=True)
     else:
-        told = final_text(summary, run_dir, profile, memory and memory.peak)
-        print(told, next_commands(session), sep="\n", end="", flush=True)
+        result = final_text(summary, run_dir, profile, memory and memory.peak)
+        print(result, next_commands(session), sep="\n", end="", flush=True)
 
 
-# Saving of checkpoints in a run in progress, and rollback to one after too many bad steps; all of it collective.
 def save(session: Session, *, at_once: bool = False) -> None:
-    """Begin to write the checkpoint of this step; with `at_once` it is complete on return.
+    """Start to write the checkpoint of this step; with `at_once` it is complete on return. Collective.
 
-    One that cannot be written costs a warning, and the next one is tried in its turn: training continues, and
-    nothing is lost but the chance to go back to this step. At the end of a run there is no next one (`finish` says
-    so).
+    If it cannot be written, print a warning and continue training; the next checkpoint is written when it is due.
+    At the end of a run there is no next one, so `finish` reports the error.
     """
     session.heartbeat.beat(SAVING, session.step)
     settle(session)
@@ -250,7 +250,7 @@ def save(session: Session, *, at_once: bool = False) -> None:
     session.position = session.position.agree(session.dist)
 
     def start() -> checkpoint.Saved | None:
-        """Begin to save; if it has to be done at once, what was saved."""
+        """Start to save; return the checkpoint if the save is synchronous."""
         note = session.saver.start(session.engine, _state(session), at_once=at_once)
         if note and session.dist.is_main:
             session.metrics.erase_live_line()
@@ -261,12 +261,12 @@ def save(session: Session, *, at_once: bool = False) -> None:
 
 
 def settle(session: Session) -> None:
-    """Complete the save in progress, if there is one."""
+    """Complete the save in progress, if any. Collective."""
     _attempt(session, session.saver.finish)
 
 
 def go_on_saving(session: Session) -> None:
-    """Take the save in progress, which no rank is busy with, one step further."""
+    """Advance the save in progress; no rank may be busy writing. Collective."""
     with session.clock.span("checkpoints"):
         _attempt(session, session.saver.advance)
 
@@ -280,14 +280,14 @@ def _state(session: Session) -> dict[str, Any]:
 
 
 def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) -> None:
-    """Take a save further, and note the checkpoint that it completed, if any, or why it could not."""
+    """Run a step of a save, and record the checkpoint that it completed, or its error."""
     try:
         saved = action()
     except checkpoint.NotWritten as error:
         session.unsaved = error
         if session.dist.is_main and session.step < session.config.steps and session.stopped is None:
             session.metrics.erase_live_line()
-            print(f"warning: {error}\n  training continues, and the next checkpoint is tried when it is due",
+            print(f"warning: {error}\n  training continues; the next checkpoint is tried when it is due",
                   file=sys.stderr, flush=True)
         return
     if saved is not None:
@@ -297,58 +297,57 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
 
 
 def checkpoint_cost(session: Session) -> dict[str, Any]:
-    """Return the cost of checkpoints for run.json: seconds until one was complete, seconds that training waited."""
+    """Return the cost of checkpoints for run.json: median seconds to write one, seconds that training waited."""
     saves = session.saves
     return {"written": len(saves), "bytes": saves[-1].size if saves else None,
             "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,
             "training_waited_s": session.clock.split().get("checkpoints", 0.0)}
 
 
-# Rollback to the last checkpoint after too many bad steps, or the end of the run.
 MOST = 3
-"""Rollbacks to one checkpoint before the run stops."""
+"""Maximum number of rollbacks to the same checkpoint."""
 
 
 def try_rollback(session: Session) -> bool:
-    """Stop after too many bad steps, or load the last checkpoint; return whether the run continues.
+    """Handle too many bad steps: load the last checkpoint or stop; return True if the run continues. Collective.
 
-    All ranks have looked at the same numbers (see spike_detector.py), and so all get here after the same step.
+    All ranks observe the same numbers (see spike_detector.py), so they all get here after the same step.
     """
     spikes, config = session.spikes, session.config
-    why = spikes.reason()
+    reason = spikes.reason()
     settle(session)
     if config.on_bad_steps == "stop":
-        return _stop(session, why)
+        return _stop(session, reason)
     if session.rollbacks[-MOST:] == [session.saved_step] * MOST:
-        return _stop(session, f"{why}; going back to step {session.saved_step} did not help {MOST} times")
-    where = config.resume if session.saved_step is None else session.dist.run_dir.path
-    if where is None:
-        return _stop(session, f"{why}; there is no checkpoint to go back to yet")
-    _roll_back(session, where, why)
+        return _stop(session, f"{reason}; rolling back to step {session.saved_step} did not help {MOST} times")
+    source = config.resume if session.saved_step is None else session.dist.run_dir.path
+    if source is None:
+        return _stop(session, f"{reason}; there is no checkpoint to roll back to yet")
+    _roll_back(session, source, reason)
     return True
 
 
-def _stop(session: Session, why: str) -> bool:
-    session.stopped, session.failed = why, True
+def _stop(session: Session, reason: str) -> bool:
+    session.stopped, session.failed = reason, True
     return False
 
 
-def _roll_back(session: Session, where: str | Path, why: str) -> None:
-    """Load the checkpoint and continue with the samples that come next: those of the bad steps are skipped.
+def _roll_back(session: Session, source: str | Path, reason: str) -> None:
+    """Load the checkpoint and continue with new samples: the samples of the bad steps are skipped.
 
-    As Chowdhery et al. 2022 (arXiv:2204.02311, section 5.1) did it: neither the state nor the samples alone had
-    brought their spikes about, and other samples from the same state made none.
+    This follows Chowdhery et al. 2022 (arXiv:2204.02311, section 5.1): their spikes needed both the state and the
+    samples, and did not recur with other samples from the same state.
     """
     def accept(folder: Path, state: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another run, and one written among bad steps where there is an older one."""
+        """Reject a checkpoint of another run, or one written during bad steps if there is an older one."""
         check_state(session.plan, folder, state, session.data.fingerprint)
-        # An early end writes its state as it is; where there is an older one, that is no place to begin again.
-        if (state.get("guard") or {}).get("streak") and folder != candidates(where)[-1]:
-            raise checkpoint.Damaged("the checkpoint was written among bad steps", where=str(folder))
+        # Only an early end saves during bad steps.
+        if (state.get("guard") or {}).get("streak") and folder != candidates(source)[-1]:
+            raise checkpoint.Damaged("the checkpoint was written during bad steps", where=str(folder))
 
-    found = checkpoint.load_newest(where, session.engine, session.dist, accept)
-    reached, session.step = session.step, found.state["step"]
-    session.spikes.restore(found.state.get("guard"))
+    loaded = checkpoint.load_newest(source, session.engine, session.dist, accept)
+    reached, session.step = session.step, loaded.state["step"]
+    session.spikes.restore(loaded.state.get("guard"))
     session.spikes.streak = 0
     session.engine.step_skip.limit = session.spikes.limit
     session.rollbacks.append(session.step)
@@ -357,11 +356,11 @@ def _roll_back(session: Session, where: str | Path, why: str) -> None:
     session.metrics.rewind(session.step)
     for profile in session.profiles:
         profile.close()
-    passed_over = session.position.consumed - found.state["consumed"]
+    passed_over = session.position.consumed - loaded.state["consumed"]
     if session.dist.is_main:
-        print(f"warning: {why}\n  back from step {reached} to the checkpoint of step {session.step}; the "
+        print(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step {session.step}; the "
               f"{passed_over} samples since then are skipped", file=sys.stderr, flush=True)
         run_dir, rollback = session.dist.run_dir, {"from_step": reached, "to_step": session.step,
-                                                   "samples_passed_over": passed_over, "why": why}
+                                                   "samples_passed_over": passed_over, "why": reason}
         session.dist.side.attempt("the rollback in run.json", lambda: update_record(
             run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback]))

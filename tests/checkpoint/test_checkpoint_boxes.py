@@ -1,4 +1,4 @@
-"""Boxes of a tensor: what two parts have in common, and which pieces make up a parameter."""
+"""Boxes of a tensor: the overlap of two parts, and coverage of a parameter by pieces."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ def elements(shape: tuple[int, ...], part: Part) -> torch.Tensor:
 
 
 @given(st.data())
-def test_runs_in_common_are_the_same_elements_and_all_of_them(data: st.DataObject) -> None:
+def test_common_runs_are_equal_and_complete(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     check_common(shape, data.draw(parts(shape)), data.draw(parts(shape)))
 
 
 @pytest.mark.parametrize("start", range(6))
-def test_runs_in_common_of_parts_that_begin_within_their_boxes(start: int) -> None:
+def test_common_runs_of_parts_that_start_inside_their_boxes(start: int) -> None:
     whole_box, columns, rows = ((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 4), (0, 3))
-    for one, other in ((whole_box, columns), (whole_box, rows), (columns, rows)):
-        check_common((4, 3), (one, start, start + 2), (other, 0, size(other)))
-        check_common((4, 3), (one, 0, size(one)), (other, start, start + 2))
-        check_common((4, 3), (one, start, size(one)), (other, 1, size(other) - 1))
+    for a, b in ((whole_box, columns), (whole_box, rows), (columns, rows)):
+        check_common((4, 3), (a, start, start + 2), (b, 0, size(b)))
+        check_common((4, 3), (a, 0, size(a)), (b, start, start + 2))
+        check_common((4, 3), (a, start, size(a)), (b, 1, size(b) - 1))
 
 
-def check_common(shape: tuple[int, ...], one: Part, other: Part) -> None:
-    ours, theirs = elements(shape, one), elements(shape, other)
-    found: list[int] = []
-    for at, there, length in common(shape, one, other):
+def check_common(shape: tuple[int, ...], a: Part, b: Part) -> None:
+    in_a, in_b = elements(shape, a), elements(shape, b)
+    shared: list[int] = []
+    for at_a, at_b, length in common(shape, a, b):
         assert length > 0
-        assert torch.equal(ours[at:at + length], theirs[there:there + length])
-        found += ours[at:at + length].tolist()
-    assert found == sorted(set(ours.tolist()) & set(theirs.tolist()))
+        assert torch.equal(in_a[at_a:at_a + length], in_b[at_b:at_b + length])
+        shared += in_a[at_a:at_a + length].tolist()
+    assert shared == sorted(set(in_a.tolist()) & set(in_b.tolist()))
 
 
-def test_a_rank_s_rows_of_queries_keys_and_values_are_cut_at_their_boxes() -> None:
+def test_rows_of_queries_keys_and_values_are_split_at_their_boxes() -> None:
     boxes = (((2, 4), (0, 3)), ((5, 6), (0, 3)), ((7, 8), (0, 3)))
     at = Placement("c_attn.weight", (8, 3), boxes)
     storage = torch.cat([elements((8, 3), (box, 0, size(box))) for box in boxes]).float()
-    found = list(cut(at, 4, 11, {"weight": storage[4:11]}))
-    assert [(part.box, part.start, part.stop) for part in found] == [(boxes[0], 4, 6), (boxes[1], 0, 3),
-                                                                     (boxes[2], 0, 2)]
-    for part in found:
+    slices = list(cut(at, 4, 11, {"weight": storage[4:11]}))
+    assert [(part.box, part.start, part.stop) for part in slices] == [(boxes[0], 4, 6), (boxes[1], 0, 3),
+                                                                      (boxes[2], 0, 2)]
+    for part in slices:
         assert torch.equal(part.tensors["weight"], elements((8, 3), (part.box, part.start, part.stop)).float())
 
 
@@ -80,7 +80,7 @@ LEFT, RIGHT, ALL = ((0, 4), (0, 2)), ((0, 4), (2, 6)), whole((4, 6))
     ([piece(LEFT, 0, 8)], "a gap between boxes"),
     ([piece(LEFT, 0, 8), piece(((0, 4), (1, 6)), 0, 20)], "boxes that overlap"),
 ])
-def test_pieces_that_do_not_make_up_a_parameter_are_refused(pieces, problem, tmp_path) -> None:
+def test_pieces_that_do_not_cover_a_parameter_are_rejected(pieces, problem, tmp_path) -> None:
     index = Index(("weight", "exp_avg", "exp_avg_sq"), {"w": Parameter((4, 6), tuple(pieces))})
     if problem is None:
         check_model(index, {"w": (4, 6)}, tmp_path)

@@ -1,4 +1,4 @@
-"""A disk that fills and checkpoints that go bad under real runs: one clear message, and nothing lost."""
+"""Full disks and damaged checkpoints in real runs: one clear message, and no data lost."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ RUN = ["--lr", "0.004", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "-
        "--ds-config", "zero2", "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2",
        "--eval-every", "0", "--eval-tokens", "512", "--sample-tokens", "0", "--profile", "false"]
 SIZE_MB = 11
-"""Room for two checkpoints of 5 MB, but not for a third; a run keeps one, and needs room for two."""
+"""Space for two checkpoints of 5 MB, but not for a third; a run keeps one, and needs space for two."""
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes, in memory."""
+    """Mount a tmpfs of SIZE_MB megabytes."""
     place = tmp_path / "small"
     place.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m", "none", str(place)],
                           capture_output=True, text=True, timeout=scaled(120), check=False)
     if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
     try:
         yield place
     finally:
@@ -44,7 +44,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def fill(place: Path) -> Path:
-    """Take all the room that is left."""
+    """Fill all remaining space with one file."""
     ballast = place / "ballast"
     with ballast.open("wb", buffering=0) as file:
         size = 1 << 20
@@ -57,9 +57,9 @@ def fill(place: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, small_disk: Path,
-                                                              tmp_path: Path) -> None:
-    """Full in the middle of the run, with room again later: one warning, every line and a whole checkpoint."""
+def test_a_full_disk_costs_only_a_checkpoint(server: Server, small_disk: Path,
+                                            tmp_path: Path) -> None:
+    """Fill the disk during the run and free it later: one warning, all metrics, an intact checkpoint at the end."""
     words = [*RUN, "--steps", "400", "--save-every", "20", "--keep-last", "1", "--log-every", "5"]
     run_dir = small_disk / "run"
     job = server.start(2, words, run_dir)
@@ -74,7 +74,7 @@ def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, s
     assert job.wait() == [0, 0], job.output
     text = job.output
     assert "could not be written: No space left on device" in text
-    assert f"{folder.name} stands" in text
+    assert f"{folder.name} is intact" in text
     assert "Traceback" not in text
     assert list(losses(run_dir)) == list(range(1, 401))
     newest = find(run_dir)
@@ -84,12 +84,12 @@ def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, s
 
 
 @pytest.mark.full
-def test_a_disk_that_is_full_at_the_end_is_an_error(server: Server, small_disk: Path) -> None:
+def test_a_full_disk_at_the_end_is_an_error(server: Server, small_disk: Path) -> None:
     words = [*RUN, "--steps", "60", "--save-every", "20", "--keep-last", "2", "--log-every", "5"]
     job = server.start(2, words, small_disk / "run")
     assert job.wait() == [1, 1], job.output
     assert "error: the checkpoint of step 60 could not be written: No space left on device" in job.output
-    assert "make room there" in job.output
+    assert "free disk space there" in job.output
     assert "Traceback" not in job.output
     run_dir = small_disk / "run"
     assert find(run_dir).name == "step-00000040"
@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(server: Server, small_disk: 
     assert read_record(RunDir(run_dir))["steps"] == 60
 
 
-def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(server: Server, tmp_path: Path) -> None:
+def test_a_run_resumes_before_a_damaged_checkpoint(server: Server, tmp_path: Path) -> None:
     words = [*RUN, "--save-every", "4", "--log-every", "3"]
     run_dir = tmp_path / "run"
     server.run(2, [*words, "--steps", "10", "--warmup-steps", "2", "--decay-steps", "16"], run_dir)
@@ -152,7 +152,7 @@ load(folder, engine, SimpleNamespace(rank=0, world_size=1, is_main=True, mesh=Si
 
 @pytest.mark.full
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
-    """A pickle that would leave a mark, under a manifest that vouches for it, is refused and not opened."""
+    """Reject a pickle that would create a folder, although the manifest lists it with its right hash."""
     done = subprocess.run([sys.executable, "-c", PICKLED, str(tmp_path)], capture_output=True, text=True,
                           timeout=scaled(120), check=False)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Finding, checking, publishing and removing checkpoint folders; no torch is needed for any of it."""
+"""Finding, verifying, publishing and removing checkpoint folders, without torch."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def names(run_dir: RunDir) -> list[str]:
     return [path.name for path in complete(run_dir.checkpoints)]
 
 
-def test_find_means_the_latest_of_a_run_or_the_folder_itself(tmp_path: Path) -> None:
+def test_find_returns_the_latest_of_a_run_or_the_folder_itself(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     first, second = write(run_dir, 5), write(run_dir, 100_000_000)
     assert find(run_dir.path) == find(str(run_dir.checkpoints)) == find(second) == second
     assert find(first) == first
-    # A kill between a first checkpoint's rename and `latest` leaves a complete checkpoint that nothing names.
+    # A kill between renaming the first checkpoint and writing `latest` leaves a complete checkpoint without it.
     (run_dir.checkpoints / "latest").unlink()
     assert find(run_dir.path) == second
 
 
-def test_find_says_what_is_wrong(tmp_path: Path) -> None:
+def test_find_reports_missing_and_damaged_checkpoints(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "gpt2-run")
     with pytest.raises(UserError, match="no run directory or checkpoint"):
         find(run_dir.path)
@@ -78,28 +78,28 @@ def test_find_says_what_is_wrong(tmp_path: Path) -> None:
         find(other)
 
 
-def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_find_returns_the_newest_intact_checkpoint_of_a_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     first, second, third = write(run_dir, 5), write(run_dir, 6), write(run_dir, 7)
     (third / "rank-00000.safetensors").write_text("ab")
     assert find(run_dir.path) == second
     (second / "manifest.json").write_text("{")
     assert find(run_dir.path) == first
-    # Named itself, a damaged one is not replaced by another.
+    # A damaged checkpoint that is named explicitly is not replaced by another one.
     with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3"):
         find(third)
     (first / "rank-00000.safetensors").unlink()
     with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3") as caught:
         find(run_dir.path)
-    # All three are named as damaged, and none of them is what to resume from.
+    # The message lists all three as damaged, and suggests none of them.
     assert "all 3 checkpoints are damaged (step-00000007, step-00000006, step-00000005)" in caught.value.found
     assert "--resume" not in caught.value.instead
 
 
-@pytest.mark.parametrize("said", [0, 2, None, "1"])
-def test_an_index_of_another_format_is_refused(said: object, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_text(json.dumps({"format": said, "kinds": [], "parameters": {}}))
-    with pytest.raises(Damaged, match=rf"index.json is of format {said!r}"):
+@pytest.mark.parametrize("number", [0, 2, None, "1"])
+def test_an_index_of_another_format_is_rejected(number: object, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({"format": number, "kinds": [], "parameters": {}}))
+    with pytest.raises(Damaged, match=rf"index.json has format {number!r}"):
         read_index(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": 1, "kinds": [], "parameters": {}}))
     assert read_index(tmp_path).parameters == {}
@@ -118,14 +118,14 @@ def test_any_changed_byte_of_a_manifest_is_damage_or_harmless(tmp_path: Path) ->
     assert passed_over > len(whole)
 
 
-def test_a_latest_that_was_deleted_is_passed_over(tmp_path: Path) -> None:
+def test_a_deleted_latest_checkpoint_is_skipped(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     kept, deleted, later = write(run_dir, 5), write(run_dir, 6), write(run_dir, 9)
     (run_dir.checkpoints / "latest").write_text(deleted.name + "\n")
     deleted.rename(tmp_path / "elsewhere")
     assert candidates(run_dir.path) == [deleted, kept]
     assert find(run_dir.path) == kept
-    # Whatever else `latest` may say is as good as nothing.
+    # Any other content of `latest` is ignored.
     (run_dir.checkpoints / "latest").write_text("../../etc\n")
     assert candidates(run_dir.path) == [later, kept]
 
@@ -141,7 +141,7 @@ def test_a_kill_between_two_checkpoints_of_one_step_leaves_the_old_one(tmp_path:
     assert not aside.exists()
 
 
-def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+def test_verify_detects_a_changed_byte(tmp_path: Path) -> None:
     folder = write(RunDir(tmp_path), 1, "abcdef")
     verify(folder, read_manifest(folder))
     expected = read_manifest(folder)[0].sha256
@@ -159,7 +159,7 @@ def test_prune_keeps_the_last_ones_up_to_the_latest(tmp_path: Path) -> None:
         write(run_dir, step)
     assert [path.name for path in prune(run_dir, Keep(2))] == ["step-00000001", "step-00000002"]
     assert names(run_dir) == ["step-00000003", "step-00000004"]
-    # The run goes on from step 3 and saves step 3 again: it is the latest, and step 4 is not older than it.
+    # The run resumes and saves step 3 again: step 3 is the latest, and step 4 is not older.
     write(run_dir, 3)
     assert latest(run_dir) == "step-00000003"
     prune(run_dir, Keep(0))
@@ -167,7 +167,7 @@ def test_prune_keeps_the_last_ones_up_to_the_latest(tmp_path: Path) -> None:
     assert find(run_dir.path).name == "step-00000003"
 
 
-def test_some_steps_are_kept_for_ever(tmp_path: Path) -> None:
+def test_multiples_of_every_are_kept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 15, 20, 25, 30, 35):
         write(run_dir, step)
@@ -187,7 +187,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         "latest", "step-00000001", "step-00000002"]
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_of_killed_runs_are_removed(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write(run_dir, 1)
     left = start_partial(run_dir.checkpoints, 2)
@@ -197,7 +197,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_looking_for_a_checkpoint_imports_no_torch(tmp_path: Path) -> None:
+def test_find_imports_no_torch(tmp_path: Path) -> None:
     folder = write(RunDir(tmp_path), 1)
     program = ("import sys; from ezpz_llm.checkpoint import find; find(sys.argv[1]); "
                "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")

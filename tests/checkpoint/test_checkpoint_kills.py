@@ -1,4 +1,4 @@
-"""kill -9 of a rank at random moments of real training runs: only the steps since the last save are lost."""
+"""kill -9 of a rank at random moments of real runs: only the steps since the last save are lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "192", "--block-size", "32
 
 
 def come_to(moment: str, job: Job, run_dir: RunDir, victim: int, dice: random.Random) -> None:
-    """Wait for a random moment of that kind, after up to two saves of this life, or for the run's end."""
+    """Wait for a random moment of that kind, after up to two saves of this process, or for the end of the run."""
     if moment == "at any time":
         time.sleep(dice.uniform(0, 4))
         return
@@ -48,9 +48,9 @@ def come_to(moment: str, job: Job, run_dir: RunDir, victim: int, dice: random.Ra
 
 def kill_once(server: Server, words: list[str], run_dir: RunDir, moment: str,
               dice: random.Random) -> dict[str, Any]:
-    """One life of a run that ends by kill -9 of one rank, the other following; it leaves a whole checkpoint."""
-    found = complete(run_dir.checkpoints)
-    if found:
+    """Start or resume a run, kill one rank and then the other, and check that an intact checkpoint is left."""
+    saved = complete(run_dir.checkpoints)
+    if saved:
         words = [*words, "--resume", str(run_dir.path)]
     elif run_dir.metrics.exists():
         run_dir.metrics.unlink()
@@ -58,7 +58,7 @@ def kill_once(server: Server, words: list[str], run_dir: RunDir, moment: str,
     victim = dice.randrange(2)
     come_to(moment, job, run_dir, victim, dice)
     before = latest(run_dir.checkpoints)
-    os.kill(job.pids[victim], signal.SIGKILL)  # not yet waited for, so that the number is its own
+    os.kill(job.pids[victim], signal.SIGKILL)  # not reaped yet, so the PID cannot be reused
     time.sleep(dice.uniform(0, 0.3))
     job.kill()
     codes = job.wait()
@@ -70,12 +70,12 @@ def kill_once(server: Server, words: list[str], run_dir: RunDir, moment: str,
         assert latest(run_dir.checkpoints) == folder
     done = -9 not in codes
     assert done or codes[victim] == -9, job.output
-    return {"moment": moment, "rank": victim, "resumed": bool(found), "was_writing": partial, "had_ended": done,
+    return {"moment": moment, "rank": victim, "resumed": bool(saved), "was_writing": partial, "had_ended": done,
             "left": step_of(find(run_dir.path)) if complete(run_dir.checkpoints) else None}
 
 
 def survive(server: Server, folder: Path, kills: int, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Kill a run that often, let it end, and compare it with one that nobody disturbed."""
+    """Kill a run `kills` times, let it end, and compare it with an undisturbed run."""
     words = [*RUN, "--steps", str(steps)]
     server.run(2, words, folder / "whole")
     expected = list(read_lines(RunDir(folder / "whole").metrics))
@@ -95,10 +95,10 @@ def survive(server: Server, folder: Path, kills: int, steps: int, seed: int) -> 
             job = server.run(2, [*words, *resumes], run_dir.path)
             if resumes:
                 assert "resuming after step" in job.output
-        found = list(read_lines(run_dir.metrics))
+        lines = list(read_lines(run_dir.metrics))
         for name in ("step", "loss", "grad_norm", "lr"):
-            assert [line[name] for line in found] == [line[name] for line in expected], name
-        assert [line.get("val_loss") for line in found] == [line.get("val_loss") for line in expected]
+            assert [line[name] for line in lines] == [line[name] for line in expected], name
+        assert [line.get("val_loss") for line in lines] == [line.get("val_loss") for line in expected]
         ends = [read_json(find(path) / STATE) for path in (run_dir.path, folder / "whole")]
         assert ends[0]["sample_hash"] == ends[1]["sample_hash"]
         round_ += 1
@@ -115,7 +115,7 @@ def test_five_kills(server: Server, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_kills(server: Server, tmp_path: Path, recording: bool) -> None:
-    """python3 benchmarks/record.py kills: 19 minutes on two busy cores."""
+    """Run by `python3 benchmarks/record.py kills`: 19 minutes on two busy cores."""
     lives = survive(server, tmp_path, kills=50, steps=300, seed=50)
     assert sum(life["was_writing"] for life in lives) >= 10
     if recording:

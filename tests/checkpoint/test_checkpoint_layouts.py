@@ -1,4 +1,4 @@
-"""A run that goes on under another layout, on other ranks, with other batches: same losses, same samples."""
+"""Resuming under other layouts, numbers of ranks and batches: same losses, same samples."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "sp2": (4, ["--ds-config", "sp2"]),
     "sp4": (4, ["--ds-config", "sp2", "--sp", "4"]),
 }
-"""Ranks and words of every layout that fits on 4 CPU ranks, and on fewer."""
+"""Ranks and options of every layout that fits on at most 4 CPU ranks."""
 OPS = ("cpu_adam", "pin_memory", "async_io")
 STEPS = 3
 CLOSE = 1e-5
@@ -71,33 +71,33 @@ def words_of(name: str) -> list[str]:
 
 
 def ask(server: Server, folder: Path, program: str, name: str, words: Iterable[str] = (), ranks: int | None = None,
-        **wanted: Any) -> dict[str, Any]:
-    """What a program of resuming.py finds under the layout `name`."""
+        **arguments: Any) -> dict[str, Any]:
+    """Run a program of resuming.py under the layout `name` and return its result."""
     run_dir = folder / f"{program}-{name.replace(' ', '_')}-{len(list(folder.iterdir()))}"
     out = run_dir.with_suffix(".json")
-    question = {"words": [*words_of(name), *words], "steps": STEPS, "out": str(out), **wanted}
-    server.run(LAYOUTS[name][0] if ranks is None else ranks, [json.dumps(question)], run_dir, f"resuming:{program}")
+    request = {"words": [*words_of(name), *words], "steps": STEPS, "out": str(out), **arguments}
+    server.run(LAYOUTS[name][0] if ranks is None else ranks, [json.dumps(request)], run_dir, f"resuming:{program}")
     return json.loads(out.read_text())
 
 
-def apart(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+def largest_difference(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 def hash_of(stream: Any, consumed: int, seed: int = 1337) -> str:
-    """What the first samples hash to, one by one, with no ranks and no batches about."""
-    one_by_one = Batches(stream, block_size=BLOCK, seed=seed, global_batch=1, micro_batch=1, dp_rank=0, dp_size=1)
-    total = sum(hash_samples(number, one_by_one.micro_batches(number)[0][0]) for number in range(consumed))
+    """Return the hash of the first samples, read one at a time without ranks or batches."""
+    samples = Batches(stream, block_size=BLOCK, seed=seed, global_batch=1, micro_batch=1, dp_rank=0, dp_size=1)
+    total = sum(hash_samples(number, samples.micro_batches(number)[0][0]) for number in range(consumed))
     return Position(consumed, total % 2**64).sample_hash
 
 
 def compare(saved: dict[str, Any], resumed: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of losses by (saved layout -> resumed layout), once the samples are the same."""
+    """Check that the samples are equal; return the largest difference of losses by "saved -> resumed" layout."""
     differences = {}
-    for after, found in resumed.items():
-        for before, run in found.items():
+    for after, runs in resumed.items():
+        for before, run in runs.items():
             pair = f"{before} -> {after}"
-            differences[pair] = apart(run["losses"], saved[before]["losses"])
+            differences[pair] = largest_difference(run["losses"], saved[before]["losses"])
             assert (run["consumed"], run["sample_hash"]) == (saved[before]["consumed"],
                                                              saved[before]["sample_hash"]), pair
     return differences
@@ -105,11 +105,11 @@ def compare(saved: dict[str, Any], resumed: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.full
 def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
-    """Each starts from its own checkpoint: whatever was saved is joined, cut and given to other ranks."""
+    """Resume each layout from the checkpoints of several others."""
     first = ("zero3 on 2", "pp2_tp2", "fsdp2_within2", "one process")
     saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in first}
-    places = {name: found["folder"] for name, found in saved.items()}
-    resumed = {name: ask(server, tmp_path, "go_on_from_each", name, checkpoints=places)
+    folders = {name: result["folder"] for name, result in saved.items()}
+    resumed = {name: ask(server, tmp_path, "go_on_from_each", name, checkpoints=folders)
                for name in ("tp2", "zero2", "fsdp2_within2")}
     differences = compare(saved, resumed)
     assert len(differences) == 12
@@ -121,21 +121,21 @@ def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server, tmp_path: Path) -> None:
-    """Peers of a divided layer must draw the same masks, which the ranks of another layout did not."""
+    """Tensor-parallel peers must draw the same dropout masks, unlike ranks of another layout."""
     dropout = ["--dropout", "0.1"]
     saved = {name: ask(server, tmp_path, "save_and_go_on", name, dropout) for name in ("ddp on 2", "tp2 on 2")}
-    places = {name: found["folder"] for name, found in saved.items()}
-    found = ask(server, tmp_path, "go_on_from_each", "tp2 on 2", dropout, checkpoints=places)
-    assert found["tp2 on 2"]["losses"] == saved["tp2 on 2"]["losses"]
-    for before in places:
-        first, second = found[before]["random_states"]
+    folders = {name: result["folder"] for name, result in saved.items()}
+    runs = ask(server, tmp_path, "go_on_from_each", "tp2 on 2", dropout, checkpoints=folders)
+    assert runs["tp2 on 2"]["losses"] == saved["tp2 on 2"]["losses"]
+    for before in folders:
+        first, second = runs[before]["random_states"]
         assert first == second, before
-    assert found["ddp on 2"]["random_states"] != found["tp2 on 2"]["random_states"]
+    assert runs["ddp on 2"]["random_states"] != runs["tp2 on 2"]["random_states"]
 
 
 @pytest.mark.full
 def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Server, tmp_path: Path) -> None:
-    """One run in four lives: other ranks, another layout, another global batch and micro batch each time."""
+    """Resume a run three times, each time with other ranks, layout, global batch and micro batch."""
     run_dir, step = tmp_path / "run", 0
     lives = [(2, "zero1 on 3, global batch 6", ["--global-batch-size", "8", "--micro-batch-size", "1"], 5),
              (2, "tp2", ["--global-batch-size", "3", "--micro-batch-size", "3"], 9),
@@ -160,14 +160,14 @@ def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Ser
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_pair_of_layouts(server: Server, tmp_path: Path, recording: bool) -> None:
-    """python3 benchmarks/record.py resume-matrix: 10 minutes on two cores."""
+    """Run by `python3 benchmarks/record.py resume-matrix`: 10 minutes on two cores."""
     names = [name for name in LAYOUTS if "zero3_" not in name or all(map(is_built, OPS))]
     saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in names}
-    places = {name: found["folder"] for name, found in saved.items()}
+    folders = {name: result["folder"] for name, result in saved.items()}
     resumed = {}
     for name in names:
         resumed[name] = ask(server, tmp_path, "go_on_from_each", name, checkpoints={
-            other: place for other, place in places.items() if _global_batch(other) == _global_batch(name)})
+            other: folder for other, folder in folders.items() if _global_batch(other) == _global_batch(name)})
     differences = compare(saved, resumed)
     if recording:
         worst = max(differences, key=differences.__getitem__)

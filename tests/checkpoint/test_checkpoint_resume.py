@@ -1,4 +1,4 @@
-"""Saving and loading in real runs: one rank and two, every layout, failures and kills. See checkpoint_ranks.py."""
+"""Saving and loading in real runs (checkpoint_ranks.py): one and two ranks, every layout, failures, kills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
 
 
 def run(ranks: int, programs: str, folder: Path, *layouts: str) -> dict[str, Any]:
-    """The results of the programs by name."""
+    """Run programs of checkpoint_ranks.py and return their results by name."""
     words = [sys.executable, str(PROGRAM), programs, str(folder), *layouts]
     alone = {name: value for name, value in environment().items() if not name.startswith("MASTER_")}
     launcher = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
@@ -46,17 +46,17 @@ def run(ranks: int, programs: str, folder: Path, *layouts: str) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two ranks save; one process loads that, and saves; two new processes load both."""
+    """Save with two ranks, load and save with one process, and load both in two new processes."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    # All of the small model's parameters would stay whole on every rank, in one sub-group: here none do.
+    # By default all parameters of the small model would persist on every rank, in one sub-group.
     pieces = folder / "zero3_in_pieces.json"
     pieces.write_text(json.dumps({"zero_optimization": {
         "stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}}))
     extra = ["zero3_offload_optimizer"] if is_built("cpu_adam") else []
     programs = "same_layout,cross_layout,failures,background,background_failure,fall_back"
-    found = run(2, programs, folder, str(pieces), *extra)
-    found |= run(1, "other_world,train_alone", folder)
-    return found | run(2, "new_process", folder)
+    outcomes = run(2, programs, folder, str(pieces), *extra)
+    outcomes |= run(1, "other_world,train_alone", folder)
+    return outcomes | run(2, "new_process", folder)
 
 
 def close(ours: list[float], theirs: list[float]) -> bool:
@@ -68,19 +68,19 @@ def close(ours: list[float], theirs: list[float]) -> bool:
 def test_a_resumed_run_equals_an_unbroken_one_to_the_last_digit(results: dict[str, Any], layout: str) -> None:
     if layout not in results["same_layout"]:
         pytest.skip("DeepSpeed's cpu_adam op is not built (ezpz-llm doctor --build-ops)")
-    found = results["same_layout"][layout]
-    assert found["resumed"] == found["straight"]
-    assert len(set(found["straight"])) == 20
-    assert found["straight"][-1] < found["straight"][0]
+    losses = results["same_layout"][layout]
+    assert losses["resumed"] == losses["straight"]
+    assert len(set(losses["straight"])) == 20
+    assert losses["straight"][-1] < losses["straight"][0]
 
 
 @pytest.mark.full
-def test_also_in_a_process_that_never_saw_the_run(results: dict[str, Any]) -> None:
+def test_a_new_process_resumes_bitwise(results: dict[str, Any]) -> None:
     assert results["new_process"]["zero2"] == results["same_layout"]["zero2"]["straight"][10:]
 
 
 @pytest.mark.full
-def test_what_was_saved_comes_back(results: dict[str, Any]) -> None:
+def test_load_returns_the_saved_state(results: dict[str, Any]) -> None:
     state = results["same_layout"]["zero1"]["state"]
     assert (state["step"], state["consumed"], state["optimizer_step"]) == (10, 80, 10)
     assert (state["world_size"], state["layout"], state["rng_restored"]) == (2, "zero1", True)
@@ -91,93 +91,93 @@ def test_what_was_saved_comes_back(results: dict[str, Any]) -> None:
 def test_another_layout_goes_on_with_the_same_losses(results: dict[str, Any]) -> None:
     pairs = results["cross_layout"]["pairs"]
     assert len(pairs) == 6
-    for pair, (expected, found) in pairs.items():
-        assert close(found, expected), pair
+    for pair, (expected, losses) in pairs.items():
+        assert close(losses, expected), pair
 
 
 @pytest.mark.full
-def test_another_number_of_ranks_goes_on_with_the_same_losses(results: dict[str, Any]) -> None:
-    for layout, found in results["other_world"].items():
-        assert close(found["losses"], results["cross_layout"]["expected"][layout]), layout
-        assert not found["rng_restored"]
+def test_another_number_of_ranks_resumes_with_the_same_losses(results: dict[str, Any]) -> None:
+    for layout, resumed in results["other_world"].items():
+        assert close(resumed["losses"], results["cross_layout"]["expected"][layout]), layout
+        assert not resumed["rng_restored"]
     assert close(results["new_process"]["alone in zero3"], results["train_alone"]["losses"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_told_on_all(results: dict[str, Any], rank: int) -> None:
+def test_a_full_disk_on_one_rank_is_reported_on_all(results: dict[str, Any], rank: int) -> None:
     first, second = results["failures"][f"full disk on rank {rank}"]
     assert first == second
     assert "the checkpoint of step 2 could not be written" in first
-    assert "step-00000001 stands" in first
+    assert "step-00000001 is intact" in first
     assert f"rank {rank}" in first
     assert results["failures"]["left after a full disk"] == ["latest", "step-00000001"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("failure", "told"), [
+@pytest.mark.parametrize(("failure", "message"), [
     ("another model", "transformer.wte.weight is [64, 24] in the checkpoint, [64, 48] in the model"),
     ("flipped byte", "rank-00001.safetensors has sha256"),
     ("missing file", "index.json is missing"),
 ])
-def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(results: dict[str, Any], failure: str,
-                                                                told: str) -> None:
+def test_a_checkpoint_that_does_not_fit_is_rejected_on_all_ranks(results: dict[str, Any], failure: str,
+                                                                 message: str) -> None:
     first, second = results["failures"][failure]
     assert first == second
-    assert told in first
+    assert message in first
     assert results["failures"]["unchanged by failed loads"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "zero0", "zero1", "zero2", "zero3"])
-def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(results: dict[str, Any],
-                                                                        layout: str) -> None:
-    found = results["background"]
+def test_a_background_save_writes_the_state_of_its_step(results: dict[str, Any],
+                                                       layout: str) -> None:
+    saves = results["background"]
     for step in (2, 4):
-        resumed, straight = found[f"{layout} from {step}"]
+        resumed, straight = saves[f"{layout} from {step}"]
         assert resumed == straight, step
-    assert found[layout]["folders"] == ["step-00000002", "step-00000004"]
-    assert found[layout]["left"] == ["latest", "step-00000002", "step-00000004"]
-    assert found[layout]["saved twice"]
+    assert saves[layout]["folders"] == ["step-00000002", "step-00000004"]
+    assert saves[layout]["left"] == ["latest", "step-00000002", "step-00000004"]
+    assert saves[layout]["saved twice"]
 
 
 @pytest.mark.full
-def test_a_save_in_the_background_does_not_wait_for_the_disk(results: dict[str, Any]) -> None:
+def test_a_background_save_does_not_wait_for_the_disk(results: dict[str, Any]) -> None:
     assert any(any(results["background"][layout]["busy"]) for layout in ("ddp", "zero1"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_in_the_background_is_told_at_a_step_boundary(results: dict[str, Any], rank: int) -> None:
-    found = results["background_failure"]
-    first, second = found[f"full disk on rank {rank}"]
+def test_a_full_disk_in_the_background_is_reported_at_a_step_boundary(results: dict[str, Any], rank: int) -> None:
+    failures = results["background_failure"]
+    first, second = failures[f"full disk on rank {rank}"]
     assert first == second
     assert "the checkpoint of step 1 could not be written" in first
-    assert "step-00000000 stands" in first
+    assert "step-00000000 is intact" in first
     assert f"rank {rank}" in first
-    assert found["left"] == ["latest", "step-00000000"]
-    assert found["then"] == "step-00000001"
+    assert failures["left"] == ["latest", "step-00000000"]
+    assert failures["then"] == "step-00000001"
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(results: dict[str, Any]) -> None:
-    found = results["fall_back"]
-    assert (found["newest"]["folder"], found["newest"]["state"]) == ("step-00000002", 2)
-    assert found["newest"]["error"] == ["no error"] * 2
-    assert len(found["newest"]["passed over"]) == 1
-    assert "rank-00001.safetensors has sha256" in found["newest"]["passed over"][0]
-    assert found["newest"]["losses"][1:] == found["expected"]
-    assert found["newest"]["accepted"] == ["step-00000002 2"]
-    assert found["two"]["folder"] == "step-00000001"
-    assert len(found["two"]["passed over"]) == 2
-    assert found["two"]["losses"][2:] == found["expected"]
-    first, second = found["all"]["error"]
+def test_all_ranks_skip_a_damaged_checkpoint(results: dict[str, Any]) -> None:
+    loads = results["fall_back"]
+    assert (loads["newest"]["folder"], loads["newest"]["state"]) == ("step-00000002", 2)
+    assert loads["newest"]["error"] == ["no error"] * 2
+    assert len(loads["newest"]["passed over"]) == 1
+    assert "rank-00001.safetensors has sha256" in loads["newest"]["passed over"][0]
+    assert loads["newest"]["losses"][1:] == loads["expected"]
+    assert loads["newest"]["accepted"] == ["step-00000002 2"]
+    assert loads["two"]["folder"] == "step-00000001"
+    assert len(loads["two"]["passed over"]) == 2
+    assert loads["two"]["losses"][2:] == loads["expected"]
+    first, second = loads["all"]["error"]
     assert first == second
     assert "rank-00001.safetensors has sha256" in first
 
 
-def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
-    """Kill -9 in the middle of a save, twice: `latest` names a whole checkpoint, and the next run clears up."""
+def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """Kill a process during a save, twice: `latest` names an intact checkpoint, and the next run cleans up."""
     checkpoints = tmp_path / "checkpoints"
     killed_while_writing = 0
     for wait in (0.0, random.Random(0).uniform(0, 0.05)):

@@ -1,4 +1,4 @@
-"""Random states and host copies of one process, on the CPU and, where there is one, on a GPU."""
+"""Random states and CPU copies in one process, on the CPU and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[
 
 
 def draws(device: torch.device) -> list[object]:
-    """A few numbers of every generator; an odd count, so that the cached second normal is part of the state."""
+    """Return numbers of every generator; an odd count of normals, so that the cached second one is in the state."""
     dropped = torch.nn.functional.dropout(torch.ones(64, device=device), 0.5)
     return [dropped.tolist(), torch.rand(3).tolist(), torch.rand(3, device=device).tolist(), random.random(),
             random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1).tolist()]
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_generator_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+def test_every_generator_continues_after_restore(name: str, tmp_path: Path) -> None:
     device = torch.device(name)
     draws(device)
     states = writer.capture(device)
@@ -39,7 +39,7 @@ def test_every_generator_goes_on_where_it_was(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_copy_in_host_memory_is_of_its_moment_and_the_memory_is_used_again(name: str, tmp_path: Path) -> None:
+def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, tmp_path: Path) -> None:
     device = torch.device(name)
     model = torch.nn.Linear(300, 70).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -56,8 +56,8 @@ def test_a_copy_in_host_memory_is_of_its_moment_and_the_memory_is_used_again(nam
             model.weight.fill_(number)
             moment.fill_(number)
         record, _ = write_shard(tmp_path, copy)
-        found = load_file(tmp_path / record.name)
-        assert torch.equal(found["weight/weight"], expected[0])
-        assert torch.equal(found["exp_avg/bias"], expected[1])
+        written = load_file(tmp_path / record.name)
+        assert torch.equal(written["weight/weight"], expected[0])
+        assert torch.equal(written["exp_avg/bias"], expected[1])
         places.append(memory._memory.data_ptr())
     assert len(set(places)) == 1

@@ -136,7 +136,7 @@ def test_unknown_and_unsupported_tokenizers_are_rejected_by_name(place: Path) ->
     folder = weights(place / "hf", None, vocab_size=300)
     for check in (lambda: train("--init-from", folder, "--corpus", "text.txt"),
                   lambda: evaluated(folder, "--corpus", "text.txt")):
-        with pytest.raises(UserError, match="do not say how text becomes their tokens") as caught:
+        with pytest.raises(UserError, match="the tokenizer of the weights is unknown") as caught:
             check()
         assert "--tokenizer gpt2 for GPT-2's" in caught.value.instead
     assert train("--init-from", folder, "--corpus", "text.txt", "--tokenizer", "bytes").config.tokenizer == "bytes"

@@ -1,4 +1,4 @@
-"""`evaluate`, `generate` and `checkpoint` on a run that was really trained, and fine-tuning from what they give."""
+"""`evaluate`, `generate` and `checkpoint` on a trained run, and fine-tuning from the run and its export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ITEMS = [{"ctx": f"def f{n}(x):", "endings": ["return x", "zqj", "pass it on", "
 
 
 def run(*words: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """A command of ours through launch, to its end."""
+    """Run one of our commands under launch."""
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", str(cwd / f"at-{words[1]}"),
                sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[2:]]
     return subprocess.run(command, env=ENV, cwd=cwd, capture_output=True, text=True,
@@ -40,7 +40,7 @@ def run(*words: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run on two ranks with two checkpoints, and HellaSwag in training."""
+    """Train 40 steps on two ranks with two checkpoints, and HellaSwag in training."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
     done = run("train", "run", *SMALL, *SHAPE, "--steps", "40", "--lr", "0.002", "--save-every", "20",
@@ -60,7 +60,7 @@ def exported(trained: Path) -> Path:
 
 @pytest.fixture
 def inside(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run directories of commands in this process go here."""
+    """Change to a temporary folder, for the run directories of commands in this process."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -70,7 +70,7 @@ def result_in(folder: Path) -> RunDir:
 
 
 @pytest.mark.full
-def test_hellaswag_in_training_is_on_its_step_and_in_the_record(trained: Path) -> None:
+def test_hellaswag_in_training_is_in_metrics_and_record(trained: Path) -> None:
     lines = list(read_lines(RunDir(trained / "at-run").metrics))
     scored = [line for line in lines if "hellaswag_acc" in line]
     assert [line["step"] for line in scored] == [20, 40]
@@ -81,23 +81,23 @@ def test_hellaswag_in_training_is_on_its_step_and_in_the_record(trained: Path) -
     assert "HellaSwag after step 20: acc_norm" in (trained / "log").read_text()
 
 
-def test_validation_alone_is_what_the_run_measured(trained: Path, exported: Path, inside: Path,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_val_equals_the_loss_of_the_run(trained: Path, exported: Path, inside: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
     measured = read_record(RunDir(trained / "at-run"))["val_loss"]
     assert evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu",
                           "--run-dir", "result"]) == 0
-    found = read_record(result_in(inside))["evaluation"]["val"]
-    assert found["val_loss"] == pytest.approx(measured, rel=1e-6)
-    assert found["val_tokens"] == 2048
+    result = read_record(result_in(inside))["evaluation"]["val"]
+    assert result["val_loss"] == pytest.approx(measured, rel=1e-6)
+    assert result["val_tokens"] == 2048
     assert f"val_loss    {measured:.4f}" in capsys.readouterr().out
     shutil.rmtree(inside / "result")
     evaluate.main(["val", str(exported), "--precision", "fp32", "--corpus", "stdlib", "--tokens", "2048",
                    "--run-dir", "result"])
-    # The export has no padded rows, which took part in the run's softmax.
+    # The run's softmax includes padded rows, which the export does not have.
     assert read_record(result_in(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
 
 
-def test_a_corpus_named_from_another_folder_is_read_from_the_runs_shards(trained: Path, inside: Path) -> None:
+def test_a_corpus_with_a_path_from_another_folder_is_read_from_the_runs_shards(trained: Path, inside: Path) -> None:
     shutil.copytree(trained / "at-run", inside / "moved")
     path = inside / "moved/run.json"
     record = json.loads(path.read_text())
@@ -112,17 +112,17 @@ def test_a_corpus_named_from_another_folder_is_read_from_the_runs_shards(trained
         evaluate.main(["val", "moved", "--check"])
 
 
-def test_hellaswag_alone_is_what_the_run_scored(trained: Path, inside: Path) -> None:
+def test_evaluate_hellaswag_equals_the_score_of_the_run(trained: Path, inside: Path) -> None:
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--items", "6",
                    "--precision", "fp32", "--device", "cpu", "--run-dir", "result"])
-    found = read_record(result_in(inside))["evaluation"]["hellaswag"]
+    result = read_record(result_in(inside))["evaluation"]["hellaswag"]
     record = read_record(RunDir(trained / "at-run"))["hellaswag"]
-    assert {key: found[key] for key in ("acc", "acc_norm", "items")} == {
+    assert {key: result[key] for key in ("acc", "acc_norm", "items")} == {
         key: record[key] for key in ("acc", "acc_norm", "items")}
 
 
-def test_neither_leaves_a_run_behind(trained: Path, inside: Path) -> None:
-    """`report` and `explain` without a name would take it for the newest run."""
+def test_evaluate_and_generate_leave_no_run_directory(trained: Path, inside: Path) -> None:
+    """Otherwise `report` and `explain` without a name would use it as the newest run."""
     evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu"])
     generate.main([str(trained / "at-run"), "--prompt", "import ", "--tokens", "2", "--device", "cpu"])
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", sys.executable, "-m", "ezpz_llm.generate",
@@ -139,8 +139,8 @@ def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_same_text_from_the_run_its_checkpoint_and_its_export(trained: Path, exported: Path, inside: Path,
-                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_checkpoint_and_export_generate_the_same_text(trained: Path, exported: Path, inside: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--prompt", "import ", "--tokens", "12", "--samples", "3", "--batch", "2"]
     text = text_of(capsys, str(trained / "at-run"), *words)
     assert text.count("import ") == 3
@@ -148,9 +148,9 @@ def test_the_same_text_from_the_run_its_checkpoint_and_its_export(trained: Path,
         assert text_of(capsys, str(other), *words) == text
     assert text_of(capsys, str(exported), *words, "--seed", "43") != text
     assert text_of(capsys, str(trained / "at-run/checkpoints/step-00000020"), *words) != text
-    sure = text_of(capsys, str(exported), *words, "--top-k", "1").split("\n\n")[:3]
-    assert len(set(sure)) == 1
-    assert sure == text_of(capsys, str(exported), *words, "--temperature", "1e-6").split("\n\n")[:3]
+    greedy = text_of(capsys, str(exported), *words, "--top-k", "1").split("\n\n")[:3]
+    assert len(set(greedy)) == 1
+    assert greedy == text_of(capsys, str(exported), *words, "--temperature", "1e-6").split("\n\n")[:3]
 
 
 def test_a_text_ends_at_its_end_of_text_token() -> None:
@@ -161,12 +161,12 @@ def test_a_text_ends_at_its_end_of_text_token() -> None:
         [*b"ab", 256, *b"cd"])
 
 
-def test_inspect_says_what_is_there(trained: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_the_contents(trained: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint.main(["inspect", str(trained / "at-run"), "--parameters"]) == 0
     text = capsys.readouterr().out
-    for said in ("step            40", "layout          zero1", "tokenizer       bytes", "257 in 320 rows",
-                 "transformer.h.1.attn.c_attn.weight", "192x64"):
-        assert said in text
+    for row in ("step            40", "layout          zero1", "tokenizer       bytes", "257 in 320 rows",
+                "transformer.h.1.attn.c_attn.weight", "192x64"):
+        assert row in text
     checkpoint.main(["inspect", str(trained / "at-run"), "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["state"]["consumed"] == 40 * 8
@@ -175,11 +175,11 @@ def test_inspect_says_what_is_there(trained: Path, exported: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["model"]["vocab_size"] == 257
 
 
-def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_damaged_checkpoints_and_continues(trained: Path, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(trained / "at-run", tmp_path / "run")
     assert checkpoint.main(["verify", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    assert capsys.readouterr().out.count("intact") == 2
     folders = [tmp_path / f"run/checkpoints/step-000000{step}" for step in (20, 40)]
     shard = folders[0] / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -209,8 +209,8 @@ def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
 
 
 @pytest.mark.full
-def test_fine_tuning_begins_with_the_weights_under_any_layout(trained: Path, exported: Path) -> None:
-    """From the export and from the checkpoint alike; the first loss is far below that of initial weights."""
+def test_fine_tuning_starts_from_the_weights_under_any_layout(trained: Path, exported: Path) -> None:
+    """Start from the export and from the checkpoint; the first loss is far below that of random weights."""
     before = read_record(RunDir(trained / "at-run"))["val_loss"]
     first = {}
     for layout, source in (("tp2", trained / "at-run"), ("zero3", exported)):
@@ -229,7 +229,7 @@ def test_fine_tuning_begins_with_the_weights_under_any_layout(trained: Path, exp
 @pytest.mark.parametrize(("words", "message"), [
     (["--init-from", "RUN", "--n-layer", "3"], "n_layer is 3, the weights have 2"),
     (["--init-from", "RUN", "--model", "gpt2-124m"], "gpt2-124m is not the model of these weights"),
-    (["--init-from", "RUN", "--block-size", "128"], "or at most 64"),
+    (["--init-from", "RUN", "--block-size", "128"], "or pass at most 64"),
     (["--init-from", "nowhere/at/all"], "no folder at"),
     (["--hellaswag", "nowhere.jsonl"], "the HellaSwag file cannot be read"),
     (["--temperature", "0"], "temperature is 0.0"),
@@ -289,25 +289,25 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
                           env={**ENV, "HF_HOME": str(inside / "hf-home"), "HF_DATASETS_OFFLINE": "1"}, cwd=inside,
                           capture_output=True, text=True, timeout=scaled(200), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read_record(RunDir(inside / "made"))["evaluation"]["harness"]["endings"]
+    theirs = read_record(RunDir(inside / "made"))["evaluation"]["harness"]["endings"]
     ours = harness_score(trained, inside)
-    assert found["acc,none"] == ours
+    assert theirs["acc,none"] == ours
     with pytest.raises(UserError, match="the harness has no task 'nothing'"):
         evaluate.main(["harness", str(trained / "at-run"), "--tasks", "nothing", "--run-dir", "other"])
 
 
 def harness_score(trained: Path, inside: Path) -> float:
-    """Its acc by our own scores: here its text is ours, a space between context and ending."""
+    """Return our acc, which equals the harness's here: the text has one space between context and ending."""
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--precision",
                    "fp32", "--device", "cpu", "--run-dir", "ours"])
     return read_record(RunDir(inside / "ours"))["evaluation"]["hellaswag"]["acc"]
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download needs: the list of a model's files, and the files."""
+    """Stand-in for the hub: the list of a model's files, and the files."""
 
     files: ClassVar[dict[str, bytes]] = {}
-    asked: ClassVar[list[str]] = []
+    requested: ClassVar[list[str]] = []
 
     @classmethod
     def commit(cls) -> str:
@@ -330,7 +330,7 @@ class Hub(BaseHTTPRequestHandler):
                                "downloads": 0, "siblings": [{"rfilename": file} for file in self.files]}).encode()
         elif path.startswith("/some/model/resolve/") and name in self.files:
             body = self.files[name]
-            self.asked.append(name)
+            self.requested.append(name)
         else:
             self.send_error(404)
             return
@@ -346,10 +346,10 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_fetch_downloads_what_is_needed_and_nothing_to_unpickle(exported: Path, tmp_path: Path) -> None:
+def test_fetch_downloads_the_needed_files_and_no_pickles(exported: Path, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     Hub.files = {path.name: path.read_bytes() for path in exported.iterdir()} | {"pytorch_model.bin": b"x" * 99}
-    Hub.asked = []
+    Hub.requested = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {**ENV, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
@@ -361,24 +361,24 @@ def test_fetch_downloads_what_is_needed_and_nothing_to_unpickle(exported: Path, 
 
     try:
         before = ezpz("ezpz_llm.generate", "some/model", "--check")
-        assert (before.returncode, Hub.asked) == (2, [])
+        assert (before.returncode, Hub.requested) == (2, [])
         assert "ezpz-llm checkpoint fetch some/model" in before.stderr
         done = ezpz("ezpz_llm.checkpoint", "fetch", "some/model")
         assert done.returncode == 0, done.stderr
         assert f"downloading some/model from {env['HF_ENDPOINT']}" in done.stderr
-        assert {"config.json", "model.safetensors"} <= set(Hub.asked)
-        assert "pytorch_model.bin" not in Hub.asked
-        found = ezpz("ezpz_llm.checkpoint", "inspect", "some/model", "--json")
-        assert found.returncode == 0, found.stderr
-        assert json.loads(found.stdout)["model"]["vocab_size"] == 257
+        assert {"config.json", "model.safetensors"} <= set(Hub.requested)
+        assert "pytorch_model.bin" not in Hub.requested
+        inspected = ezpz("ezpz_llm.checkpoint", "inspect", "some/model", "--json")
+        assert inspected.returncode == 0, inspected.stderr
+        assert json.loads(inspected.stdout)["model"]["vocab_size"] == 257
         missing = ezpz("ezpz_llm.checkpoint", "fetch", "some/other")
         assert missing.returncode == 1
         assert "the download failed" in missing.stderr
         assert "Traceback" not in missing.stderr
-        Hub.files, Hub.asked = {"config.json": b'{"model_type": "bert"}', "model.safetensors": b"x" * 999}, []
-        refused = ezpz("ezpz_llm.checkpoint", "fetch", "some/model", "--revision", "main")
-        assert "model_type is 'bert'" in refused.stderr
-        assert "model.safetensors" not in Hub.asked
+        Hub.files, Hub.requested = {"config.json": b'{"model_type": "bert"}', "model.safetensors": b"x" * 999}, []
+        unsupported = ezpz("ezpz_llm.checkpoint", "fetch", "some/model", "--revision", "main")
+        assert "model_type is 'bert'" in unsupported.stderr
+        assert "model.safetensors" not in Hub.requested
     finally:
         server.shutdown()
         server.server_close()

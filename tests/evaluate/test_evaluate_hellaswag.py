@@ -1,4 +1,4 @@
-"""HellaSwag: both definitions on items with known answers, and what a file must be."""
+"""HellaSwag: both definitions on items with known answers, and validation of the file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHARED = ROOT.parent / "shared/data/hellaswag_val.jsonl.gz"
 KNOWN = [Item("a", ("xx", "yyyyyyyyy", "z", "w"), 0), Item("b", ("xx", "yyyyyyyyy", "zz", "w"), 1),
          Item("c", ("qq", "xx", "yyyyyyyyy", "zz"), 2), Item("d", ("w", "zz", "yyyyyyyyy", "xx"), 3)]
 PRICE = {ord(" "): 0.0, ord("x"): 1.0, ord("y"): 0.5, ord("z"): 3.0, ord("w"): 9.0, ord("q"): 5.0}
-"""Nats of each character. By sums "xx" (2.0) is the likeliest of all; by means over three and ten tokens, the space
-among them, "yyyyyyyyy" is (4.5 / 10 against 2 / 3)."""
+"""Nats of each character. By sum, "xx" (2.0) is the most likely ending; by mean per token, with the space,
+"yyyyyyyyy" is (4.5 / 10 against 2 / 3)."""
 ANSWER = Score(acc=0.5, acc_norm=0.5, items=4, truncated=0)
 
 
@@ -44,15 +44,15 @@ def scored(row_losses, items, **changes) -> Score:
 
 
 def test_both_definitions_give_the_known_answers() -> None:
-    """By sums items 0 and 3 are right, by means items 1 and 2."""
+    """Items 0 and 3 are right by sum, items 1 and 2 by mean."""
     assert scored(priced, KNOWN) == ANSWER
     assert scored(priced, [KNOWN[0], KNOWN[3]]) == Score(1.0, 0.0, 2, 0)
     assert scored(priced, [KNOWN[1], KNOWN[2]]) == Score(0.0, 1.0, 2, 0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_is_no_score(value: float) -> None:
-    """argmin would take NaN for the smallest, and score 0.5 here."""
+def test_a_loss_that_is_not_finite_is_an_error(value: float) -> None:
+    """argmin treats NaN as the smallest, which would score 0.5 here."""
     def diverged(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return priced(tokens, targets).index_fill(0, torch.tensor([1]), value)
 
@@ -71,7 +71,7 @@ def test_ending_tokens_begin_with_a_space_and_only_they_count() -> None:
     tokens, targets = _batch(rows, 5, 1)
     assert tokens.tolist()[:2] == [list(b"ab c"), [*b"ab ", 0]]
     assert targets.tolist()[:2] == [[-100, *b" cd"], [-100, *b" e", -100]]
-    assert targets[4].tolist() == [-100] * 4  # a row that nobody asked for
+    assert targets[4].tolist() == [-100] * 4  # a padding row
 
 
 def test_a_leading_space_changes_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_padding_does_not_change_a_score() -> None:
     assert len(set(together.tolist())) == 4
 
 
-def test_a_context_that_is_too_long_loses_its_beginning() -> None:
+def test_a_context_that_is_too_long_is_truncated_at_its_beginning() -> None:
     [row, *_] = _rows(Item("0123456789", ("abc", "d", "e", "f"), 0), BYTES, 8)
     assert row.tokens.tolist() == list(b"56789 abc")
     assert row.truncated
@@ -109,16 +109,16 @@ def test_a_context_that_is_too_long_loses_its_beginning() -> None:
 
 
 def test_ranks_take_every_item_once_in_equally_many_batches() -> None:
-    """10,042 items do not come out even on 8 ranks: rates of ranks must not be averaged."""
+    """10,042 items are not a multiple of 8 ranks, so accuracies of ranks must not be averaged."""
     shares = [list(_shares(10_042, 16, rank, 8)) for rank in range(8)]
     assert {len(share) for share in shares} == {-(-1256 // 16)}
-    taken = [number for share in shares for batch in share for number in batch]
-    assert sorted(taken) == list(range(10_042))
+    scored_items = [number for share in shares for batch in share for number in batch]
+    assert sorted(scored_items) == list(range(10_042))
     assert all(number % 8 == rank for rank, share in enumerate(shares) for batch in share for number in batch)
     assert list(_shares(1, 4, 1, 2)) == [[]]
 
 
-def test_what_is_no_item_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_item_is_reported_with_its_line(tmp_path: Path) -> None:
     good = json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": "2"})
     path = tmp_path / "items.jsonl"
     for bad, message in (("{", "not a HellaSwag item"), ('{"ctx": "a"}', "endings"), ("[]", "not a HellaSwag item"),
@@ -140,7 +140,7 @@ def test_what_is_no_item_is_named_with_its_line(tmp_path: Path) -> None:
         read_items(packed)
 
 
-@pytest.mark.skipif(not SHARED.is_file(), reason="no HellaSwag file beside the checkout")
+@pytest.mark.skipif(not SHARED.is_file(), reason="the HellaSwag file is not in ../shared/data")
 def test_the_published_split_is_read_whole() -> None:
     items = read_items(SHARED)
     assert len(items) == 10_042

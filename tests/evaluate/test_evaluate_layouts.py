@@ -1,6 +1,6 @@
-"""Models of Hugging Face's under every layout: loss, HellaSwag, samples, and the export of what was trained there.
+"""Hugging Face models under every layout: loss, HellaSwag, samples, and export after training.
 
-A job of two ranks and one of four, read by many tests. What each should find comes from transformers.
+Many tests read the results of one job of two ranks and one of four. transformers computes the expected values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VOCABULARY = 258
 
 
 def make_models(folder: Path) -> None:
-    """A GPT-2 and a Llama with few, large random weights, and items to score."""
+    """Save a small GPT-2 and a small Llama with large random weights, and HellaSwag items."""
     import transformers
 
     torch.manual_seed(1)
@@ -89,7 +89,7 @@ def load(folder: Path) -> Any:
 
 @torch.no_grad()
 def expected(folder: Path, name: str) -> dict[str, Any]:
-    """By transformers alone, with HellaSwag scored as the published token script does it."""
+    """Compute expected values with transformers, with HellaSwag scored as in the published script."""
     model = load(folder / name)
     tokens, targets = held_out()
     loss = functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
@@ -119,22 +119,22 @@ def truth(two: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(run: str, results: dict[str, Any], truth: dict[str, Any]) -> None:
-    found, wanted = results[run], truth[run.partition(":")[0]]
-    loss, tokens = found["val"]
-    assert tokens == wanted["val"][1]
-    assert loss == pytest.approx(wanted["val"][0], rel=1e-6)
-    assert found["hellaswag"] == wanted["hellaswag"]
-    assert found["ids"] == wanted["ids"]
-    assert found["everywhere"]
-    assert found["again"]
-    assert found["random state kept"]
-    assert found["training"]
+    result, reference = results[run], truth[run.partition(":")[0]]
+    loss, tokens = result["val"]
+    assert tokens == reference["val"][1]
+    assert loss == pytest.approx(reference["val"][0], rel=1e-6)
+    assert result["hellaswag"] == reference["hellaswag"]
+    assert result["ids"] == reference["ids"]
+    assert result["everywhere"]
+    assert result["again"]
+    assert result["random state kept"]
+    assert result["training"]
     source = find_source(str(results["folder"] / run.replace(":", "-")), "test")
     out = export(source, results["folder"] / f"{run.replace(':', '-')}-hf").folder
     with torch.no_grad():
         logits = load(out)(held_out()[0][:2]).logits
     assert logits.shape[-1] == VOCABULARY
-    assert logits[:, -1, :257].numpy() == pytest.approx(torch.tensor(found["logits"]).numpy(), abs=1e-4)
+    assert logits[:, -1, :257].numpy() == pytest.approx(torch.tensor(result["logits"]).numpy(), abs=1e-4)
 
 
 @pytest.mark.full
@@ -150,7 +150,7 @@ def test_on_four_ranks(run: str, four: dict[str, Any], truth: dict[str, Any]) ->
 
 
 @pytest.mark.full
-def test_the_score_of_chance_is_not_what_is_compared(truth: dict[str, Any]) -> None:
-    """Both definitions give something else here, so that one could not stand in for the other."""
+def test_the_two_accuracies_differ(truth: dict[str, Any]) -> None:
+    """Check that the two definitions differ here, so that mixing them up would be noticed."""
     scores = [truth[name]["hellaswag"] for name in truth]
     assert any(score["acc"] != score["acc_norm"] for score in scores)

@@ -1,4 +1,4 @@
-"""Sampling: what is drawn, and what it leaves untouched."""
+"""Sampling: the tokens that are drawn, and the state that must not change."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_each_token_is_among_the_k_likeliest_of_its_cropped_context(model):
     assert torch.equal(ids[:, :3], prompt)
     assert lengths == [min(16, 3 + i) for i in range(40)]
     for at in range(3, 43):
-        likeliest = model(ids[:, max(0, at - 16):at])[:, -1, :257].topk(5).indices
-        assert bool((likeliest == ids[:, at:at + 1]).any(dim=1).all()), at
+        top = model(ids[:, max(0, at - 16):at])[:, -1, :257].topk(5).indices
+        assert bool((top == ids[:, at:at + 1]).any(dim=1).all()), at
     assert torch.equal(draw(last(model), prompt, top_k=1)[:, 3], model(prompt)[:, -1, :257].argmax(dim=-1))
 
 
@@ -84,7 +84,7 @@ def test_same_seed_same_text_and_other_seed_other_text(model):
 
 
 def test_a_training_run_does_not_notice_sampling(model):
-    """Dropout on, gradients half accumulated: weights after five steps are equal to the last bit."""
+    """Sample with dropout on and half-accumulated gradients: weights after five steps are bitwise equal."""
     def train(model, sampling):
         torch.manual_seed(5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -111,7 +111,7 @@ def test_a_training_run_does_not_notice_sampling(model):
 @pytest.mark.parametrize("top_k", [5, None])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_an_error_after_all_forward_passes(value, top_k):
-    """An error in between would leave the other ranks of a sharded model waiting."""
+    """An error before the last forward pass would leave the other ranks of a sharded model waiting."""
     logits, calls = torch.zeros(1, 320), []
     logits[0, 7] = value
 

@@ -1,4 +1,4 @@
-"""The validation loss: over every token once, whatever the number of ranks and the micro batch."""
+"""Validation loss: every token once, for any number of ranks and any micro batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 ALONE = Mesh(Degrees(1), 0)
 LENGTH = 16
 PREDICTIONS = (5, 60, 11 * LENGTH - 3)
-"""Windows: 1, 4 and 11, the last one short; for three ranks with micro batch 2 uneven shares, empty ones too."""
+"""1, 4 and 11 windows, the last one short: on three ranks with micro batch 2, shares are uneven or empty."""
 
 
 def small_model():
@@ -103,12 +103,12 @@ def test_three_ranks_with_uneven_shares_agree_with_one(tmp_path):
     ranks = [subprocess.Popen([*command, str(rank), *sys.path], stdout=subprocess.PIPE, text=True, env=env)
              for rank in range(3)]
     try:
-        found = [json.loads(rank.communicate(timeout=scaled(90))[0]) for rank in ranks]
+        results = [json.loads(rank.communicate(timeout=scaled(90))[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert found[0] == found[1] == found[2]
-    assert [calls for _, _, calls in found[0]] == [1, 1, 2]
-    for (loss, tokens), (together, all_tokens, _) in zip(alone, found[0], strict=True):
+    assert results[0] == results[1] == results[2]
+    assert [calls for _, _, calls in results[0]] == [1, 1, 2]
+    for (loss, tokens), (together, all_tokens, _) in zip(alone, results[0], strict=True):
         assert together == pytest.approx(loss, rel=1e-7)
         assert tokens == all_tokens

@@ -1,4 +1,4 @@
-"""Weights from and for Hugging Face: equal logits, and a clear message for whatever is not the same model."""
+"""Import and export of Hugging Face weights: equal logits, and clear errors for unsupported models."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def tokens(rows: int = 3) -> torch.Tensor:
 
 
 def make(kind: str) -> Any:
-    """A model of transformers with large random weights, biases and norms too."""
+    """Return a model of transformers with large random weights, including biases and norms."""
     import transformers
 
-    family, _, what = kind.partition("-")
+    family, _, variant = kind.partition("-")
     if family == "gpt2":
         changes: dict[str, dict[str, Any]]
         changes = {"untied": {"tie_word_embeddings": False}, "inner": {"n_inner": 40},
-                   "erf": {"activation_function": "gelu"}}.get(what, {})
+                   "erf": {"activation_function": "gelu"}}.get(variant, {})
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **changes))
     else:
         name = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "olmo2": "Olmo2"}[family]
@@ -69,7 +69,7 @@ def make(kind: str) -> Any:
             "": {"num_key_value_heads": 4, "pad_token_id": None} if family == "olmo2" else {}}
         settings = {**LLAMA, "tie_word_embeddings": False, "head_dim": 20 if family == "qwen3" else 8,
                     **({"sliding_window": None} if family == "mistral" else {}),
-                    **({"pad_token_id": None} if family == "olmo2" else {}), **changes.get(what, {})}
+                    **({"pad_token_id": None} if family == "olmo2" else {}), **changes.get(variant, {})}
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def make(kind: str) -> Any:
 
 
 def read(folder: Path, **changes: Any) -> GPT:
-    """Our model with a folder's weights."""
+    """Load a folder's weights into our model."""
     source = find_source(str(folder), "test")
     model = GPT(adapted(source.model, "test", **changes))
     with open_weights(source) as weights:
@@ -108,7 +108,7 @@ def test_imported_logits_are_those_of_transformers_and_export_is_the_way_back(ki
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_same_text_is_chosen(tmp_path: Path) -> None:
+def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
     theirs = make("gpt2")
     theirs.save_pretrained(tmp_path / "hf")
     ours, ids = read(tmp_path / "hf"), tokens(1)[:, :4]
@@ -120,7 +120,7 @@ def test_the_same_text_is_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_16_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_of_16_bits_are_supported(dtype: torch.dtype, tmp_path: Path) -> None:
     import transformers
 
     make("llama").to(dtype).save_pretrained(tmp_path / "hf")
@@ -128,8 +128,8 @@ def test_weights_of_16_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None
     assert difference(read(tmp_path / "hf"), theirs) < 1e-4
 
 
-def test_files_of_the_first_releases_are_read(tmp_path: Path) -> None:
-    """Without the base model's prefix, with masks among the weights, and with a config.json that says little."""
+def test_files_of_the_first_releases_are_supported(tmp_path: Path) -> None:
+    """Omit the base model's prefix and most of config.json, and store masks with the weights."""
     from safetensors.torch import save_file
 
     theirs = make("gpt2")
@@ -148,7 +148,7 @@ def test_files_of_the_first_releases_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["attn.c_proj", "mlp.c_fc"])
 def test_a_layer_that_is_not_transposed_is_noticed(module: str, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """A square matrix has the right shape either way: only its logits tell."""
+    """A square matrix has the same shape transposed, so only the logits reveal it."""
     theirs = make("gpt2")
     theirs.save_pretrained(tmp_path / "hf")
     right = config._gpt2
@@ -166,7 +166,7 @@ def test_a_layer_that_is_not_transposed_is_noticed(module: str, tmp_path: Path,
 
 
 def test_padded_rows_take_no_more_than_their_share(tmp_path: Path) -> None:
-    """GPT-2's logits are all far below zero: rows of zeros would get nearly all of the probability."""
+    """Use logits far below zero, as in GPT-2: rows of zeros would get nearly all of the probability."""
     theirs = make("gpt2")
     with torch.no_grad():
         theirs.transformer.ln_f.weight.zero_()
@@ -184,7 +184,7 @@ def test_padded_rows_take_no_more_than_their_share(tmp_path: Path) -> None:
         assert padded(tokens(), targets) > exact + 15
 
 
-def test_a_shorter_context_is_cut_and_a_longer_one_refused(tmp_path: Path) -> None:
+def test_a_shorter_context_is_truncated_and_a_longer_one_rejected(tmp_path: Path) -> None:
     theirs = make("gpt2")
     theirs.save_pretrained(tmp_path / "hf")
     ours = read(tmp_path / "hf", block_size=8)
@@ -199,7 +199,7 @@ def test_a_shorter_context_is_cut_and_a_longer_one_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Olmo2"])
-def test_a_key_that_is_absent_means_what_it_means_to_transformers(family: str) -> None:
+def test_an_absent_key_has_the_default_of_transformers(family: str) -> None:
     import transformers
 
     needed = {"vocab_size": VOCABULARY, "max_position_embeddings": 8192, "hidden_size": 2048,
@@ -212,17 +212,17 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers(family: str) -
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (ours.tied, ours.bias) == (theirs.tie_word_embeddings, getattr(theirs, "attention_bias", False))
-    if family == "Mistral":  # null is another thing than absent
+    if family == "Mistral":  # null differs from absent
         assert from_hf({"model_type": "mistral", **needed, "sliding_window": None}, "config.json").window == 0
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), [
     ("gpt2", {"model_type": "bert"}, "model_type is 'bert'"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', which this model does not compute"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', which is not supported"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ("gpt2", {"n_layer": None}, "n_layer is missing"),
     ("gpt2", {"n_layer": 3}, "the weights have no tensor transformer.h.2.ln_1.weight"),
-    ("gpt2", {"n_layer": 1}, r"the weights have a tensor transformer.h.1.\S+, which a model of this config"),
+    ("gpt2", {"n_layer": 1}, r"the weights have a tensor transformer.h.1.\S+, which the model of this config"),
     ("gpt2", {"n_positions": 25}, r"wpe.weight is \[24, 32\] in the weights, by config.json \[25, 32\]"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_type is 'yarn'"),
@@ -234,13 +234,13 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers(family: str) -
     ("llama", {"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is 'linear'"),
     ("llama", {"head_dim": 16}, r"q_proj.weight is \[32, 32\] in the weights, by config.json \[64, 32\]"),
     ("llama", {"attention_bias": True}, "mlp_bias is False"),
-    ("llama", {"num_attention_heads": 0}, "a setting is not what such a model has"),
-    ("llama", {"hidden_size": "32"}, "a setting is not what such a model has"),
-    ("llama", {"rope_scaling": [1], "rope_parameters": None}, "a setting is not what such a model has"),
+    ("llama", {"num_attention_heads": 0}, "a setting is invalid"),
+    ("llama", {"hidden_size": "32"}, "a setting is invalid"),
+    ("llama", {"rope_scaling": [1], "rope_parameters": None}, "a setting is invalid"),
     ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\] in the weights, by config.json \[32, 32\]"),
 ])
-def test_what_is_not_the_same_model_is_refused(kind: str, changes: dict[str, Any], message: str,
-                                               tmp_path: Path) -> None:
+def test_an_unsupported_or_mismatched_model_is_rejected(kind: str, changes: dict[str, Any], message: str,
+                                                        tmp_path: Path) -> None:
     make(kind).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -248,7 +248,7 @@ def test_what_is_not_the_same_model_is_refused(kind: str, changes: dict[str, Any
         read(tmp_path)
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     make("gpt2").save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     for name, message in (("model.safetensors.index.json", "neither model.safetensors nor"),
                           ("model-00002-of-*.safetensors", "cannot be read")):
@@ -286,7 +286,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_only(tmp_path: Path, monkeypat
     assert "ezpz-llm checkpoint fetch some/other" in str(caught.value)
 
 
-def test_a_run_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_run_is_not_treated_as_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run directory or checkpoint at runs/train-1"):
         find_source("runs/train-1", "SOURCE")
@@ -295,17 +295,17 @@ def test_a_run_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path: Path, monke
         find_source("mine/train-2026112", "SOURCE")
     assert "did you mean mine/train-20261122?" in str(caught.value)
     assert "fetch" not in str(caught.value)
-    # Its name alone, with and without a run that is called nearly so.
+    # The name alone, with and without a run of a similar name.
     (tmp_path / "runs" / "train-20261123").mkdir(parents=True)
     for name, advice in (("train-2026", "did you mean runs/train-20261123?"), ("other", "its owner: OWNER/other")):
-        with pytest.raises(UserError, match=f"no run directory, checkpoint or model's folder at {name}") as caught:
+        with pytest.raises(UserError, match=f"no run directory, checkpoint or model folder at {name}") as caught:
             find_source(name, "SOURCE")
         assert advice in str(caught.value)
         assert "fetch" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_shape_has_a_form_there(name: str) -> None:
+def test_every_shape_has_a_hugging_face_equivalent(name: str) -> None:
     import transformers
 
     config = MODELS[name]
@@ -323,7 +323,7 @@ def test_every_shape_has_a_form_there(name: str) -> None:
     assert covered == rows
     theirs = to_hf(config)
     back = from_hf(theirs, "test")
-    # No biases become biases of zero in GPT-2, which has no other form; dropout is for training.
+    # GPT-2 in transformers always has biases; dropout is for training only.
     bias = True if theirs["model_type"] == "gpt2" else config.bias
     assert back == replace(config, bias=bias, dropout=0.0, init=back.init, rope_theta=back.rope_theta,
                            vocab_multiple=back.vocab_multiple)
@@ -338,7 +338,7 @@ def test_the_published_124m_has_149_tensors_with_the_head() -> None:
 
 
 def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:
-    """A checkpoint of a model that was just made."""
+    """Save a checkpoint of a new model; return both."""
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(folder))
     model = GPT(config)
     torch.manual_seed(4)
@@ -377,7 +377,7 @@ def test_an_export_has_no_padded_rows_and_the_same_logits(shape: str, bias: bool
         export(find_source(str(folder), "test"), tmp_path / "out")
 
 
-def test_a_model_that_hugging_face_has_not_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_hugging_face_equivalent_is_rejected(tmp_path: Path) -> None:
     config = get_model_config("tiny-gpt2", n_layer=1, n_embd=32, block_size=BLOCK, vocab_size=VOCABULARY)
     _, folder = saved(replace(config, norm="rmsnorm"), tmp_path / "run")
     with pytest.raises(UserError, match="have no model with rmsnorm, learned, gelu"):
@@ -442,16 +442,16 @@ def test_the_exported_tokenizer_gives_the_same_ids(name: str, tmp_path: Path,
         assert mine.encode("<|endoftext|>").tolist() == ours.encode("<|endoftext|>").tolist()
 
 
-def test_whole_is_read_as_boxes_are(tmp_path: Path) -> None:
-    """Any division of a parameter gives the same values, whatever tensors make it up."""
+def test_boxes_equal_slices_of_the_whole_parameter(tmp_path: Path) -> None:
+    """Read every parameter in several boxes: all give the same values, for any number of tensors."""
     make("llama").save_pretrained(tmp_path)
     source = find_source(str(tmp_path), "test")
     with open_weights(source) as weights:
         for name, shape in parameter_shapes(source.model).items():
             if len(shape) < 2:
                 continue
-            all_of_it = weights.read(name, whole(shape))
+            complete = weights.read(name, whole(shape))
             for rows, columns in (((3, 29), (0, shape[1])), ((0, shape[0]), (5, 9)), ((31, 35), (7, 8))):
                 if rows[1] <= shape[0]:
                     part = weights.read(name, (rows, columns))
-                    assert torch.equal(part, all_of_it[slice(*rows), slice(*columns)])
+                    assert torch.equal(part, complete[slice(*rows), slice(*columns)])

@@ -1,4 +1,4 @@
-"""Folders of weights that hold something else than config.json says: the right values, or a message that helps."""
+"""Folders of weights that differ from config.json: the right values, or a helpful error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config_of(shape: str) -> Any:
 
 
 def write(folder: Path, shape: str = "tiny-gpt2", change: Change | None = None, **settings: Any) -> Path:
-    """A model as transformers saves it, with a change made to its tensors or its config.json."""
+    """Write a model as transformers saves it, with changed tensors or config.json."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
     tensors = {stored.name: 0.1 * torch.randn(stored.stored_shape, generator=generator)
@@ -52,7 +52,7 @@ def write(folder: Path, shape: str = "tiny-gpt2", change: Change | None = None, 
 
 
 def split(folder: Path) -> Path:
-    """The same weights in two shards and an index."""
+    """Convert the weights to two shards and an index."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
     places = {name: f"model-0000{1 + (name > names[len(names) // 2])}-of-00002.safetensors" for name in names}
@@ -64,7 +64,7 @@ def split(folder: Path) -> Path:
 
 
 def weights_of(folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Our model's parameters, and the notes on reading them."""
+    """Return our model's parameters, and the notes on reading them."""
     source = find_source(str(folder), "test")
     model = GPT(source.model)
     with open_weights(source) as weights:
@@ -72,9 +72,9 @@ def weights_of(folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     return dict(model.named_parameters()), weights.notes
 
 
-def same(one: Path, other: Path) -> bool:
-    theirs = weights_of(other)[0]
-    return all(torch.equal(values, theirs[name]) for name, values in weights_of(one)[0].items())
+def same(left: Path, right: Path) -> bool:
+    values_right = weights_of(right)[0]
+    return all(torch.equal(values, values_right[name]) for name, values in weights_of(left)[0].items())
 
 
 def renamed(prefix: str) -> Change:
@@ -98,14 +98,14 @@ def test_a_stored_head_is_the_tied_embedding_or_an_error(shape: str, tmp_path: P
             weights_of(folder)
         assert '"tie_word_embeddings": false' in str(caught.value)
     untied = write(tmp_path / "untied", shape, lambda w: w.update({HEAD: w[table] + 1}), tie_word_embeddings=False)
-    found = weights_of(untied)[0]
-    assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"] + 1)
+    parameters = weights_of(untied)[0]
+    assert torch.equal(parameters["lm_head.weight"], parameters["transformer.wte.weight"] + 1)
     with pytest.raises(UserError, match=f"have no tensor {HEAD}") as caught:
         weights_of(write(tmp_path / "headless", shape, tie_word_embeddings=False))
     assert "tie_word_embeddings to true" in str(caught.value)
 
 
-def test_the_files_are_those_that_transformers_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_are_those_that_transformers_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, old = write(tmp_path / "new"), split(write(tmp_path / "old", change=lambda w: w.update(
         {TABLES["tiny-gpt2"]: w[TABLES["tiny-gpt2"]] + 1})))
     mixed = shutil.copytree(old, tmp_path / "mixed")
@@ -113,9 +113,9 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path, capsys: pyt
     assert same(mixed, new)
     assert not same(old, new)
     assert checkpoint.main(["inspect", str(mixed)]) == 0
-    assert f"has {SINGLE} and {INDEX}: {SINGLE} is used, as transformers does" in capsys.readouterr().out
+    assert f"has {SINGLE} and {INDEX}: using {SINGLE}, as transformers does" in capsys.readouterr().out
     (old / "pytorch_model.bin").write_bytes(b"older weights")
-    assert weights_of(old)[1] == [f"{old} has {INDEX} and pytorch_model.bin: {INDEX} is used, as transformers does"]
+    assert weights_of(old)[1] == [f"{old} has {INDEX} and pytorch_model.bin: using {INDEX}, as transformers does"]
     assert weights_of(new)[1] == []
     (new / SINGLE).unlink()
     (new / "pytorch_model.bin").write_bytes(b"weights")
@@ -148,13 +148,13 @@ def test_an_index_that_does_not_fit_its_files_is_an_error_of_inspect_too(
             (spoil("outside", lambda folder, places: places.update({table: f"../missing/{first}"})),
              f"'../missing/{first}' is no name of a file beside this one"),
             (spoil("twice", twice), f"the weights have the tensor {table} twice"),
-            (spoil("moved", move), f"has no tensor {table}, which {INDEX} says is there")):
+            (spoil("moved", move), f"has no tensor {table}, which {INDEX} lists")):
         assert run_command(checkpoint.main, ["inspect", str(folder)]) == 2
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_forward_module."])
-def test_names_that_wrappers_of_a_model_add_are_read_over(prefix: str, tmp_path: Path) -> None:
+def test_names_that_model_wrappers_add_are_ignored(prefix: str, tmp_path: Path) -> None:
     plain = write(tmp_path / "plain")
     wrapped = write(tmp_path / "wrapped", change=renamed(prefix))
     assert same(wrapped, plain)
@@ -166,7 +166,7 @@ def test_names_that_wrappers_of_a_model_add_are_read_over(prefix: str, tmp_path:
         weights_of(both)
 
 
-def test_an_adapter_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_an_adapter_is_rejected_with_instructions(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     save_file({"base.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter" / "adapter_model.safetensors")
@@ -181,8 +181,8 @@ def test_an_adapter_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [SINGLE, "config.json", "tokenizer.json"])
-def test_a_git_lfs_pointer_is_named_as_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_git_lfs_pointer_is_reported_as_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (write(tmp_path / "model") / name).write_text(LFS)
     assert run_command(generate.main, ["model", *(["--tokenizer", "bytes"] if name == SINGLE else [])]) == 2

@@ -63,7 +63,7 @@ def test_model_with_more_matmuls_than_the_formula_has_no_mfu(monkeypatch):
     (name, text), = describe(StepWork(1, 1, 1, 1, 256), flops)
     assert name == "FLOPs"
     assert text.startswith("warning: ")
-    assert f"torch's own counter finds {flops.counted:.6g}: no MFU will be shown" in text
+    assert f"torch's FLOP counter reports {flops.counted:.6g}: MFU is not shown" in text
 
 
 def test_measured_peak_is_reachable_and_measured_in_time():
@@ -139,8 +139,8 @@ def test_rates_by_both_conventions_and_beside_the_ceiling():
     uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
     assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
     said = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
-    assert said == {"FLOPs": "800M a token, forward and backward (6N + 12 L C T); 700M without the half of "
-                             "attention that the causal mask hides; torch's own counter agrees",
+    assert said == {"FLOPs": "800M per token, forward and backward (6N + 12 L C T); 700M without the half of "
+                             "attention that the causal mask hides; torch's FLOP counter agrees",
                     "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}
 
 

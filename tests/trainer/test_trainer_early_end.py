@@ -1,4 +1,4 @@
-"""Runs that end before their last step, by a signal or the reservation's end: in order, with a checkpoint."""
+"""Early end of runs by a signal or the end of the reservation, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start(run_dir: Path, **env: str) -> subprocess.Popen[str]:
 
 
 def rank_process(run_dir: Path, rank: int) -> int:
-    """The process that trains as `rank`, not its shim."""
+    """Return the PID of the training process of `rank`, not of its shim."""
     marker = read_record(RunDir(run_dir))["launch"]["env"]["EZPZ_LLM_RUN_ID"].encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -48,12 +48,12 @@ def rank_process(run_dir: Path, rank: int) -> int:
     raise AssertionError(f"rank {rank} is not running")
 
 
-def check_stopped(run_dir: Path, out: str, why: str) -> None:
+def check_stopped(run_dir: Path, out: str, reason: str) -> None:
     record = read_record(RunDir(run_dir))
     step = record["steps"]
     assert 0 < step < 100000
     assert record["exit"]["code"] == 0
-    assert why in record["stopped"]
+    assert reason in record["stopped"]
     assert f"stopped after step {step} of 100000: {record['stopped']}" in out
     assert f"--resume {run_dir}" in out
     assert [line["step"] for line in read_lines(RunDir(run_dir).metrics)] == list(range(1, step + 1))
@@ -77,7 +77,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, number: 
 
 
 @pytest.mark.full
-def test_ctrl_c_is_answered_at_once_and_reported_as_an_interrupt(tmp_path: Path) -> None:
+def test_ctrl_c_prints_a_reply_at_once_and_is_reported_as_an_interrupt(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     running = start(run_dir)
     deadline = time.monotonic() + scaled(100)
@@ -108,7 +108,7 @@ def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
     check_stopped(run_dir, out, "the reservation ends at")
 
 
-def test_a_clock_that_is_set_makes_no_reservation_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_the_clock_does_not_shorten_the_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {"EZPZ_LLM_ENDS_AT": f"{real() + 3600:.0f}"})
     clock = WallClock()
@@ -122,7 +122,7 @@ def test_a_clock_that_is_set_makes_no_reservation_shorter(monkeypatch: pytest.Mo
     assert early_end.agreed(2).ends.startswith("the reservation ends at")
 
 
-def test_a_resumed_run_asks_again_soon_after_its_first_step() -> None:
+def test_a_resumed_run_agrees_again_soon_after_its_first_step() -> None:
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
     time.sleep(0.05)
     assert early_end.agreed(10_001) == Agreed(None, busy=False)
@@ -130,7 +130,7 @@ def test_a_resumed_run_asks_again_soon_after_its_first_step() -> None:
     assert early_end.agreed(10_100) == Agreed("SIGTERM was received", busy=False)
 
 
-def test_a_save_is_known_to_be_written_only_by_all() -> None:
+def test_a_save_is_busy_until_all_ranks_have_written() -> None:
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
     assert early_end.agreed(1, busy=True) == Agreed(None, busy=True)
 
@@ -143,8 +143,8 @@ def listening() -> Iterator[EarlyEnd]:
         signal.signal(number, handler)
 
 
-def test_ctrl_c_without_launch_stops_at_the_step_and_twice_at_once(listening: EarlyEnd,
-                                                                   capfd: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_without_launch_stops_after_the_step_and_the_second_one_at_once(
+        listening: EarlyEnd, capfd: pytest.CaptureFixture[str]) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == "\nstopping after this step, saving; press ^C again to stop now\n"
     with pytest.raises(KeyboardInterrupt):
@@ -154,9 +154,9 @@ def test_ctrl_c_without_launch_stops_at_the_step_and_twice_at_once(listening: Ea
 
 @pytest.mark.parametrize(("received", "reason"), [
     ("SIGINT", "interrupted by Ctrl-C (SIGINT)"), ("SIGHUP", "SIGHUP was received"), ("", "SIGTERM was received")])
-def test_the_signal_that_launch_was_sent_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_the_signal_that_launch_received_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        received: str, reason: str) -> None:
-    """launch ends its ranks by SIGTERM, whatever it was sent."""
+    """launch sends its ranks SIGTERM, whatever signal it received."""
     run_dir = RunDir(tmp_path / "run").create()
     order_stop(run_dir, StopOrder("me", 10.0, "", received=received))
     monkeypatch.setenv(RUN_ID_VARIABLE, "me")

@@ -1,4 +1,4 @@
-"""What a person first sees of a training run, as golden files at three widths of terminals."""
+"""First screen of a training run, as golden files for three terminal widths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS = {
 
 
 def screen(words: str, world_size: int, device: str, width: int) -> str:
-    """The first screen of a run that is started with these options, its notes, and its expected end."""
+    """Return the first screen of a run with these options, its notes, and its expected end."""
     plan = plan_run(parse(words.split()), world_size, device=device)
     manifest: dict[str, Any] = {"tokenizer": {"name": "gpt2"}, "splits": {"train": {"tokens": 9_036_044_288},
                                                                           "val": {"tokens": 4_411_392}}}

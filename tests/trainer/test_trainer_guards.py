@@ -1,4 +1,4 @@
-"""Steps that go wrong: skipped, stopped at, or gone back from, by all ranks at the same step."""
+"""Bad steps: all ranks skip them, stop, or roll back at the same step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32"
 
 @dataclass(frozen=True)
 class Done:
-    """What a run gave."""
+    """Exit code and output of a run."""
 
     code: int
     out: str
@@ -50,7 +50,7 @@ class Done:
 
 
 def job(run_dir: Path, *options: str, poison: str = "0:0", ranks: int = 1) -> Done:
-    """A run in processes of its own."""
+    """Run training in subprocesses."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), *SMALL,
                *options, "--run-dir", str(run_dir)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POISON": poison}
@@ -60,7 +60,7 @@ def job(run_dir: Path, *options: str, poison: str = "0:0", ranks: int = 1) -> Do
 
 @pytest.fixture
 def alone(monkeypatch, capsys):
-    """Runs of one rank under layout ddp, in this process."""
+    """Return a function that trains with one rank and layout ddp in this process."""
     forward = TorchEngine.forward
 
     def train(run_dir: Path, *options: str, poison: tuple[int, int] = (0, 0), add: float = 0.0) -> Done:
@@ -82,7 +82,7 @@ def look(guard: SpikeDetector, step: int, loss: float | None = 3.0, norm: float 
     return line
 
 
-def test_a_norm_far_above_the_usual_is_refused_once_there_is_a_usual():
+def test_a_gradient_norm_far_above_the_median_is_skipped_once_there_is_a_median():
     guard = SpikeDetector(TrainConfig(log_every=10, spike_norm=10.0))
     assert "skipped" not in look(guard, 1, norm=1e6)
     for step in range(2, LEAST + 8):
@@ -96,7 +96,7 @@ def test_a_norm_far_above_the_usual_is_refused_once_there_is_a_usual():
     assert (guard.streak, guard.skipped, guard.first_bad) == (1, 1, LEAST + 10)
 
 
-def test_every_skip_is_told_with_its_norm_and_none_is_made_unasked():
+def test_every_skip_is_reported_with_its_norm_and_requires_spike_norm():
     asked, unasked = (SpikeDetector(TrainConfig(log_every=1, **more)) for more in ({"spike_norm": 10.0}, {}))
     for step in range(1, LEAST + 1):
         look(asked, step, norm=0.6)
@@ -110,14 +110,14 @@ def test_every_skip_is_told_with_its_norm_and_none_is_made_unasked():
     assert unasked.limit == math.inf
 
 
-def test_the_limit_is_one_that_the_device_can_hold():
+def test_the_limit_is_a_float32():
     guard = SpikeDetector(TrainConfig(log_every=1, spike_norm=3.3))
     for step in range(1, LEAST + 1):
         look(guard, step, norm=0.7)
     assert guard.limit == torch.tensor(3.3 * 0.7, dtype=torch.float32).item()
 
 
-def test_without_factors_only_what_is_no_number_counts():
+def test_without_factors_only_nan_and_inf_are_bad():
     guard = SpikeDetector(TrainConfig(log_every=1, spike_norm=0, spike_loss=0, bad_steps=2))
     for step in range(1, 100):
         look(guard, step)
@@ -131,7 +131,7 @@ def test_without_factors_only_what_is_no_number_counts():
     assert not guard.should_stop
 
 
-def test_losses_far_above_the_usual_count_but_are_not_skipped():
+def test_losses_far_above_the_median_are_bad_but_not_skipped():
     guard = SpikeDetector(TrainConfig(log_every=1, spike_loss=1.0, bad_steps=3))
     for step in range(1, LEAST + 1):
         look(guard, step)
@@ -146,7 +146,7 @@ VALUES = st.one_of(st.none(), st.floats(0.1, 100.0))
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(VALUES, VALUES), min_size=60, max_size=200), st.integers(1, 59))
-def test_a_guard_goes_on_from_its_state_as_if_nothing_had_been(steps, cut):
+def test_a_restored_detector_continues_exactly(steps, cut):
     config = TrainConfig(log_every=7, spike_norm=2.0, spike_loss=1.0)
     whole, part = SpikeDetector(config), SpikeDetector(config)
     for number, (loss, norm) in enumerate(steps, 1):
@@ -158,22 +158,22 @@ def test_a_guard_goes_on_from_its_state_as_if_nothing_had_been(steps, cut):
         assert (whole.limit, whole.streak, whole.first_bad) == (part.limit, part.streak, part.first_bad)
 
 
-def test_a_way_back_that_there_will_not_be_is_not_promised():
-    with pytest.raises(UserError, match="no checkpoint to go back to"):
+def test_rollback_requires_checkpoints_during_the_run():
+    with pytest.raises(UserError, match="no checkpoint exists to roll back to"):
         plan_run(parse(["--on-bad-steps", "rollback", "--save-every", "0"]), 1)
     plan_run(parse(["--on-bad-steps", "rollback"]), 1)
 
 
-def test_a_few_bad_steps_are_skipped_and_the_run_goes_on(alone, tmp_path):
+def test_a_few_bad_steps_are_skipped_and_the_run_continues(alone, tmp_path):
     done = alone(tmp_path / "run", "--steps", "12", "--log-every", "4", "--save-every", "0", poison=(5, 6))
     assert done.code == 0, str(done)
     lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines if line.get("skipped")] == [5, 6]
     assert [line["loss"] is None for line in lines] == [step in (5, 6) for step in range(1, 13)]
     assert lines[-1]["loss"] < lines[3]["loss"]
-    told = [f"warning: step {step} was skipped and changed nothing: its gradient norm is NaN or Inf\n"
-            for step in (5, 6)]
-    assert [line for line in done.out.splitlines(keepends=True) if "skipped and" in line] == told
+    warnings = [f"warning: step {step} was skipped and changed nothing: its gradient norm is NaN or Inf\n"
+                for step in (5, 6)]
+    assert [line for line in done.out.splitlines(keepends=True) if "skipped and" in line] == warnings
     assert "skipped steps   2: they changed nothing\n" in done.out
     assert read_record(RunDir(tmp_path / "run"))["summary"]["skipped_steps"] == 2
     [run_] = load_runs([tmp_path / "run"])
@@ -195,24 +195,25 @@ def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_
                                                                                          "step-00000006"]
 
 
-def test_a_run_that_ends_in_nothing_fails_though_it_was_too_short_to_be_stopped(alone, tmp_path):
+def test_a_run_that_ends_with_nan_fails_even_if_too_short_to_be_stopped(alone, tmp_path):
     done = alone(tmp_path / "run", "--steps", "4", "--save-every", "-1", poison=(3, 99))
     assert done.code == 1
     assert "from step 3 on" in done.err
 
 
 @pytest.mark.full
-def test_ranks_go_back_together_and_on_with_other_samples(tmp_path):
-    """Every sample is consumed once and in order, as in a run without a fault that is longer by the lost steps."""
+def test_ranks_roll_back_together_and_continue_with_other_samples(tmp_path):
+    """Compare with a run without injected fault and the lost steps added: all samples, once and in order."""
     options = ["--ds-config", "zero3", "--log-every", "2", "--save-every", "4", "--bad-steps", "3"]
     done = job(tmp_path / "run", *options, "--on-bad-steps", "rollback", "--steps", "14", poison="7:10:0", ranks=2)
     assert done.code == 0, str(done)
-    assert "back from step 10 to the checkpoint of step 4" in done.err
+    assert "rolled back from step 10 to the checkpoint of step 4" in done.err
     lines, record = lines_of(tmp_path / "run"), read_record(RunDir(tmp_path / "run"))
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert all(line["loss"] is not None and "skipped" not in line for line in lines)
     assert lines[-1]["loss"] < lines[3]["loss"]
-    assert [(one["from_step"], one["to_step"], one["samples_passed_over"]) for one in record["rollbacks"]] == [
+    assert [(entry["from_step"], entry["to_step"], entry["samples_passed_over"])
+            for entry in record["rollbacks"]] == [
         (10, 4, 24)]
     calm = job(tmp_path / "calm", *options, "--steps", "20", ranks=2)
     assert calm.code == 0, str(calm)
@@ -221,27 +222,27 @@ def test_ranks_go_back_together_and_on_with_other_samples(tmp_path):
 
 
 @pytest.mark.full
-def test_a_spike_of_the_loss_alone_is_gone_back_from(alone, tmp_path):
-    """The gradients of a loss that is shifted are what they were: only the loss tells."""
+def test_a_spike_of_only_the_loss_causes_a_rollback(alone, tmp_path):
+    """A shifted loss has the same gradients, so only the loss shows the spike."""
     done = alone(tmp_path / "run", "--log-every", "5", "--save-every", "10", "--bad-steps", "5", "--on-bad-steps",
                  "rollback", "--steps", "60", poison=(48, 55), add=3.0)
     assert done.code == 0, str(done)
-    assert "back from step 55 to the checkpoint of step 40" in done.err
+    assert "rolled back from step 55 to the checkpoint of step 40" in done.err
     assert max(line["loss"] for line in lines_of(tmp_path / "run")[40:]) < 5
 
 
 @pytest.mark.full
-def test_a_spike_that_lasts_to_the_end_is_gone_back_from_too(alone, tmp_path):
+def test_a_spike_that_lasts_to_the_end_causes_a_rollback(alone, tmp_path):
     done = alone(tmp_path / "run", "--log-every", "5", "--save-every", "10", "--bad-steps", "5", "--on-bad-steps",
                  "rollback", "--steps", "60", poison=(56, 60), add=3.0)
     assert done.code == 0, str(done)
-    assert "back from step 60 to the checkpoint of step 50" in done.err
+    assert "rolled back from step 60 to the checkpoint of step 50" in done.err
     assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, 61))
     assert find(tmp_path / "run").name == "step-00000060"
 
 
 @pytest.mark.full
-def test_an_early_end_among_bad_steps_is_no_place_to_go_back_to(alone, tmp_path, monkeypatch):
+def test_a_checkpoint_of_an_early_end_during_bad_steps_is_not_rolled_back_to(alone, tmp_path, monkeypatch):
     options = ["--log-every", "5", "--save-every", "10", "--bad-steps", "10", "--on-bad-steps", "rollback",
                "--steps", "60"]
     agreed = EarlyEnd.agreed
@@ -256,38 +257,38 @@ def test_an_early_end_among_bad_steps_is_no_place_to_go_back_to(alone, tmp_path,
     assert "to the checkpoint of step 40" in done.err
 
 
-def test_a_start_up_is_told_once_and_has_no_part_in_an_earlier_launch(alone, tmp_path):
+def test_a_start_up_is_reported_once_and_excludes_an_earlier_launch(alone, tmp_path):
     options = ["--log-every", "1", "--save-every", "4", "--bad-steps", "2", "--on-bad-steps", "rollback"]
     assert alone(tmp_path / "run", *options, "--steps", "4").code == 0
     update_record(RunDir(tmp_path / "run"), launch={"started": 1.0})
     done = alone(tmp_path / "run", *options, "--steps", "9", "--resume", str(tmp_path / "run"), "--verbose",
                  poison=(2, 3))
     assert done.code == 0, str(done)
-    assert "back from step 7 to the checkpoint of step 4" in done.err
+    assert "rolled back from step 7 to the checkpoint of step 4" in done.err
     assert done.out.count("start-up ") == 1
     startup = read_record(RunDir(tmp_path / "run"))["startup"]
     assert "launching" not in startup["seconds"]
 
 
-def test_going_back_in_vain_ends(alone, tmp_path):
+def test_rollbacks_that_do_not_help_end_the_run(alone, tmp_path):
     done = alone(tmp_path / "run", "--log-every", "1", "--save-every", "4", "--bad-steps", "2", "--on-bad-steps",
                  "rollback", "--steps", "20", poison=(6, 999))
     assert done.code == 1
-    assert "going back to step 4 did not help 3 times" in done.err
-    assert done.err.count("back from step") == 3
+    assert "rolling back to step 4 did not help 3 times" in done.err
+    assert done.err.count("rolled back from step") == 3
 
 
 @pytest.mark.full
 def test_a_resumed_run_has_the_limit_of_the_run_it_resumes(alone, tmp_path):
-    """To the last digit, although the resumed run flushes at other steps."""
+    """Require bitwise equal losses, although the resumed run flushes at other steps."""
     options = ["--log-every", "10", "--save-every", "3", "--keep-last", "30", "--spike-norm", "1.02",
                "--steps", "80"]
     done = alone(tmp_path / "whole", *options)
     assert done.code == 0, str(done)
     whole = [(line["loss"], line.get("skipped")) for line in lines_of(tmp_path / "whole")]
-    # A step that was skipped is not saved, and which ones are depends on the corpus, so on the Python. Of the
-    # next three steps, which end with a flush, one is skipped by the limit that was saved, which changes at
-    # multiples of ten.
+    # Skipped steps are not saved, and which steps are skipped depends on the corpus, so on the version of Python.
+    # Resume where one of the next three steps, which end with a flush, is skipped by the saved limit, which changes
+    # at multiples of ten.
     folders = (tmp_path / "whole" / "checkpoints").glob("step-*")
     saved = [int(folder.name.removeprefix("step-")) for folder in folders]
     step = min(step for step in saved
@@ -298,7 +299,7 @@ def test_a_resumed_run_has_the_limit_of_the_run_it_resumes(alone, tmp_path):
     assert [(line["loss"], line.get("skipped")) for line in lines_of(tmp_path / "resumed")] == whole[step:]
 
 
-def test_bad_steps_do_not_count_those_before_the_last_good_one():
+def test_a_good_step_resets_the_streak():
     guard = SpikeDetector(replace(TrainConfig(), bad_steps=2, log_every=1))
     for step, norm in enumerate((None, 1.0, None, 1.0, None), 1):
         look(guard, step, norm=norm)

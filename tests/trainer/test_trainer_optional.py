@@ -1,4 +1,4 @@
-"""Runs that diverge, and runs whose optional work fails: no checkpoint is lost, and the run ends as designed."""
+"""Diverging runs, and runs whose optional work fails: no checkpoint is lost, and the exit code is right."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_a_diverging_run_saves_and_ends_without_a_traceback(tmp_path: Path,
     assert "warning: the sample after step 6 failed: the logits are not finite; the run continues\n" in shown.err
     assert "the run ends after step 6 of 6" in shown.err
     assert "training loss" in shown.out, "the summary"
-    # Without background saves each is complete when its step is over.
+    # With synchronous saves, each is complete at the end of its step.
     assert seen == [[], [], ["step-00000003"], ["step-00000003"], ["step-00000003"],
                     ["step-00000003", "step-00000006"]]
     assert [line["step"] for line in read_lines(RunDir(tmp_path).metrics)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_optional_part_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("out of memory")
 
@@ -70,7 +70,7 @@ def test_no_optional_part_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shown = capsys.readouterr()
     assert code == 0, shown.out + shown.err
     for what in ("the validation after step 4", "HellaSwag after step 2", "HellaSwag after step 4",
-                 "the sample after step 4", "plotting", "the profile of the host", "the memory report"):
+                 "the sample after step 4", "plotting", "the Python profile", "the memory report"):
         warning = f"warning: {what} failed: RuntimeError: out of memory; the run continues\n"
         assert shown.err.count(warning) == 1, what
     assert "training loss" in shown.out, "the summary"
@@ -79,9 +79,9 @@ def test_no_optional_part_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (record["steps"], record["memory"], record["summary"]["steps"]) == (4, None, 4)
 
 
-def test_a_checkpoint_is_complete_before_what_may_take_minutes(tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in HellaSwag or a sample, the run has the checkpoint of that step."""
+def test_a_checkpoint_is_complete_before_work_that_may_take_minutes(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the run in HellaSwag or a sample: the checkpoint of that step exists."""
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}) + "\n")
 

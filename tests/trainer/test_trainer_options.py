@@ -37,7 +37,7 @@ def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
     assert str(options.sources["beta1"]) == "default"
 
 
-def test_a_file_that_is_called_as_other_sources_begin_is_a_file(tmp_path, monkeypatch):
+def test_a_file_named_like_another_source_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "default.yaml").write_text("lr: 2e-3\n")
     assert parse(["--config", "default.yaml"]).origin("lr") is Origin.FILE
@@ -61,7 +61,7 @@ def test_printed_config_reads_back_equal(argv, tmp_path):
     assert parse(["--config", str(file)]).config == options.config
 
 
-def test_a_recipe_for_a_longer_run_keeps_the_share_of_its_warm_up():
+def test_a_shorter_run_scales_the_warm_up_of_its_recipe():
     for steps, warmup in ((1, 0), (1000, 37), (19073, 715), (30000, 715)):
         plan = plan_run(parse(["--model", "gpt2-124m", "--steps", str(steps)]), 2)
         assert plan.config.warmup_steps == warmup
@@ -75,7 +75,7 @@ def test_a_recipe_for_a_longer_run_keeps_the_share_of_its_warm_up():
     ["--grad-clip", "-1"], ["--weight-decay", "-0.1"], ["--min-lr", "-1"], ["--lr", "0"], ["--beta2", "1"],
     ["--lr", "0.1", "--min-lr", "0.2"], ["--seed", str(2**32)], ["--prompt", ""], ["--save-every", "-2"],
 ])
-def test_a_number_out_of_range_is_refused_with_its_option_and_source(argv):
+def test_a_number_out_of_range_is_rejected_with_its_option_and_source(argv):
     with pytest.raises(UserError) as raised:
         plan_run(parse(argv), 1)
     name = argv[-2].removeprefix("--")
@@ -91,7 +91,7 @@ def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     assert str(file) in raised.value.where
 
 
-@pytest.mark.parametrize(("argv", "found", "instead"), [
+@pytest.mark.parametrize(("argv", "message", "instead"), [
     (["--stpes", "5"], "--stpes", "--steps"),
     (["--preset", "shakespear-char-cpu"], "shakespear-char-cpu", "shakespeare-char-cpu"),
     (["--steps", "five"], "--steps is 'five': it must be a whole number", None),
@@ -101,33 +101,33 @@ def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     (["--steps"], "expected one argument", "--help"),
     (["--config", "missing.yaml"], "no such configuration file", None),
 ])
-def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, found, instead):
+def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, message, instead):
     with pytest.raises(UserError) as raised:
         parse(argv)
-    assert found in raised.value.found
+    assert message in raised.value.found
     if instead:
         assert instead in raised.value.instead
 
 
-@pytest.mark.parametrize(("text", "found"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("lrr: 1e-3\n", "lrr"),
     ("lr: fast\n", "lr is 'fast': it must be a number"),
     ("micro_batch_size: x\n", "micro_batch_size is 'x'"),
     ("steps: null\n", "steps has no value"),
     ("precision: half\n", "half"),
-    ("- a\n- b\n", "not a list"),
+    ("- a\n- b\n", "must consist of `name: value` lines"),
     ("lr: [\n", "cannot read"),
 ])
-def test_a_bad_file_is_refused_by_name(tmp_path, text, found):
+def test_a_bad_file_is_rejected_by_name(tmp_path, text, message):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as raised:
         parse(["--config", str(file)])
-    assert found in raised.value.found
+    assert message in raised.value.found
     assert str(file) in raised.value.where
 
 
-def test_old_names_of_options_and_settings_are_read_with_a_note(tmp_path):
+def test_deprecated_names_of_options_and_settings_work_with_a_note(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("clip: 0.5\nmicro-batch: 2\n")
     old = parse(["--config", str(file), "--accumulation", "3", "--global-batch=12"])
@@ -161,7 +161,7 @@ def test_options_import_no_torch():
     ("cpu", "g++", True), ("cpu", "gcc", False), ("auto", "gcc", True), ("cuda", "clang", True),
     ("cuda", "", False),
 ])
-def test_compile_without_a_compiler_is_refused_before_the_start(device, there, fits, tmp_path, monkeypatch):
+def test_compile_without_a_compiler_is_rejected_before_the_start(device, there, fits, tmp_path, monkeypatch):
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     if there:
@@ -187,7 +187,7 @@ def test_compile_without_a_compiler_is_refused_before_the_start(device, there, f
     ("--ds-config ddp", "xpu", False, "follows from device xpu"),
     ("--ds-config ddp", None, False, "follows from the device, not known yet"),
     ("--ds-config zero3", "cuda", False, "follows from layout zero3: ZeRO stage 3's hooks break"),
-    ("--ds-config sp2", "cuda", False, "follows from layout sp2: a sequence-parallel exchange"),
+    ("--ds-config sp2", "cuda", False, "follows from layout sp2: the sequence-parallel exchange"),
     ("--ds-config tp2 --dropout 0.1", "cuda", False, "follows from layout tp2: dropout of sharded heads"),
     ("--ds-config ddp --compile false", "cuda", False, "command line"),
     ("--ds-config sp2 --compile true", "cpu", True, "command line"),
@@ -201,7 +201,7 @@ def test_compile_is_the_default_where_device_and_layout_allow_it(words, device, 
 @pytest.mark.parametrize(("words", "instead"), [
     ("--ds-config zero3", "--ds-config fsdp2"), ("--ds-config tp2_zero3", "--compile false"),
 ])
-def test_compiling_under_stage_3_is_refused(words, instead):
+def test_compiling_under_stage_3_is_rejected(words, instead):
     with pytest.raises(UserError, match="stage 3's hooks break") as raised:
         plan_run(parse([*words.split(), "--compile", "true"]), 2)
     assert raised.value.instead.startswith(instead)
@@ -211,7 +211,7 @@ def test_compiling_under_stage_3_is_refused(words, instead):
 @pytest.mark.parametrize("words", [f"--{name.replace('_', '-')} {value}" for name, value in [
     ("steps", 10**20), ("n_layer", 10**8), ("n_embd", 10**12), ("block_size", 2**63 - 1), ("global_batch", 10**20),
     ("eval_tokens", 10**30), ("tp", 10**12), ("lr", "1e300"), ("lr", "nan"), ("clip", "inf"), ("seed", 2**32)]])
-def test_a_number_beyond_all_machines_is_refused_at_once(words):
+def test_an_absurd_number_is_rejected_at_once(words):
     with pytest.raises(UserError):
         plan_run(parse(words.split()), 2)
 
@@ -223,7 +223,7 @@ def test_every_number_has_a_range():
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
-def test_a_file_that_never_ends_is_refused_at_once(path, tmp_path):
+def test_an_endless_file_is_rejected_at_once(path, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="not a regular file"):
         parse(["--config", str(tmp_path / path)])
@@ -237,21 +237,21 @@ def test_a_check_prints_its_result_as_one_json_object(capsys: pytest.CaptureFixt
     assert report.explanation.startswith("layout ")
     assert [warning.split(":")[0] for warning in report.warnings] == ["warning"]
     assert train.main([*words, "--tp", "3"]) == train.main([*words, "--no-such-option"]) == 2
-    refused, unread = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert all((refused["error"], refused["instead"]))
-    assert refused["layout"] is None
-    assert unread["error"] == "unknown option '--no-such-option'"
-    with pytest.raises(UserError, match="no check to print"):
+    invalid, unparsed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert all((invalid["error"], invalid["instead"]))
+    assert invalid["layout"] is None
+    assert unparsed["error"] == "unknown option '--no-such-option'"
+    with pytest.raises(UserError, match="--json requires --check"):
         train.main(["--json"])
 
 
 @pytest.mark.parametrize("origin", Origin)
-def test_a_source_is_read_as_it_was_written(origin: Origin) -> None:
+def test_a_source_survives_a_round_trip(origin: Origin) -> None:
     source = ValueSource(origin, "a/b" if "{}" in origin.value else "")
     assert ValueSource.read(str(source)) == source
 
 
-def test_what_was_typed_for_a_run_counts_as_typed_however_often_it_is_resumed() -> None:
+def test_command_line_values_are_typed_after_any_number_of_resumes() -> None:
     once = ValueSource.read(str(ValueSource.of_run("runs/a", COMMAND_LINE)))
     twice = ValueSource.read(str(ValueSource.of_run("runs/a", once)))
     assert once.is_typed

@@ -1,4 +1,4 @@
-"""fp16 gradients that overflow: the step is taken again, and neither it, nor its rate, nor its samples are lost."""
+"""Overflow of fp16 gradients: the step is repeated with the same learning rate and samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32"
 
 
 def train(folder, scale, monkeypatch):
-    """Run in fp16 from a loss scale, on a CPU, where it is refused because a larger model would be slow."""
+    """Train in fp16 with an initial loss scale on a CPU, bypassing the check that rejects fp16 there as slow."""
     def with_fp16(*args, **given):
         return replace(resolve(*args, **given), precision="fp16_autocast", loss_scale=DynamicScale(start=scale))
 
@@ -49,7 +49,7 @@ def test_a_skipped_step_is_taken_again(tmp_path, monkeypatch):
     assert wild_record["sample_hash"] == calm_record["sample_hash"]
 
 
-def test_a_loss_that_no_scale_helps_ends_the_run():
+def test_an_overflow_at_the_smallest_scale_ends_the_run():
     scale = LossScale(DynamicScale(start=4.0))
     scale.update(False)
     scale.update(False)

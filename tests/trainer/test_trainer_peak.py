@@ -1,4 +1,4 @@
-"""The default peak rate: that of the recipe it was tuned for, less for short runs and wide models."""
+"""Default peak learning rate: lower for short runs and wide models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 
 LAYOUTS = {"ddp": 2, "zero1": 2, "zero3": 2, "fsdp2": 2, "tp2": 2, "pp2": 2, "pp2_tp2": 4}
-"""Layouts to compare, with their ranks."""
+"""Layouts to compare, with their numbers of ranks."""
 QUICK = ["--eval-tokens", "2048", "--sample-tokens", "0", "--profile", "false", "--save-every", "-1", "--device",
          "cpu"]
 AT_FULL = "0.002 at width 128 and 400 steps"
@@ -33,7 +33,7 @@ AT_FULL = "0.002 at width 128 and 400 steps"
     (["--steps", "50", "--lr", "0.004"], 0.004, "command line"),
     (["--steps", "50", "--model", "gpt2-124m"], 6e-4, "recipe of gpt2-124m"),
 ])
-def test_the_default_rate_follows_width_and_steps_and_a_given_one_does_not(words, rate, source):
+def test_the_default_rate_depends_on_width_and_steps_and_a_given_one_does_not(words, rate, source):
     plan = plan_run(parse(words), 1)
     assert (plan.config.lr, str(plan.sources["lr"])) == (rate, source)
     assert plan.config.min_lr == rate / 10
@@ -45,7 +45,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.full
 def test_twenty_steps_of_the_default_never_rise_above_their_first_loss(tmp_path: Path):
-    """At 0.004 the thirteenth step had 8.15, the first 5.60."""
+    """At learning rate 0.004, the loss was 5.60 in the first and 8.15 in the thirteenth step."""
     words = ["--steps", "20", "--ds-config", "ddp", "--eval-tokens", "2048", "--sample-tokens", "0", "--profile",
              "false", "--save-every", "-1", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.train", *words], capture_output=True, text=True,
@@ -59,30 +59,30 @@ def test_twenty_steps_of_the_default_never_rise_above_their_first_loss(tmp_path:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", ["1337", "1", "2"])
 def test_a_hundred_steps_of_the_default_do_not_spike(seed, tmp_path: Path):
-    """At 0.0028, step 13 of seed 1337 had 2.0 nats more than the mean of the five before it.
+    """At 0.0028, the loss in step 13 of seed 1337 was 2.0 nats above the mean of the five steps before.
 
-    Eight sequences a step: in a step of four, a batch of hard text has up to 0.9 nats more at any rate.
+    Use eight sequences per step: with four, a batch of difficult text has up to 0.9 nats more at any learning rate.
     """
     words = ["--steps", "100", "--global-batch-size", "8", "--ds-config", "ddp", "--seed", seed, *QUICK,
              "--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.train", *words], capture_output=True, text=True,
                           timeout=scaled(300), check=False)
     assert done.returncode == 0, done.stderr
-    made = losses(tmp_path / "run")
-    rises = [made[i] - sum(made[max(0, i - 5):i]) / min(5, i) for i in range(1, len(made))]
+    curve = losses(tmp_path / "run")
+    rises = [curve[i] - sum(curve[max(0, i - 5):i]) / min(5, i) for i in range(1, len(curve))]
     assert max(rises) < 0.5
-    assert made[-1] < made[0] - 2
+    assert curve[-1] < curve[0] - 2
 
 
 @pytest.mark.full
 def test_twenty_default_steps_agree_under_every_layout(tmp_path: Path):
-    made = {}
+    curves = {}
     for layout, ranks in LAYOUTS.items():
         done = launch(tmp_path, "-n", str(ranks), sys.executable, "-m", "ezpz_llm.train", "--steps", "20",
                       "--global-batch-size", "8", "--precision", "fp32", "--ds-config", layout, *QUICK, "--run-dir",
                       layout, timeout=300, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
-        made[layout] = losses(tmp_path / layout)
-    assert made["ddp"][-1] < made["ddp"][0] - 1
+        curves[layout] = losses(tmp_path / layout)
+    assert curves["ddp"][-1] < curves["ddp"][0] - 1
     for layout in LAYOUTS:
-        assert made[layout] == pytest.approx(made["ddp"], abs=1e-5, rel=0), layout
+        assert curves[layout] == pytest.approx(curves["ddp"], abs=1e-5, rel=0), layout

@@ -1,4 +1,4 @@
-"""The trainer in one process against the definition of its steps: samples, rates, losses, evaluation, masks."""
+"""Trainer in one process against a plain definition of its steps: samples, rates, losses, evaluation, dropout."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ WORDS = [word for name, value in {
 
 
 def lines_of(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """The metrics of a run that this process makes."""
+    """Run training in this process and return its metrics lines."""
     assert run(parse([*WORDS, *words, "--run-dir", str(folder)])) == 0
     return list(read_lines(RunDir(folder).metrics))
 
 
 def pairs(windows: np.ndarray) -> list[MicroBatch]:
-    """Windows (n, T + 1) as micro batches."""
+    """Split windows (n, T + 1) into micro batches."""
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
             for part in torch.from_numpy(windows.astype(np.int64)).split(MICRO)]
 
 
 def test_a_run_is_the_definition_of_its_steps(tmp_path: Path) -> None:
-    """Sample i of (seed, i), each once; warm-up and half a cosine; the mean of all micro batches; the validation
-    split from its start, with the weights after the last step."""
+    """Check that sample i is a function of (seed, i), the schedule is warm-up and cosine, the loss is the mean over
+    micro batches, and validation starts at the beginning of its split, with the weights after the last step."""
     lines = lines_of(tmp_path / "run", "--dropout", "0", "--save-every", "-1")
     data = TokenData.open(prepare("stdlib", "bytes"))
     config = get_model_config("tiny-gpt2", **SHAPE, vocab_size=data.vocab_size)
@@ -83,7 +83,7 @@ def test_a_resumed_run_draws_the_masks_of_an_unbroken_one(tmp_path: Path) -> Non
 
 
 def test_who_draws_the_same_masks() -> None:
-    """Tensor-parallel peers, which hold the same activations, and no other ranks."""
+    """Check that tensor-parallel peers, with the same activations, and no other ranks share a dropout seed."""
     degrees = Degrees(dp=2, tp=2, pp=2, sp=2)
 
     def seed_of(rank: int) -> int:

@@ -1,4 +1,4 @@
-"""The hash of the samples that a run consumed: independent of how they were cut, and of nothing else."""
+"""Hash of the consumed samples: it depends on the samples and not on how they were split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = np.random.default_rng(0).integers(257, size=(60, 9))
 
 
 def consume(*parts: tuple[int, int]) -> Position:
-    """The position after samples [first, stop) of each part, one step a part."""
+    """Return the position after samples [first, stop) of each part, one step per part."""
     position = Position()
     for first, stop in parts:
         position = position.advance(stop - first, hash_samples(first, SAMPLES[first:stop]))
@@ -22,8 +22,8 @@ def consume(*parts: tuple[int, int]) -> Position:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 4))
-def test_it_does_not_depend_on_how_samples_are_cut_into_steps_or_where_it_was_saved(cuts: list[int],
-                                                                                    saved: int) -> None:
+def test_the_hash_does_not_depend_on_steps_or_saves(cuts: list[int],
+                                                    saved: int) -> None:
     position, at = Position(), 0
     for number, cut in enumerate(cuts):
         position = position.advance(cut, hash_samples(at, SAMPLES[at:at + cut]))
@@ -34,18 +34,18 @@ def test_it_does_not_depend_on_how_samples_are_cut_into_steps_or_where_it_was_sa
     assert position.agree(ALONE) == consume((0, at))
 
 
-def test_a_step_s_samples_may_be_divided_over_ranks() -> None:
+def test_the_hash_does_not_depend_on_the_split_over_ranks() -> None:
     whole = consume((0, 8))
     ranks = [hash_samples(first, SAMPLES[first:first + 2]) for first in (6, 0, 4, 2)]
     assert Position().advance(8, sum(ranks)).agree(ALONE) == whole
 
 
-def test_a_lost_a_repeated_and_an_exchanged_sample_change_it() -> None:
+def test_lost_repeated_and_swapped_samples_change_the_hash() -> None:
     right = consume((0, 8))
     assert len(right.sample_hash) == 16
     for wrong in (consume((0, 7)), consume((0, 4), (3, 7)), consume((0, 8), (7, 8)), consume((1, 9))):
         assert wrong.sample_hash != right.sample_hash
-    # The right tokens under the wrong numbers, and the wrong tokens under the right ones.
+    # The same tokens with other numbers, and other tokens with the same numbers.
     assert hash_samples(1, SAMPLES[:8]) != hash_samples(0, SAMPLES[:8])
     changed = SAMPLES[:8].copy()
     changed[3, 5] += 1

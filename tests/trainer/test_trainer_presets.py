@@ -1,4 +1,4 @@
-"""Whole runs by name against the published recipes, and what is printed of them."""
+"""Presets against the published recipes, and the printed settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.selfcheck import expected_first_loss
 
-# preset: peak rate, tokens a step, steps, warm-up, end of the cosine, context, parameters with the padded table.
+# Preset: peak rate, tokens per step, steps, warm-up, end of the cosine, context, parameters with padded embedding.
 RUNS = {
     "gpt2-124m-fineweb": (6e-4, 2**19, 19073, 715, 19073, 1024, 124_475_904),
     "gpt2-355m-fineweb": (3e-4, 2**19, 19073, 715, 19073, 1024, 354_871_296),
@@ -98,12 +98,12 @@ def test_a_micro_batch_that_is_typed_is_taken_as_it_is():
 
 
 def test_a_horizon_beyond_the_run_is_told():
-    """600,000 steps of cosine for a run of 1,000: its last rate is the peak."""
+    """Plan a cosine of 600,000 steps in a run of 1,000: its last learning rate is the peak."""
     plan = planned("--steps", "1000", "--decay-steps", "600000", "--lr", "6e-4", ranks=1)
-    assert "ends at 0.0006 and not at 6e-05" in remarks(plan)[0]
+    assert "ends at 0.0006 instead of 6e-05" in remarks(plan)[0]
 
 
-def test_all_settings_are_printed_each_under_its_source():
+def test_all_settings_are_printed_by_source():
     plan = planned("--preset", "gpt2-124m-fineweb", "--steps", "1000")
     text = settings(plan)
     assert effective(plan).keys() >= FIELDS.keys()

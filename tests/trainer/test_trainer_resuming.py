@@ -1,4 +1,4 @@
-"""Decisions of `--resume`: a run continues, begins anew or is complete, with its own settings."""
+"""Decisions of `--resume`: a run continues, starts over or is complete, with its own settings."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32"
 
 
 class Died(Exception):
-    """Somebody ended the run."""
+    """Injected end of a run."""
 
 
 @pytest.fixture
 def train(monkeypatch, capsys):
-    """Runs of one rank in this process; `dies` is the step in which one is ended."""
-    step_as_it_is = loop.train_step
+    """Return a function that trains with one rank in this process; the run dies in step `dies`."""
+    original_step = loop.train_step
 
     def run_it(*words: object, dies: int = 0) -> tuple[int, str]:
         def step(session, number):
             if number + 1 == dies:
                 raise Died
-            step_as_it_is(session, number)
+            original_step(session, number)
 
         monkeypatch.setattr(loop, "train_step", step)
         capsys.readouterr()
@@ -57,7 +57,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_one_command_goes_through_all_of_it(train, tmp_path, capsys):
-    """Die before the first checkpoint, die after it, finish, and again: as a job that is queued again does."""
+    """Die before the first checkpoint, die after it, finish, and run once more, as a requeued job does."""
     run_dir = tmp_path / "run"
     words = [*SMALL, "--ds-config", "ddp", "--steps", "12", "--save-every", "4", "--run-dir", run_dir,
              "--resume", "auto"]
@@ -68,12 +68,12 @@ def test_one_command_goes_through_all_of_it(train, tmp_path, capsys):
     with pytest.raises(Died):
         train(*words, dies=10)
     out = capsys.readouterr().out
-    assert f"note: {run_dir} ended before its first checkpoint: the run begins anew\n" in out
+    assert f"note: {run_dir} ended before its first checkpoint: the run starts over\n" in out
     [aside] = run_dir.glob("metrics-before-*.jsonl")
     assert aside.read_bytes() == kept, "nothing is lost"
     code, out = train(*words)
     assert code == 0
-    # A checkpoint is complete when ranks have agreed that it is: some steps after the one it is of.
+    # A checkpoint is complete once all ranks agree, some steps after its own step.
     assert re.match(rf"resuming after step [48] \(\d+ samples\) from {run_dir}/checkpoints/", out), out
     once_more = train(*words)
     assert once_more == (0, f"{run_dir} is complete, step 12 of 12: nothing is left to do\n")
@@ -83,7 +83,7 @@ def test_one_command_goes_through_all_of_it(train, tmp_path, capsys):
 
 
 def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
-    """By its name alone, from another folder's point of view, on any number of ranks, under another layout."""
+    """Resume with only --resume, from another folder, on other numbers of ranks, and under another layout."""
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 90)
     words = [*SMALL, "--corpus", text, "--tokenizer", "char", "--ds-config", "ddp", "--save-every", "4", "--beta2",
@@ -97,22 +97,22 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     assert f"run {whole} (its command line): n_layer 1, " in " ".join(out.split())
     ours, theirs = (read_record(RunDir(path))["config"] for path in (tmp_path / "on", whole))
     differing = {name for name in theirs if ours[name] != theirs[name]} - {"run_dir", "resume"}
-    assert differing == {"global_batch"}, "what followed is a number now"
+    assert differing == {"global_batch"}, "the derived global batch is recorded as a number"
 
     def plan(*more: str, ranks: int = 2):
         return plan_run(find_resume_point(parse(["--resume", str(half), "--device", "cpu", *more])).options, ranks)
 
     def batch(*more: str, ranks: int = 2) -> tuple[int, int, int]:
-        found = plan(*more, ranks=ranks).resolved.batch
-        return found.global_batch, found.micro_batch, found.accumulation
+        sizes = plan(*more, ranks=ranks).resolved.batch
+        return sizes.global_batch, sizes.micro_batch, sizes.accumulation
 
-    assert batch() == (2, 1, 1), "the global batch holds on any number of ranks"
+    assert batch() == (2, 1, 1), "the global batch is kept on any number of ranks"
     assert batch("--global-batch-size", "8") == (8, 2, 2)
     assert batch("--micro-batch-size", "2", "--gradient-accumulation-steps", "3") == (12, 2, 3)
     assert plan("--ds-config", "tp2").resolved.layout.tp == 2
-    assert plan("--steps", "20").config.decay_steps == 20, "what followed follows again"
+    assert plan("--steps", "20").config.decay_steps == 20, "derived values are derived again"
     assert plan("--lr", "1e-3").config.min_lr == 1e-4
-    assert plan("--n-embd", "64").model.n_embd == 64, "what is typed wins, and the checkpoint refuses it"
+    assert plan("--n-embd", "64").model.n_embd == 64, "the command line wins, and the checkpoint rejects it later"
 
 
 def test_runs_with_nothing_saved(train, tmp_path, capsys):
@@ -121,19 +121,19 @@ def test_runs_with_nothing_saved(train, tmp_path, capsys):
     code, out = train("--resume", "auto", "--run-dir", tmp_path / "a")
     assert (code, "complete, without checkpoints" in out) == (0, True), out
     code, out = train("--resume", tmp_path / "a", "--run-dir", tmp_path / "b", "--steps", "1", "--save-every", "0")
-    assert (code, "ended before its first checkpoint: the run begins anew" in out) == (0, True), out
-    assert len(losses(tmp_path / "a")) == 2, "another run's metrics stay where they are"
+    assert (code, "ended before its first checkpoint: the run starts over" in out) == (0, True), out
+    assert len(losses(tmp_path / "a")) == 2, "another run's metrics are not moved"
     assert [folder.name for folder in complete(RunDir(tmp_path / "b").checkpoints)] == ["step-00000001"]
     (tmp_path / "empty").mkdir()
     for wrong in ("empty", "missing"):
         with pytest.raises(UserError):
             find_resume_point(parse(["--resume", str(tmp_path / wrong)]))
-    assert "begins in a new directory" in find_resume_point(parse(["--resume", "auto"])).notes[0]
+    assert "starts in a new directory" in find_resume_point(parse(["--resume", "auto"])).notes[0]
 
 
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory) -> list[str]:
-    """The command line of a complete run, which reads a YAML file and ends in its run directory."""
+    """Return the command line of a complete run, with a YAML file; its last word is the run directory."""
     folder = tmp_path_factory.mktemp("six")
     file = folder / "c.yaml"
     file.write_text("beta2: 0.9\neps: 1e-7\n")
@@ -143,7 +143,7 @@ def six_steps(tmp_path_factory) -> list[str]:
     return words
 
 
-def test_a_resumed_run_warns_of_what_changes_its_training(six_steps, tmp_path, capsys):
+def test_a_resumed_run_warns_about_changed_training_settings(six_steps, tmp_path, capsys):
     run_dir = Path(six_steps[-1])
     half = run_dir / "checkpoints" / "step-00000003"
 
@@ -167,16 +167,16 @@ def test_a_resumed_run_warns_of_what_changes_its_training(six_steps, tmp_path, c
             ("--warmup-steps", "2", "0"), ("--decay-steps", "9", "6"), ("--beta2", "0.95", "0.9"),
             ("--weight-decay", "0", "0.1"), ("--grad-clip", "0.5", "1.0"), ("--global-batch-size", "4", "2"),
             ("--dropout", "0.1", "0.0"), ("--z-loss", "1e-4", "0.0"), ("--precision", "bf16_autocast", "'fp32'")):
-        said = warnings(half, option, value)
-        assert f"{option} {before}" in said.partition("add ")[2], (option, said)
+        text = warnings(half, option, value)
+        assert f"{option} {before}" in text.partition("add ")[2], (option, text)
     capsys.readouterr()
     assert run(parse(["--resume", str(run_dir), "--run-dir", str(tmp_path / "on"), "--device", "cpu", "--steps",
                       "7"])) == 0
     assert "decay_steps was 6 and is 7" in capsys.readouterr().err
 
 
-def test_another_corpus_is_rejected_by_its_name_before_ranks_start(train, tmp_path, monkeypatch):
-    """Ranks compared a hash. A prepared copy of the text passes, and so does the text in another place."""
+def test_another_corpus_is_rejected_by_name_before_ranks_start(train, tmp_path, monkeypatch):
+    """Accept a prepared copy of the text, and the same text at another path."""
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
     text = "to be or not to be, that is the question " * 60
     a, b, c = (tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
@@ -199,7 +199,7 @@ def test_another_corpus_is_rejected_by_its_name_before_ranks_start(train, tmp_pa
             check(f"--{option}", value)
         assert f"the run was trained with --{option} {before}" in caught.value.found
         assert f", not {value}" in caught.value.found
-        assert f"leave out --{option}" in caught.value.instead
+        assert f"omit --{option}" in caught.value.instead
     with pytest.raises(UserError, match=f"not {b}") as caught:
         check("--corpus", b)
     assert f"prepare it first: python3 -m ezpz_llm.data prepare {b}" in caught.value.instead
@@ -226,27 +226,28 @@ def test_another_mixture_is_rejected_by_its_parts(train, tmp_path, monkeypatch):
             main([*again, other])
 
 
-def test_a_complete_run_rejects_options_that_it_did_not_have(six_steps):
+def test_a_complete_run_rejects_changed_options(six_steps):
     run_dir = six_steps[-1]
     for again in (["--resume", run_dir], [*six_steps, "--resume", "auto"]):
         assert find_resume_point(parse(again)).complete
-    for more, found in ((["--lr", "1e-2"], "--lr 0.01 is not its 0.002"),
-                        (["--corpus", "other.txt"], "--corpus 'other.txt' is not its 'stdlib'"),
-                        (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 is not its 6"),
-                        (["--ds-config", "zero3", "--tp", "2"], "--ds-config 'zero3' is not its 'ddp', --tp 2"),
-                        (["--preset", "shakespeare-char-cpu", "--steps", "6"], "--corpus 'shakespeare'")):
+    for more, message in ((["--lr", "1e-2"], "--lr 0.01 differs from its 0.002"),
+                          (["--corpus", "other.txt"], "--corpus 'other.txt' differs from its 'stdlib'"),
+                          (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 differs from its 6"),
+                          (["--ds-config", "zero3", "--tp", "2"],
+                           "--ds-config 'zero3' differs from its 'ddp', --tp 2"),
+                          (["--preset", "shakespeare-char-cpu", "--steps", "6"], "--corpus 'shakespeare'")):
         with pytest.raises(UserError) as error:
             find_resume_point(parse(["--resume", run_dir, *more]))
-        assert found in str(error.value), error.value
-        assert "--steps N with more than 6" in str(error.value)
+        assert message in str(error.value), error.value
+        assert "--steps N with N above 6" in str(error.value)
     Path(six_steps[six_steps.index("--config") + 1]).write_text("beta2: 0.9\neps: 1e-6\n")
-    with pytest.raises(UserError, match="--eps 1e-06 is not its 1e-07"):
+    with pytest.raises(UserError, match="--eps 1e-06 differs from its 1e-07"):
         find_resume_point(parse([*six_steps, "--resume", "auto"]))
     assert not find_resume_point(parse(["--resume", run_dir, "--lr", "1e-2", "--steps", "9"])).complete
 
 
 @pytest.mark.full
-def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
+def test_a_killed_run_starts_over_with_the_same_command(tmp_path):
     words = ["-n", "1", sys.executable, "-m", "ezpz_llm.train", *SMALL, "--device", "cpu", "--run-dir", "r",
              "--resume", "auto", "--save-every", "5000", "--steps"]
     first = start(tmp_path, *words, "9000", OMP_NUM_THREADS="1")
@@ -258,11 +259,11 @@ def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
     for pid, command in left_over(tmp_path / "r").items():
         if "ezpz_llm.train" in command and "ezpz_llm.launch" not in command:
             os.kill(pid, signal.SIGKILL)
-    _, said = first.communicate(timeout=scaled(60))
-    assert first.returncode == 137, said
+    _, err = first.communicate(timeout=scaled(60))
+    assert first.returncode == 137, err
     done = launch(tmp_path, *words, "4", timeout=120, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "ended before its first checkpoint: the run begins anew" in done.stdout
+    assert "ended before its first checkpoint: the run starts over" in done.stdout
     assert [line["step"] for line in read_lines(RunDir(tmp_path / "r").metrics)] == [1, 2, 3, 4]
     again = launch(tmp_path, *words, "4", timeout=120, OMP_NUM_THREADS="1")
     assert (again.returncode, "r is complete, step 4 of 4" in again.stdout) == (0, True), again.stderr

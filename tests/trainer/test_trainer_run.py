@@ -1,4 +1,4 @@
-"""The whole trainer as a user runs it: through launch, on real ranks, with its files read back."""
+"""Whole training runs under launch, on real ranks, checked by their output files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-token
 
 
 def train(*options: str, run_dir: Path, ranks: int = 2, timeout: int = 150) -> subprocess.CompletedProcess[str]:
-    """One run through launch."""
+    """Run training under launch."""
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", str(run_dir),
                sys.executable, "-m", "ezpz_llm.train", *options]
     return subprocess.run(command, env=ENV, cwd=run_dir.parent, capture_output=True, text=True, timeout=timeout,
@@ -44,7 +44,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A short run on two ranks with validation, sample, checkpoint, plots and profile."""
+    """Run 20 steps on two ranks with validation, sample, checkpoint, plots and profile."""
     run_dir = tmp_path_factory.mktemp("run") / "whole"
     done = train(*SMALL, "--steps", "20", "--eval-every", "10", "--save-every", "10", "--trace-steps", "3",
                  "--verbose", run_dir=run_dir)
@@ -68,7 +68,7 @@ def test_every_step_has_one_line_with_the_documented_members(finished):
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
 
 
-def test_the_record_holds_what_ran_and_what_came_out(finished):
+def test_the_record_contains_settings_and_results(finished):
     run_dir, _ = finished
     record = read_record(RunDir(run_dir))
     assert record["launch"]["world_size"] == 2
@@ -88,7 +88,7 @@ def test_the_record_holds_what_ran_and_what_came_out(finished):
     assert json.loads((run_dir / "layout.json").read_text())["layout"]["name"] == "zero1"
 
 
-def test_plots_profile_logs_and_checkpoints_are_where_they_should_be(finished):
+def test_plots_profile_logs_and_checkpoints_exist(finished):
     run_dir, _ = finished
     plots = {path.name for path in (run_dir / "plots").iterdir()}
     assert {"loss.txt", "tokens_per_second.txt"} <= plots
@@ -104,7 +104,7 @@ def test_plots_profile_logs_and_checkpoints_are_where_they_should_be(finished):
 def test_the_console_shows_what_a_user_looks_for(finished):
     run_dir, text = finished
     for word in ("scheduler", "launcher", "mpiexec", "cpu, backend gloo", "zero1, fp32", "flash_attention",
-                 "token frequencies alone", "sample after step 20", "torch's own counter agrees",
+                 "token frequencies alone", "sample after step 20", "torch's FLOP counter agrees",
                  "FLOP/s measured (fp32 matmul; slowest: rank", "estimated sum, measured peak",
                  "of the matmul peak", "Where the step time went", "host.html",
                  "report.html", f"ezpz-llm report {run_dir.name}", f"--resume {run_dir.name} --steps 40",
@@ -117,7 +117,7 @@ def test_the_console_shows_what_a_user_looks_for(finished):
 @pytest.mark.parametrize("layout", ["zero3", *(pytest.param(name, marks=pytest.mark.slow)
                                                for name in ("ddp", "zero1", "zero2"))])
 def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp_path):
-    """Equal to the last digit, in a new process group, dropout included."""
+    """Require bitwise equal losses in a new process group, with dropout."""
     steps = [*SMALL, "--steps", "8", "--ds-config", layout, "--dropout", "0.1", "--eval-every", "4",
              "--save-every", "4", "--sample-tokens", "0", "--profile", "false"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -138,17 +138,17 @@ REST = [name for name in ds_config.names() if name not in (*ALSO, "zero1")]
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [*ALSO, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
-def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished, tmp_path):
-    """As zero1 does on the way to `finished`; that losses are the same is certify's to show."""
+def test_every_layout_trains_validates_samples_saves_and_plots(layout, finished, tmp_path):
+    """Expect the same output files as of zero1; certify compares the losses."""
     run_dir = tmp_path / "run"
     ranks = next(world for world in natural_worlds(layout) if world > 1)
     done = train(*SMALL, "--steps", "10", "--eval-every", "10", "--ds-config", layout, "--global-batch-size", "8",
                  "--lr", "1e-3", "--warmup-steps", "1", ranks=ranks, run_dir=run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = losses(run_dir)
-    assert len(found) == 10
-    assert found[-1] < found[0] - 0.2
-    assert read_record(RunDir(run_dir))["val_loss"] < found[0] - 0.2
+    training = losses(run_dir)
+    assert len(training) == 10
+    assert training[-1] < training[0] - 0.2
+    assert read_record(RunDir(run_dir))["val_loss"] < training[0] - 0.2
     assert "sample after step 10" in done.stdout
     assert len(complete(RunDir(run_dir).checkpoints)) == 1
     assert {path.name for path in RunDir(run_dir).plots.iterdir()} == {
@@ -157,7 +157,7 @@ def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished,
 
 @pytest.mark.full
 def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
-    """The same samples, losses and norms however a global batch is cut: nothing lost, doubled or left undivided."""
+    """Expect the same samples, losses and gradient norms for every split of the global batch."""
     options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch-size", "8", "--sample-tokens", "0",
                "--profile", "false", "--save-every", "-1"]
     runs = {}
@@ -174,22 +174,22 @@ def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
         assert other["val_loss"] == pytest.approx(record["val_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize(("options", "found"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--steps", "30", "--seed", "7"], "the checkpoint's seed is 1337, this run's is 7"),
     (["--steps", "10"], "the checkpoint is of step 20, this run ends at 10"),
     (["--steps", "30", "--n-head", "2"], "the checkpoint is of another model: n_head is 4 there and 2 here"),
 ])
-def test_a_checkpoint_that_does_not_fit_is_refused_before_any_rank_starts(options, found, finished, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_rejected_before_any_rank_starts(options, message, finished, tmp_path):
     run_dir, _ = finished
     done = train(*SMALL, *options, "--resume", str(run_dir), run_dir=tmp_path / "other", timeout=120)
     assert done.returncode == 2
-    assert found in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.full
-def test_a_run_goes_on_in_its_own_directory_on_text_of_ones_own(tmp_path):
-    """Prepared shards of a text without lines, one process, no samples of a newline, odd intervals."""
+def test_a_run_on_own_text_resumes_in_its_directory(tmp_path):
+    """Use prepared shards of a text without newlines, one process, and intervals that do not divide the steps."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 60)
     folder = prepare(str(tmp_path / "text.txt"), "char", out=tmp_path / "shards", progress=False)
     run_dir = tmp_path / "run"
@@ -210,23 +210,23 @@ def test_a_run_goes_on_in_its_own_directory_on_text_of_ones_own(tmp_path):
     assert (run_dir / "metrics.jsonl").read_bytes().startswith(kept)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["step"] for line in lines if "val_loss" in line] == [3, 5, 6, 8]
-    # The validation split, shorter than the tokens asked for, is used whole: a prediction for all but the first.
+    # The validation split is shorter than --eval-tokens and used whole: every token but the first is predicted.
     assert {line["val_tokens"] for line in lines if "val_loss" in line} == {245}
     assert [p.name for p in complete(RunDir(run_dir).checkpoints)] == ["step-00000005"]
     saved = find(run_dir)
-    going_on = parse([*options, "--steps", "9", "--resume", str(run_dir)])
+    resumed = parse([*options, "--steps", "9", "--resume", str(run_dir)])
     with pytest.raises(UserError, match=f"the tokens of {folder} are not those of the checkpoint"):
-        check_state(plan_run(going_on, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
+        check_state(plan_run(resumed, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
                     read_json(saved / STATE), data="other tokens")
-    for wrong, found in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
-                         (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
+    for wrong, message in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
+                           (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
         done = alone(*wrong, "--run-dir", str(tmp_path / "none"))
         assert done.returncode == 2
-        assert found in done.stderr
+        assert message in done.stderr
         assert "Traceback" not in done.stderr
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(finished):
+def test_a_directory_with_a_run_is_not_overwritten(finished):
     run_dir, _ = finished
     before = (run_dir / "metrics.jsonl").read_bytes()
     done = train(*SMALL, "--steps", "30", run_dir=run_dir, timeout=120)
@@ -235,7 +235,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(finished):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(("options", "found"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--model", "gpt2-125m"], "did you mean gpt3-125m or gpt2-124m"),
     (["--ds-config", "zero5"], "unknown ds_config 'zero5'"),
     (["--corpus", "missing.txt"], "no such corpus file"),
@@ -247,10 +247,10 @@ def test_a_directory_that_holds_a_run_is_not_written_over(finished):
     (["--steps", "10", "--warmup-steps", "20"], "--warmup-steps 1"),
     (["--steps", "0"], "1 or more"),
 ])
-def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
+def test_a_mistake_is_found_before_any_rank_starts(options, message, tmp_path):
     done = train(*options, run_dir=tmp_path / "run", timeout=120)
     assert done.returncode == 2
-    assert found in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -275,17 +275,17 @@ def test_compiled_blocks_train_alike(layout, tmp_path):
 
 @pytest.mark.slow
 def test_yardstick(tmp_path):
-    """nanoGPT's CPU yardstick under every layout; needs tiny Shakespeare in EZPZ_LLM_TEST_DATA."""
+    """Run nanoGPT's CPU example under every layout; needs tiny Shakespeare in EZPZ_LLM_TEST_DATA."""
     text = Path(os.environ.get("EZPZ_LLM_TEST_DATA", "../shared/data")) / "tinyshakespeare.txt"
     if not text.is_file():
-        pytest.skip(f"no {text}: name its folder with EZPZ_LLM_TEST_DATA")
+        pytest.skip(f"{text} is missing: set EZPZ_LLM_TEST_DATA to its folder")
     script = ROOT / "benchmarks" / "yardstick.py"
     subprocess.run([sys.executable, str(script), str(text)], env=ENV, timeout=scaled(3600), check=True)
 
 
 @pytest.mark.full
-def test_an_exception_is_told_before_groups_that_wait_for_others(tmp_path):
-    """NCCL's groups are destroyed together: the rank that fails would wait for ranks that wait for it."""
+def test_an_exception_is_reported_before_groups_are_destroyed(tmp_path):
+    """Report the exception before destroying NCCL groups, in which the failed rank would wait for the others."""
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(tmp_path / "run"),
                sys.executable, str(HELPERS / "blocking_train.py"), *SMALL, "--ds-config", "ddp",
                "--steps", "100000"]
@@ -302,7 +302,7 @@ def test_an_exception_is_told_before_groups_that_wait_for_others(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_memory_table_has_hpzs_second_copy_as_the_arithmetic_says(precision, tmp_path):
+def test_the_memory_table_shows_hpzs_second_copy_as_estimated(precision, tmp_path):
     layout = tmp_path / "zeropp.json"
     layout.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}))
     done = train(*SMALL, "--ds-config", str(layout), "--steps", "2", "--save-every", "-1", "--verbose",

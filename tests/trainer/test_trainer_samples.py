@@ -1,4 +1,4 @@
-"""Samples of a step on their way to the device."""
+"""Copies of a step's samples to the device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64"
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_a_step_pins_its_samples_where_only_such_copies_go_on_beside_the_host(tmp_path, monkeypatch, pins):
-    """No device here copies from pinned memory: that each sample is pinned is seen from the call, and that memory
-    is kept for the stream that computes."""
+def test_samples_are_pinned_if_the_device_copies_from_pinned_memory(tmp_path, monkeypatch, pins):
+    """Check the calls of pin_memory and record_stream, since no device here copies from pinned memory."""
     pinned, kept = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(tuple(self.shape)) or self)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(tuple(self.shape)))
@@ -33,17 +32,17 @@ def test_a_step_pins_its_samples_where_only_such_copies_go_on_beside_the_host(tm
 
 
 @pytest.mark.gpu
-def test_the_host_does_not_wait_for_the_device_to_take_its_samples():
+def test_copies_to_the_device_do_not_block_the_cpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda")
     a, samples = torch.randn(8192, 8192, device=device), torch.arange(64 * 1024).view(64, 1024)
-    to_device([samples], device)  # memory is pinned once, which waits
+    to_device([samples], device)  # the first pinned allocation synchronizes
     torch.cuda.synchronize()
     for _ in range(50):
         a @ a
     computed = torch.cuda.Event()
     computed.record()
-    (moved,) = to_device([samples], device)
+    (copy,) = to_device([samples], device)
     assert not computed.query()
-    assert torch.equal((moved + 0).cpu(), samples)  # what is given to the device now waits for the copy
+    assert torch.equal((copy + 0).cpu(), samples)  # later kernels wait for the copy

@@ -1,4 +1,4 @@
-"""The learning-rate schedules against the published tables, and DeepSpeed's against its own classes."""
+"""Learning-rate schedules against published tables, and DeepSpeed's schedules against its classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_published_learning_rates(table, warmup, steps):
 
 
 def rates(steps: int, *argv: str) -> list[float]:
-    """The rates of a planned run's steps."""
+    """Return the learning rates of a planned run's steps."""
     config = plan_run(parse(["--steps", str(steps), "--lr", "1e-3", *argv]), 1).config
     return [learning_rate(step, config) for step in range(steps)]
 
@@ -38,7 +38,7 @@ def test_the_trainers_own_schedules() -> None:
     assert rates(8, "--schedule", "constant", "--warmup-steps", "4") == pytest.approx(warm + 4 * [1e-3])
     assert rates(8, "--schedule", "linear", "--warmup-steps", "4", "--min-lr", "0") == pytest.approx(
         [*warm, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    # Stable, then a fifth of the run to the floor, which the step after the last would have.
+    # Stable, then a decay over a fifth of the run; the step after the last would have the minimum.
     wsd = rates(20, "--schedule", "wsd", "--warmup-steps", "4", "--min-lr", "2e-4")
     assert wsd == pytest.approx([*warm, *13 * [1e-3], 8e-4, 6e-4, 4e-4])
     assert rates(20, "--schedule", "wsd", "--wsd-decay-steps", "10", "--warmup-steps", "4")[10:12] == pytest.approx(
@@ -52,23 +52,23 @@ def test_the_trainers_own_schedules() -> None:
     (["--schedule", "cosin"], "did you mean cosine"),
     (["--schedule", "wsd", "--warmup-steps", "9"], "a warm-up of 9 steps and a decay of 2 do not fit"),
     (["--schedule", "linear", "--warmup-steps", "11"], "does not end within 10"),
-    (["--schedule", "constant", "--min-lr", "1e-5"], "constant ends at 0.001 and not at 1e-05"),
+    (["--schedule", "constant", "--min-lr", "1e-5"], "constant ends at 0.001, not at 1e-05"),
     (["--warmup-min-lr", "1"], "would fall from 1"),
-    (["--schedule", "WarmupLR", "--warmup-steps", "0"], "which DeepSpeed refuses"),
+    (["--schedule", "WarmupLR", "--warmup-steps", "0"], "DeepSpeed rejects WarmupLR with 0 warm-up steps"),
 ])
-def test_schedules_that_do_not_work_out_are_refused(argv: list[str], words: str) -> None:
+def test_impossible_schedules_are_rejected(argv: list[str], words: str) -> None:
     with pytest.raises(UserError) as raised:
         rates(10, *argv)
     assert words in str(raised.value)
 
 
 def test_a_schedule_that_outlasts_the_run_is_a_warning() -> None:
-    def said(*argv: str) -> str:
+    def warnings(*argv: str) -> str:
         return " ".join(remarks(plan_run(parse(["--steps", "10", *argv]), 1)))
 
-    assert "its linear is over only after step 20" in said("--schedule", "linear", "--decay-steps", "20")
-    assert "never reaches its peak" in said("--schedule", "constant", "--warmup-steps", "20")
-    assert said("--schedule", "constant", "--decay-steps", "20") == ""
+    assert "its linear schedule after step 20" in warnings("--schedule", "linear", "--decay-steps", "20")
+    assert "never reaches its peak" in warnings("--schedule", "constant", "--warmup-steps", "20")
+    assert warnings("--schedule", "constant", "--decay-steps", "20") == ""
 
 
 THEIRS = {
@@ -88,7 +88,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("title", THEIRS)
 def test_deepspeeds_schedulers_step_by_step(title: str, own_config) -> None:
-    """A ds_config's scheduler gives each step the rate that DeepSpeed's class of that name gives it."""
+    """Compare the learning rates of a ds_config's scheduler with those of DeepSpeed's class."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -109,7 +109,7 @@ def test_deepspeeds_schedulers_step_by_step(title: str, own_config) -> None:
 
 @pytest.fixture
 def own_config(tmp_path):
-    """Write a ds_config and give its path."""
+    """Return a function that writes a ds_config and returns its path."""
     import json
 
     def write(values: dict[str, Any]) -> str:

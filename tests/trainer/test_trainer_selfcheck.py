@@ -1,4 +1,4 @@
-"""Self-checks of a run, each with its fault injected."""
+"""Self-checks of a run, each with an injected fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(folder, *options: str) -> int:
 
 
 @pytest.mark.full
-def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
+def test_a_model_overfits_one_batch(tmp_path, capsys):
     assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch-size", "2") == 0
     lines = list(read_lines(RunDir(tmp_path / "run").metrics))
     assert lines[-1]["loss"] < 1
@@ -46,7 +46,7 @@ def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
     assert "warning" not in out.split("checks")[1].split("\n\n")[0]
     assert record["memory"]["measured"]["parameters"] == record["memory"]["expected"]["parameters"] == 4 * 122_624
     assert record["memory"]["measured"]["gradients"] == 4 * 122_624
-    assert record["memory"]["measured"]["optimizer"] == pytest.approx(8 * 122_624, rel=1e-2)  # and counts of steps
+    assert record["memory"]["measured"]["optimizer"] == pytest.approx(8 * 122_624, rel=1e-2)  # plus step counters
     assert "Memory in MB" in out
 
 
@@ -56,7 +56,7 @@ def test_a_model_that_does_not_learn_fails_the_run(tmp_path, capsys):
 
 
 def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
-    """Made before the model was copied, as a wrapper may copy it: it would leave the loss where it was."""
+    """Give the optimizer copies of the parameters, as a wrapper may: the loss would never change."""
     make = build.make_optimizer
 
     def stale(groups, adam, name, fused):
@@ -69,7 +69,7 @@ def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_an_optimizer_that_forgets_a_tensor_ends_the_run(tmp_path, monkeypatch):
-    """A tensor that is frozen by mistake has no gradient, and no optimizer steps it."""
+    """Hide a tensor from the optimizer, as if it were frozen by mistake."""
     inner = gradients.GroupNorms._pieces
 
     def without_last(self, parameter, group):
@@ -83,7 +83,7 @@ def test_an_optimizer_that_forgets_a_tensor_ends_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shape", ["tiny-gpt2", "tiny-llama"])
 def test_a_tensor_without_a_gradient_ends_the_run(shape, tmp_path, monkeypatch, capsys):
-    """Detached: zero or none, by the engine. Behind given weights of zeros that is no fault."""
+    """Detach a tensor: its gradient is zero or missing. With loaded weights this is only a warning."""
     forward = MLP.forward
 
     def detached(self, x):
@@ -101,7 +101,7 @@ def test_a_tensor_without_a_gradient_ends_the_run(shape, tmp_path, monkeypatch, 
 
 def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
     def matrices_of_three(model, weight_decay):
-        """`dim > 2` decays nothing."""
+        """Return groups as with a wrong `dim > 2`, which decays nothing."""
         groups = decay_groups(model, weight_decay)
         return [{**groups[0], "weight_decay": 0.0}, groups[1]]
 
@@ -110,8 +110,8 @@ def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
         train(tmp_path / "run", "--steps", "2")
 
 
-def test_a_first_step_that_was_refused_says_nothing_of_the_optimizer(tmp_path):
-    """A run that is resumed into a spike: whatever steps on the host has stepped nothing."""
+def test_a_skipped_first_step_does_not_check_the_optimizer(tmp_path):
+    """Resume into a spike: an optimizer on the CPU has stepped nothing."""
     plan = plan_run(parse(["--resume", str(tmp_path)]), 1)
     checks = SelfChecks(plan, first_step=5)
     checks.stepped(SimpleNamespace(elements=[0, 0], unknown_parameters=0, decays=[set(), set()]))
@@ -119,7 +119,7 @@ def test_a_first_step_that_was_refused_says_nothing_of_the_optimizer(tmp_path):
     assert checks.conclude(SimpleNamespace(world_size=1)) == []
 
 
-def test_what_is_none_of_the_models_parameters_is_counted():
+def test_elements_that_are_not_model_parameters_are_counted():
     model = get_model_config("tiny-gpt2")
     elements = [size for _, size in decay_counts(model)]
     assert "all" in check_stepped(model, elements, 0, [{0.1}, {0.0}], 0.1)
@@ -142,7 +142,7 @@ def test_the_band_of_a_first_loss(name, good, bad):
 @pytest.mark.parametrize(("precision", "recompute", "chunk"), [
     ("fp32", 0, 0), ("fp32", 2, 64), ("bf16_autocast", 0, 64), ("bf16_autocast", 1, 0),
     ("bf16", 0, 64), ("bf16", 1, 0), ("bf16", 0, 0)])
-def test_activations_by_arithmetic_are_what_autograd_keeps(shape, precision, recompute, chunk):
+def test_estimated_activations_equal_what_autograd_saves(shape, precision, recompute, chunk):
     config = get_model_config(f"tiny-{shape}", n_layer=4)
     work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision != "fp32")
     tokens, e = 2 * config.block_size, 4 if precision == "fp32" else 2
@@ -154,7 +154,7 @@ def test_activations_by_arithmetic_are_what_autograd_keeps(shape, precision, rec
 
 
 def kept(config, precision: str, recompute: int, chunk: int) -> int:
-    """Bytes that a forward pass of 2 sequences leaves for the backward pass, parameters excepted."""
+    """Return the bytes that a forward pass of 2 sequences keeps for the backward pass, without parameters."""
     model = GPT(config)
     init_weights(model, config, 1)
     recompute_blocks(model, recompute)

@@ -1,4 +1,4 @@
-"""The start-up's account, of a real run under launch."""
+"""Durations of the start-up, in a real run under launch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slowness import scaled
 from ezpz_llm.trainer.session import durations
 
 
-def test_stretches_follow_one_another() -> None:
+def test_durations_are_the_differences_of_marks() -> None:
     marks = [("imports", 12.0), ("data", 12.5), ("first step", 20.0)]
     assert durations(marks, 10.0, 9.0) == {"launching": 1.0, "imports": 2.0, "data": 0.5, "first step": 7.5}
     assert durations(marks, 10.0, None) == {"imports": 2.0, "data": 0.5, "first step": 7.5}
 
 
 @pytest.mark.full
-def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
+def test_a_run_reports_the_durations_of_its_start_up(tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 200)
     words = [sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"), sys.executable,
@@ -33,14 +33,14 @@ def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "s to the end of the first step: launching" in done.stdout
     assert "Warning" not in done.stdout + done.stderr
-    found = json.loads((tmp_path / "run" / "run.json").read_text())["startup"]
-    assert list(found["seconds"]) == ["launching", "imports", "meeting", "data", "measuring the device", "engine",
-                                      "the rest", "first step", "compiling"]
-    # The system counts a process's beginning in hundredths of a second.
-    assert all(seconds > -0.02 for seconds in found["seconds"].values())
-    assert found["total_s"] == pytest.approx(sum(found["seconds"].values()))
-    assert found["seconds"]["compiling"] > 0.1
-    assert 0.5 < found["seconds"]["imports"] < found["total_s"] < took
+    startup = json.loads((tmp_path / "run" / "run.json").read_text())["startup"]
+    assert list(startup["seconds"]) == ["launching", "imports", "meeting", "data", "measuring the device", "engine",
+                                        "the rest", "first step", "compiling"]
+    # The kernel reports the start of a process in units of 0.01 s.
+    assert all(seconds > -0.02 for seconds in startup["seconds"].values())
+    assert startup["total_s"] == pytest.approx(sum(startup["seconds"].values()))
+    assert startup["seconds"]["compiling"] > 0.1
+    assert 0.5 < startup["seconds"]["imports"] < startup["total_s"] < took
 
 
 USED = """
@@ -54,13 +54,13 @@ HEAVY = {"deepspeed", "mlflow", "wandb", "pandas", "pyarrow", "scipy", "transfor
          "pyinstrument", "tensorboard", "ClusterShell", "torch._inductor.lowering", "torch.utils.tensorboard",
          "ezpz_llm.engine.deepspeed_engine", "ezpz_llm.engine.torch_engine", "ezpz_llm.engine.fsdp2_engine",
          "ezpz_llm.engine.pipeline_engine"}
-"""Some of what not every run needs, most of it worth a part of a second on every rank."""
+"""Modules that not every run needs; most cost a fraction of a second on every rank."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "used"), [
     ("ddp", {"ezpz_llm.engine.torch_engine"}),
-    # MLflow comes with DeepSpeed's autotuner, torch's compiler with its Muon.
+    # DeepSpeed's autotuner would import MLflow, its Muon torch's compiler.
     ("zero1", {"deepspeed", "ezpz_llm.engine.deepspeed_engine"}),
     ("zero3", {"deepspeed", "ezpz_llm.engine.deepspeed_engine"}),
 ])

@@ -1,4 +1,4 @@
-"""Each optimisation of the step is an option of its own: it computes the same, and does what it says."""
+"""Options that optimize the step: each computes the same result, in the documented way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = ("--ds-config", "ddp", "--n-layer", "2", "--n-head", "2", "--n-embd", "3
 
 
 class Operators(TorchDispatchMode):
-    """The names of what is computed."""
+    """Recorder of the names of dispatched operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Operators(TorchDispatchMode):
 
 
 def steps(folder: Path, *words: str) -> tuple[list[float], set[str]]:
-    """The losses of four steps, and the operators of the last."""
+    """Return the losses of four steps, and the operators of the last one."""
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), CPU, None, Mesh(Degrees(1), 0), RunDir(folder))
     engine = make_engine(plan_run(parse([*SHAPE, *words]), 1, vocab_size=257, device="cpu"), dist)
     rows = np.random.default_rng(0).integers(257, size=(2, 4, 33))
@@ -80,7 +80,7 @@ def test_a_switch_changes_how_and_not_what(tmp_path, plain, words, has, has_not)
         assert has_not not in names
 
 
-def test_z_loss_changes_the_steps_and_not_the_first_value(tmp_path, plain) -> None:
+def test_z_loss_changes_the_steps_but_not_the_first_loss(tmp_path, plain) -> None:
     losses, _ = steps(tmp_path, "--z-loss", "0.1")
     assert losses[0] == pytest.approx(plain[0][0], abs=1e-6)
     assert abs(losses[-1] - plain[0][-1]) > 1e-4
@@ -121,13 +121,13 @@ def test_tf32_rounds_where_the_device_has_it() -> None:
     set_products(device, "fp32")
 
 
-@pytest.mark.parametrize(("device", "precision", "dropout", "found"), [
+@pytest.mark.parametrize(("device", "precision", "dropout", "message"), [
     ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"),
     ("cuda", "tf32", 0.0, "not in tf32"),
     ("cuda", "bf16_autocast", 0.1, "not support dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
-def test_flash_attention_3_is_refused_with_the_reason(monkeypatch, device, precision, dropout, found) -> None:
+def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, precision, dropout, message) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=found):
+    with pytest.raises(UserError, match=message):
         check_attention("flash3", device, precision, dropout)
     check_attention("auto", device, precision, dropout)
 
@@ -148,11 +148,11 @@ GPT2, LLAMA = {"context": 1024, "head_dim": 64}, {"context": 8192, "head_dim": 1
     (Surroundings((10, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
     (Surroundings(None, can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),  # AMD, Intel, a CPU
 ])
-def test_the_best_kernel_is_taken_where_nobody_asks_for_one(there, shape, half, dropout, best) -> None:
+def test_the_best_kernel_is_the_default(there, shape, half, dropout, best) -> None:
     assert best_attention(there, half=half, dropout=dropout, **shape) == best
 
 
-def test_a_cpu_has_no_other_kernel_than_torchs() -> None:
+def test_a_cpu_has_only_the_kernels_of_torch() -> None:
     assert surroundings(CPU).capability is None
 
 
