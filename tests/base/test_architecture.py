@@ -58,25 +58,26 @@ def test_package_imports_only_packages_above_it():
 
 def parsers_in(text: str) -> list[tuple[int, str]]:
     """Return the lines that use a parser of another library, and its name."""
-    found = []
+    uses = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = PARSERS.get(node.value.id, set())
             if names is None or node.attr in names:
-                found.append((node.lineno, f"{node.value.id}.{node.attr}"))
+                uses.append((node.lineno, f"{node.value.id}.{node.attr}"))
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if PARSERS.get(alias.name, set()) is None]
+            uses += [(node.lineno, alias.name) for alias in node.names if PARSERS.get(alias.name, set()) is None]
         elif isinstance(node, ast.ImportFrom) and node.module in PARSERS:
             names = PARSERS[node.module]
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names
+            uses += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names
                       if names is None or alias.name in names]
-    return found
+    return uses
 
 
 def test_no_other_module_parses():
-    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py") if path != PARSING_MODULE
-             for line, name in parsers_in(path.read_text())}
-    assert not found, "use ezpz_llm.base.outside"
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": name
+                  for path in PACKAGE.rglob("*.py") if path != PARSING_MODULE
+                  for line, name in parsers_in(path.read_text())}
+    assert not violations, "use ezpz_llm.base.outside"
 
 
 @pytest.mark.parametrize("text", ["import json\njson.loads('1')", "from json import load", "import tomllib",
@@ -88,7 +89,7 @@ def test_parsers_are_found(text):
 
 def private_names_in(text: str) -> list[tuple[int, str]]:
     """Return the lines that use a private name of torch or DeepSpeed."""
-    found = []
+    uses = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
             name = ast.unparse(node)
@@ -97,8 +98,8 @@ def private_names_in(text: str) -> list[tuple[int, str]]:
         else:
             continue
         if re.match(r"(torch|deepspeed)\.(?:\w+\.)*_(?!_)\w+(\.|$)", name):
-            found.append((node.lineno, name))
-    return found
+            uses.append((node.lineno, name))
+    return uses
 
 
 STANDARD = {"_exit", "_replace", "_actions", "_option_string_actions", "_run_exitfuncs", "_SubParsersAction"}
@@ -129,16 +130,16 @@ def test_private_attributes_of_other_libraries_are_in_the_tables():
     table_words = {word for table in tables for word in re.findall(r"\w+", table.read_text())}
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     ours = STANDARD.union(*map(names_made_in, trees.values()))
-    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
-             for line, name in foreign_names_in(tree, ours) if name not in table_words}
-    assert not found, "add it to ezpz_llm/dist/private_names.py, or layout/deepspeed_versions.py"
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
+                  for line, name in foreign_names_in(tree, ours) if name not in table_words}
+    assert not violations, "add it to ezpz_llm/dist/private_names.py, or layout/deepspeed_versions.py"
     assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 
 def test_private_names_of_modules_are_only_in_private_names():
-    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
-             for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
-    assert not found, "import it from ezpz_llm.dist.private_names"
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
+                  for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
+    assert not violations, "import it from ezpz_llm.dist.private_names"
     assert private_names_in("import torch\ntorch.cpu._is_amx_tile_supported()")
     assert private_names_in("from torch.utils._pytree import tree_leaves")
     assert private_names_in("from deepspeed.utils.groups import _WORLD_GROUP")

@@ -151,10 +151,10 @@ def test_files_of_another_user_are_not_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)  # other users cannot traverse the folders above it
     os.seteuid(_OTHER_UID)
     try:
-        found = [is_own(Path(name), or_roots) for name in ("theirs", "roots") for or_roots in (False, True)]
+        results = [is_own(Path(name), or_roots) for name in ("theirs", "roots") for or_roots in (False, True)]
     finally:
         os.seteuid(0)
-    assert found == [True, True, False, True]
+    assert results == [True, True, False, True]
     assert read_own(theirs) is read_own(tmp_path / "our-link") is None
     assert read_own(tmp_path / "their-link") == b"", "the owner of the content matters, not the owner of the link"
 

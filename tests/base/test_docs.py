@@ -22,7 +22,7 @@ SUBCOMMANDS = {"data": ("prepare", "show", "verify", "which", "tokenizer"),
 
 def shown_commands() -> list[tuple[str, str]]:
     """Return (page, command) of each code line that runs a command of ezpz_llm, without its comment."""
-    found = []
+    commands = []
     for page in PAGES:
         fenced = False
         for line in page.read_text().replace("\\\n", "").splitlines():
@@ -30,8 +30,8 @@ def shown_commands() -> list[tuple[str, str]]:
                 fenced = not fenced
             elif fenced or line.startswith("    "):
                 match = _COMMAND.match(line.split(" #")[0].rstrip(" &"))
-                found += [(page.name, match[1])] if match else []
-    return found
+                commands += [(page.name, match[1])] if match else []
+    return commands
 
 
 def parts(command: str) -> list[tuple[str, list[str]]]:
@@ -73,8 +73,8 @@ def test_readme_has_each_command_that_ci_runs(words: str) -> None:
     """The command must be on its own line, indented as code, because .ci/run extracts it with sed."""
     pattern = re.search(r"line=\$\(sed -n \"(.*)\" README.md", (ROOT / ".ci/run").read_text())
     assert pattern is not None
-    found = subprocess.check_output(["sed", "-n", pattern[1].replace("$1", words), ROOT / "README.md"], text=True)
-    assert found.startswith(f"./launchers/with-env {words}")
+    line = subprocess.check_output(["sed", "-n", pattern[1].replace("$1", words), ROOT / "README.md"], text=True)
+    assert line.startswith(f"./launchers/with-env {words}")
 
 
 @functools.cache
@@ -152,9 +152,9 @@ def sentences(text: str) -> list[str]:
 
 def test_user_pages_are_few_and_have_short_sentences() -> None:
     assert 1 <= len(USE) <= 10
-    found = {page.name: sentences(page.read_text()) for page in USE}
-    assert min(map(len, found.values())) > 10, "each page has sentences"
-    assert [(name, sentence) for name, page_sentences in found.items() for sentence in page_sentences
+    by_page = {page.name: sentences(page.read_text()) for page in USE}
+    assert min(map(len, by_page.values())) > 10, "each page has sentences"
+    assert [(name, sentence) for name, page_sentences in by_page.items() for sentence in page_sentences
             if len(sentence.split()) > 30] == []
 
 

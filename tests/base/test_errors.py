@@ -83,9 +83,9 @@ def test_unknown_name_offers_the_nearest_or_all_names():
 
 def test_messages_have_no_optional_plural():
     assert (counted(1, "rank"), counted(2, "other host")) == ("1 rank", "2 other hosts")
-    found = []
+    optional_plurals = []
     for path in Path(base.__file__).parents[1].rglob("*.py"):
         texts = (node.value for node in ast.walk(ast.parse(path.read_text()))
                  if isinstance(node, ast.Constant) and isinstance(node.value, str))
-        found += [(path.name, text) for text in texts if re.search(r"\w\(e?s\)", text)]
-    assert found == []
+        optional_plurals += [(path.name, text) for text in texts if re.search(r"\w\(e?s\)", text)]
+    assert optional_plurals == []

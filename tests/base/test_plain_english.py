@@ -39,9 +39,9 @@ def clauses_in(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_docstrings_begin_with_a_verb_or_a_noun(package):
-    found = {f"{path.relative_to(PACKAGE)}:{line}": docstring for path in (PACKAGE / package).rglob("*.py")
-             for line, docstring in clauses_in(path.read_text())}
-    assert not found, 'write "Return …", or a noun phrase'
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": docstring for path in (PACKAGE / package).rglob("*.py")
+                  for line, docstring in clauses_in(path.read_text())}
+    assert not violations, 'write "Return …", or a noun phrase'
 
 
 def test_clause_is_found():
