@@ -1,5 +1,4 @@
-"""Base of every other room: errors, private folders, and reading what comes from outside this process (standard
-library only)."""
+"""Shared base of all packages: errors, private folders, and parsing of untrusted input (standard library only)."""
 
 from __future__ import annotations
 
@@ -163,11 +162,11 @@ Value = TypeVar("Value")
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values of each key, keys in the order of their first appearance."""
-    found: dict[Key, list[Value]] = {}
+    """Return the values of each key, with keys in the order of their first appearance."""
+    groups: dict[Key, list[Value]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def counted(number: int, noun: str) -> str:
@@ -176,10 +175,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are imported when they are first asked for.
+    """Return a `__getattr__` that imports each name of a package on first access.
 
     Args:
-        places: the module within the package that has each name.
+        places: module of the package that defines each name.
     """
     def get(name: str) -> Any:
         if name not in places:
@@ -190,11 +189,11 @@ def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def apportioned(parts: Sequence[float], whole: int) -> list[int]:
-    """Whole numbers in proportion to `parts`, by largest remainders: together `whole`."""
+    """Split `whole` into integers in proportion to `parts`, by the largest-remainder method."""
     total = sum(parts)
     exact = [part / total * whole for part in parts]
-    found = [math.floor(value) for value in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda i: found[i] - exact[i])
-    for i in by_remainder[:whole - sum(found)]:
-        found[i] += 1
-    return found
+    shares = [math.floor(value) for value in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: shares[i] - exact[i])
+    for i in by_remainder[:whole - sum(shares)]:
+        shares[i] += 1
+    return shares

@@ -1,7 +1,6 @@
-"""Errors of a user as messages: what was found, where, and what to type instead; and the end of a process whose
-process groups must not be waited for.
+"""User errors as messages (the problem, its location, what to type instead), and immediate exit of a rank.
 
-Every room may import this module; it imports the standard library alone, our version, and what cleans text.
+Every package may import this module. It imports only the standard library, the version, and `base.shell_commands`.
 """
 
 from __future__ import annotations
@@ -23,82 +22,80 @@ from typing import Any
 from ezpz_llm import __version__
 from ezpz_llm.base.shell_commands import typable_text
 
-# Text that comes from outside, made safe for a terminal.
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-# Control characters but tab, newline and DEL, which terminals pass over; with C1, where 0x9b begins a sequence by
-# itself; line and paragraph separators; marks that turn the direction of writing; halves of surrogate pairs, which
-# no encoding writes.
+# Control characters except tab, newline, and DEL, which terminals ignore. C1 is included because 0x9b starts an
+# escape sequence. Then line and paragraph separators, marks that change the text direction, and surrogates, which
+# cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def cleaned(text: str) -> str:
-    """`text` without colours, and with each other character that a terminal would obey, or not show, as its escape:
-    `\\x1b]0;title\\x07`.
+    """Remove colors from a text and escape control and invisible characters: `\\x1b]0;title\\x07`.
 
-    For error messages and all that another process, host or file said. Newlines and tabs stay.
+    Use it for error messages and for any text from another process, node, or file. Keeps newlines and tabs.
     """
-    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], _COLOUR.sub("", text))
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], _COLOUR.sub("", text))
 
 
 def show(text: str) -> None:
-    """Print lines that hold words from outside, and no escape sequences of ours."""
+    """Print text that may hold untrusted parts. Escape sequences are removed, also our own."""
     print(cleaned(text), flush=True)
 
 
 def is_one_line(text: str) -> bool:
-    """Has it no control characters at all?"""
+    """Return True if a text has no control characters, newlines included."""
     return not any(character < " " or "\x7f" <= character < "\xa0" for character in text)
 
 
 def require_package(name: str, purpose: str, extra: str, where: str | None = None) -> None:
-    """Refuse what takes an optional package that is not installed; it is looked for, and not imported.
+    """Check that an optional package is installed, without importing it.
 
     Args:
-        purpose: what takes it, such as "reading parquet".
-        extra: the extra of ezpz_llm that installs it.
+        purpose: feature that requires the package, such as "reading parquet".
+        extra: extra of ezpz_llm that installs the package.
 
     Raises:
-        UserError: it is not there.
+        UserError: the package is not installed.
     """
     if importlib.util.find_spec(name) is None:
-        raise UserError(f"{purpose} takes {name}, which is not installed", where=where,
+        raise UserError(f"{purpose} requires {name}, which is not installed", where=where,
                         instead=f"pip install 'ezpz_llm[{extra}]'")
 
 
 def import_package(name: str, purpose: str, extra: str, where: str | None = None) -> Any:
-    """Import an optional package, or a module of it, and return it; see `require_package`.
+    """Import and return an optional package or one of its modules. For the arguments see `require_package`.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: the package cannot be imported.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"{purpose} takes {name.partition('.')[0]}, which is not installed, or not whole ({error})",
+        raise UserError(f"{purpose} requires {name.partition('.')[0]}, which cannot be imported ({error})",
                         where=where, instead=f"pip install 'ezpz_llm[{extra}]'") from error
 
 
 EXIT_USAGE = 2
-"""A usage or configuration error."""
+"""Exit code of a usage or configuration error."""
 EXIT_PREFLIGHT = 3
-"""A check of the machine failed before any rank started, or the machine could not start one."""
+"""Exit code if a preflight check failed, or no rank could be started."""
 EXIT_IDLE = 124
-"""The watchdog ended a hang (the code that timeout(1) uses)."""
+"""Exit code if the watchdog ended a hang (the code that timeout(1) uses)."""
 
 _EXIT_HANDLERS_S = 5.0
 _LONGEST_COMPARED = 100
-"""Characters of a word that is compared with those known, which takes quadratic time."""
+"""Maximum number of characters of a word that are compared with known words: difflib takes quadratic time."""
 _ends_at_once = False
 
 
 class UserError(Exception):
-    """A mistake that the user can mend.
+    """Error that the user can fix.
 
     Args:
-        found: what is wrong, in one sentence, with the offending value in it.
-        where: the file, option or variable the value came from.
+        found: the problem, in one sentence that contains the offending value.
+        where: file, option, or variable that the value came from.
         instead: what to type or change.
-        exit_code: the process's exit status, never 0.
+        exit_code: exit status of the process, never 0.
     """
 
     def __init__(self, found: str, *, where: str | None = None, instead: str | None = None,
@@ -115,29 +112,29 @@ class UserError(Exception):
             lines.append(f"  where:   {self.where}")
         if self.instead:
             lines.append(f"  instead: {typable_text(self.instead)}")
-        # Names and words in it may come from files, hosts and processes of others.
+        # Parts of the message may come from files, nodes, and processes of other users.
         return cleaned("\n".join(lines))
 
 
 def version_text() -> str:
-    """Return the text of `--version`: the version and the installation that ran."""
+    """Return the text of `--version`: version, location of the installation, and Python version."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return f"ezpz_llm {__version__} from {folder} (Python {sys.version.split()[0]})"
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` of the known words that begin with `word` or look most like it, best first; may be empty."""
-    # Imported here: every command imports this module, and few of them fail.
+    """Return up to `count` known words that begin with `word` or are most similar to it, best first."""
+    # Imported here because every command imports this module, and few of them fail.
     import difflib
 
     known, word = list(known), word[:_LONGEST_COMPARED]
-    begin = [name for name in known if len(word) > 2 and name.startswith(word)]
-    alike = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
-    return [*begin, *(name for name in alike if name not in begin)][:count]
+    completions = [name for name in known if len(word) > 2 and name.startswith(word)]
+    similar = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
+    return [*completions, *(name for name in similar if name not in completions)][:count]
 
 
 def unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
-    """The error for a name that is not one of `known`, offering the nearest (or all, if none is near)."""
+    """Return the error for an unknown name. It offers the nearest known names, or all of them."""
     known = sorted(known)
     near = nearest(word, known)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
@@ -145,29 +142,29 @@ def unknown(kind: str, word: str, known: Iterable[str], where: str | None = None
 
 
 def end_at_once_when_shown() -> None:
-    """From now on the process ends as soon as its exception is printed, with nothing of the interpreter's clean-up.
+    """Make the process exit as soon as an uncaught exception is printed, without the interpreter's clean-up.
 
-    For a rank that leaves process groups behind: what frees them (NCCL's destructors, MPI_Finalize) waits for ranks
-    that are in the middle of a collective, and the launcher learns of a failure only when the process has ended.
+    Used by ranks with live process groups: their destructors (NCCL, MPI_Finalize) wait for ranks that are still in
+    a collective, and the launcher notices a failure only when the process has exited.
     """
     global _ends_at_once
     if _ends_at_once:
         return
     _ends_at_once = True
-    show = sys.excepthook
+    print_exception = sys.excepthook
 
-    def show_and_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
-        _end(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    def print_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        print_exception(kind, error, trace)
+        _exit_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
-    sys.excepthook = show_and_end
+    sys.excepthook = print_and_exit
 
 
-def _end(code: int) -> None:
-    """End the process now, after what registered for its exit has had a few seconds."""
-    late = threading.Timer(_EXIT_HANDLERS_S, os._exit, [code])
-    late.daemon = True
-    late.start()
+def _exit_now(code: int) -> None:
+    """Exit without the interpreter's clean-up, after at most a few seconds for the registered exit handlers."""
+    deadline = threading.Timer(_EXIT_HANDLERS_S, os._exit, [code])
+    deadline.daemon = True
+    deadline.start()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -176,10 +173,9 @@ def _end(code: int) -> None:
 
 
 def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a command's `main(argv)` and turn a user's mistake into a message and an exit code.
+    """Run a command's `main(argv)`, print a `UserError` as a message, and return the exit code.
 
-    Returns the exit code; any other exception passes through with its traceback, since it is our fault. After
-    `end_at_once_when_shown` it does not return.
+    Other exceptions are bugs and keep their traceback. Does not return after `end_at_once_when_shown`.
     """
     try:
         code = _run(main, argv)
@@ -188,7 +184,7 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
             raise
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     if _ends_at_once:
-        _end(code)
+        _exit_now(code)
     return code
 
 
@@ -197,47 +193,47 @@ _INSTEAD = {
     errno.EMFILE: "ulimit -n 65536 before the command",
     errno.ENFILE: "wait until other programs on this node have ended, or raise fs.file-max",
 }
-"""Advice by errno, for errors that any file operation can raise."""
+"""Remedy by errno, for errors that any file operation can raise."""
 _LONGEST_NAME = 80
 
 
 def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a locale cannot show is shown by its number, as standard error does: it ends no command.
+        # Escape characters that the locale cannot encode, as stderr does, so that printing never raises.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except UserError as error:
-        _tell(str(error))
+        _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = UserError(os.strerror(error.errno), where=error.filename or "a file that is being written",
-                             instead="make room, or name another place (--run-dir, EZPZ_LLM_CACHE)")
-            _tell(str(full))
+            full = UserError(os.strerror(error.errno), where=error.filename or "an output file",
+                             instead="free some space, or choose another location (--run-dir, EZPZ_LLM_CACHE)")
+            _print_error(str(full))
             return 1
         if error.errno in _INSTEAD:
-            named = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
-            _tell(str(UserError(os.strerror(error.errno), instead=_INSTEAD[error.errno],
-                                where=named if len(named) <= _LONGEST_NAME else f"{named[:_LONGEST_NAME]}…")))
+            path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+            _print_error(str(UserError(os.strerror(error.errno), instead=_INSTEAD[error.errno],
+                                       where=path if len(path) <= _LONGEST_NAME else f"{path[:_LONGEST_NAME]}…")))
             return EXIT_USAGE
         if not isinstance(error, BrokenPipeError):
             if not _has_working_directory():
-                _tell("the working directory does not exist any more\n  instead: cd to another place")
+                _print_error("the working directory does not exist anymore\n  instead: cd to another directory")
                 return EXIT_USAGE
             raise
-        # The reader of our output has gone (`… | head`): what is left to flush has nowhere to go.
+        # The reader of our output has exited (`… | head`), so the interpreter's last flush would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
-def _tell(error: str) -> None:
+def _print_error(error: str) -> None:
     try:
         print(f"error: {error}", file=sys.stderr, flush=True)
     except OSError:
-        # Nobody reads it: the exit code is what it is all the same, also after Python's own last flush.
+        # The reader of stderr has exited. Keep the exit code, which Python's last flush would change.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

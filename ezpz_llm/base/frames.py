@@ -1,10 +1,10 @@
-"""Messages between the processes of one run over TCP: limited in size, and signed with the run's secret.
+"""Size-limited TCP messages between the processes of one run, signed with the run's secret.
 
-Each side opens with a random number. From both numbers and the secret comes the key of this one connection, with
-which every frame is signed, together with its direction and its count. So each frame proves its sender, nothing can
-be replayed or put in between, and a stranger learns nothing but a random number.
+Each side first sends a random number. The key of the connection is derived from both numbers and the secret. Each
+frame is signed with that key, over its direction, its sequence number, and its body. This authenticates the sender
+and rejects replayed or injected frames. A peer without the secret receives only a random number.
 
-A frame is its length in 4 bytes, JSON, and the signature.
+A frame consists of its length (4 bytes), a JSON body, and the signature.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Frames:
 
     @property
     def is_open(self) -> bool:
-        """Has the other side's opening come? `pack` needs it."""
+        """True once the peer's opening has arrived, which `pack` requires."""
         return self._key is not None
 
     @property
     def is_proven(self) -> bool:
-        """Has the other side shown that it knows the secret?"""
+        """True once the peer has proved that it knows the secret."""
         return self._received > 0
 
     def pack(self, message: Mapping[str, Any]) -> bytes:
@@ -55,28 +55,28 @@ class Frames:
         return len(body).to_bytes(_LENGTH_BYTES, "big") + body + signature
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that `data` completes.
+        """Add received bytes, and return the messages that they complete.
 
         Raises:
-            ValueError: the other side does not know the secret, or sends more than it may: not one of ours.
+            ValueError: the peer does not know the secret, or sent an invalid or too long frame.
         """
         self._buffer += data
         if self._key is None:
             if len(self._buffer) < OPENING_BYTES:
                 return []
-            theirs = bytes(self._buffer[:OPENING_BYTES])
+            peer_opening = bytes(self._buffer[:OPENING_BYTES])
             del self._buffer[:OPENING_BYTES]
-            both = self.opening + theirs if self._serves else theirs + self.opening
-            self._key = hmac.digest(self._secret, b"ezpz_llm frames" + both, hashlib.sha256)
+            openings = self.opening + peer_opening if self._serves else peer_opening + self.opening
+            self._key = hmac.digest(self._secret, b"ezpz_llm frames" + openings, hashlib.sha256)
         messages, begin = [], 0
-        while (body := self._next(begin)) is not None:
+        while (body := self._next_body(begin)) is not None:
             begin += _LENGTH_BYTES + len(body) + _SIGNATURE_BYTES
-            messages.append(_message(body))
+            messages.append(_parse_message(body))
         del self._buffer[:begin]
         return messages
 
-    def _next(self, begin: int) -> bytes | None:
-        """The body of the frame at `begin`, once all of it is there."""
+    def _next_body(self, begin: int) -> bytes | None:
+        """Return the body of the frame at `begin`, or None if the frame is incomplete."""
         start = begin + _LENGTH_BYTES
         if len(self._buffer) < start:
             return None
@@ -94,15 +94,15 @@ class Frames:
 
     def _signature(self, by_server: bool, count: int, body: bytes) -> bytes:
         if self._key is None:
-            raise ValueError("nothing can be signed before the other side's opening")
+            raise ValueError("cannot sign a frame before the peer's opening has arrived")
         return hmac.digest(self._key, bytes([by_server]) + count.to_bytes(8, "big") + body, hashlib.sha256)
 
 
-def _message(body: bytes) -> dict[str, Any]:
+def _parse_message(body: bytes) -> dict[str, Any]:
     try:
         message = parse_json(body, "a message", _LIMIT)
     except UserError as error:
         raise ValueError(error.found) from error
     if not isinstance(message, dict):
-        raise ValueError("not a message")
+        raise ValueError("not a message: the body must be a JSON object")
     return message

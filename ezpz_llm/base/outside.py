@@ -1,7 +1,8 @@
-"""THE reader of what comes from outside this process: files that others may write, and what commands print.
+"""Parsers for untrusted files and command output, with limits on size, depth, and digits.
 
-Regular files only, with limits on size, depth and digits, so that no file hangs a command or fills its memory; each
-fault is one `UserError` with the file. `ezpz_llm.base.schema` turns what was read into dataclasses.
+No other module parses input. Only regular files are read, so that no file can hang a command or exhaust its
+memory. Each problem raises one `UserError` that names the file. `ezpz_llm.base.schema` converts parsed values to
+dataclasses.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import Any, BinaryIO
 from ezpz_llm.base.errors import UserError
 
 MOST_BYTES = 16 << 20
-"""A larger file of settings or records is none of ours; whoever expects more says so."""
+"""Default size limit of a file, in bytes. Pass `most` to read larger files."""
 MOST_LINE_BYTES = 16 << 20
 """Maximum size of one line of a JSON-lines file; the number of lines is not limited."""
 MOST_DEPTH = 100
-"""Levels of lists and objects in one another. Python itself fails at about a thousand."""
+"""Maximum nesting depth of lists and objects. Python itself fails at about a thousand."""
 MOST_DIGITS = 4300
 """Maximum digits of an integer, Python's own limit since 3.10.7: parsing takes quadratic time."""
 MOST_TOML = 1 << 20
-"""Characters."""
+"""Maximum length of TOML text, in characters."""
 MOST_YAML_BYTES = 64 << 10
-"""YAML's reader takes a second for 100 KB."""
+"""Maximum size of a YAML file: PyYAML takes a second for 100 KB."""
 MOST_YAML_NODES = 100_000
 """Maximum number of YAML nodes, with every alias expanded."""
 
@@ -44,22 +45,22 @@ _MOST_LFS_BYTES = 1024
 
 
 class NoFile(UserError):
-    """There is no such file."""
+    """Error for a file that does not exist."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading: what is read part by part, of any length.
+    """Open a regular file for reading in parts. Its size is not limited.
 
     Raises:
-        NoFile: there is none.
-        UserError: it cannot be read, or is a pipe or a device, which could make its reader wait or have no end.
+        NoFile: the file does not exist.
+        UserError: the file cannot be read, or is a pipe or a device, which could block or never end.
     """
-    return io.BufferedReader(_Ready(_open(path), "rb"))
+    return io.BufferedReader(_NonBlockingFile(_open(path), "rb"))
 
 
-class _Ready(io.FileIO):
-    """A file that is read without waiting. What calls itself regular and has nothing yet (/proc/kmsg) is an error:
-    Python's own returns None, which no reader looks for."""
+class _NonBlockingFile(io.FileIO):
+    """File in non-blocking mode that raises BlockingIOError if no data is ready, as in /proc/kmsg. `io.FileIO`
+    returns None there, which callers do not expect."""
 
     def readinto(self, buffer: Any) -> int:
         if (count := super().readinto(buffer)) is None:
@@ -68,17 +69,17 @@ class _Ready(io.FileIO):
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """A file's content.
+    """Return the content of a file.
 
     Raises:
-        NoFile: there is none.
-        UserError: it cannot be read, is no regular file, or is larger than `most` bytes.
+        NoFile: the file does not exist.
+        UserError: the file cannot be read, is not a regular file, or is larger than `most` bytes.
     """
     handle = _open(path)
     try:
         if os.fstat(handle).st_size > most:
             raise _too_large(path, most)
-        # A size may say nothing (/proc), and a file may grow meanwhile.
+        # The reported size may be wrong (0 in /proc), and the file may grow while it is read.
         parts, left = [], most + 1
         while left and (part := os.read(handle, min(left, 1 << 20))):
             parts.append(part)
@@ -93,7 +94,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str:
-    """A file's text, which is UTF-8; a byte-order mark is left out. Raises as `read_bytes`, and for other text."""
+    """Return the text of a UTF-8 file, without a byte-order mark. Raises as `read_bytes`, and for invalid UTF-8."""
     return _text(read_bytes(path, most), str(path), errors)
 
 
@@ -107,18 +108,19 @@ def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
     non-finite numbers. Raises as `read_json`."""
     where = str(path)
     return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _commented(where),
-                   "names and text in double quotes, a comma between entries; comments (//, #, /* */) and commas "
-                   "before a closing bracket are read over")
+                   "put names and strings in double quotes and a comma between entries; comments (//, #, /* */) "
+                   "and trailing commas are allowed")
 
 
 def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file of any length, one at a time; a last line cut short by a crash is left out.
+    """Yield the objects of a JSON-lines file of any length. Skips a last line that a crash has truncated.
 
     Raises:
-        NoFile: there is none.
-        UserError: it cannot be read, or a line is no JSON object or beyond the limits; with its number.
+        NoFile: the file does not exist.
+        UserError: the file cannot be read, or a line is not a JSON object or exceeds the limits. The message names
+            the line number.
     """
-    import orjson  # a quarter of the time of Python's own, for files of a million lines
+    import orjson  # takes a quarter of the time of the json module, for files with a million lines
 
     with open_regular(path) as file:
         try:
@@ -131,7 +133,7 @@ def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[di
                 try:
                     value = orjson.loads(line)
                     is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= MOST_DEPTH
-                except ValueError:  # a blank line, NaN, or what is none: told apart below
+                except ValueError:  # a blank line, NaN, or invalid JSON: distinguished below
                     is_plain = False
                 if not is_plain:
                     if not line.strip():
@@ -139,14 +141,14 @@ def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[di
                     where = f"{path}, line {number}"
                     value = _parsed(line, where, _DECODER, _REMOVE_LINE, is_line=True)
                     if not isinstance(value, dict):
-                        raise UserError("this is no JSON object", where=where, instead=_REMOVE_LINE)
+                        raise UserError("this line is not a JSON object", where=where, instead=_REMOVE_LINE)
                 yield value
         except OSError as error:
             raise _unreadable(path, error) from error
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the content of TOML text. `where` names its source in errors. Raises as `parse_json`."""
+    """Return the content of TOML text. Errors name its source `where`. Raises as `parse_json`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -154,7 +156,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
     if len(text) > MOST_TOML:
         raise UserError(f"this is larger than {_size(MOST_TOML)}", where=where)
-    # The library takes quadratic time for a key of many dots.
+    # tomllib takes quadratic time for a key with many dots.
     if any(part.count(".") > MOST_DEPTH for part in re.split("[=,\n]", text)):
         raise _too_deep(where)
     try:
@@ -176,31 +178,32 @@ def read_yaml(path: Path) -> Any:
     try:
         depth = 0
         for event in yaml.parse(text, yaml.SafeLoader):
-            # While it is read: the library takes quadratic time for a deep list.
+            # Checked during parsing because PyYAML takes quadratic time for a deep list.
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
                 raise _too_deep(where)
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        # Before the values are made: merged keys multiply with every alias.
-        if node is not None and _written_out(node, {}) > MOST_YAML_NODES:
-            raise UserError("its aliases stand for too many values", where=where, instead="write the values out")
+        # Checked before the values are built because merged keys multiply with every alias.
+        if node is not None and _expanded_nodes(node, {}) > MOST_YAML_NODES:
+            raise UserError("the aliases expand to too many values", where=where,
+                            instead="write the values without aliases")
         value = None if node is None else loader.construct_document(node)
     except UserError:
         raise
-    except Exception as error:  # beside YAMLError, PyYAML lets a KeyError or an AttributeError of a wrong !!tag out
+    except Exception as error:  # PyYAML also raises KeyError or AttributeError for an invalid !!tag
         raise UserError(f"this is not YAML: {error}", where=where) from error
     return value
 
 
 def parse_json(text: str | bytes, where: str, most: int = MOST_BYTES, *, strict: bool = True) -> Any:
-    """Return the content of JSON text. `where` names its source in errors.
+    """Return the content of JSON text. Errors name its source `where`.
 
     Args:
-        strict: False lets text hold control characters, as some programs write it.
+        strict: False allows control characters in strings, which some programs write.
 
     Raises:
-        UserError: it is no JSON, or beyond the limits.
+        UserError: the text is not valid JSON, or exceeds the limits.
     """
     if len(text) > most:
         raise UserError(f"this is larger than {_size(most)}", where=where)
@@ -208,10 +211,10 @@ def parse_json(text: str | bytes, where: str, most: int = MOST_BYTES, *, strict:
 
 
 def first_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, and where it ends: for files that are read part by part.
+    """Return the JSON value that begins at `at`, and its end position. For files that are read in parts.
 
     Raises:
-        ValueError: there is no whole one, or it is beyond the limits.
+        ValueError: the value is invalid or incomplete, or exceeds the limits.
     """
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -225,17 +228,17 @@ def first_json(text: str, at: int) -> tuple[Any, int]:
 _PART = 1 << 18
 _BETWEEN = re.compile(r"[\s,]*")
 _KEY = re.compile(r'[\s,{]*("(?:[^"\\]|\\.)*")\s*:\s*|[\s,{]*\}')
-_CUT_SHORT = "it ends before its end"
+_CUT_SHORT = "the JSON text is incomplete"
 
 
 class JsonText:
-    """JSON text of any length that is read part by part, of which one value at a time is held.
+    """Incremental parser for JSON text of any length. Only one value at a time is in memory.
 
-    Every method raises ValueError where the text is not JSON, or not whole.
+    Every method raises ValueError if the text is invalid or incomplete.
 
     Args:
-        read: returns the next characters, as many as asked for; fewer at the end only.
-        most: characters of one value.
+        read: returns the next characters, as many as requested; fewer only at the end.
+        most: maximum number of characters of one value.
     """
 
     def __init__(self, read: Callable[[int], str], most: float = float("inf")) -> None:
@@ -243,54 +246,54 @@ class JsonText:
         self._text, self._at = "", 0
 
     def key(self) -> str | None:
-        """The name of the object's next member; None at its end."""
-        while (found := _KEY.match(self._text, self._at)) is None or found.end() == len(self._text):
-            if not self._more():
-                if found is None:
+        """Return the name of the object's next member, or None at the end of the object."""
+        while (match := _KEY.match(self._text, self._at)) is None or match.end() == len(self._text):
+            if not self._read_more():
+                if match is None:
                     raise ValueError(_CUT_SHORT)
                 break
-        self._at = found.end()
-        return None if found[1] is None else first_json(found[1], 0)[0]
+        self._at = match.end()
+        return None if match[1] is None else first_json(match[1], 0)[0]
 
     def value(self) -> Any:
-        """The next value, which ends before the text does."""
+        """Return the next value, which must not be the last token of the text."""
         while True:
             try:
                 value, end = first_json(self._text, self._at)
                 if end < len(self._text):
                     self._at = end
                     return value
-                wrong = ValueError(_CUT_SHORT)
+                problem = ValueError(_CUT_SHORT)
             except ValueError as error:
-                wrong = error
-            if len(self._text) - self._at > self._most or not self._more():
-                raise wrong
+                problem = error
+            if len(self._text) - self._at > self._most or not self._read_more():
+                raise problem
 
     def items(self) -> Iterator[Any]:
-        """The values of the list that comes next."""
-        if self._next() != "[":
-            raise ValueError("it is not a list")
+        """Yield the values of the list that begins here."""
+        if self._next_character() != "[":
+            raise ValueError("not a list")
         self._at += 1
-        while self._next() != "]":
+        while self._next_character() != "]":
             yield self.value()
         self._at += 1
 
     def end(self) -> None:
-        """Check that nothing but blanks follows."""
+        """Check that only whitespace follows."""
         while not self._text[self._at:].strip():
-            if not self._more():
+            if not self._read_more():
                 return
-        raise ValueError("more follows it")
+        raise ValueError("more text follows the JSON value")
 
-    def _next(self) -> str:
-        while (found := _BETWEEN.match(self._text, self._at)) is None or found.end() == len(self._text):
-            if not self._more():
+    def _next_character(self) -> str:
+        while (match := _BETWEEN.match(self._text, self._at)) is None or match.end() == len(self._text):
+            if not self._read_more():
                 raise ValueError(_CUT_SHORT)
-        self._at = found.end()
+        self._at = match.end()
         return self._text[self._at]
 
-    def _more(self) -> bool:
-        # As much again as is left, so that a long value is not decoded from its beginning too often.
+    def _read_more(self) -> bool:
+        # Double what is left, so that a long value is not decoded from its beginning too often.
         left = self._text[self._at:]
         part = self._read(max(_PART, len(left)))
         self._text, self._at = left + part, 0
@@ -298,27 +301,29 @@ class JsonText:
 
 
 def file_in(folder: Path, name: Any, where: str) -> Path:
-    """The file of that name in `folder`: how every name that a file gives is joined to a folder, so that none leads
-    out of it.
+    """Join a folder and an untrusted file name, so that the name cannot refer to a file outside of the folder.
+
+    Args:
+        where: source of the name, for the message.
 
     Raises:
-        UserError: the name, of `where` it was found, is no plain file name.
+        UserError: the name is not a plain file name.
     """
     if (not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > 255
             or any(character in name for character in "/\\\0")):
-        raise UserError(f"{shown(name)} is no name of a file beside this one", where=where,
-                        instead="a file name without folders")
+        raise UserError(f"{shown(name)} must be a plain file name, without directories", where=where,
+                        instead="name a file in the same directory")
     return folder / name
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value of a file for a message: short, on one line, without control characters."""
+    """Format a value for a message: short, on one line, without control characters."""
     if isinstance(value, (str, bytes)):
         text = ascii(value[:most + 1])
     elif isinstance(value, (list, dict, tuple)):
         text = "an object" if isinstance(value, dict) else "a list"
     elif isinstance(value, int) and value.bit_length() > 10_000:
-        text = "a number of thousands of digits"
+        text = "a number with thousands of digits"
     else:
         text = str(value)
     text = "".join(character if character.isprintable() else "?" for character in text)
@@ -333,24 +338,24 @@ Unterminated ones match up to the end of the file, so that the scan stays linear
 
 
 def plain_json(text: str) -> str:
-    """JSON without comments and trailing commas, each character of which stays in its line and column."""
-    def _blank(found: re.Match[str]) -> str:
-        return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+    """Replace comments and trailing commas in JSON by spaces, which keeps lines and columns in error messages."""
+    def _blank(match: re.Match[str]) -> str:
+        return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
 
     return _BESIDE_JSON.sub(_blank, text)
 
 
 _REMOVE_LINE = "remove that line"
-_TOO_DEEP = f"lists and objects lie more than {MOST_DEPTH} levels deep in one another"
+_TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} levels deep"
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
 
-# A function of ours for every number costs time: only where Python has no limit of its own, or it is switched off.
+# Calling our own function for every number is slow, so it is used only if Python has no limit or it is disabled.
 _HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= MOST_DIGITS
 _DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _whole, strict=strict)
                       for strict in (True, False))
@@ -361,15 +366,14 @@ def _commented(where: str) -> json.JSONDecoder:
         values: dict[str, Any] = {}
         for key, value in pairs:
             if key in values:
-                raise UserError(f"the key {shown(key)} occurs twice in one block", where=where,
-                                instead="keep one of them")
+                raise UserError(f"duplicate key {shown(key)}", where=where, instead="keep one of them")
             values[key] = value
         return values
 
-    def _no_number(name: str) -> float:
-        raise UserError(f"{name} is no value of JSON", where=where, instead="a number")
+    def _reject_constant(name: str) -> float:
+        raise UserError(f"JSON does not allow {name}", where=where, instead="a finite number")
 
-    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number, parse_int=_whole)
+    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant, parse_int=_whole)
 
 
 def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: str | None,
@@ -384,7 +388,7 @@ def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: s
         place = f", column {error.colno}" if is_line else f", line {error.lineno}, column {error.colno}"
         raise UserError(f"this is not JSON: {error.msg}", where=f"{where}{place}", instead=instead) from error
     except ValueError as error:
-        raise UserError(f"this is not JSON that is read here: {error}", where=where, instead=instead) from error
+        raise UserError(f"unsupported JSON: {error}", where=where, instead=instead) from error
     except RecursionError as error:
         raise _too_deep(where) from error
     if text.count("[") + text.count("{") > MOST_DEPTH:
@@ -395,30 +399,31 @@ def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: s
 def _check_depth(value: Any, where: str) -> None:
     level = [value]
     for _ in range(MOST_DEPTH + 1):
-        level = [member for one in level if isinstance(one, (dict, list))
-                 for member in (one.values() if isinstance(one, dict) else one) if isinstance(member, (dict, list))]
+        level = [member for outer in level if isinstance(outer, (dict, list))
+                 for member in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(member, (dict, list))]
         if not level:
             return
     raise _too_deep(where)
 
 
-def _written_out(node: Any, known: dict[int, int]) -> int:
+def _expanded_nodes(node: Any, known: dict[int, int]) -> int:
     """Return the number of nodes with every alias expanded; infinite if a node contains itself."""
     if id(node) not in known:
         known[id(node)] = MOST_YAML_NODES + 1
         members = node.value if isinstance(node.value, list) else ()
-        known[id(node)] = 1 + sum(_written_out(one, known) for member in members
-                                  for one in (member if isinstance(member, tuple) else (member,)))
+        known[id(node)] = 1 + sum(_expanded_nodes(part, known) for member in members
+                                  for part in (member if isinstance(member, tuple) else (member,)))
     return known[id(node)]
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a regular file. Without waiting: opening a FIFO would, for a writer."""
+    """Return a descriptor of a regular file. O_NONBLOCK: opening a FIFO would wait for a writer."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NoFile("No such file or directory", where=str(path)) from error
-    except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
+    except (OSError, ValueError) as error:  # ValueError if the path contains a NUL
         raise _unreadable(path, error) from error
     facts = os.fstat(handle)
     mode = facts.st_mode
@@ -430,13 +435,13 @@ def _open(path: Path) -> int:
                         instead="git lfs pull in the repository, or a copy of the file itself")
     os.close(handle)
     kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
-    raise UserError(f"this is {kind}, not a regular file", where=str(path), instead="a file with that content")
+    raise UserError(f"this is {kind}, not a regular file", where=str(path), instead="a regular file")
 
 
 def _is_lfs_pointer(handle: int, size: int) -> bool:
     try:
         return len(_LFS) < size <= _MOST_LFS_BYTES and os.pread(handle, len(_LFS), 0) == _LFS
-    except OSError:  # a file that cannot be read is for its reader to report
+    except OSError:  # the caller will report a file that cannot be read
         return False
 
 
@@ -448,15 +453,15 @@ def _text(data: bytes, where: str, errors: str = "strict") -> str:
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> UserError:
-    return UserError(f"this is not text in UTF-8: {error.reason} at byte {error.start}", where=where)
+    return UserError(f"this is not UTF-8 text: {error.reason} at byte {error.start}", where=where)
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> UserError:
-    return UserError(f"cannot read it: {getattr(error, 'strerror', None) or error}", where=str(path))
+    return UserError(f"cannot read this file: {getattr(error, 'strerror', None) or error}", where=str(path))
 
 
 def _too_large(path: Path, most: int) -> UserError:
-    return UserError(f"this file is larger than {_size(most)}, the most that is read of it", where=str(path))
+    return UserError(f"this file is larger than {_size(most)}, the limit for files of this kind", where=str(path))
 
 
 def _too_deep(where: str) -> UserError:
@@ -467,10 +472,11 @@ def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
-# What the system and other programs say, which may be gone at any time: never an error.
 def system_text(path: str | Path, last: int | None = None, most: int = MOST_BYTES, errors: str = "replace") -> str:
-    """The text of a file such as those of /proc and /sys, or a log: its `last` bytes, or `most` of its bytes; empty
-    where it cannot be read, or is no regular file."""
+    """Return the last `last` or the first `most` bytes of a log or a file in /proc or /sys, as text.
+
+    Such files may disappear at any time: returns "" if the file cannot be read or is not a regular file.
+    """
     try:
         with open_regular(Path(path)) as file:
             if last is not None:
@@ -490,7 +496,7 @@ def system_link(path: str | Path) -> str:
 
 
 def command_line(pid: int) -> str:
-    """The words of a process, joined by blanks; empty for one that has ended."""
+    """Return the command line of a process, joined by spaces; empty if the process has exited."""
     return system_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
 
 
@@ -499,18 +505,18 @@ _BETWEEN_TRIES_S = 0.3
 
 @dataclass(frozen=True)
 class Answer:
-    """Output of a command, or (`text` is None) the reason why there is none."""
+    """Output of a command, or the reason why it failed if `text` is None."""
 
     text: str | None
     complaint: str = ""
 
 
 def ask_command(words: Sequence[str], env: Mapping[str, str], limit_s: float, tries: int = 1) -> Answer:
-    """The output of a command, which may take `limit_s` each time; servers under load often answer the second time.
+    """Return the output of a command, with a timeout of `limit_s` per try.
 
-    Only a program on the PATH of `env` is run.
+    Schedulers under load often reply at the second try. Only programs on the PATH of `env` are run.
     """
-    # Imported here: most processes that read files ask no command.
+    # Imported here because most processes that read files run no command.
     import shutil
     import subprocess
 
@@ -524,13 +530,13 @@ def ask_command(words: Sequence[str], env: Mapping[str, str], limit_s: float, tr
             done = subprocess.run([program, *words[1:]], env=dict(env), stdin=subprocess.DEVNULL,
                                   capture_output=True, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
-            complaint = f"no answer within {limit_s:g} s"
+            complaint = f"no reply within {limit_s:g} s"
             continue
         except OSError as error:
             complaint = str(error)
             continue
         if done.returncode == 0 and done.stdout.strip():
             return Answer(done.stdout.decode(errors="replace"))
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        complaint = f"code {done.returncode}" + (f", {said[-1]!r}" if said else ", and nothing said")
+        stderr_lines = done.stderr.decode(errors="replace").strip().splitlines()
+        complaint = f"exit code {done.returncode}" + (f", {stderr_lines[-1]!r}" if stderr_lines else ", no output")
     return Answer(None, f"`{shlex.join(words)}` failed: {complaint}")

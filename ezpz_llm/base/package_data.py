@@ -1,8 +1,8 @@
-"""Data files of the project, the one cache outside the run directory, and other packages: versions, entry points.
+"""Data files of the project, the cache, and metadata of installed packages (versions, entry points).
 
-Data files (`ds_configs/`, `launchers/`, `jobs/`) lie at the repository root in an editable install and under
-`ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files,
-DeepSpeed's built ops and what scripts under launch compile; nothing else is written outside a run directory.
+Data files (`ds_configs/`, `launchers/`, `jobs/`) are at the repository root in an editable install and under
+`ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files, DeepSpeed's
+built ops, and torch extensions that launched scripts compile. Nothing else is written outside a run directory.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def data_dir(name: str) -> Path:
-    """The folder `name` (such as "ds_configs") among the project's data files."""
+    """Return the folder `name` of the project's data files, such as "ds_configs"."""
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
 def user_path(text: str | Path) -> Path:
-    """A path that the user named, with `~` as a shell would read it.
+    """Return a path given by the user, with `~` expanded as in a shell.
 
     Raises:
-        UserError: it has control characters, there is no such user, or this one has no home directory.
+        UserError: the path has control characters, or the home directory is unknown.
     """
     if any(character < " " or "\x7f" <= character < "\xa0" for character in str(text)):
-        # Messages and listings name it: a terminal would obey it.
+        # Messages and listings print the path, and terminals would interpret the characters.
         raise UserError(f"{str(text)!r} has control characters", instead="a path without them")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise UserError(f"{str(text)!r} begins with no home directory that is known here",
-                        instead="the whole path") from error
+        raise UserError(f"{str(text)!r} begins with an unknown home directory",
+                        instead="the absolute path") from error
 
 
 def cache_dir(env: Mapping[str, str] | None = None) -> Path:
-    """The documented cache: $EZPZ_LLM_CACHE, else $XDG_CACHE_HOME/ezpz_llm, else ~/.cache/ezpz_llm.
+    """Return the cache folder: $EZPZ_LLM_CACHE, else $XDG_CACHE_HOME/ezpz_llm, else ~/.cache/ezpz_llm.
 
     Raises:
-        UserError: this user has no home directory.
+        UserError: the home directory is unknown.
     """
     env = os.environ if env is None else env
     if chosen := env.get("EZPZ_LLM_CACHE"):
@@ -59,39 +59,39 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
     """Return the folder in which torch extensions of launched scripts are compiled, per Python environment.
 
     Raises:
-        UserError: this user has no home directory.
+        UserError: the home directory is unknown.
     """
     return cache_dir(env).absolute() / "torch_extensions"
 
 
 def entry_points(group: str, wrong: Callable[[Any], str | None]) -> list[Any]:
-    """Import the entry points of installed packages in `group`. One that cannot be imported or used is skipped
-    with a warning: most commands do not need it.
+    """Import the entry points of installed packages in `group`. Skips an unusable entry point with a warning,
+    because most commands do not need it.
 
     Args:
-        wrong: why an entry point cannot be used; None where it can.
+        wrong: returns the reason why an entry point cannot be used, or None.
     """
-    # importlib.metadata takes 40 ms to import and to look through an environment, a plan 150 ms in all.
+    # importlib.metadata takes 40 ms to import and to scan an environment; a whole plan takes 150 ms.
     if not any(f"[{group}]" in system_text(path) for folder in sys.path
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
         return []
-    found = []
+    values = []
     for point in import_module("importlib.metadata").entry_points(group=group):
         try:
             value = point.load()
             why = wrong(value)
-        except (Exception, SystemExit) as error:  # whatever is wrong with another package
+        except (Exception, SystemExit) as error:  # any error of a third-party package
             why = f"{type(error).__name__}: {error}"
         if why is None:
-            found.append(value)
+            values.append(value)
         else:
-            print(cleaned(f"warning: {point.name} = {point.value} ({group}) is left out: {why}"), file=sys.stderr,
-                  flush=True)
-    return found
+            print(cleaned(f"warning: ignoring the entry point {point.name} = {point.value} ({group}): {why}"),
+                  file=sys.stderr, flush=True)
+    return values
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package; None without it."""
+    """Return the version of an installed package, or None if it is not installed."""
     metadata = import_module("importlib.metadata")
     try:
         return metadata.version(package)
@@ -100,7 +100,7 @@ def installed(package: str) -> str | None:
 
 
 def tested_range(package: str) -> str:
-    """Return the requirement for a package in the metadata of the installed ezpz_llm; the name alone without it."""
+    """Return the requirement for a package in the metadata of ezpz_llm, or the package's name if there is none."""
     metadata = import_module("importlib.metadata")
     try:
         requirements = metadata.requires("ezpz_llm") or ()

@@ -1,4 +1,4 @@
-"""The parser of a command: the name that was typed in its usage lines, examples, and the option that was meant."""
+"""Argument parser of the commands: usage lines as typed, examples, and suggestions for unknown options."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _REWORDED = {
     r"the following arguments are required: (.*)": r"missing: \1",
     r"unrecognized arguments: (.*)": r"unexpected: \1",
 }
-"""Messages of argparse, and our words for them."""
+"""Patterns of argparse's messages, and the messages that replace them."""
 
 
 def help_width() -> int:
-    """Columns that a help page takes: the terminal's, at most 110."""
+    """Return the width of a help page in columns: the terminal's width minus 2, at most 108."""
     return min(shutil.get_terminal_size().columns, _WIDEST) - 2
 
 
@@ -53,13 +53,13 @@ def examples(lines: Sequence[str]) -> str:
     for line in lines:
         command, _, why = line.partition("  ")
         command = typable_text(command)
-        one = f"  {command}   # {why.strip()}" if why else f"  {command}"
-        shown += [one] if not why or len(one) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
+        example = f"  {command}   # {why.strip()}" if why else f"  {command}"
+        shown += [example] if not why or len(example) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
     return "\n".join(["examples:", *shown])
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Keeps the paragraphs of a text; as wide as the terminal, 110 columns at most."""
+    """Help formatter that keeps paragraphs and uses `help_width`."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, **{"width": help_width(), **settings})
@@ -71,10 +71,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser whose mistakes are `UserError`s that name the option or word that was meant.
+    """Argument parser that raises a `UserError` for invalid arguments and suggests the likely option or word.
 
     Args:
-        command: its name after `ezpz-llm`; None for a subcommand, whose name argparse makes.
+        command: name after `ezpz-llm`; None for a subcommand, which argparse names.
         shown: lines for `examples`.
     """
 
@@ -85,33 +85,30 @@ class CommandParser(argparse.ArgumentParser):
                             "epilog": examples(shown) if shown else None, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise a `UserError` in place of the message that argparse would print."""
         help_page = f"{self.prog} --help lists all options"
         if message.startswith("unrecognized arguments: "):
             words = message.partition(": ")[2].split()
             option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
             if option is not None:
                 raise unknown_option(option, self._options(), where=self.prog, remark=help_page)
-        found = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
-        if found:
-            choices = found[4].replace("'", "").split(", ")
-            near = nearest(found[3], choices)
+        match = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
+        if match:
+            choices = match[4].replace("'", "").split(", ")
+            near = nearest(match[3], choices)
             instead = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(choices)}"
-            raise UserError(f"{found[1]}: {found[2]}", where=self.prog, instead=instead)
-        for pattern, better in _REWORDED.items():
-            if found := re.fullmatch(pattern, message, re.DOTALL):
-                raise UserError(found.expand(better), where=self.prog, instead=help_page)
+            raise UserError(f"{match[1]}: {match[2]}", where=self.prog, instead=instead)
+        for pattern, replacement in _REWORDED.items():
+            if match := re.fullmatch(pattern, message, re.DOTALL):
+                raise UserError(match.expand(replacement), where=self.prog, instead=help_page)
         raise UserError(message, where=self.prog, instead=help_page)
 
     def _options(self) -> set[str]:
-        """The options of this parser and of its subcommands: argparse lets the outer one refuse both's."""
+        """Return the options of this parser and of its subcommands. argparse lets the outer parser reject unknown
+        options of a subcommand, so suggestions need both."""
         known: set[str] = set()
         for action in self._actions:
             known.update(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):
-                known.update(*(below._options() for below in action.choices.values()))
+                known.update(*(subparser._options() for subparser in action.choices.values()))
         return known

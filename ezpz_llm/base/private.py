@@ -1,9 +1,8 @@
-"""Private folders, records in them, and the run's secret, in places where other users can write too (/dev/shm).
+"""Private folders, records in them, and the run's secret, for locations where other users can write (/dev/shm).
 
-A folder is made with mode 0700, opened without following a link, and checked by its descriptor; all work in it goes
-through that descriptor. What another user did to the path before or does to it later changes nothing: the work is
-done in a folder of our own, or refused. Files in it are opened without following links and have to be ours, too, as
-a folder may once have been open to others.
+A folder is created with mode 0700, opened without following a link, and checked by its descriptor. All later access
+uses that descriptor, so that another user cannot redirect it by replacing the path. Files in the folder are opened
+without following links and must also belong to this user, because the folder may have been open to others before.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from ezpz_llm.base.outside import MOST_BYTES, open_regular, parse_json
 from ezpz_llm.base.schema import as_dataclass
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Nothing waits for the other end of a FIFO."""
+"""Flags of every open. O_NONBLOCK: never wait for the other end of a FIFO."""
 _MOST_BYTES = 1 << 24
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class NotPrivate(PermissionError):
-    """A folder or file that belongs to somebody else, or that others can write to. `strerror` says which."""
+    """Error for a folder or file that other users own or can write to. `strerror` holds the reason."""
 
     def __init__(self, why: str, path: str | os.PathLike[str]) -> None:
         super().__init__(errno.EPERM, why, str(path))
 
 
 class PrivateFolder:
-    """An open private folder: see `make_private` and `open_private`. Names are plain, without a slash.
+    """Open private folder; see `make_private` and `open_private`. Names must not contain a slash.
 
-    Every method raises OSError where the file system refuses, and NotPrivate for a file that is not ours alone.
+    Every method raises OSError if the file system reports an error, and NotPrivate for a file that other users own.
     """
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -53,77 +52,77 @@ class PrivateFolder:
             return file.read(most)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file in one step: a reader sees the old one or the new one, never a part."""
-        beside = f".{_plain(name)}.{os.urandom(6).hex()}"
+        """Replace a file atomically: a reader sees the old content or the new content."""
+        temporary = f".{_plain(name)}.{os.urandom(6).hex()}"
         try:
-            self.create(beside, data)
-            os.replace(beside, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
+            self.create(temporary, data)
+            os.replace(temporary, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
         except OSError as error:
-            self.remove(beside)
-            # A full disk names no file.
+            self.remove(temporary)
+            # The error of a full disk has no file name.
             error.filename = str(self.path / name)
             raise
         except BaseException:
-            self.remove(beside)
+            self.remove(temporary)
             raise
 
     def create(self, name: str, data: bytes = b"") -> None:
-        """Make a file that is not there yet.
+        """Create a file.
 
         Raises:
-            FileExistsError: it is.
+            FileExistsError: the file exists.
         """
         with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(data)
 
     def overwrite(self, name: str, data: bytes) -> None:
-        """Write a file in place, which costs a file system half of what `write` does; a reader may see a part."""
+        """Write a file in place, at half the cost of `write`. A reader may see incomplete content."""
         with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT), "wb") as file:
             file.write(data)
             file.truncate()
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a plain file or a FIFO of ours; a new one has mode 0600."""
-        # What is not ours must not be cut short before that is known.
+        """Return a descriptor of a regular file or FIFO that belongs to this user. New files have mode 0600."""
+        # O_TRUNC would truncate the file before its owner is checked.
         assert not flags & os.O_TRUNC
         handle = os.open(_plain(name), flags | _FLAGS, 0o600, dir_fd=self._handle)
         try:
-            found = os.fstat(handle)
-            if found.st_uid != os.geteuid():
-                raise NotPrivate(f"it belongs to another user (uid {found.st_uid})", self.path / name)
-            if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
-                raise NotPrivate("it is no plain file", self.path / name)
-            if found.st_nlink > 1:
-                # Whoever could write here may have linked another file of ours to this name.
-                raise NotPrivate("it has a second name elsewhere (a hard link)", self.path / name)
+            status = os.fstat(handle)
+            if status.st_uid != os.geteuid():
+                raise NotPrivate(f"it belongs to another user (uid {status.st_uid})", self.path / name)
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
+                raise NotPrivate("it is not a regular file", self.path / name)
+            if status.st_nlink > 1:
+                # If the folder was open to others, they may have linked another file of this user to this name.
+                raise NotPrivate("it has more than one hard link", self.path / name)
         except BaseException:
             os.close(handle)
             raise
         return handle
 
     def make_fifo(self, name: str) -> None:
-        """Make a FIFO, if nothing of that name is there."""
+        """Create a FIFO, unless the name exists."""
         with contextlib.suppress(FileExistsError):
             os.mkfifo(_plain(name), 0o600, dir_fd=self._handle)
 
     def stat(self, name: str) -> os.stat_result:
-        """The status of a file, not of what a link names.
+        """Return the status of a file, without following links.
 
         Raises:
-            NotPrivate: it is not ours.
+            NotPrivate: the file belongs to another user.
         """
-        found = os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
-        if found.st_uid != os.geteuid():
-            raise NotPrivate(f"it belongs to another user (uid {found.st_uid})", self.path / name)
-        return found
+        status = os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
+        if status.st_uid != os.geteuid():
+            raise NotPrivate(f"it belongs to another user (uid {status.st_uid})", self.path / name)
+        return status
 
     def touch(self, name: str) -> None:
-        """Set a file's time to now; make it if it is not there."""
+        """Set a file's modification time to now. Create the file if it does not exist."""
         with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT), "wb") as file:
             os.utime(file.fileno())
 
     def has(self, name: str) -> bool:
-        """Is there a file of ours with that name?"""
+        """Return True if a file with that name exists and belongs to this user."""
         try:
             self.stat(name)
         except OSError:
@@ -131,17 +130,17 @@ class PrivateFolder:
         return True
 
     def names(self, begin: str = "") -> list[str]:
-        """The sorted names of all that is in it and begins so, but for files that are just being written."""
+        """Return the sorted names that begin with `begin`, without temporary files of `write`."""
         return sorted(name for name in os.listdir(self._handle)
                       if name.startswith(begin) and (begin or not name.startswith(".")))
 
     def remove(self, name: str) -> None:
-        """Remove a file or a link, if it is there."""
+        """Remove a file or a link, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_plain(name), dir_fd=self._handle)
 
     def close(self) -> None:
-        """Let go of the folder, which stays."""
+        """Close the descriptor. The folder is kept."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -155,12 +154,13 @@ class PrivateFolder:
 
 
 def make_private(path: Path) -> PrivateFolder:
-    """Make the folder if it is not there, whatever the umask, and open it. One of ours that was open to others is
-    closed to them, and what they put there is set aside.
+    """Create the folder if it does not exist, and open it. The umask has no effect.
+
+    If this user's folder was open to others, its mode is set to 0700, and files of other users in it are renamed.
 
     Raises:
-        NotPrivate: something of another user has that name, or the file system keeps no modes.
-        OSError: it cannot be made; a link or a file has that name.
+        NotPrivate: the path belongs to another user, or the file system does not store modes.
+        OSError: the folder cannot be created, or the path is a link or a file.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -172,7 +172,7 @@ def make_private(path: Path) -> PrivateFolder:
             os.fchmod(handle, 0o700)
         _check(handle, path, _OTHERS)
         if mode & _OTHERS_WRITE:
-            _set_aside_what_is_not_ours(handle)
+            _rename_files_of_others(handle)
     except BaseException:
         os.close(handle)
         raise
@@ -180,11 +180,11 @@ def make_private(path: Path) -> PrivateFolder:
 
 
 def open_private(path: Path) -> PrivateFolder:
-    """Open a folder that is there, and change nothing.
+    """Open an existing folder without changing it.
 
     Raises:
-        NotPrivate: it is not ours, or others can write to it.
-        OSError: there is none; a link or a file has that name.
+        NotPrivate: other users own the folder or can write to it.
+        OSError: the folder does not exist, or the path is a link or a file.
     """
     handle = _open(path)
     try:
@@ -196,36 +196,38 @@ def open_private(path: Path) -> PrivateFolder:
 
 
 def remove_private(path: Path) -> None:
-    """Remove a folder of ours with all that is in it; leave anybody else's, and whatever cannot be removed."""
+    """Remove a folder of this user with its content. Ignores folders of other users, and all errors."""
     with contextlib.suppress(OSError), open_private(path):
-        # Imported here: every rank's shim imports this module, and few remove anything.
+        # Imported here because every rank's shim imports this module, and few remove anything.
         import shutil
 
-        # It follows no links; nobody else can put anything into a folder that is private.
+        # rmtree does not follow links, and no other user can add files to a private folder.
         shutil.rmtree(path, ignore_errors=True)
 
 
 def is_out_of_reach(parent: Path) -> bool:
-    """Can nobody but root and us rename or replace what we make in `parent`, so that its path can be handed on?
-    True of /tmp and /dev/shm, where a folder's entries belong to who made them (the sticky bit)."""
-    trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a user namespace root may have another number
+    """Return True if only root and this user can rename or replace files that this user creates in `parent`.
+
+    The path can then be passed to other programs. True for /tmp and /dev/shm, which have the sticky bit.
+    """
+    trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a user namespace, root may have another uid
     parent = parent.resolve()
     for folder in (parent, *parent.parents):
-        found = folder.stat()
-        if found.st_uid not in trusted or (found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX):
+        status = folder.stat()
+        if status.st_uid not in trusted or (status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX):
             return False
     return True
 
 
 def is_own(path: Path, or_roots: bool = False) -> bool:
-    """Is this file or folder our own (or root's, if `or_roots`), no link, and not for everybody to write? Only
-    then is anything done that another could have written there."""
+    """Return True if a file or folder can be trusted: it belongs to this user (or to root, if `or_roots`), is not a
+    link, and is not world-writable."""
     try:
-        found = path.lstat()
-    except (OSError, ValueError):  # a ValueError where the path holds a NUL
+        status = path.lstat()
+    except (OSError, ValueError):  # ValueError if the path contains a NUL
         return False
-    return (found.st_uid in ({os.geteuid(), 0} if or_roots else {os.geteuid()})
-            and not found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode))
+    return (status.st_uid in ({os.geteuid(), 0} if or_roots else {os.geteuid()})
+            and not status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode))
 
 
 def read_own(path: Path, most: int = MOST_BYTES) -> bytes | None:
@@ -233,11 +235,11 @@ def read_own(path: Path, most: int = MOST_BYTES) -> bytes | None:
     content are read from one descriptor, so that replacing a link or folder in between has no effect.
 
     Raises:
-        UserError: there is none, or it cannot be read (`outside.open_regular`).
+        UserError: the file does not exist or cannot be read (`outside.open_regular`).
     """
     with open_regular(path) as file:
-        found = os.fstat(file.fileno())
-        if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
             return None
         return file.read(most)
 
@@ -246,25 +248,25 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
     except OSError as error:
-        # The kernel says "not a directory" of a link, too.
+        # The kernel reports ENOTDIR for a link, too.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
             raise NotPrivate("it is a link", path) from error
         raise
 
 
-def _set_aside_what_is_not_ours(handle: int) -> None:
-    """A stranger's file, left where a name of ours belongs, would stand in the way for ever."""
+def _rename_files_of_others(handle: int) -> None:
+    """Rename files of other users, which would block the names that this user needs."""
     for name in os.listdir(handle):
         if os.stat(name, dir_fd=handle, follow_symlinks=False).st_uid != os.geteuid():
             os.rename(name, f".not-ours-{os.urandom(6).hex()}", src_dir_fd=handle, dst_dir_fd=handle)
 
 
 def _check(handle: int, path: Path, unwanted: int) -> None:
-    found = os.fstat(handle)
-    if found.st_uid != os.geteuid():
-        raise NotPrivate(f"it belongs to another user (uid {found.st_uid})", path)
-    if found.st_mode & unwanted:
-        raise NotPrivate(f"other users can use it (mode {stat.S_IMODE(found.st_mode):04o})", path)
+    status = os.fstat(handle)
+    if status.st_uid != os.geteuid():
+        raise NotPrivate(f"it belongs to another user (uid {status.st_uid})", path)
+    if status.st_mode & unwanted:
+        raise NotPrivate(f"other users can access it (mode {stat.S_IMODE(status.st_mode):04o})", path)
 
 
 def _plain(name: str) -> str:
@@ -273,46 +275,48 @@ def _plain(name: str) -> str:
     return name
 
 
-# Records in private folders: each a JSON file that stands for one dataclass.
 Record = TypeVar("Record")
 
 
 def read_records(kind: type[Record], folder: Path, begin: str, most: int = MOST_BYTES) -> list[Record]:
-    """The records of `kind` in the files whose names begin so, in their order. What is not such a record, is just
-    being written, or was put there by another user is passed over, as is a folder that is not private."""
-    found = []
+    """Return the records in the JSON files whose names begin with `begin`, sorted by name.
+
+    Skips files that are not a record of this kind, are incomplete, or belong to another user. Returns an empty list
+    if the folder is not private.
+    """
+    records = []
     try:
         with open_private(folder) as opened:
             for name in opened.names(begin):
                 where = str(folder / name)
                 try:
-                    found.append(as_dataclass(kind, parse_json(opened.read(name, most), where), where))
+                    records.append(as_dataclass(kind, parse_json(opened.read(name, most), where), where))
                 except (OSError, UserError):
                     continue
     except OSError:
         return []
-    return found
+    return records
 
 
-# The run's secret: what the processes of one run know, and other users of their nodes do not.
 SECRET_VARIABLE = "EZPZ_LLM_SECRET"
+"""Environment variable of the run's secret, which other users of the nodes do not know."""
 _BYTES = 32
 
 
 def new_secret() -> str:
-    """A secret for one run, as the value of its variable."""
+    """Return a new secret for a run, in hexadecimal."""
     return os.urandom(_BYTES).hex()
 
 
 def run_secret(env: Mapping[str, str]) -> bytes | None:
-    """The secret of the run that `env` belongs to; None where no launch gave one."""
+    """Return the secret of the run that `env` belongs to; None if it is missing or invalid."""
     try:
-        found = bytes.fromhex(env.get(SECRET_VARIABLE, ""))
+        secret = bytes.fromhex(env.get(SECRET_VARIABLE, ""))
     except ValueError:
         return None
-    return found if len(found) == _BYTES else None
+    return secret if len(secret) == _BYTES else None
 
 
 def derived(secret: bytes, *purpose: str) -> str:
-    """A word for one purpose, which tells nothing of the secret or of its words for other purposes."""
+    """Return a token derived from the secret for one purpose. It reveals neither the secret nor other tokens."""
     return hmac.new(secret, "\0".join(purpose).encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Rows of a label and its text, as a run's first and last lines are."""
+"""Layout of labeled rows, as in a run's first and last lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def aligned(rows: Iterable[tuple[str, str]], width: int, label_width: int = 11) -> str:
-    """Rows of a label and its text as lines of at most `width` columns, continued below the text."""
+    """Format (label, text) rows as lines of at most `width` columns. Wrapped lines are indented to the text."""
     lines: list[str] = []
     for label, text in rows:
         lines += textwrap.wrap(text, max(width, 3 * label_width), initial_indent=label.ljust(label_width),

@@ -1,4 +1,4 @@
-"""Values of a file as typed values, within the limits that numbers of a run have; else one error with the key."""
+"""Validation of parsed files against dataclasses and annotations, and limits for the numbers of a run."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from ezpz_llm.base.errors import UserError, nearest
 from ezpz_llm.base.outside import shown
 
-# How large the numbers of a run can be: each limit is beyond all machines that there are, and far below what
-# would fill a login node's memory or keep it busy. What is beyond is a slip of the finger, or somebody's
-# mischief.
+# Each limit is larger than any existing machine needs, and far below what would exhaust the memory or CPU of a
+# login node. Larger numbers are typing errors or malicious.
 MOST_HOSTS = 200_000
 MOST_RANKS = 2_000_000
 MOST_RANKS_ON_A_HOST = 10_000
-"""A Linux host has 32768 process numbers unless it is told otherwise, and a rank takes three or more."""
+"""Maximum number of ranks per node: Linux has 32768 process ids by default, and a rank needs three or more."""
 MOST_CORES_ON_A_HOST = 1_000_000
 LONGEST_HOST = 255
-"""Characters of a host's name: DNS has at most 253."""
+"""Maximum length of a hostname: DNS allows 253 characters."""
 MOST_STEPS = 10**9
 MOST_TOKENS = 10**15
 MOST_IDS = 2**24
-"""Tokens of a vocabulary; the largest known has 262,144."""
+"""Maximum vocabulary size; the largest known is 262,144."""
 MOST_REPEATS = 1000
-"""Runs of one point of a study, and jobs of a chain."""
+"""Maximum number of runs per point of a study, and of jobs in a chain."""
 LAST_SECOND = 253_402_300_799
-"""Seconds from 1970 to the year 9999, the last one that datetime supports."""
+"""Seconds from 1970 to the end of the year 9999, the last year that datetime supports."""
 MOST_SECONDS = 10 * 366 * 86_400
 
 
 def whole_number(text: str) -> int | None:
-    """The whole number that a text is, in the digits 0 to 9 and below 10^18; None where it is none."""
+    """Parse a non-negative integer of at most 18 ASCII digits, without sign; None for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def epoch(text: str) -> float | None:
-    """Whole seconds since 1970, as far as calendars reach; None where it is no such text."""
+    """Parse whole seconds since 1970, up to the year 9999; None for any other text."""
     seconds = whole_number(text)
     return None if seconds is None or seconds > LAST_SECOND else float(seconds)
 
@@ -47,13 +46,13 @@ def epoch(text: str) -> float | None:
 T = TypeVar("T")
 
 _LARGEST = 2**63 - 1
-"""Largest absolute value of an integer: it fits into 64 bits."""
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+"""Largest absolute value of an integer, which fits into 64 bits."""
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The bounds of a number, both included: `Annotated[int, Range(1, 100)]`."""
+    """Inclusive bounds of a number, as in `Annotated[int, Range(1, 100)]`."""
 
     least: float
     most: float
@@ -62,10 +61,10 @@ class Range:
         return f"{_short(self.least)} to {_short(self.most)}"
 
     def beyond(self, value: float | None) -> str | None:
-        """Return the advice for a value outside of the range; None for a value inside it, or None."""
+        """Return what to type instead of a value outside of the range. None for a value inside it, and for None."""
         if value is None or value in self:
             return None
-        # Also for NaN, which is on no side.
+        # NaN compares false, and gets the lower bound.
         return f"{_short(self.most)} or less" if value > self.most else f"{_short(self.least)} or more"
 
     def __contains__(self, value: object) -> bool:
@@ -73,30 +72,30 @@ class Range:
 
 
 Epoch = Annotated[float, Range(0, LAST_SECOND)]
-"""Seconds since 1970, as far as calendars reach."""
+"""Seconds since 1970, up to the year 9999."""
 
 
 def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = False) -> T:
-    """An object of a file as an instance of the dataclass, whose fields' annotations are the schema.
+    """Convert an object of a file to a dataclass, and validate it against the annotations of the fields.
 
-    Nested dataclasses, `list`, `tuple`, `dict` and `Mapping` (a key of JSON is text, and converted where the
-    annotation is `int`), `Literal`, unions, `Path`, `Any`, and numbers with a `Range`. A whole number passes for a
-    float. A field with a default may be missing. A `TypedDict` says what some members of an object must be, and
-    lets it have others: for records that many readers take their own members from.
+    Supports nested dataclasses, `list`, `tuple`, `dict` and `Mapping` (keys of JSON are strings, and converted if
+    the annotation is `int`), `Literal`, unions, `Path`, `Any`, and numbers with a `Range`. A float field accepts an
+    integer. Fields with a default are optional. A `TypedDict` validates its members and allows others, for records
+    of which each reader uses only some members.
 
     Args:
-        value: what a reader of `ezpz_llm.base.outside` returned.
-        where: the file, for the message.
-        drop_unknown: leave out what is no field (a newer version may have written it), rather than refuse it.
+        value: parsed value, as returned by `ezpz_llm.base.outside`.
+        where: name of the file, for the message.
+        drop_unknown: ignore unknown keys, which a newer version may have written, instead of rejecting them.
 
     Raises:
-        UserError: naming the key, what it holds, and what it must be.
+        UserError: a value is invalid. The message names the key, the value, and the expected type.
     """
     return _object(cls, value, where, "", drop_unknown)
 
 
 def as_type(kind: Any, value: Any, where: str, key: str = "") -> Any:
-    """A value of a file as the type of an annotation, such as `dict[str, list[int]]`; see `as_dataclass`."""
+    """Validate a value of a file against an annotation such as `dict[str, list[int]]`. See `as_dataclass`."""
     return _typed(kind, value, where, key, False)
 
 
@@ -105,15 +104,15 @@ def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
         return value
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        found = _typed(inside[0], value, where, key, drop)
+        number = _typed(inside[0], value, where, key, drop)
         for bounds in inside[1:]:
-            if isinstance(bounds, Range) and found not in bounds:
+            if isinstance(bounds, Range) and number not in bounds:
                 raise _wrong(key, value, str(bounds), where)
-        return found
+        return number
     if origin in (Union, types.UnionType):
-        return _one_of(inside, value, where, key, drop)
+        return _union_member(inside, value, where, key, drop)
     if origin is Literal:
-        if any(type(one) is type(value) and one == value for one in inside):
+        if any(type(literal) is type(value) and literal == value for literal in inside):
             return value
         raise _wrong(key, value, " or ".join(map(repr, inside)), where)
     container = origin or kind
@@ -122,8 +121,8 @@ def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
     if container in (dict, Mapping):
         if not isinstance(value, dict):
             raise _wrong(key, value, "an object", where)
-        key_kind, kind_of = inside or (Any, Any)
-        return {_key(key_kind, name, where, key): _typed(kind_of, member, where, _under(key, name), drop)
+        key_kind, value_kind = inside or (Any, Any)
+        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, _under(key, name), drop)
                 for name, member in value.items()}
     if is_typeddict(kind) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return _object(kind, value, where, key, drop)
@@ -139,38 +138,38 @@ def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
             near = nearest(str(name), fields)
             raise UserError(f"unknown key {shown(_under(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
-    found = dict(value) if is_open else {}
+    members = dict(value) if is_open else {}
     for name, (kind, is_required) in fields.items():
         if name in value:
-            found[name] = _typed(kind, value[name], where, _under(key, name), drop)
+            members[name] = _typed(kind, value[name], where, _under(key, name), drop)
         elif is_required:
             raise UserError(f"{_under(key, name)} is missing", where=where)
-    return found if is_open else cls(**found)
+    return members if is_open else cls(**members)
 
 
 @functools.cache
 def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """Each field's type, and whether it must be there."""
-    kinds, none = get_type_hints(cls, include_extras=True), dataclasses.MISSING
+    """Return the type of each field, and True if the field is required."""
+    kinds, missing = get_type_hints(cls, include_extras=True), dataclasses.MISSING
     if is_typeddict(cls):
         return {name: (kind, name in cls.__required_keys__) for name, kind in kinds.items()}
-    return {field.name: (kinds[field.name], field.default is none and field.default_factory is none)
+    return {field.name: (kinds[field.name], field.default is missing and field.default_factory is missing)
             for field in dataclasses.fields(cls) if field.init}
 
 
-def _one_of(kinds: Sequence[Any], value: Any, where: str, key: str, drop: bool) -> Any:
+def _union_member(kinds: Sequence[Any], value: Any, where: str, key: str, drop: bool) -> Any:
     if value is None and type(None) in kinds:
         return None
-    left = [kind for kind in kinds if kind is not type(None)]
-    if len(left) == 1:
-        return _typed(left[0], value, where, key, drop)
-    # An exact type first: of `int | float`, 1 is an int.
-    for kind in sorted(left, key=lambda kind: type(value) is not kind):
+    candidates = [kind for kind in kinds if kind is not type(None)]
+    if len(candidates) == 1:
+        return _typed(candidates[0], value, where, key, drop)
+    # Try the exact type first, so that 1 stays an int for `float | int`.
+    for kind in sorted(candidates, key=lambda kind: type(value) is not kind):
         try:
             return _typed(kind, value, where, key, drop)
         except UserError:
             continue
-    raise _wrong(key, value, " or ".join(map(_named, left)), where)
+    raise _wrong(key, value, " or ".join(map(_type_name, candidates)), where)
 
 
 def _sequence(container: Any, inside: Sequence[Any], value: Any, where: str, key: str, drop: bool) -> Any:
@@ -178,13 +177,13 @@ def _sequence(container: Any, inside: Sequence[Any], value: Any, where: str, key
         raise _wrong(key, value, "a list", where)
     if container is tuple and inside and inside[-1] is not Ellipsis:
         if len(value) != len(inside):
-            raise _wrong(key, value, f"a list of {len(inside)}", where)
+            raise _wrong(key, value, f"a list of length {len(inside)}", where)
         kinds: Sequence[Any] = inside
     else:
         kinds = [inside[0] if inside else Any] * len(value)
-    found = [_typed(kind, one, where, f"{key}[{place}]", drop)
-             for place, (kind, one) in enumerate(zip(kinds, value, strict=True))]
-    return tuple(found) if container is tuple else found
+    members = [_typed(kind, member, where, f"{key}[{index}]", drop)
+               for index, (kind, member) in enumerate(zip(kinds, value, strict=True))]
+    return tuple(members) if container is tuple else members
 
 
 def _key(kind: Any, name: Any, where: str, key: str) -> Any:
@@ -205,10 +204,10 @@ def _plain(kind: Any, value: Any, where: str, key: str) -> Any:
         return Path(value)
     if kind in (str, bool, type(None)) and isinstance(value, kind):
         return value
-    raise _wrong(key, value, _named(kind), where)
+    raise _wrong(key, value, _type_name(kind), where)
 
 
-def _named(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     if kind in _KINDS:
         return _KINDS[kind]
     container = get_origin(kind) or kind
@@ -223,10 +222,10 @@ def _under(key: str, name: Any) -> str:
 
 
 def _wrong(key: str, value: Any, expected: str, where: str) -> UserError:
-    return UserError(f"{key or 'this'} is {_told(value)}, and must be {expected}", where=where)
+    return UserError(f"{key or 'this'} is {_format_value(value)}, and must be {expected}", where=where)
 
 
-def _told(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, (bool, type(None))):
         return {None: "null", True: "true", False: "false"}[value]
     return "a number beyond 64 bits" if isinstance(value, int) and abs(value) > _LARGEST else shown(value)

@@ -1,4 +1,4 @@
-"""Commands in messages, as the user's shell finds them: launch, ezpz-llm, pip and python3 of this environment."""
+"""Commands in messages, in a form that runs launch, ezpz-llm, pip, and python3 of this environment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import shutil
 import sys
 
 WITH_ENV_VARIABLE = "EZPZ_LLM_WITH_ENV"
-"""launchers/with-env as it was typed, unless the shell that it was typed in finds launch by itself."""
+"""Environment variable with the path of launchers/with-env as typed. Not set if launch is on PATH without it."""
 
-# What stands between two commands. A command within a clause is a word of the first: submit … -- launch ….
+# Separators between two commands. A second command within a clause is an argument of the first, as in
+# submit … -- launch ….
 _CLAUSES = re.compile(r"([(`\n]|[;:,] | or | and )")
 _BEGIN = re.compile(r"(?<![\w./-])(?<!with-env )"
                     r"(?:launch (?=-|python3|\./|\[|…|COMMAND)|ezpz-llm (?=[a-z])|pip (?=install)"
@@ -18,15 +19,15 @@ _BEGIN = re.compile(r"(?<![\w./-])(?<!with-env )"
 
 
 def typable(command: str) -> str:
-    """Return a command that begins with `launch`, `ezpz-llm`, `pip` or `python3`, as this user has to type it."""
+    """Return a command that begins with `launch`, `ezpz-llm`, `pip` or `python3` as this user must type it."""
     word, _, rest = command.partition(" ")
     if typed := os.environ.get(WITH_ENV_VARIABLE):
         return f"{typed} {command}"
     if shutil.which("launch") is not None:
         return command
-    # The environment's programs are not on PATH: its Python was started by its path, or finds us on PYTHONPATH.
+    # The environment's programs are not on PATH: Python was started by its path, or the package is on PYTHONPATH.
     if rest.startswith("--version"):
-        return command  # of ezpz-llm itself, which has no module to run
+        return command  # ezpz-llm itself has no module to run
     python = _python()
     rest = re.sub(r"\bpython3 (?=-m ezpz_llm\.)", lambda _: f"{python} ", rest)
     module = {"launch": "-m ezpz_llm.launch", "pip": "-m pip", "python3": ""}.get(word)
@@ -36,13 +37,13 @@ def typable(command: str) -> str:
 
 
 def typable_text(text: str) -> str:
-    """Return a text with the first command of each clause as `typable` returns it."""
+    """Replace the first command of each clause in a text by its `typable` form."""
     return "".join(_in_clause(clause) for clause in _CLAUSES.split(text))
 
 
 def _in_clause(clause: str) -> str:
-    found = _BEGIN.search(clause)
-    return clause[:found.start()] + typable(clause[found.start():]) if found else clause
+    match = _BEGIN.search(clause)
+    return clause[:match.start()] + typable(clause[match.start():]) if match else clause
 
 
 def _python() -> str:

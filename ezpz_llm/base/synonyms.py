@@ -1,4 +1,4 @@
-"""Options of other trainers and launchers, as data, and the error for an option that a command does not have."""
+"""Table of options of other trainers and launchers, and the error for an unknown option."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ezpz_llm.base.outside import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("synonyms.toml")
 _CUTOFF = 0.9
-"""Similarity from which an option is a misspelled synonym: --lerning-rate is, --layr is not."""
+"""Minimum similarity of a misspelled synonym: --lerning-rate matches, --layr does not."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def rows_of(option: str) -> list[Row]:
-    """Return the rows of an option, spelled with `_` or `-`, or else of the synonym that it misspells."""
+    """Return the rows of an option (`_` and `-` are equivalent), or else of the most similar option."""
     by_name: dict[str, list[Row]] = {}
     for row in rows():
         by_name.setdefault(_with_dashes(row.option), []).append(row)
@@ -46,18 +46,18 @@ def rows_of(option: str) -> list[Row]:
 
 
 def synonym(option: str, known: Collection[str]) -> tuple[str, str | None]:
-    """Return the programs that have an option, "" if none, and what to type instead, None if nothing is known."""
-    found = rows_of(option)
-    answers = (answer for row in found for answer in row.answers)
-    return (" and ".join(dict.fromkeys(row.program for row in found)),
+    """Return the programs that have an option ("" if none), and what to type instead (None if unknown)."""
+    matches = rows_of(option)
+    answers = (answer for row in matches for answer in row.answers)
+    return (" and ".join(dict.fromkeys(row.program for row in matches)),
             next((answer for answer in answers if all(name in known for name in options_in(answer))), None))
 
 
 def unknown_option(option: str, known: Collection[str], *, where: str | None = None, remark: str = "") -> UserError:
-    """Return the error for an option that a command does not have.
+    """Return the error for an unknown option.
 
-    It names the programs whose option it is, and what to type instead: an option of this command, if one has the
-    same meaning or a similar name. `remark` follows a guess, and stands alone where there is no guess.
+    The message names the programs that have the option, and the option of this command with the same meaning or a
+    similar name. `remark` is appended to a guess, and used alone if there is no guess.
     """
     if _with_dashes(option) in known:
         return UserError(f"unknown option {option!r}", where=where, instead=_with_dashes(option))
@@ -71,7 +71,7 @@ def unknown_option(option: str, known: Collection[str], *, where: str | None = N
 
 
 def options_in(answer: str) -> Sequence[str]:
-    """Return the options that an answer offers of the command itself."""
+    """Return the options of the command itself that an answer suggests."""
     return re.findall(r"(?<!\S)-{1,2}[A-Za-z][A-Za-z0-9-]*", answer) if answer.startswith("-") else []
 
 

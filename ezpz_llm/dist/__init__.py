@@ -1,6 +1,6 @@
-"""Ranks, devices, process groups and seeds of a run.
+"""Ranks, devices, process groups, and seeds of a run.
 
-What needs torch is imported when it is first asked for, so that seeds and heartbeats stay light.
+Modules that need torch are imported on first access, so that seeds and heartbeats load quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks settle one outcome: whatever goes wrong on one is the same error on all, and none waits for ever."""
+"""Collectives for Python objects, and error handling that raises one rank's error on all ranks without deadlock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def gather(dist: Dist, value: Any) -> list[Any] | None:
-    """Every rank's value, on rank 0; None elsewhere. Collective."""
+    """Return every rank's value on rank 0, and None on other ranks. Collective."""
     if dist.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * dist.world_size if dist.rank == 0 else None
@@ -26,7 +26,7 @@ def gather(dist: Dist, value: Any) -> list[Any] | None:
 
 
 def all_gather(dist: Dist, value: Any) -> list[Any]:
-    """Every rank's value, on every rank; small ones, since they are pickled. Collective."""
+    """Return every rank's value on every rank. For small values, since they are pickled. Collective."""
     values = [value] * dist.world_size
     if dist.world_size > 1:
         torch_dist.all_gather_object(values, value)
@@ -43,9 +43,9 @@ def all_gather_number(dist: Dist, value: float) -> list[float]:
 
 
 def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
-    """`values` summed over all ranks, or as `op` says, on this rank's device; a single rank's as they are.
+    """All-reduce `values` over all ranks on this rank's device, and return the result. Collective.
 
-    Collective.
+    A single rank gets `values` unchanged.
     """
     if dist.world_size == 1:
         return values
@@ -55,7 +55,7 @@ def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dis
 
 
 def broadcast(dist: Dist, value: Any) -> Any:
-    """Rank 0's value, on every rank. Collective."""
+    """Return rank 0's value on every rank. Collective."""
     if dist.world_size == 1:
         return value
     values = [value]
@@ -83,23 +83,23 @@ def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T
     """Run `action` on every rank (or on rank 0 only) and return its result there. Collective.
 
     Raises:
-        UserError: the first rank's, on every rank, whatever the others got.
+        UserError: the action failed on a rank. Every rank raises the error of the lowest such rank.
     """
     result: Any = None
     error = None
     try:
         if dist.is_main or not on_main:
             result = action()
-    except UserError as found:
-        error = found
+    except UserError as own_error:
+        error = own_error
     raise_together(dist, error)
     return result
 
 
 def raise_together(dist: Dist, error: UserError | None) -> None:
-    """Raise the first rank's error on every rank, as the same kind of error, if any rank has one. Collective."""
-    told = None if error is None else (type(error), error.found, error.where, error.instead, error.exit_code)
-    first = first_of(dist, told)
+    """Raise the error of the lowest rank that has one on every rank, with its type. Collective."""
+    fields = None if error is None else (type(error), error.found, error.where, error.instead, error.exit_code)
+    first = first_of(dist, fields)
     if first is not None:
         kind, found, where, instead, exit_code = first
         raise kind(found, where=where, instead=instead, exit_code=exit_code)

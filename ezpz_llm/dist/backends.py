@@ -1,7 +1,7 @@
-"""Traits of each kind of device, in one table (imports no torch).
+"""Table of the traits of each device type (does not import torch).
 
-The rest of the code asks for a trait, not which device it has. ROCm's devices are called cuda in torch, and RCCL
-nccl: one row is for both. All of them have a fused AdamW, from torch 2.6 on.
+Other code must test a trait, not the device type. In torch, ROCm devices are called cuda and RCCL is called nccl,
+so that one row covers both vendors. Every device type has a fused AdamW from torch 2.6 on.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from typing import Literal
 class Traits:
     """Traits of a device type.
 
-    `collectives` is torch's name of the backend that communicates between such devices. `own`: each rank takes one
-    of its own, by its local rank; else all ranks of a host share it. `bound`: a process group is told its device
-    ahead, so that it neither guesses nor waits for the first collective. `overlaps`: communication can run beside
-    computation. `pins`: a copy from the host's pinned memory, and only from there, goes on beside the host.
-    `parts`: a device may be a part of a card (a tile) and have the card's identity. `bf16`: whether it multiplies
-    matrices in bfloat16, or has to be asked. `fp16`: whether it does in float16 at a useful speed. `tf32`: whether
-    products of fp32 may be rounded to TF32; older devices of a kind do not, which a probe finds out. `float64`:
-    whether it computes in it at all.
+    Attributes:
+        collectives: torch's name of the communication backend.
+        own: each rank uses its own device, selected by local rank. Otherwise all ranks of a node share the device.
+        bound: process groups get `device_id` at creation, so that they neither guess the device nor wait for the
+            first collective.
+        overlaps: communication can overlap with computation.
+        pins: copies from pinned CPU memory, and only those, are asynchronous.
+        parts: a device may be a part of a card (a tile) that reports the card's UUID.
+        bf16: support for bfloat16 matmuls; "ask" means that it depends on the device.
+        fp16: float16 matmuls run at a useful speed.
+        tf32: fp32 matmuls may be rounded to TF32. Older devices of the type do not support it, so probe the device.
+        float64: float64 is supported.
     """
 
     collectives: str
@@ -39,8 +43,8 @@ class Traits:
 DEVICES = {
     "cuda": Traits("nccl", bound=True, tf32=True),
     "xpu": Traits("xccl", parts=True, bf16="yes"),
-    # One queue of commands: DeepSpeed has no streams there.
+    # overlaps: there is a single command queue, and DeepSpeed has no streams for MPS.
     "mps": Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
     "cpu": Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
 }
-"""Traits by torch's name of the device type, in order of preference."""
+"""Traits by torch device type, in order of preference."""

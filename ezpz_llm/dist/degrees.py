@@ -1,4 +1,4 @@
-"""Degrees of parallelism, and a rank's coordinates among them (imports no torch)."""
+"""Degrees of parallelism and the coordinates of a rank (does not import torch)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ezpz_llm.base import UserError
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
-"""From the outermost to the innermost: tensor-parallel peers are neighbours, so that they share a node."""
+"""Axes from outermost to innermost. Tensor-parallel peers have adjacent ranks, so that they share a node."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The size of each kind of group; their product is the world size."""
+    """Size of the groups along each axis. The product is the world size."""
 
     dp: int
     tp: int = 1
@@ -23,30 +23,30 @@ class Degrees:
 
     @classmethod
     def of_world(cls, world_size: int, tp: int = 1, pp: int = 1, sp: int = 1) -> Degrees:
-        """The degrees in a world of this size; data parallel is what the others leave.
+        """Return the degrees for a world size, with dp = world size / (tp x pp x sp).
 
         Raises:
-            UserError: they do not divide the world.
+            UserError: the world size is not divisible.
         """
-        others = tp * pp * sp
-        if others < 1 or world_size % others:
-            raise UserError(f"tp {tp} x pp {pp} x sp {sp} = {others} does not divide {world_size} ranks",
-                            instead=f"a multiple of {max(others, 1)} ranks")
-        return cls(world_size // others, tp, pp, sp)
+        product = tp * pp * sp
+        if product < 1 or world_size % product:
+            raise UserError(f"tp {tp} x pp {pp} x sp {sp} = {product} does not divide {world_size} ranks",
+                            instead=f"a multiple of {max(product, 1)} ranks")
+        return cls(world_size // product, tp, pp, sp)
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """The place of a rank along each axis."""
-        place: dict[Axis, int] = {}
+        """Return the coordinate of a rank along each axis."""
+        coordinates: dict[Axis, int] = {}
         for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return place
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return coordinates
 
     def peers(self, rank: int, *axes: Axis) -> list[int]:
-        """The ranks that differ from `rank` along these axes only, in order, `rank` among them."""
+        """Return `rank` and the ranks that differ from it along these axes only, in ascending order."""
         ranks, stride = [0], 1
-        place = self.coordinates(rank)
+        own = self.coordinates(rank)
         for axis in reversed(AXES):
-            places = range(getattr(self, axis)) if axis in axes else (place[axis],)
-            ranks = [first + here * stride for here in places for first in ranks]
+            coordinates = range(getattr(self, axis)) if axis in axes else (own[axis],)
+            ranks = [inner + coordinate * stride for coordinate in coordinates for inner in ranks]
             stride *= getattr(self, axis)
         return ranks

@@ -1,4 +1,4 @@
-"""Choice of the device that a rank computes on, and the backend that goes with it."""
+"""Choice of a rank's device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ezpz_llm.launch.ranks import RankInfo
 
 
 def choose_device(asked: str | None, info: RankInfo) -> torch.device:
-    """The device of this rank: of the type asked for, or the best there is.
+    """Return this rank's device: of the requested type, or of the best available type.
 
-    One visible device is device 0 (schedulers often show each rank its own); otherwise the local rank counts.
+    The index is 0 if only one device is visible (many schedulers mask the other devices), else the local rank.
 
     Raises:
-        UserError: an unknown type, none of that type, fewer devices than ranks on this node, or GPUs that torch
-            cannot use where the choice is left to us.
+        UserError: the type is unknown or unavailable, the node has fewer devices than ranks, or the type is "auto"
+            and the node has GPUs that torch cannot use.
     """
     if asked in (None, "auto"):
         kind = _best()
@@ -36,7 +36,7 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
     count = _count(kind)
     if count == 0:
         raise UserError(f"no {kind} device is visible to this process", where="--device",
-                        instead="--device cpu, or a reservation with devices")
+                        instead="--device cpu, or a job that allocates devices")
     if not DEVICES[kind].own:
         return torch.device(kind)
     device = torch.device(kind, device_index(kind, count, info))
@@ -47,13 +47,13 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device of this rank has done its work; a CPU's is done when the call returns."""
+    """Wait until this rank's device has finished its work. Returns at once for a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
 
 
 def device_memory(device: torch.device) -> int | None:
-    """The bytes of a device's own memory; None where it shares the host's."""
+    """Return the size of a device's own memory in bytes, or None if it uses CPU memory."""
     if device.type not in DEVICES or not DEVICES[device.type].own:
         return None
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
@@ -63,45 +63,45 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
     """Return this rank's index among `count` visible devices.
 
     Raises:
-        UserError: the host runs more ranks than it has devices.
+        UserError: the node runs more ranks than it has devices.
     """
     if count == 1:
         return 0
     if info.local_rank >= count:
         raise UserError(f"local rank {info.local_rank} has no device: {count} {kind} devices for {info.local_size} "
-                        "ranks on this host", instead=f"at most {count} ranks a host (launch --ppn {count})")
+                        "ranks on this node", instead=f"at most {count} ranks per node (launch --ppn {count})")
     return info.local_rank
 
 
 def refuse_idle_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
-    """Raise where this node has GPUs, no mask hides them, and torch can use none: a run would be on the CPU unseen.
+    """Check that the node has no visible GPU that torch cannot use: the run would silently use the CPU.
 
-    AMD's driver lists graphics of desktop processors as well, so it counts only for a torch that is built for ROCm.
+    AMD's driver also lists integrated graphics of desktop CPUs, so it is checked only with a ROCm build of torch.
 
     Raises:
-        UserError: names the driver's files and torch's build.
+        UserError: torch cannot use the GPU. The message names the driver's files and torch's build.
     """
     if any(not env[name].strip() or env[name].strip() == "-1" for name in MASKS if name in env):
         return
-    found = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
+    driver_files = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
     if torch.version.hip:
-        found += root.glob("dev/kfd")
-    if not found:
+        driver_files += root.glob("dev/kfd")
+    if not driver_files:
         return
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPUs"
     raise UserError(f"this node has a GPU that torch cannot use: torch {torch.__version__} is built for {build}",
-                    where=f"{found[0]}, and --device auto",
-                    instead="a torch that fits the driver (ezpz-llm doctor compares them), or --device cpu to "
-                            "train on the CPU on purpose")
+                    where=f"{driver_files[0]}, and --device auto",
+                    instead="a torch build that supports the driver (ezpz-llm doctor compares them), or --device "
+                            "cpu to train on the CPU on purpose")
 
 
 def _expand_segments(env: MutableMapping[str, str]) -> None:
-    """Let CUDA's allocator grow its segments, unless the user has settings of their own.
+    """Set expandable_segments for the CUDA allocator, unless the user has configured the allocator.
 
-    Gathered parameters come and go in many sizes, and fixed segments between them stay unused. The older name of
-    the variable is the one that every torch reads, when it first allocates: 2.6 does not know the newer, and 2.9
-    ignores this setting there. On ROCm allocations can hang with it.
+    Gathered parameters have many sizes and would fragment fixed segments. PYTORCH_CUDA_ALLOC_CONF, the older name
+    of the variable, is the only one that works in all versions: torch 2.6 does not know PYTORCH_ALLOC_CONF, and 2.9
+    ignores this setting there. torch reads it at the first allocation. On ROCm, allocations can hang with it.
     """
     if torch.version.hip is None and not any(f"PYTORCH_{kind}ALLOC_CONF" in env for kind in ("", "CUDA_", "HIP_")):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -125,36 +125,36 @@ def device_identity(device: torch.device) -> str | None:
     if not DEVICES[device.type].own:
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
-    # Ranks that see other parts of a card have another mask, or another number.
+    # Tiles of a card report the same UUID. They differ by the rank's mask or the device index.
     part = f" {os.environ.get('ZE_AFFINITY_MASK', '')}/{device.index or 0}" if DEVICES[device.type].parts else ""
     if uuid := getattr(properties, "uuid", None):
         return f"{uuid}{part}"
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in place:
+    pci_ids = [getattr(properties, f"pci_{field}_id", None) for field in ("domain", "bus", "device")]
+    if None in pci_ids:
         return None
-    return "PCI " + ":".join(f"{number:0{width}x}" for number, width in zip(place, (4, 2, 2), strict=True)) + part
+    return "PCI " + ":".join(f"{number:0{width}x}" for number, width in zip(pci_ids, (4, 2, 2), strict=True)) + part
 
 
 def claim_device(store: Store, host: str, kind: str, identity: str | None, rank: int) -> None:
-    """Register a rank's device with the others', before training starts.
+    """Register a rank's device in the store, to detect ranks that share a device.
 
     Args:
-        identity: what tells the device apart on its host; None where ranks may share it.
+        identity: see `device_identity`; None if ranks may share the device.
 
     Raises:
-        UserError: another rank of this host has it already, or other ranks compute on another type of device.
+        UserError: another rank of this node has the same device, or another rank uses a different device type.
     """
     first = store.compare_set("device/type", "", kind).decode()
     if first != kind:
         raise UserError(f"rank {rank} on {host} computes on {kind}, others on {first}", where="visible devices",
-                        instead=f"the same on every host: --device {'cpu' if 'cpu' in (first, kind) else first}")
+                        instead="the same type on every node: "
+                                f"--device {'cpu' if 'cpu' in (first, kind) else first}")
     if identity is None:
         return
     key = f"device/{host}/{identity}"
     if store.add(f"{key}/ranks", 1) == 1:
         store.set(f"{key}/owner", str(rank))
         return
-    one, other = sorted((int(store.get(f"{key}/owner")), rank))
-    raise UserError(f"ranks {one} and {other} on {host} share one device ({identity})",
-                    instead="as many ranks a host as it has devices (launch --ppn), or a mask that shows each rank "
-                            "its own")
+    lower, higher = sorted((int(store.get(f"{key}/owner")), rank))
+    raise UserError(f"ranks {lower} and {higher} on {host} share one device ({identity})",
+                    instead="one rank per device (launch --ppn), or a device mask that differs for each rank")

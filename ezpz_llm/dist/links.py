@@ -1,4 +1,4 @@
-"""Bandwidth between neighbouring hosts, measured in a moment."""
+"""Quick measurement of the bandwidth between neighboring nodes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TIMES = 3
 
 
 def measure_links(dist: Dist, host: str) -> list[Link]:
-    """Each host with the next one, in both directions, the last with the first; the same list on all ranks.
+    """Measure the links of a ring of all nodes in both directions, and return the same list on all ranks.
 
-    Neighbouring pairs take turns, so that no host sends or receives twice at a time. Empty on a single host.
-    Collective; takes about as long as a host needs to send 18 MB.
+    Neighboring pairs take turns, so that no node sends or receives two messages at a time. Returns an empty list on
+    a single node. Collective. Takes about as long as a node needs to send 18 MB.
 
     Args:
-        host: this rank's.
+        host: hostname of this rank's node.
     """
     firsts = _first_ranks(dist, host)
     names = list(firsts)
@@ -30,15 +30,15 @@ def measure_links(dist: Dist, host: str) -> list[Link]:
     pairs = [(i, (i + 1) % len(names)) for i in range(len(names) if len(names) > 2 else 1)]
     buffer = torch.zeros(_BYTES // 4, device=dist.device)
     own: list[Link] = []
-    last_is_odd_one = len(names) % 2 == 1
+    has_odd_length = len(names) % 2 == 1
     for turn in range(3):
         for i, j in pairs:
-            mine = 2 if last_is_odd_one and i == len(names) - 1 else i % 2
-            if mine == turn:
+            turn_of_pair = 2 if has_odd_length and i == len(names) - 1 else i % 2
+            if turn_of_pair == turn:
                 for sender, receiver in ((i, j), (j, i)):
                     own += _send(dist, buffer, firsts, names[sender], names[receiver])
         dist.barrier()
-    return [link for found in all_gather(dist, own) for link in found]
+    return [link for links in all_gather(dist, own) for link in links]
 
 
 def _first_ranks(dist: Dist, host: str) -> dict[str, int]:
@@ -56,13 +56,13 @@ def _send(dist: Dist, buffer: torch.Tensor, firsts: dict[str, int], sender: str,
     best = float("inf")
     for _ in range(_TIMES):
         if dist.rank == source:
-            # The receiver is ready: its word has come.
+            # Wait for the receiver's message that it is ready.
             torch.distributed.recv(buffer[:1], target)
             torch.distributed.send(buffer, target)
             continue
         began = time.perf_counter()
         torch.distributed.send(buffer[:1], source)
         torch.distributed.recv(buffer, source)
-        buffer[-1].item()  # on a device the message has come when this has
+        buffer[-1].item()  # on a device, recv returns before the data has arrived
         best = min(best, time.perf_counter() - began)
     return [] if dist.rank == source else [Link(sender=sender, receiver=receiver, rate=_BYTES / best)]

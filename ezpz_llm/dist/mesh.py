@@ -1,4 +1,4 @@
-"""Mesh of ranks: their data-, tensor-, pipeline- and sequence-parallel groups."""
+"""Mesh of ranks: data-, tensor-, pipeline-, and sequence-parallel process groups."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ezpz_llm.dist.groups import RankGroups
 _CPU = torch.device("cpu")
 
 _COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
-"""Groups along several axes: who holds the same parameters; who together holds a whole model, and who sees other
-tokens or other layers."""
+"""Groups along several axes: ranks with the same parameters, ranks that hold one model together, and ranks with
+different tokens or layers."""
 
 
 class Mesh:
-    """This rank's coordinates and process groups. Creating it is collective.
+    """Coordinates and process groups of this rank. Creating a mesh is collective.
 
     Args:
-        device: of this rank, for a collective that precedes the creation of groups.
-        groups: of an earlier mesh in the same world, to be reused.
+        device: device of this rank, for a collective before groups are created.
+        groups: groups of an earlier mesh in the same world, which are reused.
     """
 
     def __init__(self, degrees: Degrees, rank: int, timeout: datetime.timedelta | None = None,
@@ -42,37 +42,43 @@ class Mesh:
                 self._groups[key] = None if is_trivial else self._create(key)
 
     def group(self, *axes: Axis) -> ProcessGroup | None:
-        """This rank's group along one axis, or along several that belong together ("dp", "sp").
+        """Return this rank's group along one axis, or along a combination of axes such as ("dp", "sp").
 
-        None where it is the whole world, or this rank alone. To torch None is the whole world: look at the size
-        before communicating.
+        None if the group is the whole world or only this rank. torch takes None for the whole world, so check the
+        size before communicating.
         """
         return self._groups[self._key(axes)]
 
     def real_group(self, *axes: Axis) -> ProcessGroup:
-        """The same for libraries that take no None: the world's own group, or one of this rank alone."""
+        """Return `group`, but a group of the whole world or of this rank in place of None."""
         group = self.group(*axes)
         if group is not None:
             return group
         return torch.distributed.group.WORLD if self.size(*axes) > 1 else self.rank_groups.alone()
 
     def separate_group(self, *axes: Axis) -> ProcessGroup:
-        """A group of the same ranks with a communicator that nothing else uses. Collective.
+        """Return a group of the same ranks with a separate communicator, for sends and receives. Collective.
 
-        For sends and receives. In a group that was told its device ahead, NCCL has one communicator for these and
-        for collectives, and does one after the other (github.com/pytorch/pytorch/issues/154132).
+        A group created with `device_id` has one NCCL communicator for sends, receives, and collectives, which
+        serializes them (github.com/pytorch/pytorch/issues/154132).
         """
         return self._create(axes, "separate")
 
     def divided(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
-        """Groups of a world that is data- and sequence-parallel alone: this rank with those that have its number
-        among `size` neighbors, and with these neighbors. Collective."""
+        """Split the world into blocks of `size` adjacent ranks. Collective.
+
+        Returns the group of the ranks with this rank's position in their blocks, and the group of this rank's
+        block. For worlds that are only data- and sequence-parallel.
+        """
         world = range(self.size(*AXES))
         across = self.rank_groups.get(lambda rank: list(world[rank % size::size]))
         return across, self.rank_groups.get(lambda rank: list(world[rank - rank % size:][:size]))
 
     def end_stages_group(self) -> ProcessGroup:
-        """The first and the last stage of this rank's pipeline; on other stages, those between. Collective."""
+        """Return the group of the first and last stage of this rank's pipeline. Collective.
+
+        On the other stages, returns the group of these stages.
+        """
         def ranks_of(rank: int) -> list[int]:
             first, *between, last = self.degrees.peers(rank, "pp")
             return between if rank in between else [first, last]
@@ -80,16 +86,16 @@ class Mesh:
         return self.real_group("pp") if self.pp_size < 3 else self.rank_groups.get(ranks_of, "end stages")
 
     def size(self, *axes: Axis) -> int:
-        """The number of ranks in such a group."""
+        """Return the number of ranks in a group along these axes."""
         return math.prod(getattr(self.degrees, axis) for axis in axes)
 
     def place(self, *axes: Axis) -> tuple[int, int]:
-        """This rank's number in such a group, and the number of ranks in it."""
+        """Return this rank's number in its group along these axes, and the size of the group."""
         ranks = self.degrees.peers(self.rank, *axes)
         return ranks.index(self.rank), len(ranks)
 
     def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """The axes that count: two groups along axes of which all others have one place are the same."""
+        """Return the axes with more than one coordinate. The other axes do not change the group."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
 
     def _create(self, axes: tuple[Axis, ...], purpose: str = "") -> ProcessGroup:

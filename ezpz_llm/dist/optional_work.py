@@ -1,4 +1,4 @@
-"""Optional work of a run, such as samples, benchmarks and plots: a failure is a warning and never ends the run."""
+"""Optional work of a run, such as samples, benchmarks, and plots, whose failure is only a warning."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OUT_WITHIN_S = 30.0
-"""Ranks that fail in the same way do so within milliseconds; a rank that waits in a collective never comes."""
+"""Time limit for all ranks to leave a failed action. Ranks that fail in the same way do so within milliseconds, and
+a rank that waits in a collective never leaves."""
 _PAUSE_S = 0.01
 
 
 @dataclass
 class OptionalWork:
-    """Attempts work that a run can do without.
+    """Runner of work that may fail without ending the run.
 
-    Ranks report through `store`, not through a collective: a rank that fails cannot know which collectives the
-    others are in. Without a store the failure of a collective action ends the run.
+    Ranks report through `store`, not through a collective, because a failed rank cannot know which collectives the
+    others are in. Without a store, the failure of a collective action ends the run.
     """
 
     rank: int = 0
@@ -38,7 +39,7 @@ class OptionalWork:
         """Return the result of an action without collectives, or None with a warning if it fails.
 
         Args:
-            what: the step in words, as the warning begins: "the sample after step 6".
+            what: description of the action, which begins the warning: "the sample after step 6".
         """
         try:
             return action()
@@ -50,8 +51,8 @@ class OptionalWork:
         """Return the result of a collective action, or None with a warning if it fails. Every rank calls it.
 
         Raises:
-            Exception: the action failed here while another rank waits in one of its collectives. The ranks would
-                be out of step, so that the run has to end.
+            Exception: the action failed on this rank while another rank waits in one of its collectives. The ranks
+                are then out of step, and the run must end.
         """
         if self.world_size == 1:
             return self.attempt(what, action)

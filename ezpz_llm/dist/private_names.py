@@ -1,8 +1,8 @@
-"""Private names of torch, looked up here and nowhere else, when this module is imported.
+"""Private names of torch. No other module may use private names.
 
-They have no promise of staying. Where a release has renamed one, a run ends at its start with what is gone, the
-version that is installed and what to install, instead of an AttributeError in the middle of a step. Those of
-DeepSpeed are in `ezpz_llm.layout.deepspeed_versions`.
+All names are looked up at import time. If a torch release has renamed one, the run fails at its start with the
+missing name, the installed version, and what to install, instead of an AttributeError in the middle of a step.
+Private names of DeepSpeed are in `ezpz_llm.layout.deepspeed_versions`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ezpz_llm.base import UserError, installed, tested_range
 
 
 def find(module: str, name: str) -> Any:
-    """An attribute of a module, or of something in it.
+    """Return an attribute of a module by its dotted name.
 
     Raises:
-        UserError: it is not there.
+        UserError: the attribute does not exist.
     """
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError):
-        raise _gone(module, name) from None
-    return found
+        raise _missing(module, name) from None
+    return value
 
 
-def _gone(module: str, name: str) -> UserError:
+def _missing(module: str, name: str) -> UserError:
     package = module.partition(".")[0]
     version = installed(package) or "of unknown version"
     return UserError(f"{package} {version} has no {module}.{name}, which ezpz_llm uses", where=sys.executable,
-                     instead=f"pip install '{tested_range(package)}', the range that it is tested with")
+                     instead=f"pip install '{tested_range(package)}', the tested range of versions")
 
 
 WORLD = find("torch.distributed.distributed_c10d", "_world")
@@ -54,5 +54,6 @@ for _name in ("ScriptObject._type", "ops.aten.add.Tensor._schema"):
 
 
 def compile_times() -> dict[str, float]:
-    """torch.compile's account of its own seconds; its modules are loaded only by those who compile."""
+    """Return the seconds that torch.compile spent in each phase. Imports torch._dynamo, so call it only after a
+    compilation."""
     return find("torch._dynamo.utils", "calculate_time_spent")()

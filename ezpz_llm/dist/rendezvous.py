@@ -1,9 +1,15 @@
-"""Rendezvous of the ranks before there is a process group: a store, and what they settle through it.
+"""Rendezvous of the ranks in a torch store, before there is a process group.
 
+<<<<<<< HEAD
 Who can connect to torch's network store can read and write it. So ranks of one node that launch started meet in a
 file instead; elsewhere the store listens on one address only, its keys begin with a word that is not known to
 strangers, and what we write there for people to read is signed. The section Security of docs/reference/launch.md
 lists what is not protected.
+=======
+Anyone who can connect to a TCPStore can read and write it. Ranks on one node that launch started therefore use a
+FileStore. Otherwise the store listens on one address only, its keys have a secret prefix, and error texts in it are
+signed. docs/reference/security.md lists the remaining risks.
+>>>>>>> english-output
 """
 
 from __future__ import annotations
@@ -41,31 +47,31 @@ _RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks' store, MASTER_ADDR and MASTER_PORT, and the secret that they share (None: they have none)."""
+    """Store of the ranks, with MASTER_ADDR, MASTER_PORT, and the shared secret (None if there is none)."""
 
     store: Store
     address: str
     port: int
     secret: bytes | None
     on_node: bool = False
-    """Is the store a file of this node, which all ranks are on?"""
+    """True if all ranks are on this node and the store is a file."""
 
 
 def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> Rendezvous:
-    """The ranks' store: where the environment says, else where MPI says under a bare mpiexec. Collective.
+    """Join the ranks' store at MASTER_ADDR and MASTER_PORT, or at an address sent by MPI under plain mpiexec.
 
-    mpi4py is imported in that last case only.
+    Collective. Imports mpi4py only if the environment has neither variable.
 
     Raises:
-        UserError: no MASTER_ADDR and no MPI launcher, an MPI that counts ranks otherwise than the environment, or
-            rank 0 cannot be reached.
+        UserError: MASTER_ADDR is missing without an MPI launcher, MPI and the environment disagree about ranks, or
+            rank 0 is unreachable.
     """
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not address and not port:
         return _over_mpi(info, timeout)
     if not address or not port:
-        found, missing = ("MASTER_ADDR", "MASTER_PORT") if address else ("MASTER_PORT", "MASTER_ADDR")
-        raise UserError(f"rank {info.rank} has {found}={env[found]} but no {missing}", where="environment",
+        present, missing = ("MASTER_ADDR", "MASTER_PORT") if address else ("MASTER_PORT", "MASTER_ADDR")
+        raise UserError(f"rank {info.rank} has {present}={env[present]} but no {missing}", where="environment",
                         instead=f"set {missing} too, or start with launch, which sets both")
     require_master_address(address)
     require_master_port(port)
@@ -74,7 +80,7 @@ def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedel
         with folder:
             store = node_file_store(folder, int(port), info, timeout)
             return Rendezvous(store, address, int(port), secret, on_node=True)
-    # torchrun's agent holds the port itself: its store is joined, not made again.
+    # torchrun's agent already listens on the port, so rank 0 joins its store instead of creating one.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = _listen(info, address, int(port)) if info.rank == 0 and not by_agent else None
     store = _store(info, address, int(port), listener, timeout)
@@ -89,36 +95,36 @@ def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
     except OSError as error:
         raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}, which is "
                         f"taken: {holder(port)}", where=f"MASTER_PORT={port}",
-                        instead="another MASTER_PORT; where it is not set, launch finds a free one") from error
+                        instead="another MASTER_PORT, or unset it: launch chooses a free port") from error
 
 
 def _store(info: RankInfo, address: str, port: int, listener: socket.socket | None,
            timeout: datetime.timedelta) -> Store:
     _require_resolving(info, address, min(_RESOLVE_WITHIN_S, timeout.total_seconds()))
     try:
-        # From torch 2.5 on the store takes a listening socket, which it closes.
+        # From torch 2.5 on, TCPStore accepts a listening socket, which it closes.
         return TCPStore(address, port, info.world_size, listener is not None, timeout,
                         master_listen_fd=None if listener is None else listener.detach())
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"rank {info.rank} did not meet the others at MASTER_ADDR={address} MASTER_PORT={port}: "
                         f"{reason}", where=f"{socket.gethostname()}, one of {info.world_size} ranks",
-                        instead="an address of rank 0's host that every host reaches, and a free port on it; "
+                        instead="an address of rank 0's node that every node can reach, and a free port on it; "
                                 "launch sets both") from error
 
 
 def _require_resolving(info: RankInfo, address: str, limit_s: float) -> None:
-    """Wait for the name service to know MASTER_ADDR: the store itself would try for its whole timeout.
+    """Wait until MASTER_ADDR resolves. TCPStore would retry for its whole timeout.
 
     Raises:
-        UserError: it does not within `limit_s`.
+        UserError: the name does not resolve within `limit_s`.
     """
-    until = time.monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     while resolve(address) is None:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise UserError(f"rank {info.rank} cannot resolve MASTER_ADDR={address}",
                             where=f"{socket.gethostname()}, one of {info.world_size} ranks",
-                            instead="an address of rank 0's host that every host reaches; launch sets one")
+                            instead="an address of rank 0's node that every node can reach; launch sets one")
         time.sleep(_RESOLVE_PAUSE_S)
 
 
@@ -126,11 +132,11 @@ def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
     if not info.source.startswith(_MPI_LAUNCHERS):
         raise UserError(f"rank {info.rank} of {info.world_size} has no MASTER_ADDR",
                         where=f"environment ({info.source})",
-                        instead="start with launch, or export MASTER_ADDR and MASTER_PORT of rank 0's host")
+                        instead="start with launch, or export MASTER_ADDR and MASTER_PORT of rank 0's node")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UserError(f"rank {info.rank} has no MASTER_ADDR, and MPI cannot be asked: {error}",
+        raise UserError(f"rank {info.rank} has no MASTER_ADDR, and mpi4py cannot be imported: {error}",
                         where=f"environment ({info.source})",
                         instead="start with launch, or export MASTER_ADDR and MASTER_PORT") from error
     world = MPI.COMM_WORLD
@@ -139,18 +145,18 @@ def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
                         f"{info.rank} of {info.world_size} ({info.source})",
                         instead="the mpiexec that belongs to mpi4py's MPI library, or launch")
     address = _own_address(world)
-    listener, told = None, None
+    listener, own_endpoint = None, None
     if info.rank == 0:
-        # Port 0: bound before anybody hears of it, so that nobody can take it in between.
+        # Port 0: the port is bound before it is announced, so that no other process can take it.
         listener = listen(address, 0)
-        told = address, listener.getsockname()[1], os.urandom(32)
-    address, port, secret = world.bcast(told, root=0)
+        own_endpoint = address, listener.getsockname()[1], os.urandom(32)
+    address, port, secret = world.bcast(own_endpoint, root=0)
     store = _store(info, address, port, listener, timeout)
     return Rendezvous(PrefixStore(f"ezpz_llm/{derived(secret, 'store')}", store), address, port, secret)
 
 
 def _own_address(world: Intracomm) -> str:
-    """On rank 0, an address of this host that the other hosts reach. Collective."""
+    """Return an address of this node that the other nodes can reach. Collective; only rank 0's result is valid."""
     own = socket.gethostname()
     names = world.gather(own, root=0) or []
     others = [name for name in names if name != own]
@@ -158,10 +164,10 @@ def _own_address(world: Intracomm) -> str:
 
 
 def raise_before_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
-    """Raise one rank's error on every rank before there is a process group, so that none is left waiting.
+    """Raise one rank's error on every rank before there is a process group, so that no rank waits. Collective.
 
-    With a process group use `agree.raise_together`. Ranks that share no secret raise without its text: whoever
-    reaches the store can write there. Collective.
+    With a process group, use `agree.raise_together`. Ranks without a shared secret raise an error without that
+    text, since anyone who can reach the store can write to it.
     """
     if error is not None:
         store.set("setup/error", _signed(str(error), secret))
@@ -170,17 +176,17 @@ def raise_before_group(store: Store, info: RankInfo, error: UserError | None, se
     store.wait(["setup/all"])
     if not store.check(["setup/error"]):
         return
-    found = _verified(store.get("setup/error"), secret)
-    if error is None and found is None and secret is not None:
-        return  # a stranger wrote it
-    # Rank 0 takes the store with it, so it leaves last.
+    text = _verified(store.get("setup/error"), secret)
+    if error is None and text is None and secret is not None:
+        return  # not written by a rank of this run
+    # The store ends with rank 0, so rank 0 leaves last.
     left = store.add("setup/left", 1)
     deadline = time.monotonic() + _LEAVE_S
     while info.rank == 0 and left < info.world_size and time.monotonic() < deadline:
         time.sleep(0.02)
         left = store.add("setup/left", 0)
-    raise error or UserError(found or "another rank could not be set up",
-                             instead=None if found else "see its output")
+    raise error or UserError(text or "another rank could not be set up",
+                             instead=None if text else "read the output of the other ranks")
 
 
 def _signed(text: str, secret: bytes | None) -> str:
@@ -188,22 +194,23 @@ def _signed(text: str, secret: bytes | None) -> str:
 
 
 def _verified(value: bytes, secret: bytes | None) -> str | None:
-    """The text of `_signed`; None where it was not signed with this secret."""
+    """Return the text of a value of `_signed`, or None if the signature is invalid."""
     signature, _, text = value.decode(errors="replace").partition("\n")
     if not secret:
         return None
     return text if hmac.compare_digest(signature.encode(), derived(secret, "setup/error", text).encode()) else None
 
 
-# The store of ranks that all run on one node: a file in the run's private folder there, so that nothing listens.
 _LOCK_WITHIN_S = 2.0
-"""The others hold the lock only for a look at it."""
+"""Time limit for rank 0 to get the lock, which other ranks hold only for a moment."""
 _LONGEST_PAUSE_S = 0.1
 
 
 def node_folder(address: str, env: Mapping[str, str]) -> PrivateFolder | None:
-    """The run's private folder on this node, where launch placed all ranks on one and its shims made the folder;
-    None elsewhere, and in containers that do not share the node's memory."""
+    """Return the run's private folder on this node, if launch placed all ranks on this node.
+
+    None for other runs, and in containers that do not share the node's /dev/shm.
+    """
     if run_secret(env) is None or NODE_DIR_VARIABLE not in env or not is_loopback(address):
         return None
     with contextlib.suppress(OSError):
@@ -212,21 +219,22 @@ def node_folder(address: str, env: Mapping[str, str]) -> PrivateFolder | None:
 
 
 def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: datetime.timedelta) -> Store:
-    """Make a store for the ranks of this start, which MASTER_PORT tells from others in the same run. Collective.
+    """Create a file store for ranks on one node. MASTER_PORT distinguishes programs of the same run. Collective.
 
-    A small file holds the name of the store's own, and rank 0 a lock on it until all have come: so a name that
-    rank 0 left behind, killed, is told from one that counts.
+    A pointer file holds the name of the store's file. Rank 0 locks the pointer file until all ranks have joined, so
+    that ranks ignore a stale name from a killed rank 0.
 
     Raises:
-        UserError: another program of the same run is at its rendezvous, or not all ranks came in time.
-        OSError: the folder cannot be written to.
+        UserError: another program of the same run is in its rendezvous, or some ranks did not join in time.
+        OSError: the folder is not writable.
     """
     pointer = f"store-at-{port}"
-    until = time.monotonic() + timeout.total_seconds()
-    with _named(folder, pointer) if info.rank == 0 else nullcontext(_wait_for_name(folder, pointer, until)) as name:
+    deadline = time.monotonic() + timeout.total_seconds()
+    with (_named(folder, pointer) if info.rank == 0
+          else nullcontext(_wait_for_name(folder, pointer, deadline))) as name:
         if name is None:
             raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s for rank 0 of "
-                            f"{info.world_size} ranks", where=str(folder.path), instead="see rank 0's output")
+                            f"{info.world_size} ranks", where=str(folder.path), instead="read rank 0's output")
         store = FileStore(str(folder.path / name), info.world_size)
         store.set_timeout(timeout)
         if store.add("met", 1) == info.world_size:
@@ -236,25 +244,25 @@ def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: d
         except RuntimeError as error:
             raise UserError(f"rank {info.rank} did not meet all of {info.world_size} ranks within "
                             f"{timeout.total_seconds():.0f} s", where=str(folder.path),
-                            instead="see the output of those that are missing") from error
+                            instead="read the output of the missing ranks") from error
     return store
 
 
 def new_name() -> str:
-    """A name for a store's file."""
+    """Return a random name for a store's file."""
     return f"store-{os.urandom(8).hex()}"
 
 
 @contextlib.contextmanager
 def _named(folder: PrivateFolder, pointer: str) -> Iterator[str]:
-    """Rank 0: a new name, which the others find meanwhile."""
+    """Yield a new name on rank 0. The other ranks can read it while the context is open."""
     handle = folder.open(pointer, os.O_RDWR | os.O_CREAT)
     try:
-        until = time.monotonic() + _LOCK_WITHIN_S
+        deadline = time.monotonic() + _LOCK_WITHIN_S
         while not _lock(handle, fcntl.LOCK_EX):
-            if time.monotonic() > until:
-                raise UserError("another program of this run is just being set up", where=str(folder.path),
-                                instead="one after the other, or a launch for each")
+            if time.monotonic() > deadline:
+                raise UserError("another program of this run is starting at the same time", where=str(folder.path),
+                                instead="start the programs one after the other, or each with its own launch")
             time.sleep(0.01)
         name = new_name()
         os.ftruncate(handle, 0)
@@ -266,7 +274,7 @@ def _named(folder: PrivateFolder, pointer: str) -> Iterator[str]:
 
 
 def _wait_for_name(folder: PrivateFolder, pointer: str, deadline: float) -> str | None:
-    """The others: the name, once rank 0 holds its lock; None where that takes too long."""
+    """Return the name on other ranks, once rank 0 holds the lock; None after the deadline."""
     pause = 0.005
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Seeds for everything random, none of which coincide (no torch)."""
+"""Distinct seeds for all random streams of a run (does not import torch)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _MASK = 2**64 - 1
 
 
 def seed_for(seed: int, purpose: Purpose, index: int = 0) -> int:
-    """A 64-bit seed for one stream of random numbers of a run.
+    """Return the 64-bit seed of a random stream.
 
-    (seed, purpose, index) is packed into 64 bits and mixed by SplitMix64's finaliser (Steele et al. 2014), which is
-    a bijection: no two streams of any two runs share a seed.
+    (seed, purpose, index) is packed into 64 bits and mixed by the finalizer of SplitMix64 (Steele et al. 2014). The
+    finalizer is a bijection, so that no two streams of any two runs share a seed.
 
     Args:
-        seed: the run's, below 2^32.
-        index: below 2^24: a parameter's number for "init", the data-parallel rank for "dropout".
+        seed: seed of the run, below 2^32.
+        index: number of the stream, below 2^24. The parameter number for "init", the data-parallel rank for
+            "dropout".
 
     Raises:
-        UserError: seed or index out of range.
+        UserError: the seed or the index is out of range.
     """
     if not 0 <= seed < 2**32:
         raise UserError(f"seed {seed} is out of range", where="--seed", instead="0 to 4294967295")

@@ -1,4 +1,4 @@
-"""Set a process up as a rank: who it is, what it computes on, whom it talks to, where it writes."""
+"""Setup of a process as a rank: rank numbers, device, process groups, and run directory."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 
 @dataclass
 class Dist:
-    """A rank that is set up. As a context manager it leaves the process group; after an exception it does not wait
-    for the others, and the process ends once the exception is printed.
+    """State of a rank after `setup`.
 
-    `backend` is None for a single process, which has no process group unless `ensure_group` makes one.
+    As a context manager it leaves the process group. After an exception it does not wait for the other ranks, and
+    the process exits once the exception is printed. `backend` is None for a single process, which has no process
+    group until `ensure_group` creates one.
     """
 
     info: RankInfo
@@ -54,7 +55,7 @@ class Dist:
     ownership: Ownership | None = None
     """Ownership of the run directory, on rank 0 if launch does not hold it."""
     side: SideFiles = field(default_factory=SideFiles)
-    """Files that this rank writes beside the training."""
+    """Writer of auxiliary files, whose failure does not end training."""
     owns_group: bool = True
     """True if `setup` created the process group; `close` then leaves it."""
     optional: OptionalWork = field(default_factory=OptionalWork)
@@ -67,12 +68,12 @@ class Dist:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.info.world_size
 
     @property
     def is_main(self) -> bool:
-        """True if this is rank 0, the one that prints and writes for all."""
+        """True on rank 0, which prints and writes for all ranks."""
         return self.info.rank == 0
 
     def barrier(self) -> None:
@@ -81,30 +82,30 @@ class Dist:
             torch.distributed.barrier()
 
     def ensure_group(self) -> None:
-        """Make a process group for a single process too, for engines that cannot do without."""
+        """Create a process group also for a single process, for engines that require one."""
         if not torch.distributed.is_initialized():
             _make_group(self.device, torch.distributed.HashStore(), 0, 1, self.timeout)
 
     def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
-        """Divide the ranks into tensor-, pipeline- and sequence-parallel groups. Collective.
+        """Partition the ranks into tensor-, pipeline-, and sequence-parallel groups. Collective.
 
-        Until then all ranks are data-parallel.
+        Before this call, all ranks are data-parallel.
 
         Raises:
-            UserError: the degrees do not divide the world.
+            UserError: the degrees do not divide the world size.
         """
         degrees = Degrees.of_world(self.world_size, tp, pp, sp)
         if degrees != self.mesh.degrees:
             self.mesh = Mesh(degrees, self.rank, groups=self.mesh.rank_groups)
 
     def close(self) -> None:
-        """Leave the process group together with the others."""
-        self._let_go()
+        """Leave the process group. Collective."""
+        self._release()
         if self.owns_group and torch.distributed.is_initialized():
             _leave_group()
 
-    def _let_go(self) -> None:
-        self.optional.store = None  # the store of rank 0 listens as long as there is a reference to it
+    def _release(self) -> None:
+        self.optional.store = None  # rank 0's store listens until its last reference is dropped
         if self.ownership is not None:
             self.ownership.release()
         _restore(self.environment_before)
@@ -117,26 +118,27 @@ class Dist:
         if kind is None:
             self.close()
         else:
-            self._let_go()
+            self._release()
             _abandon()
 
 
 def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
           timeout_s: float = 1800, keeps_memory: bool = True) -> Dist:
-    """Set this process up under whatever launcher started it, or alone. Collective.
+    """Set up this process as a rank, under any launcher or as a single process. Collective.
 
-    A process group that is there already is used as it is, and left to whoever made it.
+    An existing process group is used, and not destroyed by `Dist.close`.
 
     Args:
-        device: "auto", "cuda", "xpu", "mps" or "cpu".
-        run_dir: a run directory asked for; otherwise launch's, or a new one that rank 0 chooses.
-        name: what a new run directory is called after.
-        timeout_s: how long a collective may take before the process group gives up.
-        keeps_memory: on a CPU, see `keep_freed_memory`.
+        device: "auto", "cuda", "xpu", "mps", or "cpu".
+        run_dir: run directory; by default the one of launch, or a new one that rank 0 chooses.
+        name: prefix of the name of a new run directory.
+        timeout_s: timeout of a collective.
+        keeps_memory: call `keep_freed_memory` on a CPU.
 
     Raises:
-        UserError: broken rank variables, another world size than launch promised, no address of rank 0, no device,
-            two ranks on one device, two different run directories, or one that another run is writing to.
+        UserError: rank variables are invalid, the world size differs from launch's, rank 0's address is missing or
+            unreachable, no device is available, two ranks share a device, two run directories are given, or another
+            run is writing to the run directory.
     """
     answer_with_stacks(os.environ)
     info = find_rank(os.environ)
@@ -144,12 +146,12 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     _check_promise(info)
     timeout = datetime.timedelta(seconds=timeout_s)
     before = {name: os.environ.get(name) for name in _EXPORTED}
-    is_there = torch.distributed.is_initialized()
-    if is_there:
+    has_group = torch.distributed.is_initialized()
+    if has_group:
         _check_group(info)
     try:
         store: torch.distributed.Store | None = None
-        if is_there or info.world_size == 1:
+        if has_group or info.world_size == 1:
             chosen = choose_device(device, info)
         else:
             chosen, store = _join(info, device, timeout)
@@ -164,21 +166,21 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         raise
     backend = None
     if info.world_size > 1:
-        backend = torch.distributed.get_backend() if is_there else DEVICES[chosen.type].collectives
-    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not is_there,
+        backend = torch.distributed.get_backend() if has_group else DEVICES[chosen.type].collectives
+    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not has_group,
                 optional=OptionalWork(info.rank, info.world_size, store))
 
 
 def _check_group(info: RankInfo) -> None:
-    """Compare a process group that is there already with what the launcher says.
+    """Compare an existing process group with the launcher's rank and world size.
 
     Raises:
-        UserError: they differ.
+        UserError: rank or world size differs.
     """
-    found = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if found != (info.rank, info.world_size):
-        raise UserError("this process has a process group already, as rank {} of {}; its environment says rank "
-                        "{} of {} ({})".format(*found, info.rank, info.world_size, info.source),
+    group_rank = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if group_rank != (info.rank, info.world_size):
+        raise UserError("this process already has a process group, as rank {} of {}, but its environment says rank "
+                        "{} of {} ({})".format(*group_rank, info.rank, info.world_size, info.source),
                         where="torch.distributed", instead="call setup() in place of init_process_group()")
 
 
@@ -188,33 +190,33 @@ def _check_promise(info: RankInfo) -> None:
         return
     raise UserError(f"launch started {promised} ranks, but this process sees {info.world_size} ({info.source})",
                     where=f"rank {info.rank} on {socket.gethostname()}",
-                    instead="the mpiexec that belongs to the MPI in use (launch --explain shows which one "
-                            "was taken), or srun with a PMI: srun --mpi=none makes every rank a world of its own")
+                    instead="the mpiexec that belongs to the MPI in use (launch --explain shows which one launch "
+                            "uses), or srun with a PMI: with srun --mpi=none, every rank has world size 1")
 
 
 def _join(info: RankInfo, asked: str | None,
           timeout: datetime.timedelta) -> tuple[torch.device, torch.distributed.Store]:
-    """Choose a device, meet the other ranks in a store, and make the process group."""
+    """Choose a device, join the other ranks' store, and create the process group."""
     device, error = None, None
     try:
         device = choose_device(asked, info)
-    except UserError as found:
-        error = found
+    except UserError as own_error:
+        error = own_error
     else:
-        # Before the rendezvous: a host without the interface may not even reach the others.
+        # Before the rendezvous: without the interface, this node may be unable to reach the others.
         require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
     met = rendezvous(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)
     if met.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo listens on the address of the host's name otherwise, where the whole network reaches it.
+        # By default gloo listens on the address of the hostname, which the whole network can reach.
         for name, address in own_interfaces().items():
             if address == "127.0.0.1":
                 os.environ["GLOO_SOCKET_IFNAME"] = name
     if device is not None:
         try:
             claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
-        except UserError as found:
-            error = found
+        except UserError as own_error:
+            error = own_error
     raise_before_group(met.store, info, error, met.secret)
     _make_group(device, met.store, info.rank, info.world_size, timeout)
     return device, met.store
@@ -228,15 +230,16 @@ def _make_group(device: torch.device, store: torch.distributed.Store, rank: int,
 
 
 def _export(info: RankInfo, device: torch.device) -> None:
-    """Tell libraries that read the environment themselves (DeepSpeed does) what was found.
+    """Export the rank variables for libraries that read them, such as DeepSpeed.
 
-    They take LOCAL_RANK for the number of the rank's device, which it is not where a rank sees only its own.
+    These libraries use LOCAL_RANK as the device index, so export the index: it differs from the local rank if each
+    rank sees only its own device.
     """
     number = str(info.local_rank if device.index is None else device.index)
     os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size), LOCAL_RANK=number,
                       LOCAL_SIZE=str(info.local_size))
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        # DeepSpeed refuses to start where the two differ.
+        # DeepSpeed raises an error if the two differ.
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = number
 
 
@@ -249,12 +252,12 @@ def _restore(environment_before: dict[str, str | None]) -> None:
 
 
 def _leave_group() -> None:
-    """Leave the process group, all ranks together."""
+    """Leave the process group. Collective."""
     try:
         if torch.distributed.get_world_size() > 1:
-            # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
-            # threads, while the interpreter shuts down, that ends the process ("terminate called without an
-            # active exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
+            # The thread that drops the last reference to a gloo work object frees a tensor, which needs the GIL. If
+            # that is one of gloo's threads during interpreter shutdown, the process aborts ("terminate called
+            # without an active exception", in one of three ZeRO-3 runs). Keep the object for the main thread.
             barrier = torch.distributed.barrier(async_op=True)
             barrier.wait()
             _KEPT_UNTIL_EXIT.append(barrier)
@@ -265,10 +268,10 @@ def _leave_group() -> None:
 
 
 def _abandon() -> None:
-    """After an exception: leave the process groups as they are.
+    """Leave the process groups as they are after an exception, and exit once the exception is printed.
 
-    The other ranks may be in a collective, and NCCL's groups are destroyed together: the process would wait for
-    them, its exception unprinted, until the collective times out.
+    NCCL destroys groups collectively. Other ranks may be in a collective, so that this process would wait until the
+    collective times out, before it prints its exception.
     """
     if torch.distributed.is_initialized() and (torch.distributed.get_world_size() > 1
                                                or torch.distributed.get_backend() != "gloo"):
@@ -278,8 +281,9 @@ def _abandon() -> None:
 def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[RunDir, Ownership | None]:
     given = os.environ.get(RUN_DIR_VARIABLE)
     if given and asked is not None and Path(given).resolve() != asked.resolve():
-        raise UserError(f"two run directories: launch made {given}, the command asks for {asked}",
-                        where=f"{RUN_DIR_VARIABLE} and --run-dir", instead="one of the two, or the same in both")
+        raise UserError(f"two run directories: {given} from launch, and {asked} from the command",
+                        where=f"{RUN_DIR_VARIABLE} and --run-dir",
+                        instead="pass --run-dir to launch only, or the same directory to both")
     ownership: Ownership | None = None
     error: UserError | None = None
     outcome: list[str | None] = [None, None]
@@ -290,51 +294,52 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
             if RUN_ID_VARIABLE not in os.environ:
                 ownership = own(run_dir, "", os.environ)
             outcome = [str(run_dir.path), None]
-        except UserError as found:
-            error, outcome = found, [None, str(found)]
+        except UserError as own_error:
+            error, outcome = own_error, [None, str(own_error)]
     if info.world_size > 1:
         torch.distributed.broadcast_object_list(outcome, src=0)
     path, failure = outcome
     if path is None:
         if info.world_size > 1:
-            # All ranks know of it: a program that catches the error can go on, or end, without a group.
+            # All ranks raise the error, and a program that catches it can continue or exit without a group.
             _leave_group()
-        raise error or UserError(failure or "rank 0 has no run directory")
+        raise error or UserError(failure or "rank 0 could not create the run directory")
     return RunDir(Path(path)), ownership
 
 
-# A single process in a job of several hosts: most often somebody forgot to launch it.
 def warn_if_single_process(info: RankInfo, env: Mapping[str, str],
                            command: Sequence[str] = tuple(sys.orig_argv)) -> None:
-    """Say on standard error how to start ranks on all hosts of the job, where nothing has started this process as
-    one of them. `command` is what was typed."""
+    """Print how to start ranks on all nodes of the job, if this process was started without a launcher.
+
+    Args:
+        command: command line of this process.
+    """
     if info.source != ALONE or RUN_ID_VARIABLE in env:
         return
     try:
         job = find_allocation(env)
     except UserError:
-        # Whoever is content with one process needs no job that can be read.
+        # A single process does not need a valid job.
         return
     if len(job.hosts) > 1:
-        print(f"one process on one of the {len(job.hosts)} hosts of {job.scheduler} job {job.job_id}; for ranks on"
-              f" all of them: launch {shlex.join(redact_words(command))}", file=sys.stderr, flush=True)
+        print(f"note: running a single process, but {job.scheduler} job {job.job_id} has {len(job.hosts)} nodes. "
+              f"To start ranks on all of them: launch {shlex.join(redact_words(command))}", file=sys.stderr,
+              flush=True)
 
 
-# glibc's malloc.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Names of parameters in malloc.h."""
-_USERS_OWN = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Parameters of mallopt in glibc's malloc.h."""
+_MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
     """Stop glibc from returning freed memory to the kernel between steps.
 
-    glibc gives large blocks back to the system at once, and gets them anew, page by page and zeroed, in the next
-    step: a sixth of the processor time of a step with a large vocabulary. torch pools memory of accelerators only.
-    Left alone where the user has chosen the settings, and where the C library is not glibc; an allocator in glibc's
-    place does not ask for its settings.
+    glibc returns large blocks at once, and the kernel zeroes each page again in the next step. This takes a sixth
+    of the CPU time of a step with a large vocabulary. torch caches only the memory of accelerators. No effect if
+    the user has set malloc variables, with another C library, or with a replaced allocator.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(environ.get(name) for name in _USERS_OWN):
+    if mallopt is not None and not any(environ.get(name) for name in _MALLOC_VARIABLES):
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, -1)

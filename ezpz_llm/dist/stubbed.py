@@ -1,4 +1,4 @@
-"""Collectives that move nothing and wait for nobody: what a step takes without them is what they cost."""
+"""Stub collectives that return at once, to measure the cost of communication in a step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.dist.private_names import WORLD, FakeProcessGroup
 
-_STAND_INS: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
+_FAKE_BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 @contextmanager
 def stubbed_collectives() -> Iterator[None]:
-    """Inside, every collective, send and receive of every process group returns at once.
+    """Make every collective, send, and receive of every process group return at once inside this context.
 
-    A rank then has its own values where the others' should be: whatever is computed from them is worthless, though
-    it has the right shapes. All ranks have to go in and out between the same collectives.
+    Results have the right shapes but wrong values: a rank gets its own values in place of the other ranks' values.
+    All ranks must enter and leave between the same collectives.
     """
     with ExitStack() as stack:
         for group in list(WORLD.pg_map):
             for device in group._device_types:
                 stack.enter_context(_stubbed(group, device))
-        # DistributedDataParallel wants the reduced bucket from the work itself, which the stand-in does not give.
+        # DistributedDataParallel takes the reduced bucket from the Work object, which the stub does not provide.
         DistributedDataParallel.require_backward_grad_sync = property(lambda self: False, lambda self, value: None)
         stack.callback(lambda: delattr(DistributedDataParallel, "require_backward_grad_sync"))
         yield
@@ -36,20 +36,20 @@ def stubbed_collectives() -> Iterator[None]:
 def _stubbed(group: ProcessGroup, device: torch.device) -> Iterator[None]:
     kinds = ProcessGroup.BackendType
     real: Any = group._get_backend(device)
-    group._register_backend(device, kinds.CUSTOM, _stand_in(group))
+    group._register_backend(device, kinds.CUSTOM, _fake_backend(group))
     try:
         yield
     finally:
-        # Of a kind that the group knows it takes the backend that it had.
+        # Registering a backend type that the group already has restores the earlier backend.
         group._register_backend(device, getattr(kinds, real.name().upper(), kinds.CUSTOM), real)
 
 
-def _stand_in(group: ProcessGroup) -> Any:
-    """A backend of torch's own tests, which copies inputs to outputs and reports everything as done.
+def _fake_backend(group: ProcessGroup) -> Any:
+    """Return a group's fake backend, from torch's own tests. It copies inputs to outputs and completes at once.
 
-    One a group, always the same: a group that is bound to a device keeps the first, and takes no other.
+    Each group always gets the same one, since a group that is bound to a device keeps the first backend.
     """
-    if group not in _STAND_INS:
+    if group not in _FAKE_BACKENDS:
         make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-        _STAND_INS[group] = make(group.rank(), group.size())
-    return _STAND_INS[group]
+        _FAKE_BACKENDS[group] = make(group.rank(), group.size())
+    return _FAKE_BACKENDS[group]

@@ -1,6 +1,6 @@
-"""Records of a run: metrics, step-time breakdown, plots, profiles.
+"""Records of a run: metrics, step-time breakdown, plots, and profiles.
 
-What needs torch is imported when it is first asked for, so that tables and plots stay light.
+Modules that need torch are imported on first access, so that tables and plots load quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run's metrics as they stand in its directory, and which of its steps a summary may use."""
+"""Metrics of a run, read from its directory, and selection of the steps for a summary."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ezpz_llm.rundir import RunDir, SideFiles, read_lines, write_atomic
 Rows = TypeVar("Rows", "list[Any]", "Sequence[Any]", "np.ndarray", "History")
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""Phases of a step; collectives overlap with them and cannot be told apart by spans."""
+"""Phases of a step. Collectives overlap with them, so that spans cannot separate communication."""
 OTHER = "other"
 
 WARMUP_STEPS = 10
-"""Steps at the start of a run that summaries leave out (fewer in a run of under a hundred)."""
+"""Number of first steps that summaries skip; fewer in a run of under 100 steps."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the values that a tenth of the sample lies below and above."""
+    """Median of a sample, with its 10 % and 90 % quantiles."""
 
     median: float
     low: float
@@ -37,14 +37,14 @@ class Spread:
 ON_EACH_LINE = ("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
                 *(f"{phase}_s" for phase in (*PHASES, OTHER)))
 ON_SOME_LINES = ("mfu", "val_loss", "val_tokens", "skipped")
-"""Fields read of a line, besides its step."""
+"""Fields of a line that are read, besides `step`."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The lines of metrics.jsonl by columns, one value a step in order of the steps: 130 MB for a million of them.
+    """Columns of metrics.jsonl, sorted by step: 130 MB for a million steps.
 
-    What a line lacks, and a null, is NaN. A slice of a history is a history.
+    Missing values and null are NaN. A slice of a history is a history.
     """
 
     steps: np.ndarray
@@ -57,55 +57,55 @@ class History:
         return History(self.steps[part], {name: values[part] for name, values in self.columns.items()})
 
     def column(self, name: str) -> np.ndarray:
-        """A metric of every step, or the steps themselves."""
+        """Return the values of a metric, or the step numbers for "step"."""
         return self.steps if name == "step" else self.columns[name]
 
 
 def read_history(run_dir: RunDir, waiting: Iterable[Mapping[str, Any]] = ()) -> History:
-    """The lines of metrics.jsonl, none where it is not there, and after them those that still wait to be written.
+    """Return the lines of metrics.jsonl and the lines that still wait to be written. Empty without a file.
 
-    Of a step that was written twice the later line counts.
+    If a step occurs twice, the later line is used.
 
     Raises:
-        UserError: it cannot be read, or a line is none of a run's.
+        UserError: the file cannot be read, or a line is not a step record.
     """
     return make_history(chain(read_lines(run_dir.metrics), waiting), str(run_dir.metrics))
 
 
 def whole_history(run_dir: RunDir, side: SideFiles) -> History:
-    """The run's lines, with those that could not be written so far."""
+    """Return the run's lines, including lines that could not be written yet."""
     waiting = side.waiting(run_dir.metrics)
     try:
         return read_history(run_dir, waiting)
-    except UserError:  # damaged, or a file system that fails
+    except UserError:  # the file is damaged, or the file system fails
         return make_history(waiting, str(run_dir.metrics))
 
 
 def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
-    """The same of lines that are read already, of `where` they came from."""
-    # Whole lines at a time, and values without a loop of ours: a million lines are seconds.
-    steps, values, of_each = array("q"), array("d"), itemgetter(*ON_EACH_LINE)
-    of_some: dict[str, dict[int, float]] = {name: {} for name in ON_SOME_LINES}
+    """Return a history of parsed lines. Errors name their source `where`."""
+    # itemgetter avoids a Python loop per value: a million lines take seconds.
+    steps, values, fields_of = array("q"), array("d"), itemgetter(*ON_EACH_LINE)
+    optional_values: dict[str, dict[int, float]] = {name: {} for name in ON_SOME_LINES}
     for line in lines:
         number = len(steps)
         try:
             steps.append(line["step"])
             try:
-                values.extend(of_each(line))
-            except (KeyError, TypeError):  # some are missing, or null
+                values.extend(fields_of(line))
+            except (KeyError, TypeError):  # some fields are missing or null
                 del values[number * len(ON_EACH_LINE):]
                 values.extend([_number(line.get(name)) for name in ON_EACH_LINE])
             for name in ON_SOME_LINES:
                 if name in line:
-                    of_some[name][number] = _number(line[name])
+                    optional_values[name][number] = _number(line[name])
         except (KeyError, TypeError, OverflowError) as error:
-            raise UserError(f"after {number} steps comes a line that is none of a run's ({error!r})", where=where,
+            raise UserError(f"the line after {number} steps is not a step record ({error!r})", where=where,
                             instead="remove that line") from error
     table = np.asarray(values).reshape(-1, len(ON_EACH_LINE))
     columns = dict(zip(ON_EACH_LINE, table.T, strict=True))
-    for name, found in of_some.items():
+    for name, value_by_line in optional_values.items():
         columns[name] = np.full(len(steps), math.nan)
-        columns[name][list(found)] = list(found.values())
+        columns[name][list(value_by_line)] = list(value_by_line.values())
     history = History(np.asarray(steps), columns)
     if np.all(history.steps[1:] > history.steps[:-1]):
         return history
@@ -121,26 +121,26 @@ def _number(value: Any) -> float:
 
 
 def steady(rows: Rows) -> Rows:
-    """`rows` without the first (warm-up, compilation) and the last (closing work); up to three are kept whole."""
+    """Drop the first rows (warm-up, compilation) and the last row (work at the end). Up to three rows are kept."""
     if len(rows) <= 3:
         return rows
     return rows[min(WARMUP_STEPS, max(1, len(rows) // 10)) : -1]
 
 
 def spread(values: Sequence[float] | np.ndarray) -> Spread:
-    """Median, 10 % and 90 % points of `values` (at least one)."""
+    """Return the median and the 10 % and 90 % quantiles of at least one value."""
     low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
     return Spread(float(median), float(low), float(high))
 
 
 def trim_history(run_dir: RunDir, last_step: int) -> int:
-    """Prepare metrics.jsonl for a run that goes on after `last_step`; returns how many lines were dropped.
+    """Drop the lines after `last_step` from metrics.jsonl before a run resumes there. Return the number of lines.
 
-    Lines of later steps, from an attempt that got further than its last checkpoint, are dropped in one atomic
-    replacement, so that the curve has one value a step. Lines up to `last_step` are kept byte for byte.
+    Later lines exist if an earlier attempt continued after its last checkpoint. The file is replaced atomically,
+    and lines up to `last_step` are kept unchanged.
 
     Raises:
-        UserError: a run starts at step 0 in a directory that holds another run's metrics.
+        UserError: `last_step` is 0, and the directory holds another run's metrics.
     """
     if not run_dir.metrics.exists():
         return 0
@@ -151,11 +151,11 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
                         instead="choose another --run-dir, or resume from its checkpoint with --resume")
 
     def kept() -> Iterator[bytes]:
-        of_lines = iter(steps)
+        step_of_line = iter(steps)
         with run_dir.metrics.open("rb") as file:
             for line in file:
-                # Like read_lines, without blank lines and a last line that a crash cut short.
-                if line.endswith(b"\n") and line.strip() and next(of_lines) <= last_step:
+                # Like read_lines, skip blank lines and a last line that a crash has truncated.
+                if line.endswith(b"\n") and line.strip() and next(step_of_line) <= last_step:
                     yield line
 
     with run_dir.metrics.open("rb") as file:
@@ -166,16 +166,16 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
 
 
 def last_loss(rows: History) -> float | None:
-    """The mean over the last tenth of the steps, at most 50; None if one of them is not a number."""
+    """Return the mean loss of the last tenth of the steps (at most 50 steps); None if a loss is not finite."""
     losses = rows.column("loss")[-max(1, min(50, len(rows) // 10)):]
     return known(np.mean(losses)) if len(losses) else None
 
 
 def known(value: float) -> float | None:
-    """A value of a column; None where it is not a number."""
+    """Convert a value of a column; NaN and Inf become None."""
     return float(value) if math.isfinite(value) else None
 
 
 def finite(value: float | None) -> TypeGuard[float]:
-    """True if `value` is a number that can be drawn or averaged (metrics.jsonl has null for NaN and infinities)."""
+    """Return True for a finite number. metrics.jsonl has null in place of NaN and Inf."""
     return value is not None and math.isfinite(value)

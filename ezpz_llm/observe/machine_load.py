@@ -1,4 +1,4 @@
-"""Load average of rank 0's node during a run, which tells a busy machine from a slow run (imports no torch)."""
+"""Load average of rank 0's node, to distinguish a busy machine from a slow run (does not import torch)."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 from typing import Any
 
 _BUSY = 1.5
-"""Load average per CPU from which other programs slow a run down; a run alone on its CPUs has 1."""
+"""Load average per CPU above which other programs slow down a run. An undisturbed run has 1."""
 
 
 @dataclass(frozen=True)
 class MachineLoad:
-    """Mean of the node's one-minute load averages at the start and the end of a run, and the node's CPUs."""
+    """Mean one-minute load average of a node at the start and end of a run, and the node's number of CPUs."""
 
     average: float
     cpus: int
 
     @property
     def is_busy(self) -> bool:
-        """True if more is ready to run than the CPUs can."""
+        """True if more threads are ready to run than the node has CPUs."""
         return self.average > _BUSY * self.cpus
 
     def sentence(self) -> str:
-        """Return a sentence about the load, for readers of the run's times."""
+        """Return a warning that the run's times are affected by the load."""
         return (f"The machine was busy: load average {self.average:.1f} on {self.cpus} CPUs. "
                 "Compare these times with a run on an idle machine.")
 
 
 def load_now() -> dict[str, float]:
-    """The node's load average and CPUs, for run.json."""
+    """Return the node's load average and number of CPUs, for run.json."""
     return {"average": os.getloadavg()[0], "cpus": os.cpu_count() or 1}
 
 
 def recorded_load(record: Mapping[str, Any]) -> MachineLoad | None:
-    """The load during the run of a record; None for one that did not record its start."""
+    """Return the load during a run from its record; None if the record has no load."""
     start = (record.get("environment") or {}).get("load")
     if start is None:
         return None

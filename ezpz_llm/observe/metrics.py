@@ -1,12 +1,17 @@
-"""Phase times of each step, and `metrics.jsonl`: one object a step, written so that no step waits for a number.
+"""Phase times of each step, and `metrics.jsonl`: one object per step, written without synchronizing the device.
 
-A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
-`step_time_s`, `tokens_per_second`, `tokens_per_second_per_device` (both where the tokens of a step are known),
-`data_s`, `forward_s`, `backward_s`, `optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where
-the device's peak is known; `val_loss`, `val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that
-evaluated so; on steps that are flushed at once `lr_G`, `grad_norm_G` and `update_ratio_G` (norm of the update over
-norm of the parameters) of the groups G `decayed` and `others`; `skipped` on steps that changed nothing. A loss or
-norm that is not finite is null, since JSON has no NaN.
+Fields of a line:
+
+- `step` (from 1), `loss` (nats per token, mean over the step's tokens), `lr`, `grad_norm` (before clipping)
+- `step_time_s`, and its parts `data_s`, `forward_s`, `backward_s`, `optimizer_s`, `other_s` (of rank 0)
+- `tokens_per_second`, `tokens_per_second_per_device` if the number of tokens is known
+- `mfu` if the device's peak is known
+- `val_loss`, `val_tokens`, `hellaswag_acc`, `hellaswag_acc_norm` on steps with such an evaluation
+- `lr_G`, `grad_norm_G`, `update_ratio_G` (norm of the update / norm of the parameters) for the groups G `decayed`
+  and `others`, on steps that are flushed at once
+- `skipped` on steps without a parameter update
+
+A non-finite loss or norm is null, since JSON does not allow NaN.
 """
 
 from __future__ import annotations
@@ -31,27 +36,27 @@ from ezpz_llm.rundir import RunDir
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a step, in seconds. `phases` has every name of PHASES and "other", and adds up to `step_time_s`."""
+    """Times of a step in seconds. `phases` has all PHASES and "other", which sum to `step_time_s`."""
 
     step_time_s: float
     phases: dict[str, float]
 
 
 class StepTimeline:
-    """Times the phases of training steps on one rank.
+    """Timer of the phases of training steps on one rank.
 
-    A step is `begin_step()`, any number of `span(phase)` that do not overlap, `end_step()`. A phase entered several
-    times (micro-steps) adds up. What happens between steps (validation, checkpoints, samples) is not timed here.
+    A step consists of `begin_step()`, non-overlapping `span(phase)` contexts, and `end_step()`. Spans of the same
+    phase (micro-steps) are summed. Work between steps (validation, checkpoints, samples) is not included.
 
-    On a CPU a span is the host's time. On an accelerator each span and each step is bracketed by two events on the
-    current stream and its length is read from them later: a data span that the device's work hides is then short,
-    as it should be, and the step time is the time the work took and not the time it took to enqueue it.
+    A CPU uses wall-clock time. On an accelerator, each span and step is enclosed in two events on the current
+    stream, whose elapsed time is read later. A data span that overlaps with device work is therefore short, and the
+    step time is the execution time, not the time to enqueue kernels.
 
-    The device never runs out of work for being timed: `end_step` waits for the step before the one that it closes.
-    So the host is one step ahead, and not as many as there are until somebody reads a loss.
+    `end_step` waits for the previous step only, so that the device always has work queued and the CPU is at most
+    one step ahead.
 
     Args:
-        waits: for each step itself, so that its kernels end before `end_step` does, as a trace needs it.
+        waits: `end_step` waits for its own step, so that a trace contains the step's kernels.
     """
 
     def __init__(self, device: torch.device, waits: bool = False) -> None:
@@ -64,17 +69,17 @@ class StepTimeline:
         self._last: Any = None
 
     def begin_step(self) -> None:
-        """Start a step. One that an exception cut short before is forgotten."""
+        """Start a step. Discards a step that an exception has interrupted."""
         self._spans, self._inside = [], None
         self._started = self._mark()
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Count the time inside to `phase`, one of PHASES; named so in a torch.profiler trace, too.
+        """Add the time in this context to `phase`, one of PHASES, and mark it in a torch.profiler trace.
 
         Raises:
-            RuntimeError: outside a step, or inside another span.
-            ValueError: a phase that is not in PHASES.
+            RuntimeError: called outside a step or inside another span.
+            ValueError: the phase is not in PHASES.
         """
         if phase not in PHASES:
             raise ValueError(f"unknown phase {phase!r}: one of {', '.join(PHASES)}")
@@ -100,13 +105,13 @@ class StepTimeline:
         return not self._spans
 
     def end_step(self, steps: int = 1) -> None:
-        """Close the step, and wait until the device has ended the one before.
+        """End the step, and wait until the device has finished the previous step.
 
         Args:
-            steps: so many were made since `begin_step`; what is kept are means over them.
+            steps: number of optimizer steps since `begin_step`; the recorded times are means.
 
         Raises:
-            RuntimeError: no step was begun.
+            RuntimeError: `begin_step` was not called.
         """
         if self._started is None:
             raise RuntimeError("end_step without begin_step")
@@ -119,18 +124,18 @@ class StepTimeline:
             before.synchronize()
 
     def wait(self) -> None:
-        """Wait until the device has ended the last step that was closed."""
+        """Wait until the device has finished the last ended step."""
         if self._last is not None and self._device.type != "cpu":
             self._last.synchronize()
 
     def drain(self) -> list[StepTimes]:
-        """The steps closed since the last call, oldest first; waits for the last of them."""
+        """Return the steps that ended since the last call, oldest first. Waits for the last one."""
         self.wait()
         steps, self._steps = self._steps, []
         return [self._resolve(*step) for step in steps]
 
     def _mark(self) -> Any:
-        """A reading of the host's clock; on a device an event on its current stream, which takes a microsecond."""
+        """Return the time on a CPU, else an event on the device's current stream, which takes a microsecond."""
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.get_device_module(self._device).Event(enable_timing=True)
@@ -151,10 +156,10 @@ class StepTimeline:
 
 @dataclass
 class WallClock:
-    """Seconds of the run's wall time by what they were spent on; what no span covers is "other".
+    """Breakdown of a run's wall time in seconds. Time outside of all spans is "other".
 
-    `marks` are the ends of the start-up's parts, with their epoch times: by the clock as it was at the start, which
-    may be set meanwhile.
+    `marks` holds the parts of the startup with the epoch times of their ends. These times are relative to the
+    system clock at the start, since the clock may be adjusted during the run.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -163,16 +168,16 @@ class WallClock:
     marks: list[tuple[str, float]] = field(default_factory=list)
 
     def passed(self, name: str) -> None:
-        """Note that a part of the start-up has just ended."""
+        """Record that a part of the startup has ended."""
         self.marks.append((name, self.now()))
 
     def now(self) -> float:
-        """The epoch time."""
+        """Return the epoch time."""
         return self.epoch + time.perf_counter()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to `name`, its mark in a torch.profiler trace, too."""
+        """Add the time in this context to `name`, and mark it in a torch.profiler trace."""
         begin = time.perf_counter()
         try:
             with torch.profiler.record_function(name):
@@ -181,18 +186,17 @@ class WallClock:
             self.spans[name] = self.spans.get(name, 0.0) + time.perf_counter() - begin
 
     def split(self) -> dict[str, float]:
-        """Seconds by name so far, adding up to the run's wall time."""
+        """Return the seconds by name so far. The sum is the run's wall time."""
         total = time.perf_counter() - self.started
         return {**self.spans, "other": total - sum(self.spans.values())}
 
 
-# How much of a pipeline's time its stages stand idle, and the slowest rank: from the spans that every step has.
 @dataclass(frozen=True)
 class Bubble:
-    """Idle shares of the time from a step's begin to the end of its last backward pass, by stage.
+    """Idle fraction of each pipeline stage, from the start of a step to the end of its last backward pass.
 
-    `expected` is (p-1)/(m+p-1), the share where all stages take equally long and sending costs nothing (Huang et
-    al. 2019, arXiv:1811.06965; the same for the 1F1B schedule). What exceeds it is imbalance and communication.
+    `expected` is (p-1)/(m+p-1), the fraction with equally long stages and free communication (Huang et al. 2019,
+    arXiv:1811.06965; the same for the 1F1B schedule). A larger value indicates imbalance or communication.
     """
 
     idle: tuple[float, ...]
@@ -200,13 +204,13 @@ class Bubble:
 
     @property
     def mean(self) -> float:
-        """Over the stages."""
+        """Mean over the stages."""
         return statistics.fmean(self.idle)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that spent longest in data and forward, its seconds a step there, and the median over ranks."""
+    """Rank that spent the most time in data and forward, its seconds per step, and the median over ranks."""
 
     rank: int
     seconds: float
@@ -214,18 +218,18 @@ class Straggler:
 
 
 class Measured(Protocol):
-    """Numbers of one step of which each rank has a part, `sums`; the line gets what their totals mean."""
+    """Measurements of one step that need a sum over all ranks of the tensor `sums`."""
 
     sums: torch.Tensor
 
     def describe(self, totals: list[Any], grad_norm: float | None) -> dict[str, float]:
-        """The members of a step's line that follow from the sums over all ranks."""
+        """Return the fields of the step's line, computed from the sums over all ranks."""
 
 
 @dataclass
 class _Step:
-    """A finished step that waits to be written: `values` has this rank's loss, norm and tokens, where it `counts`
-    them; `figures` has the rest."""
+    """Finished step that waits to be written. `values` has this rank's loss, gradient norm, and number of tokens (0
+    unless `counts`); `figures` has other fields of the line."""
 
     lr: float | None
     values: torch.Tensor
@@ -235,21 +239,21 @@ class _Step:
 
 
 class MetricsLog:
-    """Collects every step's loss and norm on the device; `flush` reduces them over ranks and writes the lines.
+    """Writer of metrics.jsonl that collects each step's loss and gradient norm on the device until a flush.
 
-    All ranks hold one and call `record`, `flush` and `straggler` at the same steps; rank 0 writes. `flush` is
-    `reduce` and `write`, between which `record_task` can still add to the last line. A run that goes
-    on after `first_step` appends to its directory's lines, of which later ones are dropped first (trim_history).
+    All ranks must call `record`, `flush`, and `straggler` at the same steps; rank 0 writes. `flush` is `reduce`
+    followed by `write`, and `record_task` can add to the last line between them. A run that resumes after
+    `first_step` appends to the existing lines, after `trim_history` has dropped later ones.
 
     Args:
-        work: what one step is, for the rates.
-        total_steps: the run's last step, for the progress line.
-        flush_every: `due` is true at multiples of it, and after the first step so that a user sees it at once.
+        work: work of one step, for the rates.
+        total_steps: last step of the run, for the progress line.
+        flush_every: `due` is True at multiples of this number, and after the first step for early feedback.
         console: print the progress line on rank 0.
-        tracking: takes the lines of each flush too, on rank 0.
+        tracking: trackers that also get the lines of each flush, on rank 0.
 
     Raises:
-        UserError: on rank 0, a new run in a directory with another run's metrics.
+        UserError: on rank 0, if a new run starts in a directory with another run's metrics.
     """
 
     def __init__(self, run_dir: RunDir, dist: Dist, work: StepWork, *, total_steps: int, first_step: int = 0,
@@ -262,7 +266,7 @@ class MetricsLog:
         self._flush_every = flush_every
         self._pending: dict[int, _Step] = {}
         self._reduced: list[dict[str, Any]] = []
-        # Of each of this rank's steps: in data and forward; in backward besides; and until the optimizer's phase.
+        # Seconds of each step on this rank: data + forward; data + forward + backward; all before the optimizer.
         self._before_collectives, self._busy, self._span = array("d"), array("d"), array("d")
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
         self._tracking = tracking
@@ -272,60 +276,62 @@ class MetricsLog:
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float | None,
                measured: Measured | None = None, tokens: float | None = None) -> None:
-        """Keep a finished step's local mean loss and global norm (0-d tensors, copied on the device, not read).
+        """Record a finished step's local mean loss and global gradient norm.
+
+        Both are 0-d tensors, copied on the device without a synchronization.
 
         Args:
-            measured: what else was found on all ranks in this step.
-            tokens: of this rank, where steps are not all as `work` says.
+            measured: other measurements of this step, on all ranks.
+            tokens: number of tokens of this rank, if it differs from `work`.
         """
         norm = grad_norm.detach().to(loss.device, non_blocking=True)
         values = torch.stack((loss.detach().float(), norm.float(), torch.full_like(norm, tokens or 0).float()))
         self._pending[step] = _Step(lr, values, measured, counts=tokens is not None)
 
     def record_validation(self, step: int, val_loss: float, val_tokens: int) -> None:
-        """Put a validation result on the line of `step`.
+        """Add a validation result to the line of `step`.
 
         Raises:
-            ValueError: the step was not recorded, or its line is written already.
+            ValueError: the step was not recorded, or its line has been written.
         """
         if step not in self._pending:
             raise ValueError(f"validation of step {step}, which is not waiting to be written")
         self.record_task(step, val_tokens=val_tokens, val_loss=val_loss if finite(val_loss) else None)
 
     def record_task(self, step: int, **figures: float | None) -> None:
-        """Put further results of an evaluation on the line of `step`, which is recorded and not yet written."""
+        """Add other evaluation results to the line of `step`, which must be recorded and not yet written."""
         (self._pending[step].figures if step in self._pending else self._reduced[-1]).update(figures)
 
     @property
     def due(self) -> bool:
-        """True if the last recorded step is one to flush after."""
+        """True if the log should be flushed after the last recorded step."""
         return bool(self._pending) and self.is_due(max(self._pending))
 
     def is_due(self, step: int) -> bool:
-        """True if `step` is one to flush after."""
+        """Return True if the log should be flushed after `step`."""
         return step % self._flush_every == 0 or step == self._first_step + 1
 
     def tick(self, step: int) -> None:
-        """Say how far the run is, if nothing has been printed for a while (rank 0)."""
+        """Print the progress on rank 0, if nothing has been printed for a while."""
         if self._progress:
             self._progress.tick(step)
 
     def erase_live_line(self) -> None:
-        """Before something else is printed."""
+        """Erase the live line before other output is printed."""
         if self._progress:
             self._progress.erase()
 
     def rewind(self, step: int) -> None:
-        """The run goes on after an earlier `step`: later lines are dropped."""
+        """Drop the lines after `step`, before the run continues from there."""
         self._first_step = step
         if self._dist.is_main:
-            self._dist.side.attempt("metrics.jsonl without the steps that come again",
+            self._dist.side.attempt("metrics.jsonl without the steps to be repeated",
                                     lambda: trim_history(self._run_dir, step))
         if self._tracking:
             self._tracking.rewind(step)
 
     def flush(self, timeline: StepTimeline) -> None:
-        """Reduce, write and show what was recorded since the last flush. A collective: every rank calls it.
+        """Reduce, write, and print the steps recorded since the last flush. Collective.
 
         Raises:
             ValueError: the timeline did not time exactly the recorded steps.
@@ -334,11 +340,11 @@ class MetricsLog:
         self.write()
 
     def reduce(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Reduce what was recorded since the last flush, and write all lines but the last. Collective.
+        """Reduce the steps recorded since the last flush, and write all lines but the last. Collective.
 
         Args:
-            look: is given every line, on every rank, before it is written, and may add to it. Losses and norms are
-                the same on all ranks, times are each rank's own.
+            look: called with each line on every rank before it is written, and may add to it. Losses and norms are
+                equal on all ranks; times are those of the rank.
 
         Raises:
             ValueError: the timeline did not time exactly the recorded steps.
@@ -348,23 +354,23 @@ class MetricsLog:
             raise ValueError(f"{len(self._pending)} steps were recorded, {len(times)} were timed")
         if not self._pending:
             return
-        lines = [self._line(step, recorded, values, took) for (step, recorded), values, took
+        lines = [self._line(step, recorded, values, step_times) for (step, recorded), values, step_times
                  in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
         if look is not None:
             for line in lines:
                 look(line)
-        for took in times:
-            phases = took.phases
+        for step_times in times:
+            phases = step_times.phases
             self._before_collectives.append(phases["data"] + phases["forward"])
             self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
-            self._span.append(took.step_time_s - phases["optimizer"])
+            self._span.append(step_times.step_time_s - phases["optimizer"])
         self._pending, self._reduced = {}, lines
         if self._dist.is_main and lines[:-1]:
             self._dist.side.append(self._run_dir.metrics, lines[:-1])
 
     def write(self) -> None:
-        """Write the last line of those reduced, and show them."""
+        """Write the last reduced line, and pass all reduced lines to the trackers and the console."""
         lines, self._reduced = self._reduced, []
         if not lines or not self._dist.is_main:
             return
@@ -373,22 +379,26 @@ class MetricsLog:
             self._tracking.write(lines)
         if self._progress:
             self._progress.show(lines)
-        first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
-        if first_bad is not None:
-            print(f"warning: the loss is not finite from step {first_bad} on", flush=True)
+        first_non_finite = next((line["step"] for line in lines if not finite(line["loss"])), None)
+        if first_non_finite is not None:
+            print(f"warning: the loss is not finite from step {first_non_finite} on", flush=True)
 
     def _add_measured(self, lines: list[dict[str, Any]]) -> None:
-        """Put what was measured besides on the lines of its steps, summed over ranks in one collective."""
-        measured = {step: one.measured for step, one in self._pending.items() if one.measured is not None}
+        """Add the other measurements to the lines of their steps, summed over ranks in one collective."""
+        measured = {step: recorded.measured for step, recorded in self._pending.items()
+                    if recorded.measured is not None}
         if not measured:
             return
-        sums = reduce(self._dist, torch.stack([found.sums for found in measured.values()]))
+        sums = reduce(self._dist, torch.stack([measurements.sums for measurements in measured.values()]))
         by_step = {line["step"]: line for line in lines}
-        for (step, found), values in zip(measured.items(), sums.tolist(), strict=True):
-            by_step[step].update(found.describe(values, by_step[step]["grad_norm"]))
+        for (step, measurements), values in zip(measured.items(), sums.tolist(), strict=True):
+            by_step[step].update(measurements.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
-        """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective."""
+        """Return the rank that is slowest before its collectives, over steady steps; None for one rank.
+
+        Collective.
+        """
         if self._dist.world_size == 1 or not self._before_collectives:
             return None
         seconds = all_gather_number(self._dist, statistics.median(steady(self._before_collectives)))
@@ -396,10 +406,11 @@ class MetricsLog:
         return Straggler(slowest, seconds[slowest], statistics.median(seconds))
 
     def bubble(self) -> Bubble | None:
-        """Idle time of the pipeline's stages, medians over steady steps; None without a pipeline. A collective.
+        """Return the idle time of the pipeline stages, as medians over steady steps. Collective.
 
-        The first stage ends last: until then its time is the pipeline's. The other stages wait for it in the
-        optimizer's phase, for the sum of gradients or their norm, so that their own clocks do not tell.
+        The first stage ends last, so that its time up to the optimizer is the pipeline's time. The other stages
+        wait for it in the optimizer phase, for the sum of gradients or their norm, so that their times do not show
+        it.
         """
         mesh = self._dist.mesh
         if mesh.pp_size == 1 or not self._busy:
@@ -414,11 +425,11 @@ class MetricsLog:
                       (mesh.pp_size - 1) / (self._work.accumulation + mesh.pp_size - 1))
 
     def _reduce(self) -> list[list[float]]:
-        """(loss, norm, tokens) of every pending step, averaged over ranks in one collective.
+        """Return (loss, gradient norm, tokens) of every pending step, averaged over all ranks in one collective.
 
-        The mean is over all ranks: tensor-parallel peers hold equal values, and what pipeline and sequence-parallel
-        peers hold are parts that average to the loss. Sums are in double precision, where a sum of floats is exact
-        and so does not depend on the order in which a backend adds.
+        Tensor-parallel peers have equal values, and the values of pipeline- and sequence-parallel peers average to
+        the loss. Sums are in double precision: there a sum of floats is exact, and independent of the order in
+        which a backend adds.
         """
         stacked = torch.stack([recorded.values for recorded in self._pending.values()])
         if self._dist.world_size == 1:
@@ -446,12 +457,12 @@ class MetricsLog:
         return {**line, **recorded.figures}
 
     def _add_mfu(self, line: dict[str, Any], mfu: float) -> None:
-        """An MFU above 1 is left out and reported once: some part of it must be wrong."""
+        """Add the MFU to a line. An MFU above 1 must be wrong: it is omitted and reported once."""
         if mfu <= 1:
             line["mfu"] = mfu
         elif not self._impossible_mfu and self._dist.is_main and self._work.peak is not None:
             self._impossible_mfu = True
             peak = self._work.peak
-            print(f"error: step {line['step']} gives an MFU of {mfu:.2f}, which cannot be: the step time, the "
-                  f"{self._work.flops_per_token:.4g} FLOPs a token or the peak of {peak.flops:.4g} FLOP/s "
-                  f"({peak.precision}, {peak.device}) is wrong; such steps get no mfu", flush=True)
+            print(f"error: step {line['step']} has an MFU of {mfu:.2f}, which is impossible. The step time, the "
+                  f"{self._work.flops_per_token:.4g} FLOPs per token, or the peak of {peak.flops:.4g} FLOP/s "
+                  f"({peak.precision}, {peak.device}) is wrong. Omitting mfu for such steps", flush=True)

@@ -1,8 +1,8 @@
-"""Environment of a run; matmul peak of a device, as its vendor states it (an unknown one has none) and as measured.
+"""Stated and measured matmul peak of a device, and the environment of a run.
 
-Where a vendor prints the rate with structured sparsity, half of it is the dense rate. Names are those that torch
-reports. A device that reports another number of compute units than the stated part (a MIG slice, a partition, a
-special edition) has no stated peak either.
+Stated peaks are dense rates from the vendor. Vendors that state the rate with structured sparsity get half of it.
+Devices are identified by torch's name. Unknown devices, and devices with another number of compute units than the
+listed part (a MIG slice, a partition, a special edition), have no stated peak.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 
 @dataclass(frozen=True)
 class Peak:
-    """`flops` is the dense rate in FLOP/s of what torch calls one device."""
+    """Dense matmul rate of one torch device, in FLOP/s."""
 
     device: str
     precision: str
@@ -44,10 +44,10 @@ class Peak:
 @dataclass(frozen=True)
 class _Part:
     pattern: str
-    units: int  # SMs, CUs or vector engines of one torch device
+    units: int  # SMs, CUs, or vector engines of one torch device
     teraflops: Mapping[str, float]
     source: str
-    scales: bool = False  # the vendor states the rate per compute unit, so that parts of other sizes have one too
+    scales: bool = False  # the vendor states the rate per compute unit, so it is known for parts of other sizes
 
 
 def _tensor(half: float, tf32: float, fp32: float) -> dict[str, float]:
@@ -58,23 +58,23 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 
 _PARTS = (
-    # The 800s are the 100s with slower links and, from Hopper on, fewer products in double precision.
+    # The A800 and H800 are an A100 and an H100 with slower links and, from Hopper on, a lower float64 rate.
     _Part(r"\bA[18]00\b", 108, _tensor(312, 156, 19.5), _NVIDIA + "a100/"),
     _Part(r"\bA30$", 56, _tensor(165, 82, 10.3), _NVIDIA + "products/a30-gpu/"),
-    # With sparsity the H100's tables give 1,979 (SXM), 1,671 (NVL) and 1,513 (PCIe; data sheet of 2022).
+    # The H100's tables state 1,979 (SXM), 1,671 (NVL), and 1,513 (PCIe; data sheet of 2022) with sparsity.
     _Part(r"\bH[18]00 PCIe\b", 114, _tensor(756, 378, 51), "NVIDIA H100 Tensor Core GPU data sheet, PCIe column"),
     _Part(r"\bH100 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h100/"),
-    # A bare name, or one with the size of the memory, is that of an SXM module.
+    # A name without a suffix, or with the memory size, is an SXM module.
     _Part(r"\bH[18]00($| \d+GB\b| SXM)|\bGH200\b", 132, _tensor(989, 494, 67), _NVIDIA + "h100/"),
     _Part(r"\bH20(-3e)?$", 78, _tensor(148, 74, 44), "NVIDIA H20 specification"),
     _Part(r"\bH200 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h200/"),
     _Part(r"\bH200$", 132, _tensor(989, 494, 67), _NVIDIA + "h200/"),
-    # With sparsity the table of Blackwell parts gives 4,500 for one GPU of an HGX B200 (36,000 for the eight of an
-    # HGX B300), 5,000 for one of a GB200.
+    # The table of Blackwell parts states 4,500 for a GPU of an HGX B200 (36,000 for the eight of an HGX B300) and
+    # 5,000 for a GPU of a GB200, with sparsity.
     _Part(r"\bB200\b", 148, _tensor(2250, 1100, 75), _NVIDIA + "hgx/"),
     _Part(r"\bB300\b", 148, _tensor(2250, 1125, 75), _NVIDIA + "hgx/"),
     _Part(r"\bGB200\b", 148, _tensor(2500, 1250, 80), _NVIDIA + "gb200-nvl72/"),
-    # Volta's tensor cores take fp16 only, and there is no tf32.
+    # Volta's tensor cores support only fp16, and there is no TF32.
     _Part(r"\bV100-SXM2\b", 80, {"fp16": 125, "fp32": 15.7}, _NVIDIA + "v100/"),
     _Part(r"\bV100-PCIE\b", 80, {"fp16": 112, "fp32": 14}, _NVIDIA + "v100/"),
     _Part(r"\bL40S\b", 142, _tensor(362, 183, 91.6), _NVIDIA + "l40s/"),
@@ -83,27 +83,28 @@ _PARTS = (
     _Part(r"\bRTX A6000$", 84, _tensor(154.8, 77.4, 38.7), "NVIDIA GA102 GPU architecture white paper, RTX A6000"),
     _Part(r"\bRTX 6000 Ada Generation$", 142, _tensor(364.2, 182.1, 91.1),
           "NVIDIA RTX 6000 Ada Generation data sheet (1,457 in FP8 with sparsity)"),
-    # With sums in fp32; half-precision sums, which torch does not ask for, are twice as fast.
+    # Rate with fp32 accumulation. fp16 accumulation is twice as fast, but torch does not use it.
     _Part(r"\bRTX 3090$", 82, _tensor(71, 35.6, 35.6), "NVIDIA GA102 GPU architecture white paper, RTX 3090"),
     _Part(r"\bRTX 4090$", 128, _tensor(165.2, 82.6, 82.6), "NVIDIA Ada GPU architecture white paper, RTX 4090"),
     _Part(r"\bRTX 5090$", 170, _tensor(209.5, 104.8, 104.8),
           "NVIDIA RTX Blackwell GPU architecture white paper, RTX 5090"),
     _Part(r"\bA10\b", 72, _tensor(125, 62.5, 31.2), _NVIDIA + "products/a10-gpu/"),
-    # torch's device is one of the card's two dies: half of 383 (half precision) and of 95.7 (fp32 matrix), and of
-    # 362.1 and 90.5. Drivers call the smaller one "MI250X / MI250" as well.
+    # A torch device is one of the card's two dies: half of 383 (half precision) and 95.7 (fp32 matrix) for MI250X,
+    # half of 362.1 and 90.5 for MI250. Drivers also call the smaller one "MI250X / MI250".
     _Part(r"\bMI250X\b", 110, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85}, _AMD + "mi200/mi250x.html"),
     _Part(r"\bMI250\b", 104, {"bf16": 181.05, "fp16": 181.05, "fp32": 45.25}, _AMD + "mi200/mi250.html"),
     _Part(r"\bMI300A\b", 228, _tensor(980.6, 490.3, 122.6), _AMD + "mi300/mi300a.html"),
     _Part(r"\bMI300X\b", 304, _tensor(1307.4, 653.7, 163.4), _AMD + "mi300/mi300x.html"),
     _Part(r"\bMI325X\b", 304, _tensor(1307.4, 653.7, 163.4), _AMD + "mi300/mi325x.html"),
-    # This generation multiplies no tf32.
+    # This generation does not support TF32.
     _Part(r"\bMI355X\b", 256, {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3}, _AMD + "mi350/mi355x.html"),
-    # One tile: 512 vector engines, 8 an Xe core, at 1.6 GHz; 4096 bf16/fp16, 2048 tf32 (matrix engines) and 256
-    # fp32 (vector) operations per clock and Xe core. Some systems' tiles have 448, and torch may show two as one.
+    # One tile has 512 vector engines (8 per Xe core) at 1.6 GHz, with 4096 bf16/fp16 and 2048 TF32 (matrix engine)
+    # and 256 fp32 (vector) operations per clock and Xe core. Some systems have tiles with 448 vector engines, and
+    # torch may show two tiles as one device.
     _Part(r"\bData Center GPU Max 1550\b", 512, _tensor(419.4, 209.7, 26.2),
           "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232873 (clock)",
           scales=True),
-    # One tile: 448 vector engines at 1.55 GHz.
+    # One tile has 448 vector engines at 1.55 GHz.
     _Part(r"\bData Center GPU Max 1100\b", 448, _tensor(355.5, 177.8, 22.2),
           "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232876 (clock)",
           scales=True),
@@ -111,13 +112,13 @@ _PARTS = (
 
 
 def find_peak(name: str, precision: str, units: int | None = None) -> Peak | None:
-    """The stated peak of the device that torch calls `name`.
+    """Return the stated peak of a device by its torch name; None if it is unknown.
 
     Args:
-        units: compute units that the device reports (multiprocessors, or vector engines on an Intel GPU).
+        units: number of compute units that the device reports (multiprocessors, or vector engines on an Intel GPU).
 
     Raises:
-        ValueError: a precision that is not in PRECISIONS.
+        ValueError: the precision is not in PRECISIONS.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}")
@@ -132,7 +133,7 @@ def find_peak(name: str, precision: str, units: int | None = None) -> Peak | Non
 
 
 def peak_flops(device: torch.device, precision: str) -> Peak | None:
-    """The stated dense peak of `device` for matrix products in `precision`; None for a CPU or an unknown device."""
+    """Return the stated dense matmul peak of `device` in `precision`; None for a CPU or an unknown device."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return find_peak(properties.name, precision, properties.multi_processor_count)
@@ -142,25 +143,24 @@ def peak_flops(device: torch.device, precision: str) -> Peak | None:
     return None
 
 
-# How fast the device at hand multiplies matrices: no training step is faster, whatever its vendor states.
 Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST, _LARGEST = 256, 8192
 _LONG_ENOUGH_S = 0.01
-"""A burst of products that takes so long is hardly touched by what it costs to start it and to wait for it."""
+"""Duration of a burst of matmuls from which launch and synchronization overhead is negligible."""
 _BUDGET_S = 0.1
 _MOST_SAMPLES = 5
 _AGREE = 0.9
-"""Two samples in a row that are within a tenth of the best one were not disturbed."""
+"""Two successive samples that reach this fraction of the best sample count as undisturbed."""
 _MOST_BURSTS = 20
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """`flops` is the median over ranks of each one's best rate in FLOP/s, all of them multiplying at once.
+    """Measured matmul peak: median over ranks of the best rate in FLOP/s, with all ranks running at once.
 
-    `size` is that of rank 0's square matrices; `slowest_rank` reached `slowest_flops`.
+    `size` is the size of rank 0's square matrices.
     """
 
     flops: float
@@ -171,13 +171,13 @@ class Ceiling:
 
 
 def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
-    """Multiply on all ranks at once, for about a fifth of a second. A collective.
+    """Measure the matmul peak on all ranks at once, for about a fifth of a second. Collective.
 
-    Ranks that share a host's cores get in each other's way here as they do in training. Nothing is left in the
-    device's memory, and no random state changes.
+    Ranks that share a node's cores slow each other down, as in training. Frees all device memory and does not
+    change random states.
 
     Args:
-        precision: as of the run; whether fp32 products are TF32's is the process's setting.
+        precision: precision of the run. fp32 matmuls use TF32 if the process has enabled it.
     """
     dist.barrier()
     flops, size = best_sample(dist.device, _DTYPES.get(precision, torch.float32))
@@ -187,8 +187,8 @@ def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
 
 
 def best_sample(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
-    """The best of up to five samples of `fastest_product`. The first two suffice if they agree: other programs can
-    take the cores away for the whole of one sample."""
+    """Return the best of up to five samples of `fastest_product`. Stops when two successive samples agree, since
+    other programs can occupy the cores during a whole sample."""
     samples = [fastest_product(device, dtype)]
     while len(samples) < _MOST_SAMPLES:
         samples.append(fastest_product(device, dtype))
@@ -198,11 +198,12 @@ def best_sample(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def fastest_product(device: torch.device, dtype: torch.dtype, budget_s: float = _BUDGET_S) -> tuple[float, int]:
-    """The best FLOP/s of square products on `device`, and the size that reached it.
+    """Return the best rate of square matmuls on `device` in FLOP/s, and the matrix size that reached it.
 
-    Sizes double as long as the next one fits a fraction of the budget; the rest of it repeats the last one.
+    Doubles the size while the next size fits a fraction of the budget, and repeats the last size for the rest of
+    it.
     """
-    _burst(_factors(device, dtype, _SMALLEST), 1)  # sets the library up, which may take longer than the budget
+    _burst(_factors(device, dtype, _SMALLEST), 1)  # initializes the library, which may take longer than the budget
     deadline = time.perf_counter() + budget_s
     best, size = (0.0, 0), _SMALLEST
     while True:
@@ -231,14 +232,15 @@ def _flops(size: int) -> float:
 
 
 def _factors(device: torch.device, dtype: torch.dtype, size: int) -> Factors:
-    """Two random matrices (of zeros a device takes less power, and some go faster) and room for their product."""
+    """Return two random matrices and a buffer for their product. With zeros, devices need less power, and some are
+    faster."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     return left, right, torch.empty_like(left)
 
 
 def _burst(factors: Factors, products: int) -> float:
-    """Seconds that so many products take."""
+    """Return the seconds that a number of matmuls takes."""
     left, right, product = factors
     synchronize(left.device)
     began = time.perf_counter()
@@ -248,17 +250,19 @@ def _burst(factors: Factors, products: int) -> float:
     return time.perf_counter() - began
 
 
-# Environment of a run (machine, versions, threads) for run.json.
 _PACKAGES = ("ezpz_llm", "torch", "deepspeed", "numpy", "mpi4py", "tiktoken", "safetensors")
 
 _VARIABLES = ("OMP_", "MKL_", "KMP_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "MPICH_", "I_MPI_", "OMPI_MCA_",
               "GLOO_", "DS_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
               "HIP_VISIBLE_DEVICES", "ZE_", "ONEAPI_DEVICE_SELECTOR", "EZPZ_LLM_")
-"""Beginnings of the names of variables that change how fast or how a run computes."""
+"""Prefixes of environment variables that affect the speed or the results of a run."""
 
 
 def run_environment(dist: Dist) -> dict[str, Any]:
-    """Versions, hosts, device, launcher and the variables that bear on speed; secrets redacted. A collective."""
+    """Return versions, hostnames, device, launcher, and variables that affect speed, for run.json. Collective.
+
+    Secrets are redacted.
+    """
     return redact({
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "platform": platform.platform(),
@@ -275,7 +279,7 @@ def run_environment(dist: Dist) -> dict[str, Any]:
 
 def _version(package: str) -> str | None:
     if package == "torch":
-        return torch.__version__  # with the build (+cpu, +cu128), which the package's metadata may lack
+        return torch.__version__  # includes the build (+cpu, +cu128), which the package's metadata may lack
     return installed(package)
 
 
@@ -291,7 +295,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The CPU's model name where Linux tells it (Arm kernels do not), else the architecture."""
+    """Return the CPU's model name, or the architecture if /proc/cpuinfo has none (as on Arm)."""
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
         if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""History plots for the terminal and, without colour, for `plots/*.txt`."""
+"""Text plots of a run's history for the terminal and, without color, for `plots/*.txt`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ezpz_llm.observe.terminal import DEFAULT_WIDTH, terminal_width, wants_ascii
 from ezpz_llm.rundir import RunDir, SideFiles
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Marks of curves that are told apart without colour."""
+"""Marks that distinguish curves without color."""
 POINTS = "o"
-"""Mark of points that are not joined."""
+"""Mark of points that are not connected by a line."""
 COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
-"""Colors of the terminal's 256 that differ from each other on black and on white."""
+"""Colors of a 256-color terminal that are distinct on black and on white."""
 _HUGE = 1e300
 _IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), "│": "|", "─": "-", "█": "#", "■": "#"})
-_LOW = 9  # lines of a plot that only has to show whether something was steady
+_LOW = 9  # height in lines of a plot that only shows if a value was steady
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
 Values = Sequence[float | None] | np.ndarray
@@ -32,7 +32,7 @@ Reduce = Callable[[np.ndarray], float]
 
 
 def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> tuple[list[float], list[float]]:
-    """At most `points` points: neighbours in equal groups, each at its mean x and its reduced y."""
+    """Reduce a series to at most `points` points: equal groups of neighbors, with the mean x and the reduced y."""
     x, y = np.asarray(x, float), np.asarray(y, float)
     if len(x) <= points:
         return x.tolist(), y.tolist()
@@ -43,9 +43,9 @@ def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> t
 
 @dataclass(frozen=True)
 class Curve:
-    """Series of a plot: a line of braille dots, or of `mark`s of one character each; separate ones if POINTS.
+    """Series of a plot, drawn in braille dots or in the character `mark`. POINTS are not connected by a line.
 
-    `colour` is one of the terminal's 256, -1 for plotext's own choice.
+    `colour` is a number of a 256-color terminal, or -1 for plotext's choice.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Curve:
 
     @property
     def is_line(self) -> bool:
-        """True if its points are joined."""
+        """True if the points are connected by a line."""
         return self.mark != POINTS
 
 
@@ -64,16 +64,16 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
                 width: int = DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
                 reduce: Reduce = np.mean, label: str = "",
                 points: tuple[str, Values, Values] | None = None, is_ascii: bool | None = None) -> str:
-    """A line plot of y over x, see curves_plot.
+    """Return a line plot of y over x; see `curves_plot`.
 
     Args:
-        label: the line's name beside that of `points`.
-        points: a second series (name, x, y), drawn as separate marks.
+        label: name of the line in the heading, if there are `points`.
+        points: second series (name, x, y), drawn as unconnected marks.
     """
     curves = [Curve(label, x, y)]
     if points is not None:
         curves.append(Curve(points[0], points[1], points[2], mark=POINTS))
-        # In the heading, since plotext's own legend covers part of the curve.
+        # The legend is in the heading, since plotext's legend hides part of the curve.
         xlabel += f"; line: {label}, {POINTS}: {points[0]}"
     return curves_plot(curves, title, xlabel, ylabel, width, height, colour=colour, reduce=reduce,
                        is_ascii=is_ascii)
@@ -82,12 +82,12 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
 def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = DEFAULT_WIDTH,
                 height: int = 16, *, colour: bool = False, reduce: Reduce = np.mean,
                 is_ascii: bool | None = None) -> str:
-    """A plot of several series as text of `width` by `height` characters, ending in a newline.
+    """Return a plot of several series as text of `width` by `height` characters, ending in a newline.
 
-    Values that are not finite (or None) are left out, long lines are reduced to two values a column.
+    Non-finite values and None are skipped. Long lines are reduced to two values per column.
 
     Args:
-        is_ascii: without braille and box characters (default: where standard output cannot show them).
+        is_ascii: do not use braille and box characters (default: if standard output cannot show them).
     """
     is_ascii = wants_ascii() if is_ascii is None else is_ascii
     import plotext
@@ -117,7 +117,7 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
 
 def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = DEFAULT_WIDTH, *,
               colour: bool = False) -> str:
-    """Horizontal bars of named values, the first on top, as text that ends in a newline."""
+    """Return horizontal bars of named values, the first on top, as text that ends in a newline."""
     figure = _figure(title, width, 2 * len(bars) + 3)
     names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
     figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
@@ -127,7 +127,7 @@ def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = DEFAUL
 def _figure(title: str, width: int, height: int) -> Any:
     import plotext
 
-    # plotext cuts plots to 80x22 where there is no terminal, unless told not to; and it keeps one figure for all.
+    # By default plotext limits plots to 80x22 without a terminal. It also has a single global figure.
     plotext.terminal.limit(False, False)
     figure = plotext.figure
     figure.clear()
@@ -137,7 +137,7 @@ def _figure(title: str, width: int, height: int) -> Any:
 
 
 def _figure_text(figure: Any, colour: bool, is_ascii: bool, **axes: Sequence[float]) -> str:
-    """The drawn figure, with round ticks on the axes whose values are given."""
+    """Return the text of a figure, with round ticks on the axes whose values are given."""
     for axis, values in axes.items():
         ticks = round_ticks(min(values), max(values))
         figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
@@ -149,15 +149,15 @@ def _figure_text(figure: Any, colour: bool, is_ascii: bool, **axes: Sequence[flo
 
 def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False, history: History | None = None,
              side: SideFiles | None = None, unit: str = "nats/token") -> str:
-    """Draw loss and tokens/s of a run, or step time (the same curve upside down) where tokens/s are not known:
-    plain text to `plots/<metric>.txt`; both are returned for the console, the second less high.
+    """Plot the loss and tokens/s of a run, or the step time if tokens/s are unknown.
 
-    The first and last steps are left out of the second, whose scale they would take for themselves.
+    Writes plain text to `plots/<metric>.txt`, and returns both plots for the console. The second plot is lower, and
+    omits the first and last steps, which would dominate its scale.
 
     Args:
-        history: the run's lines, where they are read already.
-        side: what writes the files of a training.
-        unit: of the loss.
+        history: lines of the run, if they have been read.
+        side: writer of auxiliary files.
+        unit: unit of the loss.
     """
     width, side = terminal_width() if width is None else width, side or SideFiles()
     rows = read_history(run_dir) if history is None else history
@@ -180,15 +180,15 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False,
 
 
 def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:
-    # A NaN makes plotext's C++ part abort the whole process, so it must never get there; and a range wider than a
-    # float holds cannot be scaled.
+    # NaN makes plotext's C++ part abort the process, so it must be removed. A range wider than a float cannot be
+    # scaled.
     a, b = np.asarray(x, float), np.asarray(y, float)
     usable = (np.abs(a) < _HUGE) & (np.abs(b) < _HUGE)
     return a[usable], b[usable]
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Three to eight round numbers between `low` and `high`; just the one where they are equal."""
+    """Return three to eight round numbers between `low` and `high`, or one number if they are equal."""
     if not high - low > abs(high) * 1e-12:
         return [low]
     raw = (high - low) / 7

@@ -1,4 +1,4 @@
-"""Profiles of a few steady steps: the host's call tree (pyinstrument), traces (torch.profiler)."""
+"""Profiles of a few steady steps: Python call tree (pyinstrument) and traces (torch.profiler)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from ezpz_llm.rundir import RunDir, SideFiles
 
 SKIP_STEPS = 5
-"""Steps before a profile starts: the first ones build caches, optimizer state and kernels."""
+"""Number of steps before a profile starts. The first steps build caches, optimizer state, and kernels."""
 PROFILE_STEPS = 20
 _PACKAGES = ("torch", "deepspeed", "ezpz_llm")
 OTHER = "other"
@@ -23,7 +23,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Window:
-    """Steps `first` to `first + steps - 1` (counted from 0, like the training loop) are profiled."""
+    """Profiled steps: `first` to `first + steps - 1`, numbered from 0 as in the training loop."""
 
     first: int
     steps: int
@@ -35,7 +35,7 @@ class Window:
 
 
 class StepWatch(Protocol):
-    """Looks at some of a run's steps, counted from 0; `close` ends what an early end of the run leaves open."""
+    """Observer of a run's steps, numbered from 0. `close` finishes the work if the run ends early."""
 
     def before_step(self, step: int) -> None:
         """Called before a step."""
@@ -49,26 +49,27 @@ class StepWatch(Protocol):
 
 def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
                    skip: int = SKIP_STEPS) -> Window | None:
-    """`steps` steps after `skip`, fewer of both in a short run; None where there is no step left to run."""
-    left = total_steps - first_step
-    if left < 1:
+    """Return the window of `steps` steps after `skip` steps, both reduced in a short run; None without steps."""
+    remaining = total_steps - first_step
+    if remaining < 1:
         return None
-    skip = min(skip, left // 2)
-    return Window(first_step + skip, min(steps, left - skip))
+    skip = min(skip, remaining // 2)
+    return Window(first_step + skip, min(steps, remaining - skip))
 
 
 _WEB_FONTS = re.compile(r"https://fonts\.googleapis\.com/[^\"'`)]*")
-"""Font request in pyinstrument's page. Without it, the page uses the browser's fonts and needs no network."""
+"""Font request in pyinstrument's page. Without the request, the page uses the browser's fonts and no network."""
 
 
 class HostProfile:
-    """The host's call tree over the window, sampled each millisecond: `profile/host.html` and `profile/host.txt`.
+    """Python call tree of the window, sampled every millisecond, in `profile/host.html` and `profile/host.txt`.
 
-    `profile/host.json` has its seconds by the package whose function ran, or called into C: torch, deepspeed,
-    ezpz_llm or other.
-    Other ranks feel it only by waiting for this one. Measured on tiny-gpt2 (0.06 s a step, one thread) the profiled
-    steps took 1.2 % longer and the whole run 0.05 s (benchmarks/profile_cost.py, results/profile_cost.json); a loop
-    of pure Python calls can take several times as long, since each call is hooked.
+    `profile/host.json` has the seconds by the package whose function ran or called C code: torch, deepspeed,
+    ezpz_llm, or other.
+
+    Overhead: 1.2 % in the profiled steps and 0.05 s in the run, for tiny-gpt2 with 0.06 s per step and one thread
+    (benchmarks/profile_cost.py, results/profile_cost.json). A loop of pure Python calls can take several times as
+    long, since each call is hooked. Other ranks are affected only when they wait for this rank.
     """
 
     def __init__(self, run_dir: RunDir, window: Window, side: SideFiles | None = None) -> None:
@@ -77,17 +78,17 @@ class HostProfile:
         self._window = window
         self._profiler: Any = None
         self.path: Path | None = None
-        """The written page, once the window has passed."""
+        """Path of the HTML page, once it is written."""
 
     def before_step(self, step: int) -> None:
         """Start at the window's first step."""
         if step == self._window.first:
             from pyinstrument import Profiler
 
-            # async_mode is for coroutines; without them it only costs.
+            # async_mode is for coroutines, and costs time without them.
             self._profiler = Profiler(interval=0.001, async_mode="disabled")
             self._profiler.start()
-            # It must not be called any more when the interpreter comes apart, however the run ends.
+            # The profiler must be stopped before interpreter shutdown, also if the run fails.
             atexit.register(self._stop)
 
     def _stop(self) -> None:
@@ -100,7 +101,7 @@ class HostProfile:
             self.close()
 
     def close(self) -> None:
-        """Write what there is, if the window was entered and not yet closed (a run that ends early)."""
+        """Write the profile if it is running, such as in a run that ends early."""
         if self._profiler is None:
             return
         self._stop()
@@ -114,27 +115,27 @@ class HostProfile:
 
 
 def seconds_by_package(root: Any) -> dict[str, float]:
-    """The seconds of pyinstrument's call tree by the package of the innermost function that is in a file."""
-    found = dict.fromkeys((*_PACKAGES, OTHER), 0.0)
+    """Return the seconds of pyinstrument's call tree by the package of the innermost function that has a file."""
+    seconds = dict.fromkeys((*_PACKAGES, OTHER), 0.0)
     frames = [(root, OTHER)]
     while frames:
         frame, package = frames.pop()
         inside = [child for child in frame.children if not child.is_synthetic]
         if frame.file_path and Path(frame.file_path).is_absolute():
-            name = Path(frame.file_path_short).parts[0]  # from the entry of sys.path on
+            name = Path(frame.file_path_short).parts[0]  # relative to the entry of sys.path
             package = name if name in _PACKAGES else OTHER
-        found[package] += frame.time - sum(child.time for child in inside)
+        seconds[package] += frame.time - sum(child.time for child in inside)
         frames += [(child, package) for child in inside]
-    return found
+    return seconds
 
 
 class TraceProfile:
-    """A torch.profiler trace of the window's operators and kernels: `profile/trace-rankNNNN.json.gz`, one a rank.
+    """torch.profiler trace of the window, one file per rank: `profile/trace-rankNNNN.json.gz`.
 
-    It holds the steps of the window, each marked `step N` (N from 1, as in metrics.jsonl) and with its phases, and
-    what comes after each of them before the next (log lines, evaluations, checkpoints), each marked with its name.
-    What `notes` returns is part of it, under "ezpz_llm". Opens in https://ui.perfetto.dev. Steps are slower while
-    they are traced; the profiler sets itself up before the first of them begins.
+    The trace has a mark `step N` for each step (N from 1, as in metrics.jsonl), marks for the step's phases, and
+    marks for the work between steps (log lines, evaluations, checkpoints). The result of `notes` is stored under
+    "ezpz_llm". Open it in https://ui.perfetto.dev. Traced steps are slower. The profiler is initialized before the
+    first traced step begins.
     """
 
     def __init__(self, run_dir: RunDir, rank: int, window: Window,
@@ -145,10 +146,10 @@ class TraceProfile:
         self._notes = notes
         self._profiler: torch.profiler.profile | None = None
         self.path: Path | None = None
-        """The written trace, once the window has passed."""
+        """Path of the trace, once it is written."""
 
     def before_step(self, step: int) -> None:
-        """Start at the window's first step, stop and write before the first one after it."""
+        """Start before the window's first step, and write the trace before the first step after the window."""
         if step == self._window.first:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
@@ -159,7 +160,7 @@ class TraceProfile:
         """Attribute what comes after a step to it."""
 
     def close(self) -> None:
-        """Write what there is, if the window was entered and not yet closed."""
+        """Write the trace if the profiler is running."""
         if self._profiler is None:
             return
         self._profiler.add_metadata_json("ezpz_llm", json.dumps(self._notes()))
@@ -168,7 +169,7 @@ class TraceProfile:
         self._side.attempt(str(self._target), lambda: self._write(profiler))
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        # Under another name until it is whole: `explain` may look while the run goes on.
+        # Written under a temporary name, because `explain` may read the folder during the run.
         unfinished = self._target.with_name(f".{self._target.name}")
         profiler.export_chrome_trace(str(unfinished))
         self.path = unfinished.replace(self._target)

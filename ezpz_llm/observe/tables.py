@@ -1,4 +1,4 @@
-"""Small tables that read well both on a terminal (rich) and in a log (plain aligned text)."""
+"""Small tables for the terminal (rich) and for logs (plain aligned text)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TABLE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows, the first column names them; below them a last row for totals, if any, and notes, sentences.
-    Without columns notes alone."""
+    """Table of text. The first column names the rows, and an optional footer has totals. `notes` are sentences
+    below the table; a table without columns consists of notes only."""
 
     title: str
     columns: tuple[str, ...]
@@ -26,13 +26,14 @@ class Table:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None,
           rich: bool = False, width: int = TABLE_WIDTH, marked: Sequence[int] = ()) -> str:
-    """A table as text: first column to the left, the others to the right; ends in a newline.
+    """Return a table as text that ends in a newline. The first column is left-aligned, others are right-aligned.
 
     Args:
-        footer: a last row, for totals.
-        rich: draw it for this terminal, in at most `width` columns, the rows with the numbers `marked` in red.
+        footer: last row, for totals.
+        rich: draw the table for this terminal, with at most `width` columns.
+        marked: indices of rows to print in red, if `rich`.
     """
-    # Names of runs, hosts and settings come from files, perhaps of others.
+    # Names of runs, nodes, and settings come from files, which other users may have written.
     rows = [[cleaned(cell) for cell in row] for row in rows]
     columns = [cleaned(name) for name in columns]
     if not rich:
@@ -43,7 +44,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
     drawn = Table(show_footer=footer is not None, box=ASCII if wants_ascii() else HEAVY_HEAD)
     for i, name in enumerate(columns):
-        # Folded, not cut: the end of a number matters.
+        # Fold instead of truncate, so that no digits are lost.
         drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right", overflow="fold")
     for i, row in enumerate(rows):
         drawn.add_row(*row, style="red" if i in marked else None)
@@ -53,22 +54,22 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 
 def table_text(one: Table, *, rich: bool = False) -> str:
-    """A table as text, each of its notes on a line."""
+    """Return a table as text, followed by one line per note."""
     return table(one.title, one.columns, one.rows, footer=one.footer, rich=rich) + "".join(
         f"  {note}\n" for note in one.notes)
 
 
 def wall_table(title: str, wall: Mapping[str, float]) -> Table:
-    """Seconds of a run by what they were spent on, with their shares and their sum."""
+    """Return a table of a run's wall-time breakdown, with shares and the sum."""
     rows = tuple((name, f"{seconds:.1f}", share) for (name, seconds), share
                  in zip(wall.items(), percentages(list(wall.values())), strict=True))
     return Table(title, ("", "seconds", "share"), rows, footer=("run", f"{sum(wall.values()):.1f}", "100.0 %"))
 
 
 def percentages(parts: Sequence[float]) -> list[str]:
-    """Shares of the sum of `parts` in percent with one decimal, rounded so that what is printed adds up to 100.0.
+    """Format the shares of `parts` in percent with one decimal, rounded so that the printed shares sum to 100.0.
 
-    (The largest remainders are rounded up.) Negative parts, a clock's noise around zero, count as they are.
+    The largest remainders are rounded up. Negative parts, which are clock noise around zero, are included.
     """
     if not sum(parts) > 0:
         return ["-"] * len(parts)

@@ -1,4 +1,4 @@
-"""Abilities of the console: its width, colour, and characters beyond ASCII."""
+"""Capabilities of the console: width, color, and non-ASCII characters."""
 
 from __future__ import annotations
 
@@ -12,42 +12,47 @@ from ezpz_llm.launch.variables import IN_COLOUR, RANK_VARIABLE, TERMINAL_VARIABL
 
 DEFAULT_WIDTH = 80
 WIDTH_LIMIT = 200
-"""Columns beyond which a plot no longer gets easier to read."""
+"""Maximum width in columns. Wider plots are not easier to read."""
 
 
 def terminal_width() -> int:
-    """Columns of the terminal (COLUMNS, what launch or it says), 80 where there is none, at most WIDTH_LIMIT."""
-    if not os.environ.get("COLUMNS") and (told := _columns_told(os.environ)) is not None:
-        return min(WIDTH_LIMIT, told)
+    """Return the width of the terminal in columns, at most WIDTH_LIMIT.
+
+    The width is from COLUMNS, launch, or the terminal itself; 80 without a terminal.
+    """
+    if not os.environ.get("COLUMNS") and (columns := _columns_from_launch(os.environ)) is not None:
+        return min(WIDTH_LIMIT, columns)
     return min(WIDTH_LIMIT, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns or DEFAULT_WIDTH)
 
 
 def redraws(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
-    """True if `stream` (standard output) reaches a terminal whose last line can be written anew, through launch or
-    directly."""
+    """Return True if `stream` (default: stdout) is a terminal whose last line can be rewritten, directly or through
+    launch."""
     stream, env = sys.stdout if stream is None else stream, os.environ if env is None else env
-    return _columns_told(env) is not None or (stream.isatty() and env.get("TERM", "dumb") != "dumb")
+    return _columns_from_launch(env) is not None or (stream.isatty() and env.get("TERM", "dumb") != "dumb")
 
 
-def _columns_told(env: Mapping[str, str]) -> int | None:
-    """Columns of the terminal that launch was started in, for the rank whose output it shows."""
-    told = env.get(TERMINAL_VARIABLE, "").removesuffix(IN_COLOUR)
-    return int(told) if told.isdecimal() and env.get(RANK_VARIABLE, "0") == "0" else None
+def _columns_from_launch(env: Mapping[str, str]) -> int | None:
+    """Return the width of launch's terminal on rank 0, whose output launch shows; None on other ranks."""
+    columns = env.get(TERMINAL_VARIABLE, "").removesuffix(IN_COLOUR)
+    return int(columns) if columns.isdecimal() and env.get(RANK_VARIABLE, "0") == "0" else None
 
 
 def wants_colour(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
-    """True if `stream` (standard output) reaches a terminal that knows colours (TERM is not "dumb") and whose user
-    has not set NO_COLOR (https://no-color.org), through launch or directly."""
+    """Return True if `stream` (default: stdout) is a color terminal, directly or through launch.
+
+    False if TERM is "dumb" or the user has set NO_COLOR (https://no-color.org).
+    """
     stream, env = sys.stdout if stream is None else stream, os.environ if env is None else env
-    if _columns_told(env) is not None:
+    if _columns_from_launch(env) is not None:
         return env[TERMINAL_VARIABLE].endswith(IN_COLOUR)
     return stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 
 def wants_ascii(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
-    """True if `stream` (standard output) cannot write braille, or the locale is C by name.
+    """Return True if `stream` (default: stdout) cannot write braille, or the locale is named C or POSIX.
 
-    Python itself writes UTF-8 in the C locale (PEP 538, PEP 540), which a terminal that was set to C may not show.
+    Python writes UTF-8 in the C locale (PEP 538, PEP 540), which a terminal in that locale may not display.
     """
     stream, env = sys.stdout if stream is None else stream, os.environ if env is None else env
     locale = env.get("LC_ALL") or env.get("LANG") or ""

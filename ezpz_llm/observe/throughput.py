@@ -1,4 +1,4 @@
-"""Throughput: the work of a step, its rates, the progress line printed while a run trains, and its summary."""
+"""Throughput of a run: work and rates of a step, progress lines, and the final summary."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """Work of one step, to turn its time into rates, all None where the tokens of a step are not known.
+    """Rates of a step. All are None if the number of tokens is unknown.
 
-    `flops_per_second_per_device` are the model's FLOPs, all products of the attention counted; `mfu` is their
-    fraction of the stated peak, None where there is none, `mfu_causal` the same with only the products that the
-    causal mask leaves, and `ceiling_share` their fraction of what matrix products alone reached on the device.
+    Attributes:
+        flops_per_second_per_device: FLOP/s of the model, with attention counted without the causal mask.
+        mfu: fraction of the stated peak; None without a stated peak.
+        mfu_causal: `mfu`, but without the attention products that the causal mask removes.
+        ceiling_share: fraction of the measured matmul peak.
     """
 
     tokens_per_second: float | None
@@ -53,10 +55,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one optimizer step of the whole run.
+    """Work of one optimizer step on all ranks.
 
-    `micro_batch` sequences of `block_size` tokens on each of `dp_size` data-parallel ranks, `accumulation` times.
-    Tensor- and pipeline-parallel peers add devices, no tokens, so `world_size` may be larger than `dp_size`.
+    Each of `dp_size` data-parallel ranks processes `accumulation` micro-batches of `micro_batch` sequences with
+    `block_size` tokens. Tensor- and pipeline-parallel peers add devices but no tokens, so `world_size` may be
+    larger than `dp_size`.
     """
 
     micro_batch: int
@@ -71,19 +74,19 @@ class StepWork:
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step, of all ranks."""
+        """Sequences per step, over all ranks."""
         return self.micro_batch * self.accumulation * self.dp_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, of all ranks."""
+        """Tokens per step, over all ranks."""
         return self.sequences * self.block_size
 
     def rates(self, step_time_s: float, tokens: float | None = None) -> Rates:
-        """Rates at `step_time_s` seconds a step, over all ranks unless the name says otherwise.
+        """Return the rates for a step time, over all ranks unless they are per device.
 
         Args:
-            tokens: of that step, where it is not like the others.
+            tokens: tokens of the step, if the number differs from `self.tokens`.
         """
         tokens = self.tokens if tokens is None else tokens
         if not tokens:
@@ -103,7 +106,7 @@ def _share(flops: float | None, of: float | None) -> float | None:
 
 
 def short_number(value: float) -> str:
-    """Three digits and a unit: 23.2k, 1.04M."""
+    """Format a number with three digits and a unit, such as 23.2k or 1.04M."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{value / limit:.3g}{unit}"
@@ -115,7 +118,7 @@ def _short(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours, minutes and seconds, as a clock shows them: 0:07, 3:21, 1:02:11, 2d 03:15."""
+    """Format a duration as minutes and seconds, with hours or days if needed: 0:07, 3:21, 1:02:11, 2d 03:15."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60 % 60, whole // 3600, whole // 86400
     if days:
@@ -126,24 +129,24 @@ def duration(seconds: float) -> str:
 _LIVE_EVERY_S = 1.0
 _PLAIN_EVERY_S = 30.0
 _RECENT_STEPS = 20
-"""Steps by which the live line estimates."""
+"""Number of last steps for the estimates of the live line."""
 
 
 class Progress:
-    """Prints one aligned line for the last step of a flush and for every step that evaluated.
+    """Printer of one aligned line for the last step of a flush and for every step with an evaluation.
 
-    Loss, learning rate and norm are that step's; the time is the median since the previous line, and the rates are
-    those of that median. The time left is by all that has passed since the first line, evaluations and checkpoints
-    in it, so that it needs a second line.
+    Loss, learning rate, and gradient norm are those of the step. The time is the median since the previous line,
+    and the rates use this median. The remaining time is estimated from all time since the first line, including
+    evaluations and checkpoints, and is therefore empty on the first line.
 
     Args:
-        width: columns of the terminal. What does not fit is left out, first what metrics.jsonl is asked for least.
-        clock: monotonic seconds.
-        is_live: between two lines, rewrite the terminal's last line (default: where there is a terminal).
+        width: width of the terminal in columns. The least important columns are omitted if they do not fit.
+        clock: monotonic clock in seconds.
+        is_live: rewrite the terminal's last line between two lines (default: if stdout is a terminal).
     """
 
-    _LEFT_OUT = ("tok/s/dev", "lr", "grad norm", "MFU", "elapsed", "tok/s")
-    """Columns that a narrow terminal does without, in this order."""
+    _OPTIONAL_COLUMNS = ("tok/s/dev", "lr", "grad norm", "MFU", "elapsed", "tok/s")
+    """Columns that are omitted on a narrow terminal, in this order."""
 
     def __init__(self, total_steps: int, work: StepWork, width: int | None = None,
                  clock: Callable[[], float] = time.monotonic, is_live: bool | None = None) -> None:
@@ -163,9 +166,9 @@ class Progress:
         self._is_live_line_shown = False
 
     def tick(self, step: int) -> None:
-        """Say between two lines how far the run is: every second on a terminal, every half a minute in a log.
+        """Print the progress between two lines: every second on a terminal, every 30 s in a log.
 
-        By this process's clock after `step`, which no device is asked for.
+        Uses the clock of this process, without a synchronization of the device.
         """
         now = self._clock()
         if self._recent and step <= self._recent[-1][0]:
@@ -188,13 +191,13 @@ class Progress:
             print(text, flush=True)
 
     def erase(self) -> None:
-        """Take the live line away before something else is printed."""
+        """Erase the live line before other output is printed."""
         if self._is_live_line_shown:
             self._is_live_line_shown = False
             print(f"{LIVE_LINE}\r", end="", flush=True)
 
     def show(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Print what the metrics lines of a flush have to say."""
+        """Print the progress line for the metrics lines of a flush."""
         self.erase()
         for line in lines:
             self._times.append(line["step_time_s"])
@@ -207,14 +210,14 @@ class Progress:
                 self._times.clear()
 
     def _fitting(self, columns: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-        for name in self._LEFT_OUT:
+        for name in self._OPTIONAL_COLUMNS:
             if sum(width + 2 for _, width, _ in columns) - 2 <= self._width:
                 break
             columns = [column for column in columns if column[0] != name]
         return columns
 
     def _left_s(self, step: int, now: float) -> float | None:
-        """Seconds to the last step, None where nothing tells yet; a run that was rolled back begins anew."""
+        """Estimate the seconds to the last step; None on the first line. The estimate restarts after a rollback."""
         was_rewound, self._last_step = step <= self._last_step, step
         if self._first is None or was_rewound:
             self._first = (step, now)
@@ -223,7 +226,7 @@ class Progress:
         return (now - since) / (step - first_step) * (self._total_steps - step)
 
     def _columns(self, line: dict[str, Any]) -> list[tuple[str, int, str]]:
-        """Name, width and text of each column."""
+        """Return the name, width, and text of each column."""
         seconds, now = statistics.median(self._times), self._clock()
         self._shown_at = now
         left_s = self._left_s(line["step"], now)
@@ -248,28 +251,27 @@ class Progress:
 def _fixed(value: float | None, width: int, digits: int) -> str:
     if value is None:
         return "inf/nan"
-    # A value too large for its column (an exploding norm) keeps its order of magnitude instead of its decimals.
+    # Scientific notation for a value too large for its column, such as an exploding gradient norm.
     text = f"{value:.{digits}f}"
     return text if len(text) <= width else f"{value:.2e}"
 
 
-# The end of a run in numbers: where the time went, how fast it was, what was learnt, where everything lies.
 EVALUATION_LIMIT = 0.2
-"""The share of wall time in evaluation above which the summary warns."""
-_ENOUGH_TO_LEARN = 20  # steps; fewer may end in warm-up
+"""Fraction of wall time in evaluation above which the summary warns."""
+_ENOUGH_TO_LEARN = 20  # steps; a shorter run may end during warm-up
 
-_COMMUNICATION = ("  Communication runs inside backward and optimizer, and inside forward where layers are\n"
-                  "  divided; these spans do not separate it.\n")
+_COMMUNICATION = ("  The phases do not separate communication: it is in backward and optimizer, and in forward\n"
+                  "  if layers are sharded.\n")
 
 
 @dataclass(frozen=True)
 class Summary(Rates):
-    """Totals of this process's steps, and the rates of the median one. Times are rank 0's, in seconds, over steady
-    steps only.
+    """Summary of this process's steps, with the rates of the median step time.
 
-    `phase_share` is of the summed step time and adds up to 1; `wall` is the whole run's, by what it was spent on.
-    The last loss is the mean over the last tenth of the steps (at most 50); the first is that of the run
-    directory's first line, which for a resumed run may be another process's.
+    Times are in seconds, on rank 0, over steady steps only. `phase_share` has fractions of the summed step time,
+    with the sum 1. `wall` is the breakdown of the whole run's wall time. The last loss is the mean over the last
+    tenth of the steps (at most 50). The first loss is from the first line in the run directory, which an earlier
+    process of a resumed run may have written.
     """
 
     steps: int
@@ -289,32 +291,33 @@ class Summary(Rates):
 
     @property
     def warnings(self) -> list[str]:
-        """Notes on the numbers."""
-        found = []
+        """Warnings about implausible or unfavorable numbers."""
+        warnings = []
         evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
         if evaluation > EVALUATION_LIMIT:
-            found.append(f"evaluation took {evaluation:.0%} of the wall time (larger --eval-every, smaller "
-                         "--eval-tokens)")
+            warnings.append(f"evaluation took {evaluation:.0%} of the wall time (increase --eval-every or decrease "
+                            "--eval-tokens)")
         if self.mfu is not None and self.mfu > 1:
-            found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
+            warnings.append(f"an MFU of {self.mfu:.2f} is impossible: the step time, the FLOP count, or the peak "
+                            "is wrong")
         if self.ceiling_share is not None and self.ceiling_share > 1:
-            found.append("measured matmul peak is unreliable (machine was busy)")
+            warnings.append("measured matmul peak is unreliable (machine was busy)")
         if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)
                                                    and self.last_loss < self.first_loss):
-            found.append("the loss did not fall: the speed of this run says nothing")
-        return found
+            warnings.append("the loss did not decrease: the throughput of this run is not meaningful")
+        return warnings
 
 
 def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
               unigram_entropy: float | None = None, straggler: Straggler | None = None,
               bubble: Bubble | None = None, history: History | None = None) -> Summary | None:
-    """Summarise the steps after `first_step` from metrics.jsonl; None where this process made no step.
+    """Summarize the steps after `first_step` from metrics.jsonl; None if this process made no step.
 
     Args:
-        wall: seconds by what they were spent on, adding up to the run's wall time.
-        unigram_entropy: of the corpus, in nats a token.
+        wall: breakdown of the run's wall time in seconds.
+        unigram_entropy: unigram entropy of the corpus in nats per token.
         straggler, bubble: see MetricsLog.
-        history: the run's lines, where they are read already.
+        history: lines of the run, if they have been read.
     """
     history = read_history(run_dir) if history is None else history
     rows = history[history.steps > first_step]
@@ -324,7 +327,7 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     step_times = timed.column("step_time_s")
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
-    # The loss of an evaluation may be NaN; that it was made is known by its tokens.
+    # The loss of an evaluation may be NaN. Its number of tokens shows that it was made.
     evaluated = rows[np.isfinite(rows.column("val_tokens")) | np.isfinite(rows.column("val_loss"))]
     return Summary(
         steps=int(rows.steps[-1]),
@@ -346,52 +349,52 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
 
 
 def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) -> str:
-    """Two tables: the phases of a step, and the run's wall time."""
+    """Return two tables: the step-time breakdown and the wall-time breakdown."""
     rows = [[phase, *_milliseconds(summary.phase_s[phase]), share] for phase, share
             in zip(summary.phase_share, percentages(list(summary.phase_share.values())), strict=True)]
-    text = table(f"Where the step time went (rank 0, {summary.timed_steps} steady steps)",
+    text = table(f"Step-time breakdown (rank 0, {summary.timed_steps} steady steps)",
                  ("phase", "median ms", "10 %", "90 %", "share"), rows,
                  footer=("step", *_milliseconds(summary.step_time), "100.0 %"), rich=rich)
     if world_size > 1:
         text += _COMMUNICATION
     if summary.straggler is not None:
         slow = summary.straggler
-        text += (f"  Slowest: rank {slow.rank}, {slow.seconds * 1e3:.1f} ms a step in data and forward "
+        text += (f"  Slowest: rank {slow.rank}, {slow.seconds * 1e3:.1f} ms per step in data and forward "
                  f"(median of all ranks: {slow.median_s * 1e3:.1f} ms).\n")
     if summary.bubble is not None:
         text += _bubble(summary.bubble)
-    return text + "\n" + table_text(wall_table("Where the wall time went", summary.wall), rich=rich)
+    return text + "\n" + table_text(wall_table("Wall-time breakdown", summary.wall), rich=rich)
 
 
 def _bubble(bubble: Bubble) -> str:
     stages = ", ".join(f"{idle:.1%}" for idle in bubble.idle)
     return (f"  Pipeline stages idle (in other, or waiting in optimizer): {stages}; {bubble.mean:.1%} on average.\n"
-            f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; a larger --gradient-accumulation-steps lowers it.\n")
+            f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; increase --gradient-accumulation-steps to reduce it.\n")
 
 
 def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
                peak_bytes: int | None = None, width: int | None = None) -> str:
-    """The summary of a run in about a dozen lines: losses, speed, time, memory, and where the files are.
+    """Return the summary of a run in about a dozen lines: losses, throughput, time, memory, and files.
 
     Args:
-        profile: the page of the profile of Python, where there is one.
-        peak_bytes: memory of the rank that took most.
-        width: columns of the terminal.
+        profile: path of the HTML page of the Python profile, if there is one.
+        peak_bytes: highest peak memory of a rank.
+        width: width of the terminal in columns.
     """
     median, low, high = _milliseconds(summary.step_time)
     mfu, flops = summary.mfu, summary.flops_per_second_per_device
     shares = ", ".join(f"{share:.0%} {name}" for name, share in _largest(summary.phase_share))
     wall = sum(summary.wall.values())
-    spent = ", ".join(f"{seconds / wall:.0%} {name}" for name, seconds in _largest(summary.wall))
+    wall_shares = ", ".join(f"{seconds / wall:.0%} {name}" for name, seconds in _largest(summary.wall))
     files = [run_dir.report.name, run_dir.metrics.name, f"{run_dir.plots.name}/",
              *([str(profile.relative_to(run_dir.path))] if profile else [])]
     lines = {
         "training loss": f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
                          f"(step {summary.steps})",
         "validation loss": _validation(summary) if summary.val_step is not None else "",
-        "skipped steps": f"{summary.skipped_steps}: they changed nothing" if summary.skipped_steps else "",
+        "skipped steps": f"{summary.skipped_steps} (no parameter update)" if summary.skipped_steps else "",
         "step time": f"{median} ms median; {low} to {high} ms for the middle 80 %",
-        "of a step": shares,
+        "step breakdown": shares,
         "tokens/s": "" if summary.tokens_per_second is None else (
             f"{_short(summary.tokens_per_second)}, {_short(summary.tokens_per_second_per_device)} per device"),
         "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the vendor's peak" + (
@@ -399,8 +402,8 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
         "FLOP/s": "" if flops is None else f"{short_number(flops)} per device" + (
             "" if summary.ceiling_share is None or summary.ceiling_share > 1 else
             f", {summary.ceiling_share:.1%} of the matmul peak measured here"),
-        "memory": "" if peak_bytes is None else f"{peak_bytes / 1e9:.2f} GB at most, on the rank that took most",
-        "run time": f"{duration(wall)}: {spent}",
+        "peak memory": "" if peak_bytes is None else f"{peak_bytes / 1e9:.2f} GB (maximum over ranks)",
+        "run time": f"{duration(wall)}: {wall_shares}",
         "files": ", ".join(files), "in": str(run_dir.path)}
     text = aligned(((name, value) for name, value in lines.items() if value),
                    terminal_width() if width is None else width, 16)
@@ -408,15 +411,15 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
 
 
 def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The parts from the largest, without those that would be shown as 0 %."""
+    """Return the parts in descending order, without parts that would be printed as 0 %."""
     whole = sum(parts.values())
-    return sorted(((name, part) for name, part in parts.items() if part > 0.005 * whole), key=lambda one: -one[1])
+    return sorted(((name, part) for name, part in parts.items() if part > 0.005 * whole), key=lambda item: -item[1])
 
 
 def _validation(summary: Summary) -> str:
     text = f"{_loss(summary.val_loss)} (step {summary.val_step})"
     if summary.unigram_entropy and finite(summary.val_loss):
-        text += f"; {summary.unigram_entropy:.4f} is what token frequencies alone give"
+        text += f"; token frequencies alone give {summary.unigram_entropy:.4f}"
     return text
 
 

@@ -1,9 +1,8 @@
-"""Bytes on the wire of a collective, as measured on a link, beside the textbook's (imports no torch).
+"""Measured and textbook bytes on the wire of collectives (does not import torch).
 
-The table of a backend is a file beside this one, written by a measurement (docs/evidence/traffic.md): one rank a
-node, each with a link of its own, whose counters say what a call of a kind sent for a buffer of so many bytes
-among so many ranks. Bytes of buffers are counted as in the collectives that a run issues: what is reduced, what is
-gathered, what is divided, what is sent, always the whole buffer.
+Each backend has a table of measurements in this folder (docs/evidence/traffic.md). They were made with one rank per
+node and one link per rank, whose counters give the traffic of a call by kind, buffer size, and number of ranks. The
+size of a buffer is always the whole buffer: the data that is reduced, gathered, scattered, or sent.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ _FOLDER = Path(__file__).resolve().parent
 
 _SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "gather": 1.0,
           "scatter": 1.0}
-"""Times (n-1)/n of the buffer."""
+"""Traffic of a call on n ranks, in units of (n-1)/n of the buffer."""
 
 _NAMES = ("sent", "received", "line_bytes", "overhead_s")
 
 NEAR = 0.05
-"""Measured volumes this near to the textbook's are the textbook's."""
+"""Relative difference up to which a measured volume equals the textbook's."""
 
 _REASONS = {
     ("gloo", "reduce_scatter"): "gloo all-reduces the whole buffer, and each rank keeps its share",
     ("gloo", "broadcast"): "the root of a tree sends the whole buffer to log2(n) ranks",
     ("gloo", "reduce"): "shares are reduced in a ring and then gathered: the root receives 2 (n-1)/n of the buffer",
 }
-"""Read in the sources of gloo (broadcast.cc, reduce.cc) and of torch's ProcessGroupGloo."""
+"""Reasons for other volumes, from the sources of gloo (broadcast.cc, reduce.cc) and torch's ProcessGroupGloo."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one call, or of several, in bytes of the rank that has most.
+    """Traffic of one or several calls, in bytes of the rank with the most traffic.
 
-    A call takes `overhead_s` seconds whatever the bandwidth, and as long as the link needs for `line_bytes`, which
-    are more than `bytes` where ranks wait for each other.
+    The time of a call is `overhead_s` plus the time of the link for `line_bytes`. `line_bytes` is larger than
+    `bytes` if ranks wait for each other.
     """
 
     sent: float
@@ -56,24 +55,24 @@ class Traffic:
         return max(self.sent, self.received)
 
     def seconds(self, bandwidth: float) -> float:
-        """Seconds of the calls one after the other on a link that carries so many bytes of data a second."""
+        """Return the seconds of successive calls on a link with this bandwidth in bytes per second."""
         return self.overhead_s + self.line_bytes / bandwidth
 
     @property
     def textbook(self) -> float:
-        """The same in the algorithms that send least."""
+        """`bytes` of the algorithms with the least traffic."""
         return max(self.textbook_sent, self.textbook_received)
 
     @property
     def is_textbook(self) -> bool:
-        """True if the measured bytes are within NEAR of the textbook's."""
+        """True if the measured bytes differ from the textbook's by at most NEAR."""
         return abs(self.bytes - self.textbook) <= NEAR * self.textbook
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: int) -> Traffic:
-        """So many calls."""
+        """Return the traffic of `count` such calls."""
         return Traffic(*(count * value for value in astuple(self)))
 
 
@@ -81,10 +80,11 @@ NOTHING = Traffic(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def textbook_bytes(kind: str, size: float, ranks: int) -> float:
-    """Bytes that the busiest rank sends, or receives, in the algorithms that send least.
+    """Return the bytes that the busiest rank sends or receives in the algorithms with the least traffic.
 
-    All-reduce as reduce-scatter and all-gather (Chan et al. 2007, doi:10.1002/cpe.1206): 2 (n-1)/n of the buffer;
-    each of the two, and an exchange of all with all, half of it; broadcast, reduce, send and receive once.
+    All-reduce as reduce-scatter and all-gather takes 2 (n-1)/n of the buffer (Chan et al. 2007,
+    doi:10.1002/cpe.1206). Reduce-scatter, all-gather, and all-to-all take half of that. Broadcast, reduce, send,
+    and receive take one buffer.
     """
     if ranks == 1:
         return 0.0
@@ -92,14 +92,14 @@ def textbook_bytes(kind: str, size: float, ranks: int) -> float:
 
 
 def call_traffic(backend: str, kind: str, size: float, ranks: int) -> Traffic | None:
-    """Bytes on the wire of one call of a collective; None if it was not measured.
+    """Return the bytes on the wire of one call of a collective; None if it was not measured.
 
     Args:
-        kind: as in the collectives issued: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce,
-            gather, scatter, send or recv. A recv is the other end of a send.
-        size: bytes of the whole buffer. Between two measured sizes, and below the smallest, volumes are taken to be
-            linear; above the largest, proportional.
-        ranks: of the group. Only measured numbers are known.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send, or recv.
+            A recv is the other end of a send.
+        size: size of the whole buffer in bytes. Linear interpolation between measured sizes and below the smallest;
+            proportional above the largest.
+        ranks: number of ranks of the group, which must have been measured.
     """
     if ranks == 1:
         return NOTHING
@@ -116,42 +116,42 @@ def call_traffic(backend: str, kind: str, size: float, ranks: int) -> Traffic | 
 
 
 def step_traffic(backend: str, issued: Mapping[str, Mapping[str, int]], ranks: int) -> dict[str, Traffic]:
-    """Bytes on the wire of a step's collectives, by kind, all of them of one group of `ranks`.
+    """Return the bytes on the wire of a step's collectives in one group, by kind.
 
-    The sum of the values, from NOTHING on, is the step's.
+    `sum(…, NOTHING)` of the values is the traffic of the step.
 
     Args:
-        issued: {kind: {"count": …, "bytes": …}}; bytes are taken to be spread evenly over the calls. Single numbers
-            ("scalars") are left out, since they are not what a link is busy with.
+        issued: {kind: {"count": …, "bytes": …}}, with the bytes distributed evenly over the calls. Single numbers
+            ("scalars") are ignored, since their traffic is negligible.
 
     Raises:
-        KeyError: a kind that was not measured, or not among so many ranks.
+        KeyError: a kind was not measured with this number of ranks.
     """
-    found = {}
+    traffic_by_kind = {}
     for kind, calls in issued.items():
         if kind == "scalars" or not calls["count"]:
             continue
-        one = call_traffic(backend, kind, calls["bytes"] / calls["count"], ranks)
-        if one is None:
+        traffic = call_traffic(backend, kind, calls["bytes"] / calls["count"], ranks)
+        if traffic is None:
             raise KeyError(f"{kind} among {ranks} ranks over {backend} was not measured")
-        found[kind] = one.times(calls["count"])
-    return found
+        traffic_by_kind[kind] = traffic.times(calls["count"])
+    return traffic_by_kind
 
 
 def reason(backend: str, kind: str) -> str | None:
-    """Why a backend's volume is not the textbook's; None where it is, or nobody knows."""
+    """Return the reason why a backend's volume differs from the textbook's; None if it is equal or unknown."""
     return _REASONS.get((backend, kind))
 
 
 def measured(backend: str) -> dict[str, Any] | None:
-    """A backend's table as it was written, with its date, versions, link and command; None without one."""
+    """Return a backend's table with its date, versions, link, and command; None if the backend was not measured."""
     path = _FOLDER / f"traffic_{backend}.json"
     return read_json(path) if path.is_file() else None
 
 
 @functools.cache
 def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
-    """The measurements by kind and ranks, in order of their sizes."""
+    """Return the measurements by kind and number of ranks, sorted by size."""
     table = measured(backend)
     if table is None:
         return {}
@@ -160,12 +160,12 @@ def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
 
 
 def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:
-    """From the seconds at two bandwidths, what grows with their inverse and what does not.
+    """Split the seconds measured at two bandwidths into bytes on the link and a constant overhead.
 
-    A link lets a burst pass faster than its rate, so that the time of a small buffer says nothing of its bytes. The
-    overhead is the smaller of the two found: a disturbed measurement is too long.
+    A link transfers a burst faster than its rate, so the time of a small buffer is no measure of its bytes. The
+    overhead is the smaller of the two results, since disturbances make measurements longer.
     """
-    (fast, fast_s), (slow, slow_s) = sorted(((goodput[rate], taken) for rate, taken in row["seconds"].items()),
+    (fast, fast_s), (slow, slow_s) = sorted(((goodput[rate], seconds) for rate, seconds in row["seconds"].items()),
                                             reverse=True)
     line = max((slow_s - fast_s) / (1 / slow - 1 / fast), row["sent"], row["received"])
     return {"line_bytes": line, "overhead_s": max(0.0, min(fast_s - line / fast, slow_s - line / slow))}

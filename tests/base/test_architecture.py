@@ -1,5 +1,5 @@
-"""Rules for the whole package: rooms import in the order of docs/reference/architecture.md, input is parsed in one
-place (`ezpz_llm.base.outside`), and ruff reads every file."""
+"""Rules for all packages: import order (docs/reference/architecture.md), parsing only in `ezpz_llm.base.outside`,
+private names of other libraries, and files that ruff checks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from slowness import scaled
 import ezpz_llm
 
 PACKAGE = Path(ezpz_llm.__file__).parent
-THE_READER = PACKAGE / "base" / "outside.py"
+PARSING_MODULE = PACKAGE / "base" / "outside.py"
 PARSERS = {"json": {"load", "loads", "JSONDecoder"}, "yaml": None, "tomllib": None, "tomli": None, "marshal": None}
-"""By module: what of it parses; None for all of it."""
+"""Names of each module that parse; None means all of them."""
 
 
-def rooms() -> list[str]:
-    """The rooms of docs/reference/architecture.md, in the order of its table."""
+def packages() -> list[str]:
+    """Return the packages in docs/reference/architecture.md, in the order of its table."""
     page = PACKAGE.parent / "docs" / "reference" / "architecture.md"
-    section = page.read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
+    section = re.split(r"\n## (?:Packages|Rooms)\n", page.read_text())[1].split("\n## ")[0]
     return re.findall(r"^\| `(\w+)/`", section, re.MULTILINE)
 
 
-def rooms_imported(text: str) -> Iterator[tuple[int, str]]:
-    """(line, room or root module) of each import of this package, those in functions too."""
+def packages_imported(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, package or root module) of each import from ezpz_llm, including imports in functions."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports name the whole path"
+            assert node.level == 0, "use absolute imports"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -44,51 +44,52 @@ def rooms_imported(text: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, rest.partition(".")[0]
 
 
-def test_the_table_names_every_room():
-    assert sorted(rooms()) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+def test_table_lists_every_package():
+    assert sorted(packages()) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
-def test_a_room_imports_only_rooms_above_it():
-    order = rooms()
-    found = {f"{path.relative_to(PACKAGE)}:{line}": room for place, name in enumerate(order)
-             for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
-             for line, room in rooms_imported(path.read_text()) if room not in order[:place + 1]}
-    assert not found, "below in docs/reference/architecture.md, or a command"
+def test_package_imports_only_packages_above_it():
+    order = packages()
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": imported for index, name in enumerate(order)
+                  for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
+                  for line, imported in packages_imported(path.read_text()) if imported not in order[:index + 1]}
+    assert not violations, "import of a command, or of a package that is lower in docs/reference/architecture.md"
 
 
 def parsers_in(text: str) -> list[tuple[int, str]]:
-    """The lines that parse by themselves, and what they use."""
-    found = []
+    """Return the lines that use a parser of another library, and its name."""
+    uses = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = PARSERS.get(node.value.id, set())
             if names is None or node.attr in names:
-                found.append((node.lineno, f"{node.value.id}.{node.attr}"))
+                uses.append((node.lineno, f"{node.value.id}.{node.attr}"))
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if PARSERS.get(alias.name, set()) is None]
+            uses += [(node.lineno, alias.name) for alias in node.names if PARSERS.get(alias.name, set()) is None]
         elif isinstance(node, ast.ImportFrom) and node.module in PARSERS:
             names = PARSERS[node.module]
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names
+            uses += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names
                       if names is None or alias.name in names]
-    return found
+    return uses
 
 
-def test_nothing_else_parses():
-    found = {f"{path.relative_to(PACKAGE)}:{line}": what for path in PACKAGE.rglob("*.py") if path != THE_READER
-             for line, what in parsers_in(path.read_text())}
-    assert not found, "use ezpz_llm.base.outside"
+def test_no_other_module_parses():
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": name
+                  for path in PACKAGE.rglob("*.py") if path != PARSING_MODULE
+                  for line, name in parsers_in(path.read_text())}
+    assert not violations, "use ezpz_llm.base.outside"
 
 
 @pytest.mark.parametrize("text", ["import json\njson.loads('1')", "from json import load", "import tomllib",
                                   "import yaml", "import json\njson.JSONDecoder()"])
-def test_the_lint_finds(text):
+def test_parsers_are_found(text):
     assert parsers_in(text)
     assert not parsers_in("import json\njson.dumps(1)")
 
 
 def private_names_in(text: str) -> list[tuple[int, str]]:
-    """The lines that use a name of torch or DeepSpeed which begins with an underscore."""
-    found = []
+    """Return the lines that use a private name of torch or DeepSpeed."""
+    uses = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
             name = ast.unparse(node)
@@ -97,23 +98,23 @@ def private_names_in(text: str) -> list[tuple[int, str]]:
         else:
             continue
         if re.match(r"(torch|deepspeed)\.(?:\w+\.)*_(?!_)\w+(\.|$)", name):
-            found.append((node.lineno, name))
-    return found
+            uses.append((node.lineno, name))
+    return uses
 
 
 STANDARD = {"_exit", "_replace", "_actions", "_option_string_actions", "_run_exitfuncs", "_SubParsersAction"}
-"""Private names of Python's own library."""
+"""Private names of the standard library that may be used."""
 
 
 def foreign_names_in(tree: ast.AST, ours: set[str]) -> list[tuple[int, str]]:
-    """The lines that ask an object for a private name which is none of these, or for one of ZeRO's (`ds_…`)."""
+    """Return the lines that access a private attribute, or one of ZeRO (`ds_…`), that is not in `ours`."""
     return [(node.lineno, node.attr) for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and node.attr.startswith(("_", "ds_"))
             and not node.attr.startswith("__") and node.attr not in ours]
 
 
 def names_made_in(tree: ast.AST) -> Iterator[str]:
-    """Whatever a module defines or sets."""
+    """Yield the names that a module defines or assigns."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -123,29 +124,29 @@ def names_made_in(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def test_private_names_of_others_objects_are_looked_up_too():
-    """What only objects have is no name of a module: it is told by its own underscore."""
+def test_private_attributes_of_other_libraries_are_in_the_tables():
+    """Attributes of objects have no module name, and are recognized by their underscore."""
     tables = PACKAGE / "dist" / "private_names.py", PACKAGE / "layout" / "deepspeed_versions.py"
-    looked_up = {word for table in tables for word in re.findall(r"\w+", table.read_text())}
+    table_words = {word for table in tables for word in re.findall(r"\w+", table.read_text())}
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     ours = STANDARD.union(*map(names_made_in, trees.values()))
-    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
-             for line, name in foreign_names_in(tree, ours) if name not in looked_up}
-    assert not found, "enter it in ezpz_llm/dist/private_names.py, or layout/deepspeed_versions.py"
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
+                  for line, name in foreign_names_in(tree, ours) if name not in table_words}
+    assert not violations, "add it to ezpz_llm/dist/private_names.py, or layout/deepspeed_versions.py"
     assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 
-def test_private_names_of_others_are_looked_up_in_one_place():
-    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
-             for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
-    assert not found, "take it from ezpz_llm.dist.private_names"
+def test_private_names_of_modules_are_only_in_private_names():
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
+                  for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
+    assert not violations, "import it from ezpz_llm.dist.private_names"
     assert private_names_in("import torch\ntorch.cpu._is_amx_tile_supported()")
     assert private_names_in("from torch.utils._pytree import tree_leaves")
     assert private_names_in("from deepspeed.utils.groups import _WORLD_GROUP")
 
 
-def test_ruff_reads_every_module():
-    """Its default skips folders named dist, ezpz_llm/dist among them."""
+def test_ruff_checks_every_module():
+    """Ruff's default skips folders named dist, such as ezpz_llm/dist."""
     root = PACKAGE.parent
     listed = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=root, check=True,
                             capture_output=True, text=True, timeout=scaled(60)).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Nothing that a file, a host or a process of others says can command the terminal."""
+"""Control characters in text from files, nodes, and other processes never reach the terminal."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from ezpz_llm.rundir import RunDir
 EVIL = "\x1b]0;PWNED\x07\x1b[31mevil\x9b2J\r\x08\u202e"
 
 
-def is_calm(text: str) -> bool:
+def has_no_control_characters(text: str) -> bool:
     return not any((character < " " and character not in "\n\t") or "\x80" <= character < "\xa0"
                    or character == "\u202e" for character in text)
 
 
-def test_colours_go_and_other_control_characters_are_shown() -> None:
+def test_colors_are_removed_and_other_control_characters_escaped() -> None:
     assert cleaned("a\x1b[31;1mb\x1b[0m") == "ab"
     assert cleaned(EVIL) == "\\x1b]0;PWNED\\x07evil\\x9b2J\\r\\x08\\u202e"
     assert cleaned("déjà\tvu\n日本") == "déjà\tvu\n日本"
-    # What is left of a colour must not become another one.
-    assert is_calm(cleaned("\x1b\x1b[31m[31m\x1b["))
+    # Removing a color must not create another one.
+    assert has_no_control_characters(cleaned("\x1b\x1b[31m[31m\x1b["))
 
 
 def test_errors_console_and_tables_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
     error = UserError(f"no host {EVIL}", where=EVIL, instead=EVIL)
-    assert is_calm(str(error))
+    assert has_no_control_characters(str(error))
     assert "PWNED" in str(error)
     say(f"host {EVIL}")
-    assert is_calm(capsys.readouterr().err)
-    assert is_calm(table("t", ["a", EVIL], [[EVIL, "1"]]))
+    assert has_no_control_characters(capsys.readouterr().err)
+    assert has_no_control_characters(table("t", ["a", EVIL], [[EVIL, "1"]]))
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\tb", "a\x9bb"])
-def test_a_run_directory_with_control_characters_is_refused(name: str, tmp_path: Path) -> None:
+def test_run_directory_with_control_characters_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="control characters"):
         RunDir(tmp_path / name)
     done = launch(tmp_path, "-n", "1", "--run-dir", name, "true")
     assert done.returncode == 2
-    assert is_calm(done.stdout + done.stderr)
+    assert has_no_control_characters(done.stdout + done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("words", [("why",), ("report",), ("explain",), ("checkpoint", "inspect")])
-def test_a_record_of_somebody_else_is_clean_on_the_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
-    """His host names, causes, layouts and settings."""
+def test_record_of_another_user_is_cleaned_on_the_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Hostnames, causes, layouts, and settings may contain control characters."""
     launched = {"typed": ["launch", EVIL], "argv": [EVIL], "command": [EVIL], "scheduler": EVIL, "job_id": EVIL,
                 "hosts": [EVIL], "ranks_per_host": [1], "launcher": EVIL, "dialect": EVIL, "world_size": 1,
                 "env": {"EZPZ_LLM_RUN_ID": EVIL}, "started": 1.0}
@@ -65,5 +65,5 @@ def test_a_record_of_somebody_else_is_clean_on_the_terminal(words: tuple[str, ..
         for step in range(1, 4)))
     done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[1:], str(tmp_path)],
                           env=clean_env(), capture_output=True, text=True, timeout=scaled(60), check=False)
-    assert is_calm(done.stdout + done.stderr), ascii(done.stdout + done.stderr)
+    assert has_no_control_characters(done.stdout + done.stderr), ascii(done.stdout + done.stderr)
     assert done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Signed messages: what a stranger, a replay, or somebody in between can make of them. Nothing."""
+"""Signed messages: peers without the secret, replayed frames, and changed frames are rejected."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ezpz_llm.base.frames import OPENING_BYTES, Frames
 SECRET, ANOTHER = bytes(range(32)), bytes(32)
 
 
-def pair(one: bytes = SECRET, other: bytes = SECRET) -> tuple[Frames, Frames]:
-    """A server and a client that have each other's openings."""
-    server, client = Frames(one, serves=True), Frames(other, serves=False)
+def pair(server_secret: bytes = SECRET, client_secret: bytes = SECRET) -> tuple[Frames, Frames]:
+    """Return a server and a client that have exchanged their openings."""
+    server, client = Frames(server_secret, serves=True), Frames(client_secret, serves=False)
     assert server.feed(client.opening) == client.feed(server.opening) == []
     return server, client
 
 
-def test_messages_arrive_in_order_however_they_are_cut() -> None:
+def test_messages_in_small_pieces_arrive_in_order() -> None:
     server, client = Frames(SECRET, serves=True), Frames(SECRET, serves=False)
     client.feed(server.opening)
     messages = [{"n": number, "text": "é" * number} for number in range(50)]
     stream = client.opening + b"".join(map(client.pack, messages))
-    found = [message for begin in range(0, len(stream), 7) for message in server.feed(stream[begin:begin + 7])]
-    assert found == messages
+    received = [message for begin in range(0, len(stream), 7) for message in server.feed(stream[begin:begin + 7])]
+    assert received == messages
     assert server.is_proven
     assert client.feed(server.pack({"welcome": 1})) == [{"welcome": 1}]
 
 
-def test_who_has_another_secret_is_not_believed() -> None:
+def test_peer_with_another_secret_is_rejected() -> None:
     server, client = pair(SECRET, ANOTHER)
     with pytest.raises(ValueError, match="not signed"):
         server.feed(client.pack({"rank": 1}))
@@ -38,7 +38,7 @@ def test_who_has_another_secret_is_not_believed() -> None:
         client.feed(server.pack({"welcome": 1}))
 
 
-def test_nothing_is_replayed_reflected_reordered_or_changed() -> None:
+def test_replayed_reflected_reordered_and_changed_frames_are_rejected() -> None:
     server, client = pair()
     first, second = client.pack({"rank": 1}), client.pack({"facts": {}})
     with pytest.raises(ValueError, match="not signed"):
@@ -59,18 +59,18 @@ def test_nothing_is_replayed_reflected_reordered_or_changed() -> None:
         server.feed(changed)
 
 
-def test_a_stranger_can_make_it_keep_a_few_kilobytes() -> None:
+def test_unauthenticated_peer_can_fill_only_4_kb() -> None:
     for begin in (b"[" * 100_000 + b"\n", b"GET / HTTP/1.0\r\n" * 10, b"\xff" * 10_000):
         with pytest.raises(ValueError):
             Frames(SECRET, serves=True).feed(bytes(OPENING_BYTES) + begin)
-    patient = Frames(SECRET, serves=True)
-    patient.feed(bytes(OPENING_BYTES) + (4096).to_bytes(4, "big"))
-    patient.feed(b"x" * (4096 + 31))
+    server = Frames(SECRET, serves=True)
+    server.feed(bytes(OPENING_BYTES) + (4096).to_bytes(4, "big"))
+    server.feed(b"x" * (4096 + 31))
     with pytest.raises(ValueError, match="not signed"):
-        patient.feed(b"x")
+        server.feed(b"x")
 
 
-def test_one_of_ours_sends_nothing_without_end_either() -> None:
+def test_frames_of_an_authenticated_peer_are_limited() -> None:
     server, client = pair()
     server.feed(client.pack({"rank": 1}))
     with pytest.raises(ValueError, match="too long"):

@@ -1,4 +1,4 @@
-"""The reader of files from outside: what it takes, and that nothing hangs it, fills memory or shows a traceback."""
+"""Parsers for untrusted input: hostile input must raise a UserError, without hanging or filling memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path):
     return write
 
 
-def test_reads_what_is_right(file):
+def test_valid_files_are_parsed(file):
     assert outside.read_json(file('\ufeff{"a": [1, 2.5, "é", null, NaN]}'))["a"][:4] == [1, 2.5, "é", None]
     assert outside.parse_toml('a = 1\n[b]\nc = ["x"]\n', "a file") == {"a": 1, "b": {"c": ["x"]}}
     assert outside.read_yaml(file("a: 1\nb: &x [1, 2]\nc: *x\nd: 1e-3\n")) == {"a": 1, "b": [1, 2], "c": [1, 2],
@@ -46,12 +46,12 @@ def test_reads_what_is_right(file):
     assert outside.first_json('[{"a": 1} , 2]', 1) == ({"a": 1}, 9)
 
 
-def test_lines_of_a_file_that_a_crash_cut(file):
+def test_json_lines_truncated_by_a_crash(file):
     assert list(outside.read_json_lines(file('{"a": 1}\n\n{"a": 2}\n{"a": 3'))) == [{"a": 1}, {"a": 2}]
-    with pytest.raises(UserError, match="not JSON") as told:
+    with pytest.raises(UserError, match="not JSON") as raised:
         list(outside.read_json_lines(file('{"a": 1}\n{"a"\n{"a": 3}\n')))
-    assert "line 2" in told.value.where
-    with pytest.raises(UserError, match="no JSON object"):
+    assert "line 2" in raised.value.where
+    with pytest.raises(UserError, match="not a JSON object"):
         list(outside.read_json_lines(file("3\n")))
     with pytest.raises(UserError, match="longer than"):
         list(outside.read_json_lines(file('{"a": "' + "x" * 5000 + '"}\n'), most_line=4096))
@@ -60,7 +60,7 @@ def test_lines_of_a_file_that_a_crash_cut(file):
 @pytest.mark.parametrize("reader", [outside.read_bytes, outside.read_text, outside.read_json,
                                     outside.read_yaml, outside.read_commented_json,
                                     lambda path: list(outside.read_json_lines(path)), hash_file, load_trace])
-def test_only_regular_files(reader, tmp_path):
+def test_only_regular_files_are_read(reader, tmp_path):
     with pytest.raises(outside.NoFile):
         reader(tmp_path / "nothing")
     os.mkfifo(tmp_path / "pipe")
@@ -71,8 +71,8 @@ def test_only_regular_files(reader, tmp_path):
         reader(Path("a\0b"))
 
 
-def test_a_log_that_is_none_is_empty_and_holds_nobody_up(tmp_path):
-    """As in the run directory of somebody who wants `why` to hang, or to fill the memory."""
+def test_log_that_is_not_a_regular_file_reads_as_empty(tmp_path):
+    """A malicious run directory must not hang `why` or exhaust its memory."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "growing").write_text("a" * 100)
@@ -82,7 +82,7 @@ def test_a_log_that_is_none_is_empty_and_holds_nobody_up(tmp_path):
     assert "VmRSS" in outside.system_text("/proc/self/status")
 
 
-def test_no_larger_than_the_limit(file):
+def test_file_size_is_limited(file):
     with pytest.raises(UserError, match="larger than 1 KiB"):
         outside.read_bytes(file(b"x" * 1025), 1024)
     assert len(outside.read_bytes(file(b"x" * 1024), 1024)) == 1024
@@ -109,15 +109,15 @@ MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
         "[" * 20_000, BOMB, MERGES, "&a [*a]", "!!int ''", "!!bool x", "!!timestamp x", "{[]: 1}", "a: 2020-99-99",
         "!!python/object/apply:os.system [id]", "a: " + "1:" * 2000 + "1.5")),
 ])
-def test_hostile_content_is_one_message(reader, content, file):
-    with pytest.raises(UserError) as told:
+def test_hostile_content_raises_a_user_error(reader, content, file):
+    with pytest.raises(UserError) as raised:
         reader(file(content))
-    assert str(told.value.where).startswith(str(file(""))), told.value.where
+    assert str(raised.value.where).startswith(str(file(""))), raised.value.where
 
 
-def test_digits_are_limited_whatever_the_interpreter_allows(file):
+def test_digits_are_limited_without_the_interpreter_limit(file):
     if sys.version_info < (3, 11):
-        pytest.skip("the interpreter's own limit can be set from 3.11 on")
+        pytest.skip("Python before 3.11 cannot set its own limit")
     import subprocess
 
     done = subprocess.run([sys.executable, "-X", "int_max_str_digits=0", "-c",
@@ -130,12 +130,12 @@ def test_digits_are_limited_whatever_the_interpreter_allows(file):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0", "a\\b", "x" * 300, 3, None,
                                   ["a"]])
-def test_no_name_leads_out_of_its_folder(name, tmp_path):
-    with pytest.raises(UserError, match="no name of a file"):
+def test_name_outside_of_the_folder_is_rejected(name, tmp_path):
+    with pytest.raises(UserError, match="must be a plain file name"):
         outside.file_in(tmp_path, name, "an index")
 
 
-def test_a_plain_name_is_joined(tmp_path):
+def test_plain_name_is_joined(tmp_path):
     assert outside.file_in(tmp_path, "..model.safetensors", "an index") == tmp_path / "..model.safetensors"
 
 
@@ -155,7 +155,7 @@ class Outer:
     either: int | str = 0
 
 
-def test_an_object_becomes_a_dataclass():
+def test_object_is_converted_to_a_dataclass():
     value = {"count": 3, "inner": {"name": "x"}, "many": [{"name": "y", "weight": 2}], "by_rank": {"7": 1},
              "kind": "b", "either": "z"}
     assert as_dataclass(Outer, value, "file") == Outer(3, Inner("x"), (Inner("y", 2.0),), {7: 1.0}, "b", "z")
@@ -171,19 +171,19 @@ def test_an_object_becomes_a_dataclass():
     ({"count": 11}, "count is 11, and must be 0 to 10"),
     ({"count": 10**5000}, "count is a number beyond 64 bits"),
     ({"count": 1, "cuont": 2}, "unknown key 'cuont'"),
-    ({"count": 1, "inner": {"name": None}}, "inner.name is null, and must be text"),
+    ({"count": 1, "inner": {"name": None}}, "inner.name is null, and must be a string"),
     ({"count": 1, "inner": {"name": "x", "weight": 10**400}}, "inner.weight is a number beyond 64 bits"),
     ({"count": 1, "many": {}}, "many is an object, and must be a list"),
     ({"count": 1, "many": [{"name": "x"}, {"name": "\x1b[31m"}, 3]}, "many[2] is 3"),
     ({"count": 1, "by_rank": {"x": 1}}, "by_rank.x is 'x', and must be a whole number as the key"),
     ({"count": 1, "kind": "c"}, "kind is 'c', and must be 'a' or 'b'"),
-    ({"count": 1, "either": []}, "either is a list, and must be a whole number or text"),
+    ({"count": 1, "either": []}, "either is a list, and must be a whole number or a string"),
     ({"count": "\x1b[31m" * 100}, "count is '\\x1b[31m"),
 ])
-def test_a_wrong_type_is_named_with_its_key(value, found):
-    with pytest.raises(UserError) as told:
+def test_wrong_type_is_reported_with_its_key(value, found):
+    with pytest.raises(UserError) as raised:
         as_dataclass(Outer, value, "file")
-    assert told.value.found.startswith(found)
-    assert told.value.where == "file"
-    assert "\x1b" not in told.value.found
-    assert len(told.value.found) < 200
+    assert raised.value.found.startswith(found)
+    assert raised.value.where == "file"
+    assert "\x1b" not in raised.value.found
+    assert len(raised.value.found) < 200

@@ -1,4 +1,4 @@
-"""Private folders and the run's secret. What another user may do is tried with two users in test_strangers.py."""
+"""Private folders and the run's secret. test_strangers.py tests access by a second user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ezpz_llm.base.private import (
     run_secret,
 )
 
-_A_STRANGER = 5002
+_OTHER_UID = 5002
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077, 0o777])
@@ -39,7 +39,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.usefixtures("any_umask")
-def test_a_folder_and_its_files_are_private_under_any_umask(tmp_path: Path) -> None:
+def test_folder_and_its_files_are_private_under_any_umask(tmp_path: Path) -> None:
     with make_private(tmp_path / "f") as folder:
         assert mode(tmp_path / "f") == 0o700
         before = os.umask(0)
@@ -62,10 +62,10 @@ def test_a_folder_and_its_files_are_private_under_any_umask(tmp_path: Path) -> N
         assert folder.names("w") == ["whole"]
 
 
-def test_an_open_folder_of_ours_is_closed_by_its_maker_and_refused_by_a_reader(tmp_path: Path) -> None:
+def test_make_private_closes_an_open_folder_and_open_private_rejects_it(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
     (tmp_path / "f").chmod(0o2777)
-    with pytest.raises(NotPrivate, match=r"other users can use it \(mode 2777\)"):
+    with pytest.raises(NotPrivate, match=r"other users can access it \(mode 2777\)"):
         open_private(tmp_path / "f")
     make_private(tmp_path / "f").close()
     assert mode(tmp_path / "f") & 0o777 == 0o700
@@ -75,41 +75,41 @@ def test_an_open_folder_of_ours_is_closed_by_its_maker_and_refused_by_a_reader(t
     assert mode(tmp_path / "f") == 0o755
 
 
-@pytest.mark.parametrize("take", [make_private, open_private])
-def test_links_and_files_in_the_place_of_a_folder_are_refused(tmp_path: Path, take) -> None:
+@pytest.mark.parametrize("open_folder", [make_private, open_private])
+def test_links_and_files_in_place_of_a_folder_are_rejected(tmp_path: Path, open_folder) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "file").touch()
     for name in ("link", "nowhere"):
         with pytest.raises(NotPrivate, match="it is a link"):
-            take(tmp_path / name)
+            open_folder(tmp_path / name)
     with pytest.raises(NotADirectoryError):
-        take(tmp_path / "file")
+        open_folder(tmp_path / "file")
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+def test_folders_and_files_of_another_user_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)
-    os.chown(tmp_path / "theirs", _A_STRANGER, _A_STRANGER)
-    for take in (make_private, open_private):
+    os.chown(tmp_path / "theirs", _OTHER_UID, _OTHER_UID)
+    for open_folder in (make_private, open_private):
         with pytest.raises(NotPrivate, match="it belongs to another user \\(uid 5002\\)"):
-            take(tmp_path / "theirs")
+            open_folder(tmp_path / "theirs")
     remove_private(tmp_path / "theirs")
     assert (tmp_path / "theirs").is_dir()
     with make_private(tmp_path / "ours") as folder:
         (tmp_path / "ours/planted").write_text("stop")
-        os.chown(tmp_path / "ours/planted", _A_STRANGER, _A_STRANGER)
-        for act in (folder.read, folder.stat, folder.touch, lambda name: folder.overwrite(name, b"x")):
+        os.chown(tmp_path / "ours/planted", _OTHER_UID, _OTHER_UID)
+        for access in (folder.read, folder.stat, folder.touch, lambda name: folder.overwrite(name, b"x")):
             with pytest.raises(NotPrivate, match="another user"):
-                act("planted")
+                access("planted")
         assert not folder.has("planted")
         assert (tmp_path / "ours/planted").read_text() == "stop"
 
 
-def test_what_is_our_own_is_what_nobody_else_could_have_written(tmp_path: Path) -> None:
-    """A group's members are trusted by whoever gave the group the right to write; everybody is not."""
+def test_own_files_are_not_links_and_not_world_writable(tmp_path: Path) -> None:
+    """Group-writable files are accepted, since the owner chose to trust the group."""
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.touch()
     folder.mkdir()
@@ -124,7 +124,7 @@ def test_what_is_our_own_is_what_nobody_else_could_have_written(tmp_path: Path) 
     assert not is_own(tmp_path / "gone")
     assert not is_own(file / "below a file")
     assert not is_own(tmp_path / "a\0b")
-    # What a link leads through is not looked at: the file itself is ours.
+    # Links in the parent path do not matter, because the file itself belongs to this user.
     assert is_own(folder.parent / "to-folder" / ".." / "file")
     assert [read_own(tmp_path / name) for name in ("file", "link")] == [b"", b""]
     file.chmod(0o666)
@@ -135,31 +135,31 @@ def test_what_is_our_own_is_what_nobody_else_could_have_written(tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_what_another_user_has_is_not_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor through a link of our own; root's is, where that is asked for."""
+def test_files_of_another_user_are_not_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not through an own link. Files of root are accepted with `or_roots`."""
     theirs, roots = tmp_path / "theirs", tmp_path / "roots"
     for path in (theirs, roots):
         path.touch(0o600)
-    os.chown(theirs, _A_STRANGER, _A_STRANGER)
+    os.chown(theirs, _OTHER_UID, _OTHER_UID)
     (tmp_path / "our-link").symlink_to(theirs)
     (tmp_path / "their-link").symlink_to(roots)
-    os.chown(tmp_path / "their-link", _A_STRANGER, _A_STRANGER, follow_symlinks=False)
+    os.chown(tmp_path / "their-link", _OTHER_UID, _OTHER_UID, follow_symlinks=False)
     for name in ("theirs", "our-link", "their-link"):
         for or_roots in (False, True):
             assert not is_own(tmp_path / name, or_roots)
     tmp_path.chmod(0o755)
-    monkeypatch.chdir(tmp_path)  # the folders above it are closed to others
-    os.seteuid(_A_STRANGER)
+    monkeypatch.chdir(tmp_path)  # other users cannot traverse the folders above it
+    os.seteuid(_OTHER_UID)
     try:
-        found = [is_own(Path(name), or_roots) for name in ("theirs", "roots") for or_roots in (False, True)]
+        results = [is_own(Path(name), or_roots) for name in ("theirs", "roots") for or_roots in (False, True)]
     finally:
         os.seteuid(0)
-    assert found == [True, True, False, True]
+    assert results == [True, True, False, True]
     assert read_own(theirs) is read_own(tmp_path / "our-link") is None
-    assert read_own(tmp_path / "their-link") == b"", "who made the link does not matter, whose the content is does"
+    assert read_own(tmp_path / "their-link") == b"", "the owner of the content matters, not the owner of the link"
 
 
-def test_no_link_in_it_is_followed(tmp_path: Path) -> None:
+def test_links_in_the_folder_are_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("my thesis")
     with make_private(tmp_path / "f") as folder:
@@ -167,9 +167,9 @@ def test_no_link_in_it_is_followed(tmp_path: Path) -> None:
         os.link(precious, tmp_path / "f/hard")
         (tmp_path / "f/folder").mkdir()
         for name in ("soft", "hard", "folder"):
-            for act in (folder.read, folder.touch, lambda name: folder.overwrite(name, b"x")):
+            for access in (folder.read, folder.touch, lambda name: folder.overwrite(name, b"x")):
                 with pytest.raises(OSError):
-                    act(name)
+                    access(name)
         folder.write("soft", b"replaced")
         folder.write("hard", b"replaced")
         assert folder.read("soft") == folder.read("hard") == b"replaced"
@@ -177,16 +177,16 @@ def test_no_link_in_it_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "../precious"])
-def test_names_stay_inside(tmp_path: Path, name: str) -> None:
+def test_names_outside_of_the_folder_are_rejected(tmp_path: Path, name: str) -> None:
     with make_private(tmp_path / "f") as folder:
-        for act in (folder.read, folder.remove, folder.make_fifo, folder.stat,
+        for access in (folder.read, folder.remove, folder.make_fifo, folder.stat,
                     lambda name: folder.write(name, b"")):
             with pytest.raises(ValueError, match="not the name of a file"):
-                act(name)
+                access(name)
 
 
-def test_work_goes_on_in_the_folder_that_was_opened(tmp_path: Path) -> None:
-    """Who may write to the parent can move the folder away, and put another in its place."""
+def test_moved_folder_is_still_used(tmp_path: Path) -> None:
+    """Users who can write to the parent can replace the folder by another one."""
     with make_private(tmp_path / "f") as folder:
         (tmp_path / "f").rename(tmp_path / "moved")
         (tmp_path / "f").mkdir()
@@ -195,8 +195,8 @@ def test_work_goes_on_in_the_folder_that_was_opened(tmp_path: Path) -> None:
         assert folder.read("order") == b"1"
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
-    """Where the file system has no room for the file."""
+def test_failed_write_keeps_only_the_old_file(tmp_path: Path) -> None:
+    """Simulates a full disk with a limit on the file size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with make_private(tmp_path / "f") as folder:
         folder.write("a", b"old")
@@ -210,7 +210,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
         assert os.listdir(tmp_path / "f") == ["a"]
 
 
-def test_descriptors_are_let_go_of(tmp_path: Path) -> None:
+def test_descriptors_are_closed(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "open").mkdir()
@@ -227,15 +227,15 @@ def test_descriptors_are_let_go_of(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_secret_is_of_its_variable_or_none() -> None:
-    one, other = new_secret(), new_secret()
-    assert one != other
-    assert run_secret({SECRET_VARIABLE: one}) == bytes.fromhex(one)
+def test_secret_is_read_from_its_variable() -> None:
+    first, second = new_secret(), new_secret()
+    assert first != second
+    assert run_secret({SECRET_VARIABLE: first}) == bytes.fromhex(first)
     assert run_secret({}) is None
-    assert all(run_secret({SECRET_VARIABLE: value}) is None for value in ("", "no hex", one[:-2], "ü"))
-    secret = bytes.fromhex(one)
-    words = {derived(secret, "node", "n1"), derived(secret, "node", "n2"), derived(secret, "noden", "1"),
-             derived(bytes.fromhex(other), "node", "n1")}
-    assert len(words) == 4
-    assert derived(secret, "node", "n1") in words
-    assert not any(one[:16] in word for word in words)
+    assert all(run_secret({SECRET_VARIABLE: value}) is None for value in ("", "no hex", first[:-2], "ü"))
+    secret = bytes.fromhex(first)
+    tokens = {derived(secret, "node", "n1"), derived(secret, "node", "n2"), derived(secret, "noden", "1"),
+              derived(bytes.fromhex(second), "node", "n1")}
+    assert len(tokens) == 4
+    assert derived(secret, "node", "n1") in tokens
+    assert not any(first[:16] in token for token in tokens)

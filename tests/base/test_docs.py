@@ -1,4 +1,4 @@
-"""Commands, options and links of README and docs: each can be typed, each link leads somewhere."""
+"""Commands, options, and links in README and docs are valid."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SUBCOMMANDS = {"data": ("prepare", "show", "verify", "which", "tokenizer"),
 
 
 def shown_commands() -> list[tuple[str, str]]:
-    """(page, command) of each line of code that starts one of ours, without its comment."""
-    found = []
+    """Return (page, command) of each code line that runs a command of ezpz_llm, without its comment."""
+    commands = []
     for page in PAGES:
         fenced = False
         for line in page.read_text().replace("\\\n", "").splitlines():
@@ -30,24 +30,24 @@ def shown_commands() -> list[tuple[str, str]]:
                 fenced = not fenced
             elif fenced or line.startswith("    "):
                 match = _COMMAND.match(line.split(" #")[0].rstrip(" &"))
-                found += [(page.name, match[1])] if match else []
-    return found
+                commands += [(page.name, match[1])] if match else []
+    return commands
 
 
 def parts(command: str) -> list[tuple[str, list[str]]]:
-    """(command, its words) for each of ours in a line: submit, the launch it queues, and what that launches."""
-    cut: list[tuple[str, list[str]]] = []
+    """Split a line into its commands and their arguments: submit, launch, and the launched module."""
+    commands: list[tuple[str, list[str]]] = []
     words = shlex.split(command.replace("[", " ").replace("]", " "))
     for index, word in enumerate(words):
         if word == "launch":
-            cut.append((word, []))
+            commands.append((word, []))
         elif word.startswith("ezpz_llm."):
-            cut.append((word.removeprefix("ezpz_llm."), []))
+            commands.append((word.removeprefix("ezpz_llm."), []))
         elif index == 1 and words[0] == "ezpz-llm":
-            cut.append((word, []))
-        elif cut:
-            cut[-1][1].append(word)
-    return cut
+            commands.append((word, []))
+        elif commands:
+            commands[-1][1].append(word)
+    return commands
 
 
 _REPLACED = (
@@ -58,23 +58,23 @@ _REPLACED = (
     "to the last digit", "cuts off what was written", "are left out of an epoch", "cannot be had here",
     "counts for nothing", "knows what it has seen", "are no numbers", "goes on where",
     "goes on from", "run goes on", "training goes on", "a run that goes on", "go on with", "goes on without")
-"""What readers stumbled over, and what the pages say in other words."""
+"""Phrases that readers found unclear, and that the pages no longer use."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "benchmarks"],
                          ids=lambda page: page.name)
-def test_no_page_says_again_what_readers_stumbled_over(page: Path) -> None:
+def test_pages_do_not_use_unclear_phrases(page: Path) -> None:
     text = " ".join(page.read_text().lower().split())
     assert [phrase for phrase in _REPLACED if phrase in text] == []
 
 
 @pytest.mark.parametrize("words", ["launch", "pytest"])
-def test_the_readme_prints_each_command_that_ci_starts_with(words: str) -> None:
-    """As .ci/run reads it: on a line of its own, indented as code."""
-    reads = re.search(r"line=\$\(sed -n \"(.*)\" README.md", (ROOT / ".ci/run").read_text())
-    assert reads is not None
-    found = subprocess.check_output(["sed", "-n", reads[1].replace("$1", words), ROOT / "README.md"], text=True)
-    assert found.startswith(f"./launchers/with-env {words}")
+def test_readme_has_each_command_that_ci_runs(words: str) -> None:
+    """The command must be on its own line, indented as code, because .ci/run extracts it with sed."""
+    pattern = re.search(r"line=\$\(sed -n \"(.*)\" README.md", (ROOT / ".ci/run").read_text())
+    assert pattern is not None
+    line = subprocess.check_output(["sed", "-n", pattern[1].replace("$1", words), ROOT / "README.md"], text=True)
+    assert line.startswith(f"./launchers/with-env {words}")
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_option_of_every_command_shown_exists(commands: list[tuple[str, str]]) -> None:
+def test_every_option_in_the_docs_exists(commands: list[tuple[str, str]]) -> None:
     missing = []
     for page, command in commands:
         for name, words in parts(command):
@@ -105,12 +105,12 @@ def test_every_option_of_every_command_shown_exists(commands: list[tuple[str, st
 
 
 def anchors(page: Path) -> set[str]:
-    """What a page's headings are called in links."""
+    """Return the anchors of a page's headings."""
     headings = [line.lstrip("# ").lower() for line in page.read_text().splitlines() if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
 
-def test_every_link_leads_somewhere_and_every_page_is_linked() -> None:
+def test_every_link_is_valid_and_every_page_is_linked() -> None:
     broken, linked = [], set()
     for page in PAGES:
         text = page.read_text()
@@ -131,7 +131,7 @@ USE = sorted((ROOT / "docs" / "use").glob("*.md"))
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a page's paragraphs, list items and cells of tables; code and headings are left out."""
+    """Return the sentences in paragraphs, list items, and table cells of a page, without code and headings."""
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     blocks: list[str] = []
     is_open = False
@@ -150,26 +150,27 @@ def sentences(text: str) -> list[str]:
     return [sentence for block in blocks for sentence in re.split(r"(?<=[.!?])\s+", block)]
 
 
-def test_pages_for_users_are_few_and_their_sentences_short() -> None:
+def test_user_pages_are_few_and_have_short_sentences() -> None:
     assert 1 <= len(USE) <= 10
-    found = {page.name: sentences(page.read_text()) for page in USE}
-    assert min(map(len, found.values())) > 10, "sentences are found on each page"
-    assert [(name, one) for name, many in found.items() for one in many if len(one.split()) > 30] == []
+    by_page = {page.name: sentences(page.read_text()) for page in USE}
+    assert min(map(len, by_page.values())) > 10, "each page has sentences"
+    assert [(name, sentence) for name, page_sentences in by_page.items() for sentence in page_sentences
+            if len(sentence.split()) > 30] == []
 
 
-def test_a_sentence_ends_at_its_stop_and_at_its_paragraph() -> None:
+def test_sentence_ends_at_a_full_stop_or_with_its_paragraph() -> None:
     text = "# No heading\nOne two\nthree. Four.\n\n- five\n  six\n\n    code here\n| a b | c |\n```\nno\n```\n"
     assert sentences(text) == ["One two three.", "Four.", "- five six", "a b", "c"]
 
 
-def test_the_readme_is_short_and_has_a_picture() -> None:
+def test_readme_is_short_and_has_a_diagram() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 200
     assert text.count("```mermaid") == 1
 
 
-def test_the_site_has_every_page_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
-    """Where mkdocs-material is installed: `pip install 'ezpz_llm[docs]'`."""
+def test_site_has_every_page_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
+    """Requires mkdocs-material: `pip install 'ezpz_llm[docs]'`."""
     pytest.importorskip("material")
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", tmp_path / "site"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
@@ -177,4 +178,4 @@ def test_the_site_has_every_page_and_asks_the_network_for_nothing(tmp_path: Path
     for page in (ROOT / "docs").glob("*/*.md"):
         html = (tmp_path / "site" / page.parent.name / page.stem / "index.html").read_text()
         loaded = re.findall(r"""<(?:script|img|iframe)[^>]*\ssrc="([^"]+)|<link[^>]*\shref="([^"]+)""", html)
-        assert [one for one in map("".join, loaded) if one.startswith(("http", "//"))] == []
+        assert [url for url in map("".join, loaded) if url.startswith(("http", "//"))] == []

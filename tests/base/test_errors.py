@@ -17,7 +17,7 @@ from ezpz_llm.base.errors import UserError, run_command, unknown
 from ezpz_llm.base.package_data import user_path
 
 
-def test_a_users_error_is_a_message_with_a_place_and_a_remedy(capsys):
+def test_user_error_is_printed_with_place_and_remedy(capsys):
     def main(argv):
         raise UserError("found 3", where="--option", instead="4", exit_code=7)
 
@@ -25,7 +25,7 @@ def test_a_users_error_is_a_message_with_a_place_and_a_remedy(capsys):
     assert capsys.readouterr().err == "error: found 3\n  where:   --option\n  instead: 4\n"
 
 
-def test_a_full_disk_is_a_message(capsys):
+def test_full_disk_is_a_message(capsys):
     def main(argv):
         with open("/dev/full", "w") as file:
             file.write("x" * 100_000)
@@ -34,7 +34,7 @@ def test_a_full_disk_is_a_message(capsys):
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_our_own_faults_keep_their_traceback():
+def test_bugs_keep_their_traceback():
     def main(argv):
         raise FileNotFoundError(2, "No such file", "ours")
 
@@ -42,7 +42,7 @@ def test_our_own_faults_keep_their_traceback():
         run_command(main, [])
 
 
-def test_a_reader_that_goes_away_is_no_fault():
+def test_closed_pipe_is_not_an_error():
     code = ("import sys; from ezpz_llm.base.errors import run_command\n"
             "def main(argv):\n    [print('x' * 1000) for _ in range(10000)]\n"
             "sys.exit(run_command(main, []))")
@@ -53,7 +53,7 @@ def test_a_reader_that_goes_away_is_no_fault():
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_a_working_directory_that_went_is_named(tmp_path):
+def test_removed_working_directory_is_reported(tmp_path):
     code = ("import os, pathlib, sys; from ezpz_llm.base.errors import run_command\n"
             "os.rmdir(os.getcwd())\nsys.exit(run_command(lambda argv: print(pathlib.Path('x').absolute()), []))")
     (tmp_path / "gone").mkdir()
@@ -62,7 +62,7 @@ def test_a_working_directory_that_went_is_named(tmp_path):
     assert (done.returncode, "the working directory does not exist" in done.stderr) == (2, True), done.stderr
 
 
-def test_any_locale_can_show_any_text():
+def test_any_text_can_be_printed_in_any_locale():
     code = ("import sys; from ezpz_llm.base.errors import run_command\n"
             "sys.exit(run_command(lambda argv: print('\\xfc\\u2192'), []))")
     done = subprocess.run([sys.executable, "-c", code], env={"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True,
@@ -70,22 +70,22 @@ def test_any_locale_can_show_any_text():
     assert (done.returncode, done.stdout) == (0, b"\\xfc\\u2192\n"), done.stderr
 
 
-def test_a_home_that_nobody_has_is_named():
-    with pytest.raises(UserError, match="'~no-such-user/x' begins with no home directory"):
+def test_unknown_home_directory_is_reported():
+    with pytest.raises(UserError, match="'~no-such-user/x' begins with an unknown home directory"):
         user_path("~no-such-user/x")
 
 
-def test_an_unknown_name_offers_the_nearest_or_all():
+def test_unknown_name_offers_the_nearest_or_all_names():
     assert "zero1" in unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
     assert "gpt2-124m" in unknown("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
     assert unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
 
 
-def test_no_message_leaves_the_plural_to_the_reader():
+def test_messages_have_no_optional_plural():
     assert (counted(1, "rank"), counted(2, "other host")) == ("1 rank", "2 other hosts")
-    found = []
+    optional_plurals = []
     for path in Path(base.__file__).parents[1].rglob("*.py"):
         texts = (node.value for node in ast.walk(ast.parse(path.read_text()))
                  if isinstance(node, ast.Constant) and isinstance(node.value, str))
-        found += [(path.name, text) for text in texts if re.search(r"\w\(e?s\)", text)]
-    assert found == []
+        optional_plurals += [(path.name, text) for text in texts if re.search(r"\w\(e?s\)", text)]
+    assert optional_plurals == []

@@ -1,4 +1,4 @@
-"""Help pages: examples in each, the options that one looks for first, and an answer to other programs' options."""
+"""Help pages with examples and the main options, and suggestions for unknown options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ezpz_llm.cli import find_commands, module_of
 
 
 def page(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
-    """What a command's help prints."""
+    """Return the help page of a command."""
     main = importlib.import_module(module_of(find_commands()[command])).main
     with contextlib.suppress(SystemExit):
         main([*words, "--help"])
@@ -26,7 +26,7 @@ def page(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
 
 
 @pytest.mark.parametrize("command", find_commands())
-def test_every_page_has_an_example_and_fits_the_terminal(command, capsys, monkeypatch):
+def test_help_page_has_an_example_and_fits_the_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = page(capsys, command)
     before, examples = text.split("\nexamples:\n")
@@ -34,7 +34,7 @@ def test_every_page_has_an_example_and_fits_the_terminal(command, capsys, monkey
     assert [line for line in before.partition("\n\n")[2].splitlines() if len(line) > 80] == []
 
 
-def test_the_first_page_of_train_is_short(capsys):
+def test_help_page_of_train_is_short(capsys):
     text = page(capsys, "train")
     assert len(re.findall(r"^  --[a-z]", text, re.MULTILINE)) == 14
     assert len(re.findall(r"^  launch ", text, re.MULTILINE)) == 3
@@ -43,22 +43,22 @@ def test_the_first_page_of_train_is_short(capsys):
 
 @pytest.mark.parametrize(("typed", "shown"), [
     (["ezpz-llm report"], "usage: ezpz-llm report"), (["report"], "usage: python3 -m ezpz_llm.report")])
-def test_the_usage_line_is_what_was_typed(typed, shown, capsys, monkeypatch):
+def test_usage_line_is_as_typed(typed, shown, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", typed)
     assert page(capsys, "report").startswith(shown)
 
 
 @pytest.mark.parametrize("word", ["status", "tail", "follow"])
-def test_what_others_call_watch_leads_there(word):
+def test_other_names_of_watch_are_suggested(word):
     with pytest.raises(UserError) as raised:
         cli._dispatch([word])
     assert raised.value.instead == "ezpz-llm watch"
 
 
-def test_a_mistake_in_any_command_is_one_message():
+def test_invalid_arguments_raise_a_user_error():
     parser = CommandParser("x", description="…")
-    below = parser.add_subparsers(dest="command").add_parser("export")
-    below.add_argument("--tokens")
+    subparser = parser.add_subparsers(dest="command").add_parser("export")
+    subparser.add_argument("--tokens")
     for words, found, instead in (
             (["exprt"], "command: invalid choice: 'exprt'", "did you mean export?"),
             (["export", "--tokns", "1"], "unknown option '--tokns'", "did you mean --tokens?"),
@@ -78,25 +78,25 @@ def test_a_mistake_in_any_command_is_one_message():
     ["checkpoint"], ["checkpoint", "exprt"], ["checkpoint", "export", "--shard-gb", "x"], ["data", "prepare"],
     ["evaluate", "foo"], ["scale", "report"], ["scale", "report", "--x"], ["scale", "paper"], ["completion", "csh"],
     ["generate", "run", "--tokens", "many"]], ids=" ".join)
-def test_each_command_reports_a_mistake_in_the_same_form(words, capsys, monkeypatch):
+def test_each_command_reports_invalid_arguments_in_the_same_form(words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ezpz-llm", *words])
     assert cli.main() == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    labels = [line[:11] for line in said.err.splitlines()]
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    labels = [line[:11] for line in printed.err.splitlines()]
     assert labels[0].startswith("error: ")
-    assert labels[1:] in (["  where:   ", "  instead: "], ["  instead: "]), said.err
-    assert not re.search("usage:|argument |invalid .* value|expected one", said.err), said.err
+    assert labels[1:] in (["  where:   ", "  instead: "], ["  instead: "]), printed.err
+    assert not re.search("usage:|argument |invalid .* value|expected one", printed.err), printed.err
 
 
 @pytest.mark.parametrize("command", find_commands())
 @pytest.mark.parametrize("begin", ["ezpz-llm ", "python3 -m ezpz_llm."])
-def test_each_usage_line_names_the_command_as_it_was_typed(command, begin, capsys, monkeypatch):
+def test_usage_line_of_each_command_is_as_typed(command, begin, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{begin}{command}" if begin == "ezpz-llm " else "/a/path/__main__.py"])
     assert page(capsys, command).startswith(f"usage: {begin}{command} ")
 
 
-def test_the_list_of_commands_is_grouped_and_every_line_leads_to_a_command():
+def test_list_of_commands_is_grouped_and_complete():
     done = subprocess.run([sys.executable, "-c", "from ezpz_llm.cli import main; main()"], capture_output=True,
                           text=True, timeout=scaled(60), check=False, env={"COLUMNS": "60", "PATH": ""})
     named = re.findall(r"^  ([a-z_]+)  ", done.stdout, re.MULTILINE)

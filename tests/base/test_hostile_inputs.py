@@ -1,4 +1,4 @@
-"""A hundred hostile inputs of every kind; tests/helpers/hostile_inputs.py makes as many as one likes."""
+"""A hundred hostile inputs of each kind. tests/helpers/hostile_inputs.py can generate more."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ FEWER = {"process": 5, "loglines": 20}
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_input_ends_in_a_traceback(kind):
     count = FEWER.get(kind, EACH)
-    found = run_kind(kind, 1, range(count))
-    assert found.good, (found.places, found.examples, found.outside)
-    assert found.inputs == count == found.accepted + found.told
+    result = run_kind(kind, 1, range(count))
+    assert result.good, (result.places, result.examples, result.outside)
+    assert result.inputs == count == result.accepted + result.told

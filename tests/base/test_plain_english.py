@@ -18,7 +18,7 @@ CLAUSES = {"What", "Whether", "Where", "When", "Which", "Who", "Whose", "How", "
 
 
 def docstrings_in(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring, those of attributes included."""
+    """Yield line and text of each docstring, including docstrings of attributes."""
     for node in ast.walk(ast.parse(text)):
         statements = getattr(node, "body", None)
         if not isinstance(statements, list):
@@ -39,11 +39,11 @@ def clauses_in(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_docstrings_begin_with_a_verb_or_a_noun(package):
-    found = {f"{path.relative_to(PACKAGE)}:{line}": docstring for path in (PACKAGE / package).rglob("*.py")
-             for line, docstring in clauses_in(path.read_text())}
-    assert not found, 'write "Return …", or a noun phrase'
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": docstring for path in (PACKAGE / package).rglob("*.py")
+                  for line, docstring in clauses_in(path.read_text())}
+    assert not violations, 'write "Return …", or a noun phrase'
 
 
-def test_a_clause_is_found():
+def test_clause_is_found():
     text = 'def f():\n    """What a rank answered."""\nA = 1\n"""Of a rank."""\nB = 2\n"""Answer of a rank."""\n'
     assert clauses_in(text) == [(2, "What a rank answered."), (4, "Of a rank.")]

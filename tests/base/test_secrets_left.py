@@ -1,4 +1,4 @@
-"""No file that a run, a submit and a page leave has a secret in it, wherever that came from."""
+"""Secrets never appear in files written by launch, submit, or report."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ raise ValueError("no access with " + os.environ["DS_AUTH"] + " by " + os.environ
 """
 
 
-def _with_a_secret(folder: Path) -> list[str]:
-    """Files and what of the planted they have; logs are the program's own, which prints what it likes."""
-    found = []
+def _files_with_secrets(folder: Path) -> list[str]:
+    """Return the files that contain a planted secret, with its context. Logs are excluded, since programs may print
+    secrets."""
+    matches = []
     for path in folder.rglob("*"):
         if path.is_file() and path.parent.name != "logs":
             text = path.read_bytes()
-            found += [f"{path.relative_to(folder)}: {text[at - 40:at + 20]!r}"
-                      for at in [text.find(b"planted")] if at >= 0]
-    return found
+            matches += [f"{path.relative_to(folder)}: {text[at - 40:at + 20]!r}"
+                        for at in [text.find(b"planted")] if at >= 0]
+    return matches
 
 
-def test_no_file_of_a_run_or_its_page_has_one_of_30_secrets(tmp_path: Path) -> None:
+def test_files_of_a_run_and_its_report_have_none_of_30_secrets(tmp_path: Path) -> None:
     need_mpiexec()
-    assert len(VARIABLES) + len(URLS) + len(WORDS) - 4 == 30, "four of the words are options' names"
+    assert len(VARIABLES) + len(URLS) + len(WORDS) - 4 == 30, "four of the words are option names"
     done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-c", PROGRAM, *WORDS,
                   **VARIABLES, **URLS)
     assert done.returncode == 1
@@ -54,12 +55,12 @@ def test_no_file_of_a_run_or_its_page_has_one_of_30_secrets(tmp_path: Path) -> N
                             env=clean_env(), capture_output=True, text=True, timeout=scaled(60), check=False)
     assert report.returncode == 0, report.stderr
     assert "no access with [redacted]" in (tmp_path / "run/postmortem.txt").read_text()
-    assert _with_a_secret(tmp_path) == []
+    assert _files_with_secrets(tmp_path) == []
     shown = launch(tmp_path, "--dry-run", "--explain", "-n", "2", "true", *WORDS, **VARIABLES, **URLS)
     assert "planted" not in shown.stdout + shown.stderr
 
 
-def test_a_job_s_script_has_none_and_a_command_with_one_is_refused(tmp_path: Path) -> None:
+def test_job_script_has_no_secret_and_command_with_a_secret_is_rejected(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ezpz_llm.submit", "--site", "polaris", "--nodes", "1", "--time", "0:10:00",
              "--account", "A", "--queue", "debug", "--dry-run", "--", "launch", "echo"]
     env = clean_env(**VARIABLES, **URLS, HF_HOME=f"/data/{VARIABLES['DS_AUTH']}", HF_HUB_CACHE="/data/kept")
@@ -69,9 +70,9 @@ def test_a_job_s_script_has_none_and_a_command_with_one_is_refused(tmp_path: Pat
     assert "planted" not in done.stdout + done.stderr
     assert "HF_HUB_CACHE=/data/kept" in done.stdout
     for typed in (["--auth", "planted-word"], ["--name", VARIABLES["DS_AUTH"]]):
-        refused = subprocess.run([*words, *typed], cwd=tmp_path, env=env, capture_output=True, text=True,
+        rejected = subprocess.run([*words, *typed], cwd=tmp_path, env=env, capture_output=True, text=True,
                                  timeout=scaled(60), check=False)
-        assert refused.returncode == 2
-        assert "the command has a secret in it" in refused.stderr
-        assert "planted" not in refused.stdout + refused.stderr
+        assert rejected.returncode == 2
+        assert "the command has a secret in it" in rejected.stderr
+        assert "planted" not in rejected.stdout + rejected.stderr
     assert os.listdir(tmp_path) == []

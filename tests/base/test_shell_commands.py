@@ -1,4 +1,4 @@
-"""Commands that messages suggest, as the shell finds them in which the user typed."""
+"""Suggested commands in messages, in a form that works in the user's shell."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TYPED = "./launchers/with-env"
     ("make one with: python3 -m ezpz_llm.data prepare C", "make one with: W python3 -m ezpz_llm.data prepare C"),
     ("the folder in which launch was typed", "the folder in which launch was typed"),
     ("W ezpz-llm report --help", "W ezpz-llm report --help")])
-def test_each_command_of_a_text_begins_as_the_user_typed(text, shown, monkeypatch):
+def test_each_command_of_a_text_begins_with_with_env_as_typed(text, shown, monkeypatch):
     monkeypatch.setenv(WITH_ENV_VARIABLE, TYPED)
     assert typable_text(text.replace("W ", f"{TYPED} ")) == shown.replace("W ", f"{TYPED} ")
     monkeypatch.delenv(WITH_ENV_VARIABLE)
     assert typable_text(text) == text
 
 
-def test_without_our_programs_on_path_python_runs_our_modules(monkeypatch):
+def test_modules_are_run_by_python_if_launch_is_not_on_path(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     python = sys.executable
     assert typable("launch -n 2 python3 -m ezpz_llm.train") == (
@@ -44,7 +44,7 @@ def test_without_our_programs_on_path_python_runs_our_modules(monkeypatch):
     assert typable("python3 -m ezpz_llm.train") == f"{python} -m ezpz_llm.train"
 
 
-def test_an_errors_remedy_is_typable(monkeypatch):
+def test_remedy_of_an_error_is_typable(monkeypatch):
     monkeypatch.setenv(WITH_ENV_VARIABLE, TYPED)
     error = UserError("launch -n 3", where="launch --run-dir a", instead="launch -n 2")
     assert str(error) == f"launch -n 3\n  where:   launch --run-dir a\n  instead: {TYPED} launch -n 2"
@@ -58,7 +58,7 @@ def test_an_errors_remedy_is_typable(monkeypatch):
     (("launch", "--help"), f"usage: {TYPED} launch [options]"),
     (("python3", "-m", "ezpz_llm.train", "--help"), f"usage: {TYPED} python3 -m ezpz_llm.train [options]"),
     (("python3", "-m", "ezpz_llm.scale", "report", "--help"), f"usage: {TYPED} python3 -m ezpz_llm.scale report")])
-def test_commands_that_with_env_started_suggest_it(words, shown):
+def test_commands_started_by_with_env_suggest_it(words, shown):
     done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(60), check=False,
                           env={**os.environ, WITH_ENV_VARIABLE: TYPED, "COLUMNS": "200"})
     assert shown in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Options of other trainers and launchers, through the parsers of the commands that people type them after."""
+"""Options of other trainers and launchers, passed to the parsers of train, launch, and submit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spellings(option: str) -> set[str]:
     return {option, begin + name.replace("-", "_"), begin + name.replace("_", "-")}
 
 
-def test_the_table_has_the_well_known_programs_with_their_docs():
+def test_table_has_the_well_known_programs_and_links_to_their_docs():
     assert len(rows()) > 150
     for name in ("accelerate", "Hugging Face", "deepspeed", "torchrun", "nanoGPT", "torchtitan", "Megatron"):
         assert sum(name in row.program for row in rows()) >= 5, name
@@ -50,17 +50,17 @@ def test_the_table_has_the_well_known_programs_with_their_docs():
 
 
 STARTERS = ("torchrun", "torch.distributed.launch", "accelerate launch", "mpiexec")
-"""Programs all of whose options launch answers."""
+"""Programs for which launch has an answer to every option."""
 TRAINERS = ("Hugging Face's Trainer", "Megatron", "nanoGPT", "torchtitan")
-"""Programs all of whose options train answers, but for those of data preparation and sampling."""
+"""Programs for which train has an answer to every option, except for data preparation and sampling."""
 ELSEWHERE = {"--max_new_tokens", "--num_samples"}
 
 
 @pytest.mark.parametrize(("command", "known", "programs"), [
     ("train", TRAIN, TRAINERS), ("launch", LAUNCH, STARTERS)])
-def test_each_row_is_answered_with_what_exists(command, known, programs, monkeypatch):
+def test_each_row_has_an_answer_with_existing_options(command, known, programs, monkeypatch):
     parser = trainer_options.build_parser()
-    monkeypatch.setattr(trainer_options, "build_parser", lambda: parser)  # else 20 ms for each row
+    monkeypatch.setattr(trainer_options, "build_parser", lambda: parser)  # building it takes 20 ms per row
     for row in rows():
         for option in spellings(row.option):
             if option.replace("_", "-") in known:
@@ -79,17 +79,17 @@ def test_each_row_is_answered_with_what_exists(command, known, programs, monkeyp
     ("--deepspeed", "--ds-config"), ("--deepspeed_config", "--ds-config"), ("--epochs", "--steps"),
     ("--max-steps", "--steps"), ("--data", "--corpus"), ("--zero-stage", "--ds-config"), ("--gpus", "launch -n N"),
     ("--wandb", "--track wandb"), ("--tp-size", "--tp"), ("--seq-len", "--block-size"), ("--wd", "--weight-decay"),
-    # What was answered before there was a file.
+    # Answers from before the table was a file.
     ("--batch-size", "--micro-batch-size"), ("--batch_size", "--global-batch-size"), ("--learning-rate", "--lr"),
     ("--learning_rate", "--lr"), ("--max-iters", "--steps"), ("--output-dir", "--run-dir"),
     ("--dataset", "--corpus"), ("--tensor-parallel", "--tp"), ("--dtype", "--precision"),
     ("--lerning-rate", "--lr"),
     ("--num-gpus", "launch -n N"), ("--nproc-per-node", "launch -n N"), ("--num-workers", "leave it out"),
     ("--report-to", "--track tensorboard"), ("--tensorboard", "--track tensorboard"), ("--adam_beta1", "--beta1"),
-    # Options of ours with an underscore, and options of launch after the command.
+    # Options of train with an underscore, and options of launch after the command.
     ("--n_layer", "--n-layer"), ("--global_batch_size", "--global-batch-size"), ("-n", "launch -n N, before"),
     ("--ppn", "launch --ppn P, before")])
-def test_train_answers_other_programs_options_in_one_line(typed, meant):
+def test_train_answers_options_of_other_programs_in_one_line(typed, meant):
     error = error_of("train", *typed.split("="), *([] if "=" in typed else ["3"]))
     assert re.search(rf"{re.escape(meant)}(?![\w-])", error.instead), error.instead
     assert "\n" not in error.instead
@@ -101,15 +101,15 @@ def test_train_answers_other_programs_options_in_one_line(typed, meant):
     (["--num-gpus=4"], "--ppn P"), (["--nnodes", "2"], "--nodes K"), (["--timeout", "9"], "--idle-timeout S"),
     (["--num_processes", "8"], "-n N"),
     (["--learning_rate", "1"], "(options of the command come after it: launch -n 2 python3 x.py --learning_rate)")])
-def test_launch_answers_other_launchers_options(words, meant):
+def test_launch_answers_options_of_other_launchers(words, meant):
     assert error_of("launch", *words).instead == meant
 
 
-def test_submit_answers_sbatchs_short_options():
+def test_submit_answers_short_options_of_sbatch():
     assert error_of("submit", "-t", "10").instead == "--time T"
 
 
-def test_a_setting_of_a_configuration_file_is_answered_too(tmp_path):
+def test_setting_of_a_configuration_file_is_answered(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 0.001\n")
     error = error_of("train", "--config", str(file))
@@ -117,7 +117,7 @@ def test_a_setting_of_a_configuration_file_is_answered_too(tmp_path):
     assert error.instead == "lr: X"
 
 
-def test_the_origin_is_printed():
+def test_origin_of_an_option_is_printed():
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--local_rank=0"], capture_output=True,
                           text=True, timeout=scaled(60), check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Errors of the system that any file can meet: one message, no traceback."""
+"""System errors of file operations are printed as one message without a traceback."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LONG = "x" * 6000
 
 @pytest.mark.parametrize("main", [why.main, report.main, lambda words: find_source(words[0], "--init-from")],
                          ids=["why", "report", "--init-from"])
-def test_a_name_too_long(main: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_too_long(main: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(main, [_LONG]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: File name too long\n")
-    assert len(told) < 400
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: File name too long\n")
+    assert len(printed) < 400
 
 
 def test_too_few_descriptors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_too_few_descriptors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.startswith("error: Too many open files\n")
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_private(tmp_path / "private")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -59,6 +59,6 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("words", [["--lr", "9" * 400], [f"--lr={'9' * 400}"]])
-def test_a_number_too_large(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_too_large(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda argv: parse(argv) and None, words) == 2
     assert "the number is too large\n  where:   --lr\n" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_json_array_of_objects(tmp_path: Path, packed: object) -> None:
         assert np.concatenate([part.tokens for part in read]).tolist() == tokens(*texts)
     for content, message in (('[{"text": "a"}, {"text": "b"', "not a complete JSON array in UTF-8"),
                              ('[{"text": "a"}, {text: "b"}]', "item 1"),
-                             ('[{"text": "a"}] {}', "more follows it"),
+                             ('[{"text": "a"}] {}', "more text follows the JSON value"),
                              ('[{"text": "a"}, {"txt": "b"}]', 'item 1 has no "text"')):
         (tmp_path / "b.json").write_bytes(packed(content.encode()))
         with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""Process groups: as few calls per rank in a large world as in a small one, and the right ranks in each."""
+"""Process groups: the number of calls does not depend on the world size, and each group has the right ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ENV = clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 LAYOUTS = ("zero1", "fsdp2_within2", "zero3_hpz2", "tp2_zero3", "zero3,sp4", "pp2", "pp2,pp4", "3d")
 
 
-def test_start_up_makes_as_many_calls_in_a_world_of_4096_ranks_as_of_64() -> None:
+def test_startup_makes_equally_many_calls_with_64_and_4096_ranks() -> None:
     ran = subprocess.run([sys.executable, str(HELPERS / "fake_world.py"), "64,512,4096", *LAYOUTS], env=ENV,
                          capture_output=True, text=True, timeout=scaled(200), check=True)
     calls = defaultdict(list)
     for line in ran.stdout.splitlines():
         if line.startswith("{"):
-            found = json.loads(line)
-            calls[found["layout"]].append((found["groups"], found["collectives"]))
+            counts = json.loads(line)
+            calls[counts["layout"]].append((counts["groups"], counts["collectives"]))
     assert set(calls) == set(LAYOUTS)
     for layout, by_size in calls.items():
         assert len(by_size) == 3, layout
@@ -32,15 +32,15 @@ def test_start_up_makes_as_many_calls_in_a_world_of_4096_ranks_as_of_64() -> Non
         assert by_size[0][0] <= 6, layout
 
 
-def test_groups_of_changing_meshes_beside_groups_of_some_ranks_only(tmp_path: Path) -> None:
-    """Names of torch's groups depend on the number of groups that a rank has, and are never used twice."""
-    found = tmp_path / "found.json"
+def test_groups_of_changing_meshes_with_groups_of_only_some_ranks(tmp_path: Path) -> None:
+    """torch derives a group's name from the number of groups of a rank, and never reuses a name."""
+    result = tmp_path / "result.json"
     mpiexec = shutil.which("mpiexec") or "mpiexec"
-    subprocess.run([mpiexec, "-n", "4", sys.executable, str(HELPERS / "group_ranks.py"), str(found)], env=ENV,
+    subprocess.run([mpiexec, "-n", "4", sys.executable, str(HELPERS / "group_ranks.py"), str(result)], env=ENV,
                    cwd=tmp_path, timeout=scaled(120), check=True)
     pairs, halves = [11, 11, 1100, 1100], [101, 1010, 101, 1010]
-    wanted = [{"tp": pairs, "dp": halves}, {"pp": halves, "dp": pairs, "sends": halves}, {},
-              {"tp": pairs, "dp": halves}, {"ends": [1001, 110, 110, 1001]},
-              {"pp": halves, "dp": pairs, "sends": halves}]
-    for rank, by_mesh in enumerate(json.loads(found.read_text())):
-        assert by_mesh == [{name: sums[rank] for name, sums in mesh.items()} for mesh in wanted], rank
+    expected = [{"tp": pairs, "dp": halves}, {"pp": halves, "dp": pairs, "sends": halves}, {},
+                {"tp": pairs, "dp": halves}, {"ends": [1001, 110, 110, 1001]},
+                {"pp": halves, "dp": pairs, "sends": halves}]
+    for rank, by_mesh in enumerate(json.loads(result.read_text())):
+        assert by_mesh == [{name: sums[rank] for name, sums in mesh.items()} for mesh in expected], rank

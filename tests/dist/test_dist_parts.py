@@ -1,4 +1,4 @@
-"""The parts of dist that need no ranks: seeds, the mesh's arithmetic, devices, heartbeats."""
+"""Parts of dist that need no launched ranks: seeds, degrees, devices, stores, and heartbeats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEGREES = st.builds(Degrees, *(st.integers(1, 4) for _ in range(4)))
 
 
 def unmix(value: int) -> int:
-    """The inverse of the mixing, step by step: that there is one proves that no two streams share a seed."""
+    """Invert the mixing of `seed_for`. That an inverse exists proves that no two streams share a seed."""
     mask = 2**64 - 1
 
     def undo_shift(value: int, shift: int) -> int:
@@ -49,7 +49,7 @@ def unmix(value: int) -> int:
 
 
 @given(STREAMS)
-def test_a_seed_tells_its_stream(stream):
+def test_stream_can_be_recovered_from_its_seed(stream):
     seed, purpose, index = stream
     value = seed_for(seed, purpose, index)
     assert 0 <= value < 2**64
@@ -58,18 +58,18 @@ def test_a_seed_tells_its_stream(stream):
     assert ["init", "data", "dropout", "sample"][packed >> 24 & 255] == purpose
 
 
-def test_seeds_of_many_ranks_and_neighbouring_runs_all_differ():
+def test_seeds_of_many_ranks_and_runs_all_differ():
     purposes = ("init", "data", "dropout", "sample")
     seeds = {seed_for(seed, purpose, index)
              for seed in range(4) for purpose in purposes for index in range(10_000)}
     assert len(seeds) == 4 * 4 * 10_000
-    # Neighbours differ in about half of their bits, so that generators seeded by them are unlike.
+    # Seeds of adjacent streams differ in about half of their bits, so that their generators are uncorrelated.
     flips = [(seed_for(1, "data", i) ^ seed_for(1, "data", i + 1)).bit_count() for i in range(1000)]
     assert 30 < sum(flips) / len(flips) < 34
 
 
 @pytest.mark.parametrize("stream", [(-1, "data", 0), (2**32, "data", 0), (0, "data", 2**24), (0, "data", -1)])
-def test_a_seed_out_of_range_is_refused(stream):
+def test_seed_out_of_range_is_rejected(stream):
     with pytest.raises(UserError, match="out of range"):
         seed_for(*stream)
 
@@ -82,43 +82,43 @@ def test_seeds_and_heartbeats_need_no_torch():
 
 
 @given(DEGREES)
-def test_every_rank_has_its_own_place_and_groups_divide_the_world(degrees):
+def test_coordinates_are_unique_and_groups_partition_the_world(degrees):
     world = degrees.dp * degrees.tp * degrees.pp * degrees.sp
-    places = [degrees.coordinates(rank) for rank in range(world)]
-    assert len({tuple(place.values()) for place in places}) == world
+    coordinates = [degrees.coordinates(rank) for rank in range(world)]
+    assert len({tuple(of_rank.values()) for of_rank in coordinates}) == world
     for axis in AXES:
         groups = {tuple(degrees.peers(rank, axis)) for rank in range(world)}
         assert sorted(rank for group in groups for rank in group) == list(range(world))
         for group in groups:
-            assert [places[rank][axis] for rank in group] == list(range(getattr(degrees, axis)))
-            others = [{name: at for name, at in places[rank].items() if name != axis} for rank in group]
+            assert [coordinates[rank][axis] for rank in group] == list(range(getattr(degrees, axis)))
+            others = [{name: value for name, value in coordinates[rank].items() if name != axis} for rank in group]
             assert all(other == others[0] for other in others)
 
 
-def test_the_order_of_axes():
-    """pp outermost, then dp, sp, and tp innermost."""
+def test_order_of_axes():
+    """The order is pp (outermost), dp, sp, tp (innermost)."""
     degrees = Degrees(dp=2, tp=2, pp=2, sp=2)
     assert degrees.coordinates(1) == {"tp": 1, "sp": 0, "dp": 0, "pp": 0}
     assert [degrees.peers(0, axis) for axis in ("tp", "sp", "dp", "pp")] == [[0, 1], [0, 2], [0, 4], [0, 8]]
 
 
-def test_degrees_follow_from_the_world():
+def test_dp_is_derived_from_the_world_size():
     assert Degrees.of_world(12, tp=2, pp=3) == Degrees(dp=2, tp=2, pp=3, sp=1)
     with pytest.raises(UserError, match="tp 2 x pp 3 x sp 1 = 6 does not divide 8 ranks"):
         Degrees.of_world(8, tp=2, pp=3)
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (8, 3, 3)])
-def test_one_visible_device_is_device_0(count, local_rank, index):
+def test_single_visible_device_has_index_0(count, local_rank, index):
     assert device_index("cuda", count, RankInfo(3, 4, local_rank, 4, 0, "test")) == index
 
 
-def test_more_ranks_than_devices_are_named():
+def test_more_ranks_than_devices_are_reported():
     with pytest.raises(UserError, match="local rank 4 has no device: 4 cuda devices for 8 ranks"):
         device_index("cuda", 4, RankInfo(4, 8, 4, 8, 0, "test"))
 
 
-def test_the_device_decides_the_backend():
+def test_device_type_determines_the_backend():
     collectives = {kind: traits.collectives for kind, traits in DEVICES.items()}
     assert collectives == {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
     info = RankInfo(0, 1, 0, 1, 0, "test")
@@ -132,7 +132,8 @@ def test_the_device_decides_the_backend():
 
 
 def in_threads(world_size: int, work) -> list[str]:
-    """Run `work(store, rank)` for every rank with a client of one TCPStore each; their errors' first lines."""
+    """Run `work(store, rank)` for every rank, each with its own client of a TCPStore. Return the first line of each
+    rank's error."""
     server = TCPStore("127.0.0.1", 0, world_size, True, datetime.timedelta(seconds=20), wait_for_workers=False)
     outcomes = [""] * world_size
 
@@ -152,23 +153,23 @@ def in_threads(world_size: int, work) -> list[str]:
     return outcomes
 
 
-def test_two_ranks_on_one_device_are_both_told():
-    """Four ranks of two hosts; ranks 2 and 3 have the same device."""
+def test_all_ranks_report_two_ranks_on_one_device():
+    """Four ranks on two nodes; ranks 2 and 3 have the same device."""
     devices = [("n1", "GPU-a"), ("n1", "GPU-b"), ("n2", "GPU-a"), ("n2", "GPU-a")]
 
     def work(store, rank):
         error = None
         try:
             claim_device(store, devices[rank][0], "cuda", devices[rank][1], rank)
-        except UserError as found:
-            error = found
+        except UserError as own_error:
+            error = own_error
         raise_before_group(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
 
     outcomes = in_threads(4, work)
     assert outcomes == ["ranks 2 and 3 on n2 share one device (GPU-a)"] * 4
 
 
-def test_ranks_on_devices_of_their_own_pass():
+def test_ranks_on_different_devices_are_accepted():
     def work(store, rank):
         claim_device(store, "n1", "cuda", f"GPU-{rank}", rank)
         raise_before_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
@@ -176,9 +177,9 @@ def test_ranks_on_devices_of_their_own_pass():
     assert in_threads(2, work) == ["", ""]
 
 
-def test_an_error_in_the_store_counts_only_with_the_runs_signature():
-    """Whoever can connect to torch's store can write there."""
-    def among(planted: bytes | None, secret: bytes | None, error: UserError | None = None) -> list[str]:
+def test_error_in_the_store_is_ignored_without_a_valid_signature():
+    """Anyone who can connect to a TCPStore can write to it."""
+    def outcomes_with(planted: bytes | None, secret: bytes | None, error: UserError | None = None) -> list[str]:
         def work(store, rank):
             if planted is not None:
                 store.set("setup/error", planted)
@@ -187,13 +188,13 @@ def test_an_error_in_the_store_counts_only_with_the_runs_signature():
         return in_threads(2, work)
 
     for planted in (b"your job is cancelled, run: curl evil", b"0" * 64 + b"\nyour job", b"\xff\n\xff", b""):
-        assert among(planted, SECRET) == ["", ""]
-    assert among(None, SECRET, UserError("no device")) == ["no device", "no device"]
-    assert among(None, None, UserError("no device")) == ["another rank could not be set up", "no device"]
+        assert outcomes_with(planted, SECRET) == ["", ""]
+    assert outcomes_with(None, SECRET, UserError("no device")) == ["no device", "no device"]
+    assert outcomes_with(None, None, UserError("no device")) == ["another rank could not be set up", "no device"]
 
 
-def test_ranks_of_a_node_meet_in_a_file_again_and_again(tmp_path):
-    """Also where rank 0 was killed at its last meeting and left its store's name behind."""
+def test_ranks_on_one_node_can_repeat_the_file_rendezvous(tmp_path):
+    """A killed rank 0 may have left the name of an earlier store behind."""
     stale = tmp_path / "f" / "store-at-29500"
     with make_private(tmp_path / "f") as folder:
         for turn in range(3):
@@ -214,17 +215,17 @@ def test_ranks_of_a_node_meet_in_a_file_again_and_again(tmp_path):
             stale.write_text("store-0123456789abcdef")
 
 
-def test_programs_of_one_run_do_not_meet_each_other(tmp_path, monkeypatch):
+def test_programs_of_one_run_have_separate_rendezvous(tmp_path, monkeypatch):
     monkeypatch.setattr("ezpz_llm.dist.rendezvous._LOCK_WITHIN_S", 0.2)
-    info, soon = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
+    info, short = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
     with make_private(tmp_path / "f") as folder, _named(folder, "store-at-29500"):
-        with pytest.raises(UserError, match="another program of this run is just being set up"):
-            node_file_store(folder, 29500, info, soon)
+        with pytest.raises(UserError, match="another program of this run is starting at the same time"):
+            node_file_store(folder, 29500, info, short)
         with pytest.raises(UserError, match="did not meet all of 2 ranks"):
-            node_file_store(folder, 29501, info, soon)
+            node_file_store(folder, 29501, info, short)
 
 
-def test_ranks_on_a_cpu_share_it_and_mixed_types_are_refused():
+def test_ranks_share_a_cpu_and_mixed_device_types_are_rejected():
     store = HashStore()
     claim_device(store, "n1", "cpu", None, 0)
     claim_device(store, "n1", "cpu", None, 1)
@@ -232,7 +233,7 @@ def test_ranks_on_a_cpu_share_it_and_mixed_types_are_refused():
         claim_device(store, "n2", "cuda", "GPU-a", 2)
 
 
-def test_a_heartbeat_is_written_at_most_once_a_second(tmp_path):
+def test_heartbeat_is_written_at_most_once_a_second(tmp_path):
     path = tmp_path / "rank0003"
     heartbeat = Heartbeat({"EZPZ_LLM_HEARTBEAT": str(path)})
     heartbeat.beat("train", 1)
@@ -242,7 +243,7 @@ def test_a_heartbeat_is_written_at_most_once_a_second(tmp_path):
     assert path.read_text() == "train 1\n"
     heartbeat.beat("validation")
     assert path.read_text() == "validation \n"
-    Heartbeat({}).beat("train", 1)  # without launch nobody watches
+    Heartbeat({}).beat("train", 1)  # no heartbeat file without launch
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -278,15 +279,15 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) // 5)
 
 
 @pytest.mark.full
-def test_memory_of_one_step_serves_the_next_but_for_users_who_chose(tmp_path):
-    """Pages that a training step gets from the system: few, and many where the user has set the allocator up.
+def test_memory_is_reused_between_steps_unless_the_user_configured_malloc(tmp_path):
+    """A training step has few page faults, but many if the user has configured the allocator.
 
-    The user's own setting here is the C library's default, so that this is all in which they differ.
+    The user's setting in this test equals glibc's default, so that the runs differ in nothing else.
     """
     faults = []
-    for name, own in (("kept", ""), ("users", "glibc.malloc.tcache_count=7")):
+    for name, tunables in (("kept", ""), ("users", "glibc.malloc.tcache_count=7")):
         done = subprocess.run([sys.executable, "-c", STEPPING, str(tmp_path / name)], capture_output=True,
-                              env={**os.environ, "GLIBC_TUNABLES": own}, text=True,
+                              env={**os.environ, "GLIBC_TUNABLES": tunables}, text=True,
                               timeout=scaled(120), check=False)
         assert done.returncode == 0, done.stderr
         faults.append(int(done.stdout.splitlines()[-1]))
@@ -294,13 +295,13 @@ def test_memory_of_one_step_serves_the_next_but_for_users_who_chose(tmp_path):
     assert 10 * faults[0] < faults[1], faults
 
 
-def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(tmp_path, monkeypatch):
+def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     refuse_idle_gpus({}, tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "kfd").touch()
-    refuse_idle_gpus({}, tmp_path)  # a desktop processor's graphics, with a torch that is not built for it
+    refuse_idle_gpus({}, tmp_path)  # integrated graphics of a desktop CPU, and a torch build without ROCm
     (tmp_path / "dev" / "nvidia0").touch()
     with pytest.raises(UserError, match=r"a GPU that torch cannot use: torch .* is built for CPUs") as caught:
         refuse_idle_gpus({}, tmp_path)
@@ -314,11 +315,11 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(tmp
         refuse_idle_gpus({}, tmp_path)
 
 
-def test_the_choice_of_a_device_looks_for_idle_gpus_only_if_left_to_us(monkeypatch):
-    def refuse(env):
+def test_idle_gpus_are_checked_only_for_device_auto(monkeypatch):
+    def reject(env):
         raise UserError("idle")
 
-    monkeypatch.setattr(device_module, "refuse_idle_gpus", refuse)
+    monkeypatch.setattr(device_module, "refuse_idle_gpus", reject)
     monkeypatch.setattr(device_module, "_best", lambda: "cpu")
     info = RankInfo(0, 1, 0, 1, 0, "test")
     assert choose_device("cpu", info) == torch.device("cpu")
@@ -332,7 +333,7 @@ def test_the_choice_of_a_device_looks_for_idle_gpus_only_if_left_to_us(monkeypat
     ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
     ({"PYTORCH_CUDA_ALLOC_CONF": ""}, None, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
 ])
-def test_segments_expand_on_cuda_unless_the_user_has_settings(monkeypatch, env, hip, after):
+def test_expandable_segments_are_set_on_cuda_unless_the_user_configured_them(monkeypatch, env, hip, after):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(device_module, "_count", lambda kind: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(set_device=lambda device: None))
@@ -341,8 +342,8 @@ def test_segments_expand_on_cuda_unless_the_user_has_settings(monkeypatch, env, 
     assert env == after
 
 
-def test_tiles_of_a_card_are_told_apart(monkeypatch):
-    """Where torch has the card's identity for each of them."""
+def test_tiles_of_a_card_have_different_identities(monkeypatch):
+    """torch reports the card's UUID for each tile."""
     properties = SimpleNamespace(uuid="card")
     monkeypatch.setattr(torch, "get_device_module",
                         lambda device: SimpleNamespace(get_device_properties=lambda device: properties))

@@ -1,9 +1,10 @@
-"""Setting ranks up under real launchers, and every way in which that is refused."""
+"""Setup of ranks under real launchers, and all errors of `setup`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -31,18 +32,18 @@ ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_PO
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment in which nothing launched this process."""
+    """Environment of a process that no launcher has started."""
     for name in os.environ.keys() - ENV.keys():
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-def run_ranks(launcher: list[str], folder: Path, **wanted) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*launcher, SCRIPT, json.dumps(wanted)], env=ENV, cwd=folder, capture_output=True,
+def run_ranks(launcher: list[str], folder: Path, **request) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*launcher, SCRIPT, json.dumps(request)], env=ENV, cwd=folder, capture_output=True,
                           text=True, timeout=scaled(90), check=False)
 
 
-def told(run_dir: Path, ranks: int) -> list[dict]:
+def read_results(run_dir: Path, ranks: int) -> list[dict]:
     return [json.loads((run_dir / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -52,44 +53,44 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_four_ranks_of_a_bare_mpiexec_meet_over_mpi(tmp_path):
-    """No MASTER_ADDR, no run directory: MPI tells where rank 0 is, rank 0 where to write."""
+def test_four_ranks_of_plain_mpiexec_use_mpi_for_the_rendezvous(tmp_path):
+    """Ranks have neither MASTER_ADDR nor a run directory, and get both from rank 0."""
     done = run_ranks([MPIEXEC, "-n", "4", sys.executable], tmp_path, device="cpu", tp=2, name="bare")
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("bare-")
-    ranks = told(run_dir, 4)
-    for rank, one in enumerate(ranks):
-        assert (one["rank"], one["world_size"], one["local_rank"]) == (rank, 4, rank)
-        assert one["source"] == "Hydra (PMI_RANK)"
-        assert (one["backend"], one["device"]) == ("gloo", "cpu")
-        assert one["mpi4py"]
-        assert one["run_dir"] == str(run_dir)
-        exported = one["exported"]
+    ranks = read_results(run_dir, 4)
+    for rank, result in enumerate(ranks):
+        assert (result["rank"], result["world_size"], result["local_rank"]) == (rank, 4, rank)
+        assert result["source"] == "Hydra (PMI_RANK)"
+        assert (result["backend"], result["device"]) == ("gloo", "cpu")
+        assert result["mpi4py"]
+        assert result["run_dir"] == str(run_dir)
+        exported = result["exported"]
         assert [exported[name] for name in VARIABLES[:4]] == [str(rank), "4", str(rank), "4"]
         assert exported["MASTER_ADDR"] == "127.0.0.1"
-        assert one["environment_as_before"]
-    assert len({one["exported"]["MASTER_PORT"] for one in ranks}) == 1
-    # tp innermost: peers 0 1 and 2 3; dp: 0 2 and 1 3. Sums of 10^rank show who took part.
-    assert [one["place"] for one in ranks] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert [one["sums"]["tp"] for one in ranks] == [11, 11, 1100, 1100]
-    assert [one["sums"]["dp"] for one in ranks] == [101, 1010, 101, 1010]
+        assert result["environment_as_before"]
+    assert len({result["exported"]["MASTER_PORT"] for result in ranks}) == 1
+    # tp is innermost, with peers 0 1 and 2 3; dp has peers 0 2 and 1 3. Sums of 10^rank identify the ranks.
+    assert [result["place"] for result in ranks] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert [result["sums"]["tp"] for result in ranks] == [11, 11, 1100, 1100]
+    assert [result["sums"]["dp"] for result in ranks] == [101, 1010, 101, 1010]
 
 
 @pytest.mark.full
-def test_with_a_master_address_mpi_is_left_alone(tmp_path):
+def test_mpi_is_not_used_if_master_addr_is_set(tmp_path):
     launcher = [MPIEXEC, "-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", free_port(), "-n", "2",
                 sys.executable]
     done = run_ranks(launcher, tmp_path, device="cpu", run_dir=str(tmp_path / "here"))
     assert done.returncode == 0, done.stdout + done.stderr
-    for one in told(tmp_path / "here", 2):
-        assert not one["mpi4py"]
-        assert one["sums"] == {"dp": 11, "tp": 11}  # no group of its own is the whole world
+    for result in read_results(tmp_path / "here", 2):
+        assert not result["mpi4py"]
+        assert result["sums"] == {"dp": 11, "tp": 11}  # no tp group: the sum is over the whole world
     assert not (tmp_path / "runs").exists()
 
 
-def test_one_ranks_mistake_ends_all_of_them_at_once(tmp_path):
-    """Without a launcher that kills the others, they would wait for the one that gave up."""
+def test_error_on_one_rank_ends_all_ranks_at_once(tmp_path):
+    """mpiexec does not kill the other ranks, which would otherwise wait for the failed rank."""
     begin = time.monotonic()
     done = run_ranks([MPIEXEC, "-n", "2", sys.executable], tmp_path, device="cpu", device_of_rank={"1": "cuda"})
     assert time.monotonic() - begin < scaled(60)
@@ -99,7 +100,7 @@ def test_one_ranks_mistake_ends_all_of_them_at_once(tmp_path):
 
 
 @pytest.mark.full
-def test_after_an_exception_no_rank_waits_for_the_others(tmp_path):
+def test_rank_with_an_exception_does_not_wait_for_the_others(tmp_path):
     begin = time.monotonic()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run_ranks(launcher, tmp_path, device="cpu", fail=1)
@@ -108,8 +109,8 @@ def test_after_an_exception_no_rank_waits_for_the_others(tmp_path):
     assert "ValueError: planted" in done.stderr
 
 
-def test_an_mpi_that_counts_otherwise_is_named(tmp_path):
-    """Open MPI's variables, MPICH's library: every process would be a world of its own."""
+def test_mpi_with_another_rank_is_reported(tmp_path):
+    """Variables of Open MPI with the library of MPICH: every process would have world size 1."""
     env = ENV | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
                  "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     done = subprocess.run([sys.executable, SCRIPT, "{}"], env=env, cwd=tmp_path, capture_output=True, text=True,
@@ -119,7 +120,7 @@ def test_an_mpi_that_counts_otherwise_is_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_single_process_needs_nothing(alone, tmp_path):
+def test_single_process_needs_no_launcher(alone, tmp_path):
     alone.chdir(tmp_path)
     with setup(name="mine") as dist:
         assert (dist.rank, dist.world_size, dist.backend, dist.is_main) == (0, 1, None, True)
@@ -135,8 +136,8 @@ def test_a_single_process_needs_nothing(alone, tmp_path):
     assert "LOCAL_SIZE" not in os.environ
 
 
-def test_libraries_are_told_the_device_that_they_take_the_local_rank_for(alone, tmp_path, monkeypatch):
-    """A rank that sees only its own device has device 0, whatever its local rank; DeepSpeed reads LOCAL_RANK."""
+def test_local_rank_is_exported_as_the_device_index(alone, tmp_path, monkeypatch):
+    """DeepSpeed reads LOCAL_RANK as the device index. A rank that sees only its own device has index 0."""
     for name, value in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "1")):
         alone.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setattr("ezpz_llm.dist.setup.choose_device", lambda asked, info: torch.device("cuda", 2))
@@ -145,8 +146,8 @@ def test_libraries_are_told_the_device_that_they_take_the_local_rank_for(alone, 
     assert (os.environ.get("LOCAL_RANK"), os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (None, "0")
 
 
-def test_a_single_process_in_a_job_of_two_hosts_says_how_to_launch(capsys):
-    """A batch script and an salloc shell have SLURM_NTASKS=4, and are no ranks."""
+def test_single_process_in_a_job_with_two_nodes_prints_how_to_launch(capsys):
+    """A batch script and an salloc shell have SLURM_NTASKS=4, but are not ranks."""
     command = ("python3", "train.py", "--hf-token", "secret")
     node_file = {"PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_nc2_mpi2.txt")}
     for name in ("slurm/env_sbatch_script.txt", "slurm/env_salloc_shell.txt", "pbs/env_job_sel2_nc2_mpi2.txt"):
@@ -154,10 +155,10 @@ def test_a_single_process_in_a_job_of_two_hosts_says_how_to_launch(capsys):
         info = find_rank(env)
         assert info.world_size == 1
         warn_if_single_process(info, env, command)
-        said = capsys.readouterr().err
-        assert "one process on one of the 2 hosts of" in said
-        assert said.endswith("launch python3 train.py --hf-token '[redacted]'\n")
-        # One that launch started as its only rank is what was asked for.
+        printed = capsys.readouterr().err
+        assert re.match(r"note: running a single process, but \w+ job \S+ has 2 nodes\. ", printed)
+        assert printed.endswith("launch python3 train.py --hf-token '[redacted]'\n")
+        # A single rank that launch started is intended.
         warn_if_single_process(info, env | {"EZPZ_LLM_RUN_ID": "x"}, command)
     broken = captured_env("slurm/env_sbatch_script.txt") | {"SLURM_JOB_NODELIST": "n["}
     for env in ({}, broken, captured_env("slurm/env_srun_one_task_step.txt")):
@@ -166,8 +167,8 @@ def test_a_single_process_in_a_job_of_two_hosts_says_how_to_launch(capsys):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_master_that_does_not_resolve_is_no_localhost(alone, rank):
-    """Neither rank goes on as a world of its own."""
+def test_unresolvable_master_addr_is_an_error(alone, rank):
+    """No rank falls back to localhost and continues with world size 1."""
     for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "no-such-host.invalid",
                         "MASTER_PORT": free_port()}.items():
         alone.setenv(name, value)
@@ -179,7 +180,7 @@ def test_a_master_that_does_not_resolve_is_no_localhost(alone, rank):
 @pytest.mark.parametrize(("address", "port", "found"), [
     ("127.0.0.1:29500", "29500", "has a port appended"), ("n 1", "29500", "is not a hostname or an address"),
     ("127.0.0.1", "²", "MASTER_PORT='²' is not a port number")])
-def test_a_master_of_no_valid_form(alone, address, port, found):
+def test_invalid_master_addr_or_port(alone, address, port, found):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address,
                         "MASTER_PORT": port}.items():
         alone.setenv(name, value)
@@ -196,10 +197,10 @@ def test_fewer_ranks_than_launch_promised(alone):
     assert "--mpi=none" in error.value.instead
 
 
-def test_a_rank_without_a_master_address(alone):
+def test_rank_without_master_addr(alone):
     alone.setenv("RANK", "1")
     alone.setenv("WORLD_SIZE", "2")
-    alone.setitem(sys.modules, "mpi4py", None)  # importing it would end in an ImportError, and another message
+    alone.setitem(sys.modules, "mpi4py", None)  # importing it would raise an ImportError, with another message
     with pytest.raises(UserError, match=r"rank 1 of 2 has no MASTER_ADDR\n"):
         setup(device="cpu")
 
@@ -210,7 +211,7 @@ def test_a_rank_without_a_master_address(alone):
     ({"MASTER_ADDR": "n1", "MASTER_PORT": "http"}, "MASTER_PORT='http' is not a port number"),
     ({"MASTER_ADDR": "n1", "MASTER_PORT": "99999"}, "MASTER_PORT='99999' is not a port number"),
 ])
-def test_half_an_address(alone, variables, found):
+def test_only_one_of_master_addr_and_port(alone, variables, found):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables}.items():
         alone.setenv(name, value)
     with pytest.raises(UserError, match=found):
@@ -218,8 +219,8 @@ def test_half_an_address(alone, variables, found):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_port_where_no_rank_0_answers_is_named(alone, rank):
-    """Rank 0 finds the port taken, rank 1 finds nobody there."""
+def test_port_without_rank_0_is_reported(alone, rank):
+    """Rank 0 cannot listen on the taken port, and rank 1 cannot connect."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         if rank == "0":
@@ -237,8 +238,8 @@ def test_a_port_where_no_rank_0_answers_is_named(alone, rank):
         assert f"did not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in str(error.value)
 
 
-def test_a_missing_interface_is_named_before_the_ranks_meet(alone):
-    """Nobody listens at that address: the error is not of the meeting."""
+def test_missing_interface_is_reported_before_the_rendezvous(alone):
+    """No process listens at the address, but the error is not about the rendezvous."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
                         "GLOO_SOCKET_IFNAME": "lo,hsn9"}.items():
         alone.setenv(name, value)
@@ -262,7 +263,7 @@ def test_degrees_that_do_not_divide_the_world(alone):
         dist.arrange(tp=2)
 
 
-def test_a_place_that_cannot_be_written_leaves_the_environment_as_it_was(alone, tmp_path):
+def test_unwritable_run_directory_keeps_the_environment(alone, tmp_path):
     (tmp_path / "file").write_text("")
     before = dict(os.environ)
     with pytest.raises(UserError, match="cannot create the run directory"):

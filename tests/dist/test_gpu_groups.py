@@ -1,4 +1,4 @@
-"""Process groups on GPUs, with the calls that need one recorded instead of made."""
+"""Process groups on GPUs. Calls that need a GPU are recorded, not executed."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ HALF_AN_HOUR = datetime.timedelta(minutes=30)
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The settings of each process group that is made, and None for each that is destroyed."""
-    made: list[Any] = []
+    """Settings of each created process group, and None for each destroyed one."""
+    created: list[Any] = []
     monkeypatch.setattr(torch.distributed, "init_process_group",
-                        lambda backend, **settings: made.append({"backend": backend, **settings}))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda *_: made.append(None))
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda *_: made[-1]["backend"] if made else "nccl")
-    return made
+                        lambda backend, **settings: created.append({"backend": backend, **settings}))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda *_: created.append(None))
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda *_: created[-1]["backend"] if created else "nccl")
+    return created
 
 
-def asked(stage: str) -> dict[str, Any]:
+def request_for(stage: str) -> dict[str, Any]:
     return {"ask": stage, "group": " 0-1", "index": 0, "size": 2, "store": "unused"}
 
 
 def worker(device: torch.device) -> Worker:
-    made = Worker()
-    made._device, made._store = device, HashStore()
-    return made
+    preflight_worker = Worker()
+    preflight_worker._device, preflight_worker._store = device, HashStore()
+    return preflight_worker
 
 
-def test_preflight_leaves_a_failed_group_of_nccl_as_it_is(groups: list[Any]) -> None:
-    """Its destructor would wait for ranks that hang in it; further groups would take its place."""
+def test_preflight_keeps_a_failed_nccl_group(groups: list[Any]) -> None:
+    """The destructor would wait for hanging ranks, and later groups would reuse the group."""
     failed = worker(GPU)
-    with pytest.raises((RuntimeError, AssertionError)):  # there is no such device here
-        failed.answer(asked("reduce node"))
-    failed.failed(asked("reduce node"))
+    with pytest.raises((RuntimeError, AssertionError)):  # this machine has no such device
+        failed.answer(request_for("reduce node"))
+    failed.failed(request_for("reduce node"))
     assert [group["backend"] for group in groups] == ["nccl"]
     with pytest.raises(RuntimeError, match="group for reduce node has failed"):
-        failed.answer(asked("reduce all"))
+        failed.answer(request_for("reduce all"))
     assert len(groups) == 1
 
 
-def test_preflight_gives_a_device_the_time_to_load_its_libraries(groups: list[Any]) -> None:
+def test_preflight_timeout_allows_for_loading_device_libraries(groups: list[Any]) -> None:
     with pytest.raises((RuntimeError, AssertionError)):
-        worker(GPU).answer(asked("reduce node"))
+        worker(GPU).answer(request_for("reduce node"))
     assert groups[0]["timeout"] >= datetime.timedelta(seconds=60)
     assert groups[0]["device_id"] == GPU
 
 
-def test_a_group_of_one_process_is_told_its_device(groups: list[Any], tmp_path) -> None:
-    """Else NCCL guesses, warns, and waits in the first collective."""
+def test_group_of_a_single_process_gets_its_device(groups: list[Any], tmp_path) -> None:
+    """NCCL guesses the device without `device_id`, warns, and waits in the first collective."""
     Dist(ALONE, GPU, None, Mesh(Degrees(1), 0, HALF_AN_HOUR), RunDir(tmp_path), HALF_AN_HOUR).ensure_group()
     assert (groups[0]["backend"], groups[0]["device_id"], groups[0]["world_size"]) == ("nccl", GPU, 1)
 
 
 class Streams:
-    """A device's module, which records what its streams are told."""
+    """Fake device module that records calls on streams."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -96,9 +96,9 @@ class Samples:
 
 
 @pytest.mark.parametrize(("kind", "pins"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
-def test_samples_go_through_page_locked_memory_where_that_lets_the_copy_overlap(
+def test_samples_are_copied_from_pinned_memory_if_the_device_supports_it(
         kind: str, pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There in a stream of their own, which what computes afterwards waits for."""
+    """The copy uses a separate stream, and the compute stream waits for it."""
     streams = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
     device_copy._stream.cache_clear()

@@ -1,4 +1,4 @@
-"""Optional work that fails: the run continues, unless a rank is left waiting in a collective."""
+"""Failures of optional work: the run continues, unless a rank waits in a collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ezpz_llm.base import UserError
 from ezpz_llm.dist.optional_work import OptionalWork
 
 
-def test_ranks_stay_in_step_or_the_job_ends(tmp_path: Path) -> None:
+def test_failed_work_keeps_ranks_in_step_or_ends_the_job(tmp_path: Path) -> None:
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable,
                str(HELPERS / "optional_ranks.py"), str(tmp_path / "run")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -26,13 +26,13 @@ def test_ranks_stay_in_step_or_the_job_ends(tmp_path: Path) -> None:
     assert sorted(warnings) == [
         "warning: everywhere failed: the logits are not finite; the run continues",
         "warning: on rank 1 failed: RuntimeError: not a character; the run continues"]
-    # Rank 1 waits in a collective that rank 0 never comes to.
+    # Rank 1 waits in a collective that rank 0 never enters.
     assert done.returncode != 0
     assert "RuntimeError: out of memory" in done.stderr
     assert "continued" not in done.stdout
 
 
-def test_one_rank_continues_after_any_exception_but_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_rank_continues_after_any_exception_but_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     work = OptionalWork()
 
     def fail(error: BaseException) -> None:

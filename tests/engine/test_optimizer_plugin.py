@@ -97,10 +97,10 @@ def test_broken_plugin_is_skipped_with_a_warning(tmp_path: Path, env: dict[str, 
     (tmp_path / "installed/lion.py").write_text("import what_is_not_there\n")
     checked = _train(tmp_path, env, "--check")
     assert checked.returncode == 0, checked.stderr
-    assert "warning: lion = lion:LION (ezpz_llm.optimizers) is left out: ModuleNotFoundError: No module named " \
-        "'what_is_not_there'" in checked.stderr
+    assert "warning: ignoring the entry point lion = lion:LION (ezpz_llm.optimizers): ModuleNotFoundError: " \
+        "No module named 'what_is_not_there'" in checked.stderr
     assert "Traceback" not in checked.stderr
     selected = _train(tmp_path, env, "--check", "--optimizer", "lion")
     assert selected.returncode == 2
-    assert "is left out" in selected.stderr
+    assert "ignoring the entry point" in selected.stderr
     assert "adamw_8bit" in selected.stderr

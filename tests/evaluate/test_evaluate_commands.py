@@ -292,7 +292,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     theirs = read_record(RunDir(inside / "made"))["evaluation"]["harness"]["endings"]
     ours = harness_score(trained, inside)
     assert theirs["acc,none"] == ours
-    with pytest.raises(UserError, match="the harness has no task 'nothing'"):
+    with pytest.raises(UserError, match="the harness has no task nothing"):
         evaluate.main(["harness", str(trained / "at-run"), "--tasks", "nothing", "--run-dir", "other"])
 
 

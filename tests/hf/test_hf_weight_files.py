@@ -146,7 +146,7 @@ def test_an_index_that_does_not_fit_its_files_is_an_error_of_inspect_too(
             (spoil("missing", lambda folder, places: (folder / second).unlink()),
              f"{second} cannot be read: No such"),
             (spoil("outside", lambda folder, places: places.update({table: f"../missing/{first}"})),
-             f"'../missing/{first}' is no name of a file beside this one"),
+             f"'../missing/{first}' must be a plain file name, without directories"),
             (spoil("twice", twice), f"the weights have the tensor {table} twice"),
             (spoil("moved", move), f"has no tensor {table}, which {INDEX} lists")):
         assert run_command(checkpoint.main, ["inspect", str(folder)]) == 2

@@ -147,7 +147,7 @@ def test_qstat_may_fail(tmp_path: Path) -> None:
     env = {"PATH": _command(tmp_path / "bin", "qstat", "echo 'qstat: cannot connect to server' >&2; exit 111")}
     found = supplement(allocation, env, PATIENT)
     assert found.ends_at is None
-    assert found.notes == ("the job's end time is unknown: `qstat -f -F json 5.login` failed: code 111, "
+    assert found.notes == ("the job's end time is unknown: `qstat -f -F json 5.login` failed: exit code 111, "
                            "'qstat: cannot connect to server'",)
     (tmp_path / "answer").write_text(_qstat("sel2_nc2_mpi2"))
     once = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit 1; }}; cat {tmp_path / 'answer'}"
@@ -157,7 +157,7 @@ def test_qstat_may_fail(tmp_path: Path) -> None:
     begun = time.monotonic()
     found = supplement(allocation, env, (0.2, 2))
     assert time.monotonic() - begun < scaled(10)
-    assert found.notes[0].endswith("failed: no answer within 0.2 s")
+    assert found.notes[0].endswith("failed: no reply within 0.2 s")
 
 
 def _squeue_row(**changes: str) -> str:

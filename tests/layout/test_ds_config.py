@@ -70,13 +70,13 @@ def test_comments_trailing_commas_and_a_byte_order_mark_are_allowed(own) -> None
 @pytest.mark.parametrize(("text", "words"), [
     ('{\n// one\n"zero_optimization": {"stage": 1}\n"fp16": {}}', "line 4, column 1"),
     ('{"fp16": {"enabled": false}, # no }\n"bf16" {}}', "line 2, column 8"),
-    ("{zero_optimization: {}}", "names and text in double quotes"),
+    ("{zero_optimization: {}}", "names and strings in double quotes"),
     ('{"communication_data_type": fp32}', "column 29"),
     ("{'fp16': {}}", "double quotes"),
     ('{"fp16": {} /* for ever', "line 1"),
-    ('{"gradient_clipping": NaN}', "NaN is no value"),
+    ('{"gradient_clipping": NaN}', "JSON does not allow NaN"),
     ('{"fp16": {},, }', "not JSON"),
-    ('{"fp16": {}, // once\n"fp16": {}}', "occurs twice"),
+    ('{"fp16": {}, // once\n"fp16": {}}', "duplicate key"),
 ])
 def test_invalid_json_is_rejected_with_line_and_column(own, text: str, words: str) -> None:
     with pytest.raises(UserError) as raised:

@@ -163,5 +163,5 @@ def test_final_text_has_both_mfus_and_explains_shares_above_one(tmp_path):
     assert "FLOP/s          800G per device\n" in text, "no share above 100 % is printed"
     wrong = replace(WORK, peak=Peak("a device", "bf16", 4e11, "vendor"))
     text = final_text(summarise(run_dir, wrong, {"training": 245.0}), run_dir)
-    assert "an MFU of 2.00 cannot be" in text
+    assert "an MFU of 2.00 is impossible" in text
     assert "vendor's peak" not in text

@@ -1,4 +1,4 @@
-"""Console output of a run at the widths of real terminals: golden files, columns that give way, time left."""
+"""Console output of a run at common terminal widths: golden files, optional columns, and remaining time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORK = StepWork(micro_batch=4, accumulation=1, dp_size=2, world_size=2, block_si
 
 
 def run_lines(steps: int) -> list[dict]:
-    """Lines of a run whose loss falls, with a validation at the end."""
+    """Return the lines of a run with a decreasing loss and a validation at the end."""
     lines = []
     for step in range(1, steps + 1):
         rates = WORK.rates(0.0565)
@@ -45,7 +45,7 @@ def run_lines(steps: int) -> list[dict]:
 
 
 def console(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_ascii: bool) -> str:
-    """First screen, progress, plot and summary of a made-up run, as its functions print them."""
+    """Return the first lines, progress, plot, and summary of a simulated run."""
     lines, seconds = run_lines(200), iter(range(0, 100_000, 600))
     print(aligned([("model", "tiny-gpt2: 867,072 parameters (4 layers, 4 heads, width 128)"),
                    ("batch", "8 x 256 = 2,048 tokens a step (4 sequences per rank)")], width), end="")
@@ -64,7 +64,7 @@ def console(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, i
 
 
 @pytest.mark.parametrize(("width", "is_ascii"), [(60, False), (80, False), (200, False), (80, True)])
-def test_the_console_of_a_run_is_the_golden_one(width, is_ascii, tmp_path, capsys):
+def test_console_output_matches_the_golden_file(width, is_ascii, tmp_path, capsys):
     text = console(width, tmp_path, capsys, is_ascii=is_ascii)
     check_golden(f"console_{width}{'_ascii' if is_ascii else ''}.txt", text)
     assert "\x1b" not in text
@@ -74,22 +74,22 @@ def test_the_console_of_a_run_is_the_golden_one(width, is_ascii, tmp_path, capsy
     assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_the_time_left_is_by_all_that_has_passed(capsys):
-    """Evaluations and checkpoints are in it; a run that was rolled back begins to count anew."""
+def test_remaining_time_is_estimated_from_all_elapsed_time(capsys):
+    """Evaluations and checkpoints are included. The estimate restarts after a rollback."""
     now = iter([0.0, 10.0, 110.0, 120.0, 130.0])
     progress = Progress(100, WORK, 200, clock=lambda: next(now))
     lines = run_lines(100)
-    for last in (10, 60, 40, 50):  # after step 60 the run went back to step 30
+    for last in (10, 60, 40, 50):  # the run is rolled back to step 30 after step 60
         progress.show(lines[last - 1:last])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows[0][-1] == "0:10", "one line alone tells no rate"
+    assert rows[0][-1] == "0:10", "a single line gives no rate"
     assert rows[1][-1] == "1:20", "40 steps at 2 s each"
-    assert rows[2][-1] == "2:00", "nothing is known of the rate after the roll-back"
+    assert rows[2][-1] == "2:00", "the rate after the rollback is unknown"
     assert rows[3][-1] == "0:50"
 
 
 def ticks(seconds: float, steps: int, capsys: pytest.CaptureFixture[str], width: int, *, is_live: bool) -> str:
-    """What is printed between two lines while each step takes so many seconds."""
+    """Return the output between two lines, for a step time in seconds."""
     now = iter([0.0, *(seconds * step for step in range(1, steps + 1))])
     progress = Progress(1500, WORK, width, clock=lambda: next(now), is_live=is_live)
     for step in range(1, steps + 1):
@@ -101,16 +101,16 @@ def ticks(seconds: float, steps: int, capsys: pytest.CaptureFixture[str], width:
 @pytest.mark.parametrize(("width", "shown"), [
     (60, "   3/1500    0%  elapsed 0:12  left 1:39:48  512 tok/s"), (30, "   3/1500    0%  elapsed 0:12"),
     (200, "   3/1500    0%  elapsed 0:12  left 1:39:48  512 tok/s")])
-def test_a_terminal_has_one_line_that_is_written_anew(width, shown, capsys):
+def test_terminal_has_one_line_that_is_rewritten(width, shown, capsys):
     text = ticks(4, 3, capsys, width, is_live=True)
     lines = text.split("\r")
     assert lines[1] == f"{LIVE_LINE}{shown}"
-    assert lines[2:] == [LIVE_LINE, ""], "at last the line is empty"
+    assert lines[2:] == [LIVE_LINE, ""], "finally the line is empty"
     assert "\n" not in text
 
 
-def test_what_a_save_has_to_say_begins_on_a_line_of_its_own(capsys):
-    """A checkpoint that cannot be written, in a step between two lines of progress."""
+def test_live_line_is_erased_before_a_warning(capsys):
+    """A checkpoint cannot be written in a step between two progress lines."""
     now = iter([0.0, 4.0, 8.0])
     progress = Progress(1500, WORK, 80, clock=lambda: next(now), is_live=True)
     progress.tick(1)
@@ -118,17 +118,17 @@ def test_what_a_save_has_to_say_begins_on_a_line_of_its_own(capsys):
     session = SimpleNamespace(dist=SimpleNamespace(is_main=True), config=SimpleNamespace(steps=1500), step=2,
                               stopped=None, metrics=SimpleNamespace(erase_live_line=progress.erase), unsaved=None)
 
-    def full() -> None:
+    def fail() -> None:
         raise NotWritten("no space left")
 
-    step_hooks._attempt(session, full)
+    step_hooks._attempt(session, fail)
     shown = capsys.readouterr()
     assert "no space left" in shown.err
     assert shown.out.endswith("\x1b[2K\r"), "the live line is erased before the warning"
 
 
 def in_a_terminal(folder: Path, program: str, **env: str) -> bytes:
-    """What a terminal of 60 columns gets from a launch of the program on one rank."""
+    """Launch a program on one rank in a terminal with 60 columns, and return the terminal's input."""
     console, terminal = pty.openpty()
     fcntl.ioctl(console, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
     env = {**os.environ, "TERM": "xterm", "PYTHONPATH": ":".join(sys.path), "COLUMNS": "", **env}
@@ -136,7 +136,7 @@ def in_a_terminal(folder: Path, program: str, **env: str) -> bytes:
                             sys.executable, "-c", program], stdout=terminal, stderr=subprocess.DEVNULL, env=env)
     os.close(terminal)
     shown = b""
-    with contextlib.suppress(OSError):  # EIO: all have closed it
+    with contextlib.suppress(OSError):  # EIO: all processes have closed the terminal
         while data := os.read(console, 4096):
             shown += data
     os.close(console)
@@ -144,7 +144,7 @@ def in_a_terminal(folder: Path, program: str, **env: str) -> bytes:
     return shown
 
 
-def test_a_live_line_passes_launch_to_its_terminal_and_to_no_log(tmp_path):
+def test_live_line_reaches_launchs_terminal_but_no_log(tmp_path):
     program = ("import time; from ezpz_llm.observe.throughput import Progress, StepWork; "
                "now = iter([0.0, 4.0, 8.0, 12.0]); p = Progress(1500, StepWork(4, 1, 2, 2, 256), "
                "clock=lambda: next(now)); [p.tick(step) for step in (1, 2, 3)]; time.sleep(0.3); p.erase(); "
@@ -158,7 +158,7 @@ def test_a_live_line_passes_launch_to_its_terminal_and_to_no_log(tmp_path):
 
 
 @pytest.mark.parametrize("has_colour", [True, False])
-def test_colours_pass_launch_to_its_terminal_and_to_no_log(tmp_path, has_colour):
+def test_colors_reach_launchs_terminal_but_no_log(tmp_path, has_colour):
     program = ("from ezpz_llm.observe import series_plot, wants_colour; "
                "print(series_plot([1, 2, 3], [3, 2, 1], 'loss', 'step', '', colour=wants_colour()))")
     shown = in_a_terminal(tmp_path, program, NO_COLOR="" if has_colour else "1")
@@ -169,7 +169,7 @@ def test_colours_pass_launch_to_its_terminal_and_to_no_log(tmp_path, has_colour)
     assert "\x1b" not in log
 
 
-def test_a_log_has_a_plain_line_every_half_a_minute_while_steps_are_long(capsys):
+def test_log_has_a_plain_line_every_30_s_during_long_steps(capsys):
     text = ticks(12, 8, capsys, 80, is_live=False)
     assert [line.split()[0] for line in text.splitlines()] == ["3/1500", "6/1500"]
     assert text.splitlines()[1] == "   6/1500    0%  elapsed 1:12  left 4:58:48  171 tok/s"
@@ -177,7 +177,7 @@ def test_a_log_has_a_plain_line_every_half_a_minute_while_steps_are_long(capsys)
     assert "\x1b" not in text
 
 
-def test_short_steps_are_not_counted_out_in_a_log(capsys):
+def test_short_steps_print_no_progress_in_a_log(capsys):
     assert ticks(0.05, 400, capsys, 80, is_live=False) == ""
 
 
@@ -185,7 +185,7 @@ def test_short_steps_are_not_counted_out_in_a_log(capsys):
     ({"TERM": "xterm", "COLUMNS": ""}, False, 80), ({"TERM": "xterm", "EZPZ_LLM_TERMINAL": "123"}, True, 123),
     ({"EZPZ_LLM_TERMINAL": "123", "COLUMNS": "60"}, True, 60), ({"EZPZ_LLM_TERMINAL": ""}, False, 80),
     ({"EZPZ_LLM_TERMINAL": "123", "EZPZ_LLM_RANK": "1"}, False, 80)])
-def test_a_rank_learns_from_launch_of_its_terminal(env, is_terminal, width):
+def test_rank_gets_its_terminal_from_launch(env, is_terminal, width):
     code = "from ezpz_llm.observe.terminal import redraws, terminal_width; print(redraws(), terminal_width())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(60), check=True,
@@ -195,28 +195,28 @@ def test_a_rank_learns_from_launch_of_its_terminal(env, is_terminal, width):
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (201, "3:21"), (3731, "1:02:11"),
                                                (86400 * 2 + 3 * 3600 + 15 * 60, "2d 03:15")])
-def test_durations_read_like_a_clock(seconds, text):
+def test_format_of_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_the_expected_end_is_a_clock_time_and_a_step_time():
+def test_expected_end_has_a_clock_time_and_a_step_time():
     assert "in 57:59 (2.32 s a step" in expected_end(1500, 2.3196, 0.0, 80)
     assert "(58.6 ms a step" in expected_end(1500, 0.0586, 0.0, 80)
 
 
-@pytest.mark.parametrize(("precision", "reduced", "says"), [
+@pytest.mark.parametrize(("precision", "reduced", "words"), [
     ("bf16_autocast", "fp32", "bf16_autocast"), ("fp32", "fp32", "fp32"),
     ("bf16", "fp32", "bf16, gradients added and reduced in fp32"),
     ("bf16", "bf16", "bf16, gradients added in fp32, reduced in bf16")])
-def test_the_first_screen_says_what_gradients_are_added_and_reduced_in(precision, reduced, says):
+def test_first_screen_shows_the_gradient_precision(precision, reduced, words):
     resolved = resolve(Request("zero1", world_size=8, precision=precision, reduce_dtype=reduced))
-    assert precision_words(resolved) == says
-    lines = aligned([("layout", f"zero1, {says}, on 8 cuda ranks")], 80).splitlines()
+    assert precision_words(resolved) == words
+    lines = aligned([("layout", f"zero1, {words}, on 8 cuda ranks")], 80).splitlines()
     assert len(lines) == (1 if reduced == "fp32" else 2)
 
 
 @pytest.mark.full
-def test_a_run_through_a_pipe_in_the_c_locale_prints_ascii_without_escapes(tmp_path):
+def test_piped_run_in_the_c_locale_prints_ascii_without_escapes(tmp_path):
     env = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
     small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "64", "--eval-tokens", "512",
              "--sample-tokens", "0", "--profile", "false", "--save-every", "-1"]

@@ -1,4 +1,4 @@
-"""metrics.jsonl as it is read back: its members, what it costs the step, and what a resumed run does to it."""
+"""metrics.jsonl: fields, synchronizations of the device, and resumed runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.observe import MetricsLog, Peak, StepTimeline, StepWork
 from ezpz_llm.rundir import RunDir, SideFiles, read_lines
 
 WORK = StepWork(micro_batch=2, accumulation=3, dp_size=1, world_size=1, block_size=8)
-MEMBERS = {"step", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
+FIELDS = {"step", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
            "data_s", "forward_s", "backward_s", "optimizer_s", "other_s"}
 ALONE = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"), backend=None,
                         side=SideFiles())
@@ -38,7 +38,7 @@ def take_step(log, timeline, step, loss=2.0):
     log.record(step, torch.tensor(loss), torch.tensor(0.5), 1e-3)
 
 
-def test_lines_have_exactly_the_stated_members(run_dir):
+def test_lines_have_exactly_the_documented_fields(run_dir):
     log, timeline = make_log(run_dir)
     for step in range(1, 6):
         take_step(log, timeline, step, loss=3.0 / step)
@@ -51,7 +51,7 @@ def test_lines_have_exactly_the_stated_members(run_dir):
 
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line in lines:
-        assert set(line) == MEMBERS | ({"val_loss", "val_tokens"} if line["step"] == 3 else set())
+        assert set(line) == FIELDS | ({"val_loss", "val_tokens"} if line["step"] == 3 else set())
         assert line["loss"] == pytest.approx(3.0 / line["step"], rel=1e-7)
         assert line["tokens_per_second"] == pytest.approx(2 * 3 * 8 / line["step_time_s"])
         phases = [line[f"{name}_s"] for name in ("data", "forward", "backward", "optimizer", "other")]
@@ -61,7 +61,7 @@ def test_lines_have_exactly_the_stated_members(run_dir):
         log.record_validation(5, 2.0, 640)
 
 
-def test_no_number_is_read_between_flushes(run_dir, monkeypatch):
+def test_no_tensor_is_read_between_flushes(run_dir, monkeypatch):
     log, timeline = make_log(run_dir)
     reads = []
 
@@ -77,10 +77,10 @@ def test_no_number_is_read_between_flushes(run_dir, monkeypatch):
         take_step(log, timeline, step)
     assert reads == []
     log.flush(timeline)
-    assert reads == ["tolist"], "one read a flush"
+    assert reads == ["tolist"], "one read per flush"
 
 
-def test_what_was_recorded_does_not_change_when_the_engine_reuses_its_tensors(run_dir):
+def test_recorded_values_do_not_change_if_the_engine_reuses_its_tensors(run_dir):
     log, timeline = make_log(run_dir)
     loss, norm = torch.tensor(1.0), torch.tensor(2.0)
     for step in (1, 2):
@@ -93,14 +93,14 @@ def test_what_was_recorded_does_not_change_when_the_engine_reuses_its_tensors(ru
     assert [(line["loss"], line["grad_norm"]) for line in read_lines(run_dir.metrics)] == [(1, 2), (2, 3)]
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint_and_appends(run_dir):
+def test_resumed_run_drops_lines_after_its_checkpoint_and_appends(run_dir):
     log, timeline = make_log(run_dir)
     for step in range(1, 9):
         take_step(log, timeline, step)
     log.flush(timeline)
     before = run_dir.metrics.read_bytes().splitlines(keepends=True)
     with run_dir.metrics.open("ab") as file:
-        file.write(b'{"step": 9, "lo')  # the crash that made resuming necessary
+        file.write(b'{"step": 9, "lo')  # the line that a crash has truncated
 
     log, timeline = make_log(run_dir, first_step=5)
     assert run_dir.metrics.read_bytes() == b"".join(before[:5])
@@ -114,7 +114,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint_and_appends(run_dir)
     assert [line["loss"] for line in lines[5:]] == [9.0, 9.0]
 
 
-def test_a_new_run_does_not_overwrite_another_ones_metrics(run_dir):
+def test_new_run_does_not_overwrite_metrics_of_another_run(run_dir):
     log, timeline = make_log(run_dir)
     take_step(log, timeline, 1)
     log.flush(timeline)
@@ -125,30 +125,30 @@ def test_a_new_run_does_not_overwrite_another_ones_metrics(run_dir):
     assert run_dir.metrics.read_bytes() == before
 
 
-def test_a_loss_that_is_not_finite_is_null_and_reported(run_dir, capsys):
+def test_non_finite_loss_is_null_and_reported(run_dir, capsys):
     log, timeline = make_log(run_dir)
     for step, loss in enumerate((2.0, float("nan"), float("inf")), start=1):
         take_step(log, timeline, step, loss)
     log.flush(timeline)
 
-    def refuse(constant):
+    def reject(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    lines = [json.loads(line, parse_constant=refuse) for line in run_dir.metrics.read_text().splitlines()]
+    lines = [json.loads(line, parse_constant=reject) for line in run_dir.metrics.read_text().splitlines()]
     assert [line["loss"] for line in lines] == [2.0, None, None]
     assert "the loss is not finite from step 2 on" in capsys.readouterr().out
 
 
-def test_an_mfu_above_one_is_an_error_and_not_a_number(run_dir, capsys):
+def test_mfu_above_one_is_omitted_and_reported(run_dir, capsys):
     peak = Peak("a device with a wrong peak", "bf16", 1.0, "nowhere")
     log, timeline = make_log(run_dir, StepWork(2, 3, 1, 1, 8, flops_per_token=1e6, peak=peak))
     for step in (1, 2):
         take_step(log, timeline, step)
     log.flush(timeline)
     assert all("mfu" not in line for line in read_lines(run_dir.metrics))
-    said = capsys.readouterr().out
-    assert said.count("error: step 1 gives an MFU of") == 1
-    assert "a device with a wrong peak" in said
+    printed = capsys.readouterr().out
+    assert printed.count("error: step 1 has an MFU of") == 1
+    assert "a device with a wrong peak" in printed
 
 
 def test_mfu_is_a_fraction_of_the_stated_peak(run_dir):
@@ -158,7 +158,7 @@ def test_mfu_is_a_fraction_of_the_stated_peak(run_dir):
     assert work.rates(2**20 / 400_000).mfu == pytest.approx(0.417, abs=5e-4)
 
 
-def test_rates_count_accumulation_and_every_rank():
+def test_rates_include_accumulation_and_all_ranks():
     # 64 sequences of 1024 tokens on each of 4 ranks in 0.283 s: 905 sequences/s; 64 / 4.5 would be 14.1.
     rates = StepWork(16, 4, 4, 4, 1024).rates(0.2829)
     assert rates.tokens_per_second / 1024 == pytest.approx(905, rel=1e-3)
@@ -169,7 +169,7 @@ def test_rates_count_accumulation_and_every_rank():
     assert StepWork(16, 4, 2, 4, 1024).rates(1.0).tokens_per_second_per_device == 16 * 4 * 2 * 1024 / 4
 
 
-def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys, monkeypatch):
+def test_progress_lines_are_aligned_with_the_legend(run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     peak = Peak("a device", "fp32", 1e15, "vendor")
     log, timeline = make_log(run_dir, StepWork(2, 3, 1, 1, 8, flops_per_token=1e6, peak=peak), console=True,
@@ -191,13 +191,13 @@ def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys, monkeypatc
             (lines[0][index - 1] != " " and lines[0][index : index + 2] == "  ")]
     for line in lines[1:]:
         assert len(line) <= len(lines[0]) <= 120
-        assert all(line[end - 1] != " " for end in ends if end <= len(line)), "a cell does not end below its name"
+        assert all(line[end - 1] != " " for end in ends if end <= len(line)), "a cell is not aligned"
     assert "inf/nan" in lines[2]
     assert lines[3].endswith("1.9876")
     assert "1.2345" in lines[4]
 
 
-def test_a_step_that_was_not_timed_is_an_error(run_dir):
+def test_step_without_times_is_an_error(run_dir):
     log, timeline = make_log(run_dir)
     log.record(1, torch.tensor(1.0), torch.tensor(1.0), 1e-3)
     with pytest.raises(ValueError, match="1 steps were recorded, 0 were timed"):

@@ -1,4 +1,4 @@
-"""Stated peaks: the names torch reports find the dense rate, anything else finds nothing."""
+"""Stated peaks: known device names have a dense rate, unknown names have none."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_known_devices(name, units, precision, teraflops):
 
 
 @pytest.mark.parametrize(("name", "units", "precision"), [
-    ("NVIDIA A10G", 80, "bf16"),  # another part than the A10
+    ("NVIDIA A10G", 80, "bf16"),  # not an A10
     ("NVIDIA L40", 142, "bf16"),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "bf16"),
     ("NVIDIA A100-SXM-64GB", 124, "bf16"),  # a special edition with more multiprocessors
@@ -74,17 +74,17 @@ def test_known_devices(name, units, precision, teraflops):
     ("NVIDIA RTX 6000 Ada Generation Laptop GPU", 76, "bf16"),
     ("NVIDIA GeForce RTX 3090 Ti", 84, "bf16"),
     ("Quadro RTX 6000", 72, "fp16"),
-    ("NVIDIA H100", 114, "bf16"),  # which of the parts it is, is not known
+    ("NVIDIA H100", 114, "bf16"),  # the number of units matches another part
     ("Tesla V100-SXM2-16GB", 80, "bf16"),  # has no bf16 matrix units
     ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, "bf16"),
     ("NVIDIA GeForce RTX 4090 D", 114, "bf16"),
     ("", None, "bf16"),
 ])
-def test_everything_else_has_none(name, units, precision):
+def test_unknown_devices_have_no_peak(name, units, precision):
     assert find_peak(name, precision, units) is None
 
 
-def test_a_cpu_has_none_and_an_unknown_precision_is_an_error():
+def test_cpu_has_no_peak_and_unknown_precision_is_an_error():
     assert peak_flops(torch.device("cpu"), "fp32") is None
     with pytest.raises(ValueError, match="bfloat16"):
         find_peak("NVIDIA A100-SXM4-80GB", "bfloat16")

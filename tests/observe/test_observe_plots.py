@@ -1,4 +1,4 @@
-"""Terminal plots: awkward series draw or say that they cannot, files are plain, scales are the steady run's."""
+"""Text plots: unusual series, plain files, and scales of steady steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.plots import downsample
 from ezpz_llm.rundir import RunDir, append_line, read_lines
 
-# In a process of its own: what plotext's C++ part cannot take aborts the process, beyond any except clause.
-AWKWARD = """
+# Runs in a subprocess, since plotext's C++ part aborts the process for invalid values.
+UNUSUAL = """
 import json, sys
 from ezpz_llm.observe.plots import series_plot
 nan, inf = float("nan"), float("inf")
@@ -35,13 +35,13 @@ json.dump(plots, sys.stdout)
 """
 
 
-def test_awkward_series_draw_or_say_why_not():
-    result = subprocess.run([sys.executable, "-c", AWKWARD], env={**os.environ, "COLUMNS": "40", "LINES": "8"},
+def test_unusual_series_are_plotted_or_report_why_not():
+    result = subprocess.run([sys.executable, "-c", UNUSUAL], env={**os.environ, "COLUMNS": "40", "LINES": "8"},
                             capture_output=True, text=True, timeout=scaled(60))
     assert result.returncode == 0, result.stderr
     plots = json.loads(result.stdout)
     wide = plots.pop("wide").splitlines()
-    assert (len(wide), max(map(len, wide))) == (30, 100), "a plot is as large as asked for, whatever the terminal"
+    assert (len(wide), max(map(len, wide))) == (30, 100), "a plot has the requested size for any terminal"
     nothing = {"empty", "only nan", "past huge"}
     for name, text in plots.items():
         assert ("nothing to draw" in text) == (name in nothing), name
@@ -61,14 +61,14 @@ def make_run(tmp_path, steps=200):
     return run_dir
 
 
-def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_path):
+def test_plots_of_a_run_are_plain_files_without_the_first_and_last_step(tmp_path):
     run_dir = make_run(tmp_path)
     shown = plot_run(run_dir, width=72)
     files = {path.name: path.read_text() for path in run_dir.plots.iterdir()}
-    assert set(files) == {"loss.txt", "tokens_per_second.txt"}, "step time is the tokens/s upside down"
+    assert set(files) == {"loss.txt", "tokens_per_second.txt"}, "step time is the inverse of tokens/s"
     assert files["loss.txt"] in shown
     assert "tokens/s over step" in shown
-    assert "step time" not in shown, "it is the tokens/s upside down"
+    assert "step time" not in shown, "step time is the inverse of tokens/s"
     for text in files.values():
         assert "\x1b" not in text
         assert all(len(line) <= 72 for line in text.splitlines())
@@ -80,20 +80,20 @@ def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_pa
     plot_run(run_dir, width=72, history=make_history(lines, "x"))
     times = (run_dir.plots / "step_time_s.txt").read_text()
     assert not (run_dir.plots / "tokens_per_second.txt").exists()
-    assert "100┤" in times, "the scale is the steady steps', 100 ms"
+    assert "100┤" in times, "the scale is that of steady steps, 100 ms"
     assert "9000" not in times
     coloured = plot_run(run_dir, width=72, colour=True)
     assert "\x1b[" in coloured
     assert "\x1b" not in (run_dir.plots / "loss.txt").read_text()
 
 
-def test_a_run_without_steps_still_leaves_its_plots(tmp_path):
+def test_run_without_steps_still_writes_its_plots(tmp_path):
     run_dir = RunDir(tmp_path / "run").create()
     assert plot_run(run_dir).count("nothing to draw") == 2
     assert len(list(run_dir.plots.iterdir())) == 2
 
 
-def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
+def test_color_is_used_only_on_a_color_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -114,7 +114,7 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
     ({}, "utf-8", False), ({"LANG": "en_US.UTF-8"}, "utf-8", False), ({"LANG": "C"}, "utf-8", True),
     ({"LC_ALL": "C", "LANG": "en_US.UTF-8"}, "utf-8", True), ({"LC_ALL": "C.UTF-8", "LANG": "C"}, "utf-8", False),
     ({}, "latin-1", True), ({"LANG": "POSIX"}, "utf-8", True)])
-def test_ascii_where_nothing_else_can_be_shown(env, encoding, ascii_only):
+def test_ascii_is_used_if_other_characters_cannot_be_shown(env, encoding, ascii_only):
     assert wants_ascii(io.TextIOWrapper(io.BytesIO(), encoding), env) == ascii_only
 
 
@@ -127,7 +127,7 @@ def test_downsampling_keeps_means_and_order(length):
     assert sum(y) / len(y) == pytest.approx((length - 1) / 2, rel=0.01)
 
 
-def test_a_plot_names_its_axes():
+def test_plot_has_axis_names():
     text = series_plot([1, 2, 3], [3.0, 2.0, 1.0], "loss", "iter", "nats", 60, 12)
     assert text.splitlines()[0].strip() == "loss (nats) over iter"
     assert len(text.splitlines()) == 12

@@ -1,4 +1,4 @@
-"""Profiles: files that name what ran, over the steps that were asked for."""
+"""Profiles: files name the functions that ran in the window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_dir(tmp_path):
     return RunDir(tmp_path / "run").create()
 
 
-def test_the_host_profile_names_the_functions_of_its_steps_only(run_dir):
+def test_host_profile_has_only_functions_of_its_window(run_dir):
     profile = HostProfile(run_dir, Window(2, 3))
     for step in range(8):
         profile.before_step(step)
@@ -43,15 +43,15 @@ def test_the_host_profile_names_the_functions_of_its_steps_only(run_dir):
     page = profile.path.read_text()
     assert "<html" in page
     assert "a_slow_collate_function" in page
-    assert "fonts.googleapis" not in page, "opening it asks the network for nothing"
-    assert 'r.href="data:text/css,"' in page, "where pyinstrument named its fonts"
+    assert "fonts.googleapis" not in page, "the page needs no network"
+    assert 'r.href="data:text/css,"' in page, "pyinstrument's font request is replaced"
     seconds = json.loads((run_dir.profile / "host.json").read_text())
     assert set(seconds) == {"torch", "deepspeed", "ezpz_llm", "other"}
     assert seconds["other"] > 0.02
     assert seconds["torch"] + seconds["deepspeed"] == 0
 
 
-def test_the_hosts_time_in_torch_is_told_apart(run_dir):
+def test_time_in_torch_is_attributed_to_torch(run_dir):
     profile, square = HostProfile(run_dir, Window(0, 1)), torch.nn.Linear(1000, 1000)
     profile.before_step(0)
     for _ in range(20):
@@ -61,7 +61,7 @@ def test_the_hosts_time_in_torch_is_told_apart(run_dir):
     assert seconds["torch"] > 0.7 * sum(seconds.values())
 
 
-def test_a_run_that_ends_inside_the_window_keeps_what_it_has(run_dir):
+def test_run_that_ends_inside_the_window_writes_its_profile(run_dir):
     profile = HostProfile(run_dir, Window(0, 20))
     profile.before_step(0)
     a_slow_collate_function()
@@ -77,12 +77,12 @@ def test_a_run_that_ends_inside_the_window_keeps_what_it_has(run_dir):
     (0, 1500, Window(5, 20)), (500, 1500, Window(505, 20)), (0, 10, Window(5, 5)), (0, 2, Window(1, 1)),
     (7, 8, Window(7, 1)), (0, 26, Window(5, 20)), (10, 10, None),
 ])
-def test_the_window_fits_the_run(first, total, window):
+def test_window_fits_the_run(first, total, window):
     assert profile_window(first, total) == window
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_trace_has_operators_under_named_phases(run_dir, steps):
+def test_trace_has_operators_in_named_phases(run_dir, steps):
     timeline = StepTimeline(torch.device("cpu"))
     trace = TraceProfile(run_dir, 0, Window(1, steps))
     for step in range(6):

@@ -1,4 +1,4 @@
-"""Two real ranks: losses are averaged in one collective a flush, rank 0 alone writes, the slow rank is found."""
+"""Two real ranks: one collective per flush averages the losses, only rank 0 writes, and the slow rank is found."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_two_ranks(tmp_path):
             assert abs(line["loss"] - (line["step"] + 0.05)) < 1e-6
         assert line["grad_norm"] == 0.5
         assert abs(line["tokens_per_second"] / line["tokens_per_second_per_device"] - 2) < 1e-9
-    assert result.stdout.count("val loss") == 1, "one rank prints the legend, once"
+    assert result.stdout.count("val loss") == 1, "only rank 0 prints the legend"
     assert "not finite from step 15 on" in result.stdout
 
     ranks = [json.loads((run_dir.path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for rank in ranks:
-        assert rank["collectives"] == ["all_reduce"] * 3, "one collective a flush (after steps 1, 10 and 20)"
+        assert rank["collectives"] == ["all_reduce"] * 3, "one collective per flush (after steps 1, 10, and 20)"
         slowest, seconds, median = rank["straggler"]
         assert slowest == 1
         assert seconds > 0.006 > median > 0.001

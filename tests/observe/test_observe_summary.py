@@ -1,4 +1,4 @@
-"""The end of a run: shares that add up, medians that leave out the outliers, warnings that are due."""
+"""Summary of a run: shares that add up, medians without outliers, and warnings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def make_run(tmp_path, steps=100, falling=True):
     return run_dir
 
 
-def test_the_tables_add_up_and_leave_out_outliers(tmp_path):
+def test_tables_add_up_and_exclude_outliers(tmp_path):
     run_dir = make_run(tmp_path)
     summary = summarise(run_dir, WORK, WALL, straggler=Straggler(1, 0.0312, 0.03))
-    assert summary.timed_steps == 89, "the first ten and the last are left out"
+    assert summary.timed_steps == 89, "the first ten steps and the last step are excluded"
     assert summary.step_time.median == pytest.approx(0.1055)
     assert sum(summary.phase_share.values()) == pytest.approx(1, abs=1e-9)
     assert summary.tokens_per_second == pytest.approx(2048 / 0.1055)
 
     text = where_time_went(summary, world_size=2)
-    steps, wall = text.split("Where the wall time went")
+    steps, wall = text.split("Wall-time breakdown")
     for part, names in ((steps, ("data", "forward", "backward", "optimizer", "other")), (wall, WALL)):
         shares = {name: float(re.search(rf"^  {name} .* ([\d.]+) %$", part, re.MULTILINE)[1]) for name in names}
         assert sum(shares.values()) == pytest.approx(100, abs=1e-9)
     assert "do not separate" in text
-    assert "Slowest: rank 1, 31.2 ms a step in data and forward" in text
+    assert "Slowest: rank 1, 31.2 ms per step in data and forward" in text
     assert "separate" not in where_time_went(summary, world_size=1)
     for drawn in (text, where_time_went(summary, world_size=2, rich=True)):
         assert all(len(re.sub(r"\x1b\[[\d;]*m", "", line)) <= 100 for line in drawn.splitlines())
@@ -54,14 +54,14 @@ def test_the_tables_add_up_and_leave_out_outliers(tmp_path):
     json.dumps(asdict(summary), allow_nan=False)
 
 
-def test_the_final_block_says_what_was_learnt_and_where_it_lies(tmp_path):
+def test_final_text_has_losses_rates_and_files(tmp_path):
     run_dir = make_run(tmp_path)
     summary = summarise(run_dir, WORK, WALL, unigram_entropy=3.2)
     text = final_text(summary, run_dir, run_dir.profile / "host.html")
     assert "4.9800 at first" in text
-    assert "2.0000 (step 100); 3.2000 is what token frequencies alone give" in text
+    assert "2.0000 (step 100); token frequencies alone give 3.2000" in text
     assert "19.4k, 9.71k per device" in text
-    assert re.search(r"of a step +50% backward, 30% forward, 10% optimizer, 9% other", text)
+    assert re.search(r"step breakdown +50% backward, 30% forward, 10% optimizer, 9% other", text)
     assert re.search(r"run time +2:32: 88% training steps, 5% setup, 4% evaluation, 1% other", text)
     assert len(text.splitlines()) <= 12
     assert str(run_dir.path) in text
@@ -70,23 +70,23 @@ def test_the_final_block_says_what_was_learnt_and_where_it_lies(tmp_path):
     assert "MFU" not in text
 
 
-def test_warnings_that_are_due(tmp_path):
+def test_warnings_about_evaluation_and_loss(tmp_path):
     run_dir = make_run(tmp_path, falling=False)
     summary = summarise(run_dir, WORK, {**WALL, "evaluation": 60.0})
     text = final_text(summary, run_dir)
     assert "warning: evaluation took 29% of the wall time" in text
-    assert "warning: the loss did not fall" in text
+    assert "warning: the loss did not decrease" in text
     assert all(len(line) <= 100 for line in text.splitlines() if line.startswith("warning"))
 
 
-def test_a_resumed_process_summarises_its_own_steps(tmp_path):
+def test_resumed_process_summarizes_only_its_steps(tmp_path):
     run_dir = make_run(tmp_path)
     assert summarise(run_dir, WORK, WALL, first_step=97).timed_steps == 3
     assert summarise(run_dir, WORK, WALL, first_step=100) is None
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(lambda parts: sum(parts) > 0))
-def test_printed_percentages_always_add_up(parts):
+def test_printed_percentages_add_up_to_100(parts):
     printed = [float(text.removesuffix(" %")) for text in percentages(parts)]
     assert sum(printed) == pytest.approx(100, abs=1e-6)
     for shown, part in zip(printed, parts, strict=True):

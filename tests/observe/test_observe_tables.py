@@ -1,4 +1,4 @@
-"""Tables fit the terminal and use characters that it can show; so do causes of explain and runs of report."""
+"""Tables, causes of explain, and runs of report fit the terminal and use characters that it can show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [["zero3 over the data-parallel group", "a fairly long explanation of wha
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_a_drawn_table_fits_the_terminal_and_cuts_nothing(width, monkeypatch):
+def test_rich_table_fits_the_terminal_without_truncation(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     text = re.sub(r"\x1b\[[\d;]*m", "", table("Layouts", ("layout", "what for", "MB"), ROWS, rich=True))
     assert all(len(line) <= width for line in text.splitlines())
@@ -27,7 +27,7 @@ def test_a_drawn_table_fits_the_terminal_and_cuts_nothing(width, monkeypatch):
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_boxes_are_ascii_where_the_locale_is_c(locale, monkeypatch):
+def test_boxes_are_ascii_in_the_c_locale(locale, monkeypatch):
     monkeypatch.setenv("LC_ALL", locale)
     assert table("Layouts", ("layout", "what for", "MB"), ROWS, rich=True).isascii() == (locale == "C")
 
@@ -44,7 +44,7 @@ def test_causes_and_advice_are_wrapped(width, monkeypatch):
 
 
 @pytest.mark.parametrize(("width", "is_table"), [(60, False), (80, False), (120, True)])
-def test_the_results_of_runs_fit(width, is_table):
+def test_results_of_runs_fit_the_terminal(width, is_table):
     text = _results([["train-20261124-001200", "200", "410k", "1.6679", "1.6734", "56.5", "36.2k", "18.1k", "-"]],
                     width, False)
     assert all(len(line) <= width for line in text.splitlines())

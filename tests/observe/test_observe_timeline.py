@@ -1,4 +1,4 @@
-"""Timeline of a step: the phases add up, and the step never waits for the device."""
+"""Timeline of a step: the phases add up, and a step does not wait for its own device work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.observe import PHASES, StepTimeline
 NAMES = {*PHASES, "other"}
 
 
-def test_phases_of_accumulated_steps_add_up_and_land_in_the_right_place():
+def test_phases_of_accumulated_steps_add_up():
     timeline = StepTimeline(torch.device("cpu"))
     for _ in range(3):
         timeline.begin_step()
@@ -38,10 +38,10 @@ def test_phases_of_accumulated_steps_add_up_and_land_in_the_right_place():
         assert step.phases["other"] >= 0.006
         assert step.phases["forward"] == step.phases["optimizer"] == 0
     fastest = min(steps, key=lambda step: step.step_time_s)
-    assert fastest.step_time_s < 0.5, "the pause between steps was counted"
+    assert fastest.step_time_s < 0.5, "the pause between steps is included"
 
 
-def test_a_step_cut_short_leaves_nothing_in_the_next():
+def test_interrupted_step_does_not_affect_the_next_one():
     timeline = StepTimeline(torch.device("cpu"))
     timeline.begin_step()
     with pytest.raises(OSError, match="vanished"), timeline.span("data"):
@@ -68,13 +68,13 @@ def test_misuse_is_an_error():
 
 
 class Device:
-    """A stand-in for a device: a queue of work beside the host, both with a clock in seconds."""
+    """Fake device with a work queue. The CPU (`host`) and the queue each have a clock in seconds."""
 
     def __init__(self) -> None:
         self.host = self.queue = 0.0
 
     def enqueue(self, seconds: float) -> None:
-        """Work that the host takes a millisecond to issue."""
+        """Enqueue work, which takes the CPU a millisecond."""
         self.host += 0.001
         self.queue = max(self.queue, self.host) + seconds
 
@@ -84,7 +84,7 @@ class Device:
 
 
 class Event:
-    """A device's event."""
+    """Event of the fake device."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.at = device, 0.0
@@ -100,7 +100,7 @@ class Event:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_the_host_is_one_step_ahead_of_the_device_unless_it_waits(monkeypatch, waits):
+def test_cpu_is_one_step_ahead_of_the_device_unless_it_waits(monkeypatch, waits):
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=device.event))
     timeline = StepTimeline(torch.device("cuda"), waits)
@@ -112,19 +112,19 @@ def test_the_host_is_one_step_ahead_of_the_device_unless_it_waits(monkeypatch, w
         with timeline.span("optimizer"):
             device.enqueue(0.005)
         timeline.end_step()
-        # The device has work until its end of this step: it was waited for only to end the one before.
+        # The device still works on this step: end_step has waited only for the previous one.
         assert device.host == pytest.approx(device.queue if waits else max(ends[-1], 0.002))
         ends.append(device.queue)
     timeline.wait()
     assert device.host == device.queue
     for step in timeline.drain()[1:]:
-        forward = 0.011 if waits else 0.010  # with the millisecond in which the device has nothing
+        forward = 0.011 if waits else 0.010  # includes the millisecond in which the device is idle
         assert (step.phases["forward"], step.phases["optimizer"]) == pytest.approx((forward, 0.005))
         assert step.step_time_s == pytest.approx(forward + 0.005)
 
 
 @pytest.mark.gpu
-def test_device_time_is_the_work_and_not_its_enqueueing():
+def test_device_time_is_execution_time_not_enqueue_time():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda")

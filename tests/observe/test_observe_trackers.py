@@ -1,4 +1,4 @@
-"""Trackers hold the numbers of metrics.jsonl, in the run directory alone; none holds up, ends or outlives a run."""
+"""Trackers get the numbers of metrics.jsonl, write only to the run directory, and cannot block or end a run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ TRAIN = ["--n-layer", "1", "--n-embd", "32", "--block-size", "32", "--micro-batc
 
 
 class Listener:
-    """A proxy that only counts who asks it for a connection."""
+    """Proxy that records requests and rejects them."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.asked: list[bytes] = []
+        self.requests: list[bytes] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
             connection, _ = self._socket.accept()
             with connection:
-                self.asked.append(connection.recv(200).split(b"\r\n")[0])
+                self.requests.append(connection.recv(200).split(b"\r\n")[0])
                 connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
 
 
@@ -58,8 +58,8 @@ def train(run_dir, home, listener, *options):
 
 @pytest.mark.full
 @pytest.mark.skipif(not INSTALLED, reason="no tracker is installed")
-def test_every_tracker_has_the_numbers_and_nothing_leaves_the_run_directory(tmp_path):
-    """Two attempts: ten steps with a checkpoint after the fifth, then again from there to the fifteenth."""
+def test_every_tracker_has_the_numbers_and_writes_only_to_the_run_directory(tmp_path):
+    """Two attempts: 10 steps with a checkpoint after step 5, then from there to step 15."""
     run_dir, listener, track = RunDir(tmp_path / "run"), Listener(), ["--track", ",".join(INSTALLED)]
     first = train(run_dir.path, tmp_path / "home", listener, "--steps", "10", "--save-every", "5", *track)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -67,7 +67,7 @@ def test_every_tracker_has_the_numbers_and_nothing_leaves_the_run_directory(tmp_
     from_the_fifth = ["--resume", str(run_dir.path / "checkpoints" / "step-00000005"), "--save-every", "-1"]
     again = train(run_dir.path, tmp_path / "home", listener, "--steps", "15", *from_the_fifth, *track)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert read_record(run_dir)["trackers"] == named, "the second attempt goes on in the same run of each tracker"
+    assert read_record(run_dir)["trackers"] == named, "the second attempt continues the same run of each tracker"
 
     written = {}
     for line in read_lines(run_dir.metrics):
@@ -80,57 +80,57 @@ def test_every_tracker_has_the_numbers_and_nothing_leaves_the_run_directory(tmp_
     for tracker in INSTALLED:
         curves = readers[tracker](run_dir.tracker(tracker))
         for name, values in written.items():
-            # TensorBoard keeps 32 bits; of the steps that ran twice, each tracker shows the second attempt's.
+            # TensorBoard stores 32-bit floats. For repeated steps, each tracker shows the second attempt.
             assert curves[name] == pytest.approx(values, rel=1e-6), (tracker, name)
 
     outside = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
-    assert outside == [], "all that is written is in the run directory"
-    assert listener.asked == [], "nothing is sent"
+    assert outside == [], "all files are in the run directory"
+    assert listener.requests == [], "no request is sent"
 
 
 @pytest.mark.full
 @pytest.mark.skipif("wandb" not in INSTALLED, reason="wandb is not installed")
-def test_online_is_asked_for_and_a_server_that_refuses_is_the_users_error(tmp_path):
+def test_unreachable_server_in_online_mode_is_a_user_error(tmp_path):
     listener = Listener()
     run = train(tmp_path / "run", tmp_path / "home", listener, "--steps", "2", "--track", "wandb:online")
-    assert listener.asked, "the proxy would see what is sent"
+    assert listener.requests, "the tracker uses the proxy"
     assert run.returncode == 2, run.stdout + run.stderr
     assert "wandb cannot be opened" in run.stderr
-    assert "--track wandb to write into the run directory alone" in run.stderr
+    assert "--track wandb to write only to the run directory" in run.stderr
     assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(("text", "found", "instead"), [
     ("tensorbord", "unknown tracker 'tensorbord'", "tensorboard"),
-    ("tensorboard:online", "no server", "--track tensorboard"),
+    ("tensorboard:online", "no online mode", "--track tensorboard"),
     ("mlflow:online", "MLFLOW_TRACKING_URI", "--track mlflow"),
     ("wandb:offline", "'offline'", "wandb:online"),
     ("tensorboard, tensorboard", "named twice", "tensorboard"),
 ])
-def test_mistakes_are_found_before_anything_starts(text, found, instead):
+def test_invalid_track_options_are_rejected(text, found, instead):
     with pytest.raises(UserError, match=found) as error:
         choose(text, {})
     assert instead in error.value.instead
 
 
-def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch):
+def test_missing_tracker_error_names_its_extra(monkeypatch):
     monkeypatch.setattr("ezpz_llm.observe.trackers.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs mlflow and sqlalchemy and alembic") as error:
+    with pytest.raises(UserError, match="requires mlflow and sqlalchemy and alembic") as error:
         choose("mlflow", {})
     assert error.value.instead == "pip install 'ezpz_llm[mlflow]'"
     assert choose(None, {}) == choose("", {}) == ()
 
 
 class Stubborn:
-    """A tracker that holds every row until it is let go, then fails at step 3."""
+    """Tracker that blocks every row until it is released, and then fails at step 3."""
 
     run_id = None
 
     def __init__(self) -> None:
-        self.let_go, self.steps, self.ended = threading.Event(), [], None
+        self.release, self.steps, self.ended = threading.Event(), [], None
 
     def write(self, rows):
-        self.let_go.wait(scaled(30))
+        self.release.wait(scaled(30))
         self.steps += [row.step for row in rows]
         if 3 in self.steps:
             raise OSError("the disk is full")
@@ -142,26 +142,27 @@ class Stubborn:
         self.ended = failed
 
 
-def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path, monkeypatch, capsys):
+def test_slow_tracker_does_not_block_and_failing_tracker_is_dropped(tmp_path, monkeypatch, capsys):
     slow, steady = Stubborn(), Stubborn()
     steady.write = lambda rows: steady.steps.extend(row.step for row in rows)
     monkeypatch.setattr(trackers, "_opened", lambda choice, opening: {"wandb": slow, "mlflow": steady}[choice.name])
     run_dir = RunDir(tmp_path / "run").create()
-    fed = Tracking([Choice("wandb", False), Choice("mlflow", False)])
-    fed.open(run_dir, 0)
+    tracking = Tracking([Choice("wandb", False), Choice("mlflow", False)])
+    tracking.open(run_dir, 0)
     begin = time.monotonic()
     for step in (1, 3, 5):
-        fed.write([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": None}])
-    fed.rewind(5)
+        tracking.write([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": None}])
+    tracking.rewind(5)
     assert time.monotonic() - begin < scaled(15), "it waited for the tracker"
     assert slow.steps == []
-    slow.let_go.set()
-    fed.close(failed=True)
-    assert slow.steps == [1, 2, 3, 4], "left out after it failed"
+    slow.release.set()
+    tracking.close(failed=True)
+    assert slow.steps == [1, 2, 3, 4], "dropped after it failed"
     assert steady.steps == [1, 2, 3, 4, 5]
     assert (slow.ended, steady.ended) == (None, True)
-    said = capsys.readouterr().out
-    assert "warning: wandb gets no more numbers, metrics.jsonl continues: OSError: the disk is full" in said
+    printed = capsys.readouterr().out
+    assert ("warning: wandb failed and gets no more numbers; metrics.jsonl has all of them: OSError: the disk is "
+            "full") in printed
 
 
 def test_times_and_values_of_a_flush():

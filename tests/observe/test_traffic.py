@@ -1,6 +1,6 @@
-"""Bytes on the wire: the committed table beside a link that counts.
+"""Bytes on the wire: the committed table compared with the counters of a link.
 
-The whole table, written anew: python3 benchmarks/record.py traffic
+To record the whole table again: python3 benchmarks/record.py traffic
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def on_the_link(cluster: Cluster, folder: Path, cases: list, nodes: int, timeout: float) -> list[dict]:
-    """What `traffic_ranks.py` found, with one rank on each of the first nodes."""
+    """Return the result of `traffic_ranks.py` with one rank on each of the first nodes."""
     (folder / "cases.json").write_text(json.dumps(cases))
     ranks = [cluster.start(sys.executable, PROGRAM, folder / "cases.json", folder / "found.json", cwd=folder,
                            node=cluster.nodes[rank], RANK=str(rank), WORLD_SIZE=str(nodes), OMP_NUM_THREADS="1",
@@ -41,7 +41,7 @@ def on_the_link(cluster: Cluster, folder: Path, cases: list, nodes: int, timeout
     return json.loads((folder / "found.json").read_text())
 
 
-def test_what_a_link_counts_is_what_the_table_says(links, tmp_path):
+def test_table_matches_the_counters_of_a_link(links, tmp_path):
     cases = [[kind, ranks, MIB, 2] for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
              for ranks in (2, 4)] + [["send", 2, MIB, 2], ["broadcast", 4, 3 * MIB // 2, 2]]
     for row in on_the_link(links, tmp_path, cases, nodes=4, timeout=250):
@@ -52,17 +52,17 @@ def test_what_a_link_counts_is_what_the_table_says(links, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_the_table_says_of_another_bandwidth(links, tmp_path):
-    """All-to-all is left out: whether two ranks take turns there differs from call to call."""
+def test_table_predicts_times_at_another_bandwidth(links, tmp_path):
+    """All-to-all is excluded, since its ranks take turns in some calls only."""
     cases = [[kind, ranks, 6 * MIB, 5] for ranks in (2, 4)
              for kind in ("all_reduce", "all_gather", "reduce_scatter")]
     links.shape("100mbit")
     try:
-        found = on_the_link(links, tmp_path, [*cases, ["send", 2, 6 * MIB, 5]], nodes=4, timeout=250)
+        rows = on_the_link(links, tmp_path, [*cases, ["send", 2, 6 * MIB, 5]], nodes=4, timeout=250)
     finally:
         links.shape(None)
     bandwidth = 12.5e6 * measured("gloo")["goodput"]["200mbit"] / RATES["200mbit"]
-    for row in found:
+    for row in rows:
         expected = call_traffic("gloo", row["kind"], row["bytes"], row["ranks"]).seconds(bandwidth)
         assert row["seconds"] == pytest.approx(expected, rel=0.15), row
 
@@ -81,17 +81,17 @@ def test_the_whole_table(tmp_path, recording):
             cluster.shape(rate)
             found[rate] = on_the_link(cluster, tmp_path, cases, max(RANKS), timeout=1500)
     nothing = [found[rate].pop() for rate in RATES]
-    assert all(abs(number) < 500 for one in nothing for number in one["sent"] + one["received"])
+    assert all(abs(number) < 500 for row in nothing for number in row["sent"] + row["received"])
     goodput = {rate: row["bytes"] / row["seconds"] for rate in RATES for row in [found[rate][-1]]}
     for rate, reached in goodput.items():
-        assert 0.85 < reached / RATES[rate] < 0.98, "data's share of a shaped link"
+        assert 0.85 < reached / RATES[rate] < 0.98, "fraction of data on a shaped link"
     rows = []
     for fast, slow in zip(*(found[rate] for rate in RATES), strict=True):
         sent = max(slow["sent"])
         assert max(fast["sent"]) == pytest.approx(sent, rel=0.05, abs=6000), "bytes do not depend on speed"
         rows.append({"kind": slow["kind"], "ranks": slow["ranks"], "bytes": slow["bytes"], "sent": sent,
                      "received": max(slow["received"]), "all_ranks_sent": sum(slow["sent"]),
-                     "seconds": {rate: round(one["seconds"], 6) for rate, one in zip(RATES, (fast, slow),
+                     "seconds": {rate: round(row["seconds"], 6) for rate, row in zip(RATES, (fast, slow),
                                                                                      strict=True)}})
     lists = {(row["ranks"], row["bytes"]): row for row in rows if row["kind"] == "all_gather_list"}
     for row in rows:
@@ -120,7 +120,7 @@ def write(rows: list[dict], goodput: dict[str, float]) -> None:
 
 
 def page_table() -> list[str]:
-    """The rows of the page's table, in shares of a large buffer among 2, 4 and 8 ranks."""
+    """Return the rows of the page's table, in fractions of a large buffer on 2, 4, and 8 ranks."""
     def shares(values) -> str:
         return " / ".join(f"{value:.2f}" for value in values)
 
@@ -129,13 +129,13 @@ def page_table() -> list[str]:
     for kind in COLLECTIVES:
         if kind == "all_gather_list":
             continue
-        found = [call_traffic("gloo", kind, SIZES[-1], ranks) for ranks in (2, 4, 8)]
-        why = "" if all(one.is_textbook for one in found) else reason("gloo", kind)
-        rows.append(f"| {kind} | {shares(one.bytes / SIZES[-1] for one in found)} | "
-                    f"{shares(one.textbook / SIZES[-1] for one in found)} | "
-                    f"{shares(one.line_bytes / SIZES[-1] for one in found)} | {why} |")
+        calls = [call_traffic("gloo", kind, SIZES[-1], ranks) for ranks in (2, 4, 8)]
+        why = "" if all(call.is_textbook for call in calls) else reason("gloo", kind)
+        rows.append(f"| {kind} | {shares(call.bytes / SIZES[-1] for call in calls)} | "
+                    f"{shares(call.textbook / SIZES[-1] for call in calls)} | "
+                    f"{shares(call.line_bytes / SIZES[-1] for call in calls)} | {why} |")
     return rows
 
 
-def test_the_page_shows_the_table():
+def test_page_has_the_table():
     assert "\n".join(page_table()) in PAGE.read_text()

@@ -1,6 +1,6 @@
-"""Layouts on links of known bandwidth: what they issue, what that takes, and a slow link that is named.
+"""Layouts on links of known bandwidth: issued collectives, their time, and detection of a slow link.
 
-What is committed, written anew: python3 benchmarks/record.py layout-links
+To record the committed result again: python3 benchmarks/record.py layout-links
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAM = HELPERS / "traffic_layout_ranks.py"
 PAGE = ROOT / "docs/evidence/traffic.md"
 RESULT = ROOT / "benchmarks/results/layout_links.json"
 RATES = ("1gbit", "200mbit")
-# Little to compute for what is sent, and buffers far above the bursts that a shaped link lets pass.
+# Little computation per byte sent, and buffers far larger than the bursts that a shaped link allows.
 FLAT = "n-layer=2+n-embd=384+block-size=32+micro-batch=1+accumulation=1+precision=fp32"
 WIDE = "n-layer=2+n-embd=64+block-size=64+accumulation=1+precision=fp32+micro-batch="
 JOBS = {name: f"{name}+{FLAT}" for name in ("ddp", "zero1", "zero2", "zero3")} | {
@@ -32,25 +32,25 @@ JOBS = {name: f"{name}+{FLAT}" for name in ("ddp", "zero1", "zero2", "zero3")} |
 WEIGHTS = 4 * 3_684_864
 ACTIVATIONS = 4 * 128 * 64 * 64
 TABLE = 4 * 320 * 64
-"""Bytes of all parameters of the flat model; of the wide one's activations for 128 sequences, and of its embedding,
-which both ends of the pipeline have."""
+"""Bytes of the wide model's embedding, which the first and last pipeline stages hold. WEIGHTS has all parameters of
+the flat model, and ACTIVATIONS the activations of the wide model for 128 sequences."""
 FLAT_ONES = {
     # Two buckets; DDP's first one is small.
     "ddp": {"all_reduce (dp)": (2, WEIGHTS)},
-    # Two groups of parameters, with decay and without, are gathered; the norm and the overflow flag are numbers.
+    # Two parameter groups (with and without decay) are gathered. The norm and the overflow flag are scalars.
     "zero1": {"all_gather (dp)": (2, WEIGHTS), "all_reduce (dp)": (1, WEIGHTS), "scalars": (2, 8)},
     "zero2": {"all_gather (dp)": (2, WEIGHTS), "all_reduce (dp)": (1, WEIGHTS), "scalars": (2, 8)},
-    # Parameters are gathered one block ahead at most, so that not all that follow each other go together.
+    # Parameters are gathered at most one block ahead, so not all successive gathers are merged.
     "zero3": {"all_gather (dp)": (21, WEIGHTS), "reduce_scatter (dp)": (1, WEIGHTS), "scalars": (2, 16)},
 }
-# Four all-reduces of activations a layer, one after the embedding, one before the head; two numbers a token for the
-# loss under a divided vocabulary.
+# Four all-reduces of activations per layer, one after the embedding, and one before the head. Two numbers per token
+# for the loss with a sharded vocabulary.
 TP2 = {"all_gather (tp)": (1, 131_072), "all_reduce (tp)": (10, 10 * ACTIVATIONS), "scalars": (1, 4)}
 PP2 = {"all_reduce (pp)": (1, TABLE)}
 
 
 PIPED = {f"{way} (pp)": (1, 8 * ACTIVATIONS) for way in ("recv", "send")}
-"""What goes to the next stage and back."""
+"""Sends and receives between neighboring stages."""
 
 
 ISSUED = {(name, nodes): {tuple(range(nodes)): kinds} for nodes in (2, 4) for name, kinds in FLAT_ONES.items()} | {
@@ -58,7 +58,7 @@ ISSUED = {(name, nodes): {tuple(range(nodes)): kinds} for nodes in (2, 4) for na
     # Half of the weights.
     ("tp2", 4): {(0, 1, 2, 3): {**TP2, "all_reduce (dp)": (1, 259_328)}},
     ("pp2", 2): {(0, 1): {**PP2, **PIPED, "scalars": (2, 8)}},
-    # A stage's parameters, divided under ZeRO-1.
+    # A stage's parameters, sharded by ZeRO-1.
     ("pp2", 4): {ranks: {**PP2, **PIPED, "scalars": (4, 16), "all_gather (dp)": (2, size),
                          "all_reduce (dp)": (buckets, size)}
                  for ranks, buckets, size in (((0, 1), 4, 298_240), ((2, 3), 5, 282_368))},
@@ -66,7 +66,7 @@ ISSUED = {(name, nodes): {tuple(range(nodes)): kinds} for nodes in (2, 4) for na
 
 
 def on_nodes(cluster: Cluster, folder: Path, jobs: list[str], nodes: int, port: int, timeout: float) -> None:
-    """These runs one after the other, one rank on each of the first nodes."""
+    """Run the jobs one after the other, with one rank on each of the first nodes."""
     ranks = [cluster.start(sys.executable, PROGRAM, folder, *jobs, cwd=folder.parent, node=cluster.nodes[rank],
                            RANK=str(rank), WORLD_SIZE=str(nodes), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
                            GROUP_RANK=str(rank), OMP_NUM_THREADS="1", MASTER_ADDR="10.77.0.1",
@@ -76,7 +76,7 @@ def on_nodes(cluster: Cluster, folder: Path, jobs: list[str], nodes: int, port: 
 
 
 @pytest.mark.full
-def test_a_slow_link_is_named_first(links, tmp_path):
+def test_slow_link_is_the_first_cause(links, tmp_path):
     links.shape("1gbit")
     links.shape("100mbit", "n2")
     try:
@@ -90,7 +90,7 @@ def test_a_slow_link_is_named_first(links, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_what_layouts_issue_takes_what_the_traffic_table_says(links, tmp_path, recording):
+def test_communication_of_layouts_takes_the_time_of_the_traffic_table(links, tmp_path, recording):
     rows: dict[tuple[str, int], dict[str, Moved]] = {}
     for nodes in (2, 4):
         for number, rate in enumerate(RATES):
@@ -103,13 +103,13 @@ def test_what_layouts_issue_takes_what_the_traffic_table_says(links, tmp_path, r
     if recording:
         write(rows)
     for (name, nodes), by_rate in rows.items():
-        for rate, one in by_rate.items():
-            assert one.issued == ISSUED[name, nodes], (name, nodes, rate)
-            assert one.measured_s == pytest.approx(one.expected_s, rel=0.15), (name, nodes, rate, one)
+        for rate, result in by_rate.items():
+            assert result.issued == ISSUED[name, nodes], (name, nodes, rate)
+            assert result.measured_s == pytest.approx(result.expected_s, rel=0.15), (name, nodes, rate, result)
 
 
 def write(rows: dict[tuple[str, int], dict[str, Moved]]) -> None:
-    """The result, and the page's table from it."""
+    """Write the result file, and the page's table from it."""
     RESULT.write_text(json.dumps({
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": "python3 benchmarks/record.py layout-links",
@@ -125,7 +125,7 @@ def write(rows: dict[tuple[str, int], dict[str, Moved]]) -> None:
     PAGE.write_text(text[:begin] + "\n".join(page_table(RESULT)) + text[text.index("\n\n", begin):])
 
 
-def test_the_page_shows_what_was_measured():
+def test_page_has_the_measured_values():
     assert "\n".join(page_table(RESULT)) in PAGE.read_text()
     for row in json.loads(RESULT.read_text())["rows"]:
         issued = {tuple(kinds.pop("ranks")): {label: tuple(pair) for label, pair in kinds.items()}
@@ -133,7 +133,7 @@ def test_the_page_shows_what_was_measured():
         assert issued == ISSUED[row["layout"], row["nodes"]]
         for rate in RATES:
             assert row["measured_s"][rate] == pytest.approx(row["expected_s"][rate], rel=0.15), row
-            # Bytes alone tell it, too, where calls take no longer than their bytes: see the page.
+            # The bytes alone predict the time if the overhead of calls is small: see the page.
             by_bytes = row["wire_bytes"] / measured("gloo")["goodput"][rate]
             if row["expected_s"][rate] < 1.1 * by_bytes:
                 assert row["measured_s"][rate] == pytest.approx(by_bytes, rel=0.15), row

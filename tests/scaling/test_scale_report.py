@@ -286,7 +286,7 @@ def test_paper_requires_two_sizes(tmp_path):
 
 def test_missing_matplotlib_names_the_extra(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="a figure takes matplotlib") as caught:
+    with pytest.raises(UserError, match="a figure requires matplotlib") as caught:
         write_paper(find(folder), tmp_path / "a")
     assert "pip install 'ezpz_llm[figures]'" in str(caught.value)
     assert not (tmp_path / "a").exists()

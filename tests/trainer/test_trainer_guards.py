@@ -174,7 +174,7 @@ def test_a_few_bad_steps_are_skipped_and_the_run_continues(alone, tmp_path):
     warnings = [f"warning: step {step} was skipped and changed nothing: its gradient norm is NaN or Inf\n"
                 for step in (5, 6)]
     assert [line for line in done.out.splitlines(keepends=True) if "skipped and" in line] == warnings
-    assert "skipped steps   2: they changed nothing\n" in done.out
+    assert "skipped steps   2 (no parameter update)\n" in done.out
     assert read_record(RunDir(tmp_path / "run"))["summary"]["skipped_steps"] == 2
     [run_] = load_runs([tmp_path / "run"])
     assert "2 steps were skipped and changed nothing, first step 5" in run_.notes

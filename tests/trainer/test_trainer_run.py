@@ -106,7 +106,7 @@ def test_the_console_shows_what_a_user_looks_for(finished):
     for word in ("scheduler", "launcher", "mpiexec", "cpu, backend gloo", "zero1, fp32", "flash_attention",
                  "token frequencies alone", "sample after step 20", "torch's FLOP counter agrees",
                  "FLOP/s measured (fp32 matmul; slowest: rank", "estimated sum, measured peak",
-                 "of the matmul peak", "Where the step time went", "host.html",
+                 "of the matmul peak", "Step-time breakdown", "host.html",
                  "report.html", f"ezpz-llm report {run_dir.name}", f"--resume {run_dir.name} --steps 40",
                  str(run_dir)):
         assert word in text, word

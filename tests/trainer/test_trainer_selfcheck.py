@@ -35,7 +35,8 @@ def train(folder, *options: str) -> int:
 
 @pytest.mark.full
 def test_a_model_overfits_one_batch(tmp_path, capsys):
-    assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch-size", "2") == 0
+    assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch-size", "2",
+                 "--lr", "4e-3") == 0
     lines = list(read_lines(RunDir(tmp_path / "run").metrics))
     assert lines[-1]["loss"] < 1
     record = read_record(RunDir(tmp_path / "run"))

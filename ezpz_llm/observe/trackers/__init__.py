@@ -1,6 +1,6 @@
-"""Trackers: other places that a run's numbers go to besides metrics.jsonl, each an extra of the package.
+"""Experiment trackers (TensorBoard, Weights & Biases, MLflow): interface, selection by `--track`, and thread.
 
-Their interface, the choice of `--track`, and feeding them from a thread, so that no step waits.
+Each tracker is an extra of the package. A thread passes the numbers on, so that no training step waits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from ezpz_llm.base import UserError, unknown
 from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 
-# What a tracker is: something that takes rows of numbers, by step, until it is closed.
 @dataclass(frozen=True)
 class Row:
-    """The numbers of one step, by their names in metrics.jsonl, and about when it ended (epoch seconds)."""
+    """Numbers of one step, by their names in metrics.jsonl, and the approximate epoch time of its end."""
 
     step: int
     time: float
@@ -35,12 +34,12 @@ class Opening:
     """Arguments of a tracker.
 
     Args:
-        folder: where it writes; it exists, inside the run directory.
-        name: the run's.
-        settings: what the run is, from run.json (secrets redacted).
-        first_step: the step that a resumed run goes on after, 0 for a new one.
-        run_id: what the tracker called this run in an earlier attempt.
-        online: send to the tracker's server, as its own environment variables say.
+        folder: existing folder in the run directory for the tracker's files.
+        name: name of the run.
+        settings: settings of the run from run.json, with secrets redacted.
+        first_step: last step before a resumed run continues, or 0 for a new run.
+        run_id: the tracker's id of this run in an earlier attempt.
+        online: send to the server that the tracker's environment variables name.
     """
 
     folder: Path
@@ -52,59 +51,63 @@ class Opening:
 
 
 class Tracker(Protocol):
-    """Open tracker. `run_id` is the tracker's own name for the run; None if it has none.
+    """Open tracker. `run_id` is the tracker's id of the run, or None.
 
-    All methods may raise whatever the tracker's package raises.
+    All methods may raise any exception of the tracker's package.
     """
 
     run_id: str | None
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Take the rows of a flush, in order of their steps."""
+        """Write the rows of a flush, which are sorted by step."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on after an earlier `step`: what was taken of later ones counts no more."""
+        """Discard the rows after `step`, before the run continues from there."""
 
     def close(self, failed: bool) -> None:
-        """Finish what is still on its way."""
+        """Flush pending output and close the tracker."""
 
 
 def flat(settings: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
-    """Nested settings with one dotted name each; lists stay whole."""
-    found: dict[str, Any] = {}
+    """Flatten nested settings to dotted names. Lists are kept."""
+    flattened: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            found.update(flat(value, f"{parent}{name}."))
+            flattened.update(flat(value, f"{parent}{name}."))
         else:
-            found[f"{parent}{name}"] = value
-    return found
+            flattened[f"{parent}{name}"] = value
+    return flattened
 
 
 CLOSE_WITHIN_S = 60.0
-"""Seconds that the end of a run waits for trackers still sending."""
+"""Maximum time in seconds that the end of a run waits for trackers."""
 
 _SETTINGS = ("config", "model", "parameters", "precision", "data", "environment")
 
 
 class Tracking:
-    """The trackers of a run, on the rank that writes metrics.jsonl; elsewhere it stays empty.
+    """Trackers of a run on the rank that writes metrics.jsonl; empty on other ranks.
 
-    `open` before the first step, `write` after each flush, `close` at the end, whatever the end is. A thread of its
-    own hands the lines on. A tracker that fails is named and left out from there on: metrics.jsonl has the numbers.
+    Call `open` before the first step, `write` after each flush, and `close` at the end, also after an error. A
+    thread passes the lines to the trackers. A tracker that fails is dropped with a warning, since metrics.jsonl has
+    all numbers.
     """
 
     def __init__(self, choices: Sequence[Choice] = ()) -> None:
         self._choices = choices
         self._open: dict[str, Tracker] = {}
         self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._hand_on, name="trackers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
         self._failed = False
 
     def open(self, run_dir: RunDir, first_step: int, side: SideFiles | None = None) -> None:
-        """Open the chosen trackers, each in its folder of the run directory; the run goes on after `first_step`.
+        """Open the selected trackers, each in its folder of the run directory.
+
+        Args:
+            first_step: last step before a resumed run continues, or 0 for a new run.
 
         Raises:
-            UserError: one cannot be opened, with its own reason (no key, no answer from a server).
+            UserError: a tracker cannot be opened, such as without a key or a reachable server.
         """
         if not self._choices:
             return
@@ -123,21 +126,21 @@ class Tracking:
         self._thread.start()
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Take the lines of a flush (metrics.jsonl's objects, in order); returns at once."""
+        """Queue the lines of a flush, which are objects of metrics.jsonl in order. Returns at once."""
         if self._thread.is_alive():
             rows = _rows(lines, time.time())
             self._waiting.put(lambda tracker: tracker.write(rows))
 
     def rewind(self, step: int) -> None:
-        """The run goes on after an earlier step; returns at once."""
+        """Queue a rewind to an earlier step. Returns at once."""
         if self._thread.is_alive():
             self._waiting.put(lambda tracker: tracker.rewind(step))
 
     def close(self, failed: bool) -> None:
-        """Hand on what waits, then finish every tracker.
+        """Write all queued lines and close every tracker.
 
         Args:
-            failed: the run ended in an error.
+            failed: True if the run ended with an error.
         """
         if not self._thread.is_alive():
             return
@@ -145,16 +148,17 @@ class Tracking:
         self._waiting.put(None)
         self._thread.join(CLOSE_WITHIN_S)
         if self._thread.is_alive():
-            _warn(f"{' and '.join(self._open)} did not end within {CLOSE_WITHIN_S:.0f} s; metrics.jsonl is whole")
+            _warn(f"{' and '.join(self._open)} did not finish within {CLOSE_WITHIN_S:.0f} s; metrics.jsonl is "
+                  "complete")
 
-    def _hand_on(self) -> None:
-        while (order := self._waiting.get()) is not None:
+    def _run(self) -> None:
+        while (action := self._waiting.get()) is not None:
             for name, tracker in list(self._open.items()):
                 try:
-                    order(tracker)
-                except Exception as error:  # of any package: the run goes on without that tracker
+                    action(tracker)
+                except Exception as error:  # any error of the tracker's package: the run continues without it
                     del self._open[name]
-                    _warn(f"{name} gets no more numbers, metrics.jsonl continues: {_words(error)}")
+                    _warn(f"{name} failed and gets no more numbers; metrics.jsonl has all of them: {_words(error)}")
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close(self._failed)
@@ -170,15 +174,14 @@ def _opened(choice: Choice, opening: Opening) -> Tracker:
         return module.open_tracker(opening)
     except UserError:
         raise
-    except Exception as error:  # each package has its own types for a missing key or a silent server
+    except Exception as error:  # each package has its own exceptions for a missing key or an unreachable server
         raise UserError(f"{choice.name} cannot be opened: {_words(error)}", where="--track",
-                        instead=f"--track {choice.name} to write into the run directory alone" if choice.online
+                        instead=f"--track {choice.name} to write only to the run directory" if choice.online
                         else None) from error
 
 
 def _rows(lines: Sequence[Mapping[str, Any]], now: float) -> list[Row]:
-    """The lines' finite numbers by step. The last step has just ended; those before it, as long before as the steps
-    after them took."""
+    """Return the finite numbers of each line. End times are estimated backwards from `now` with the step times."""
     rows: list[Row] = []
     for line in reversed(lines):
         rows.append(Row(line["step"], now, dict(_numbers(line))))
@@ -200,9 +203,8 @@ def _warn(text: str) -> None:
     print(f"warning: {text}", flush=True)
 
 
-# Which trackers `--track` names, known to be installed before a run starts.
 _NEEDS = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""The trackers, each also the name of its extra and of its module here, and the packages it imports."""
+"""Packages that each tracker imports. Its name is also the name of its extra and its module."""
 _ONLINE = "online"
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 
@@ -216,33 +218,34 @@ class Choice:
 
 
 def choose(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ...]:
-    """Parse `--track`: names with commas between them, each alone or as `NAME:online`.
+    """Parse `--track`: comma-separated names, each as `NAME` or `NAME:online`.
 
     Raises:
-        UserError: an unknown tracker, one that is not installed, or one with no server to send to.
+        UserError: a tracker is unknown, not installed, or has no server.
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     choices = [_choice(word, env) for word in words]
     names = [choice.name for choice in choices]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{twice} is named twice", where=f"--track {text}", instead=f"{twice} or {twice}:{_ONLINE}")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{duplicate} is named twice", where=f"--track {text}",
+                        instead=f"{duplicate} or {duplicate}:{_ONLINE}")
     return tuple(choices)
 
 
 def _choice(word: str, env: Mapping[str, str]) -> Choice:
-    name, colon, how = word.partition(":")
+    name, colon, mode = word.partition(":")
     if name not in _NEEDS:
         raise unknown("tracker", name, _NEEDS, where="--track")
-    if colon and how != _ONLINE:
-        raise UserError(f"{how!r} is not a way to track", where=f"--track {word}",
-                        instead=f"{name} (into the run directory alone) or {name}:{_ONLINE}")
+    if colon and mode != _ONLINE:
+        raise UserError(f"unknown mode {mode!r} of a tracker", where=f"--track {word}",
+                        instead=f"{name} (only in the run directory) or {name}:{_ONLINE}")
     online = bool(colon)
     if online and name == "tensorboard":
-        raise UserError("TensorBoard has no server to send to", where=f"--track {word}", instead=f"--track {name}")
+        raise UserError("TensorBoard has no online mode", where=f"--track {word}", instead=f"--track {name}")
     if online and name == "mlflow" and not env.get(_MLFLOW_SERVER):
-        raise UserError(f"{_MLFLOW_SERVER} does not say which server to send to", where=f"--track {word}",
-                        instead=f"set {_MLFLOW_SERVER}, or --track {name} to write into the run directory")
+        raise UserError(f"{_MLFLOW_SERVER} is not set", where=f"--track {word}",
+                        instead=f"set {_MLFLOW_SERVER}, or --track {name} to write to the run directory")
     if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
-        raise UserError(f"{name} needs {' and '.join(missing)}, not installed here", where=f"--track {word}",
+        raise UserError(f"{name} requires {' and '.join(missing)}, not installed", where=f"--track {word}",
                         instead=f"pip install 'ezpz_llm[{name}]'")
     return Choice(name, online)

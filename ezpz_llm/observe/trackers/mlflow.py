@@ -1,4 +1,4 @@
-"""MLflow: a SQLite file in `trackers/mlflow`, or the server that MLFLOW_TRACKING_URI names if asked for."""
+"""MLflow tracker: a SQLite file in `trackers/mlflow`, or the server in MLFLOW_TRACKING_URI if online."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ezpz_llm.observe.trackers import Opening, Row, flat
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100
 _LONGEST_VALUE = 500
-"""Limits of the REST interface: the oldest server's where they have grown."""
+"""Limits of the REST API of the oldest servers; newer servers allow more."""
 
 
 class MLflow:
     """Run in the experiment `ezpz_llm`, or MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, opening: Opening) -> None:
-        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read on import, which would send word of it otherwise
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read on import, which would otherwise send telemetry
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        place = None if opening.online else f"sqlite:///{opening.folder}/mlflow.db"
+        uri = None if opening.online else f"sqlite:///{opening.folder}/mlflow.db"
         artifacts = None if opening.online else (opening.folder / "artifacts").as_uri()
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=place)
+        self._client = MlflowClient(tracking_uri=uri)
         if opening.run_id is not None:
             self.run_id = opening.run_id
             self._client.update_run(self.run_id, status="RUNNING")
@@ -38,22 +38,22 @@ class MLflow:
         number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
         self.run_id = self._client.create_run(number, run_name=opening.name).info.run_id
         params = iter([Param(name, str(value)[:_LONGEST_VALUE]) for name, value in flat(opening.settings).items()])
-        while some := list(islice(params, _PARAMS_AT_ONCE)):
-            self._client.log_batch(self.run_id, params=some)
+        while batch := list(islice(params, _PARAMS_AT_ONCE)):
+            self._client.log_batch(self.run_id, params=batch)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Store the rows, some hundred numbers in one transaction."""
+        """Write the rows, with up to 1000 numbers per transaction."""
         metrics = chain.from_iterable(
             (self._metric(name, value, int(row.time * 1e3), row.step) for name, value in row.values.items())
             for row in rows)
-        while some := list(islice(metrics, _METRICS_AT_ONCE)):
-            self._client.log_batch(self.run_id, metrics=some)
+        while batch := list(islice(metrics, _METRICS_AT_ONCE)):
+            self._client.log_batch(self.run_id, metrics=batch)
 
     def rewind(self, step: int) -> None:
-        """Nothing can be taken back: steps that come again stand beside the earlier ones."""
+        """Do nothing: MLflow cannot delete metrics, so repeated steps have several values."""
 
     def close(self, failed: bool) -> None:
-        """Say how the run ended."""
+        """Set the final status of the run."""
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 

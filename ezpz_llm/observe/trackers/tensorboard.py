@@ -1,4 +1,4 @@
-"""TensorBoard: an event file for each attempt in `trackers/tensorboard`."""
+"""TensorBoard tracker: one event file per attempt in `trackers/tensorboard`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ezpz_llm.observe.trackers import Opening, Row
 
 
 class TensorBoard:
-    """Scalars under their names in metrics.jsonl, and the run's settings as a text."""
+    """Writer of scalars under their names in metrics.jsonl, and of the run's settings as text."""
 
     run_id = None
 
@@ -23,19 +23,19 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write the rows through to the file."""
+        """Write the rows and flush the file."""
         for row in rows:
             for name, value in row.values.items():
                 self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Begin another file."""
+        """Start a new event file, which hides later points of earlier files."""
         self._writer.close()
         self._begin(step)
 
     def _begin(self, first_step: int) -> None:
-        # Points beyond that step, of files before this one, are hidden by its first event.
+        # purge_step: the first event of this file hides points after that step in earlier files.
         self._writer = SummaryWriter(self._folder, purge_step=first_step + 1 if first_step else None)
 
     def close(self, failed: bool) -> None:

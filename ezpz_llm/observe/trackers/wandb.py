@@ -1,4 +1,4 @@
-"""Weights & Biases: offline in `trackers/wandb`, to be sent later with `wandb sync`, or online if asked for."""
+"""Weights & Biases tracker: online, or offline in `trackers/wandb` for a later `wandb sync`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ezpz_llm.observe.trackers import Opening, Row
 
 
 class WeightsAndBiases:
-    """Run whose id a resumed attempt keeps. Its x axis is the optimizer step."""
+    """Run with the optimizer step as x axis. A resumed attempt keeps its id."""
 
     def __init__(self, opening: Opening) -> None:
-        # Its packages read these when they are imported. Where it keeps a login is left to the user.
+        # Read when wandb is imported. The location of the login is left to the user.
         os.environ.setdefault("WANDB_CACHE_DIR", str(opening.folder))
         os.environ.setdefault("WANDB_DATA_DIR", str(opening.folder))
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # Machine, code and console stay out: run.json and logs/ have them, without secrets.
+        # Machine, code, and console are not uploaded. run.json and logs/ have them, without secrets.
         settings = wandb.Settings(
             mode="online" if opening.online else "offline", root_dir=str(opening.folder), silent=True,
             console="off", disable_git=True, disable_code=True, save_code=False, x_disable_meta=True,
@@ -28,21 +28,21 @@ class WeightsAndBiases:
         self._wandb = wandb
         self._run = wandb.init(project=os.environ.get("WANDB_PROJECT", "ezpz_llm"), name=opening.name,
                                id=opening.run_id, resume=resume, config=dict(opening.settings), settings=settings)
-        # The package's own step cannot go back, as that of a run does when it resumes from a checkpoint.
+        # wandb's own step cannot decrease, but the step of a run does when it resumes from a checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self.run_id = self._run.id
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Hand the rows to the package's own process."""
+        """Send the rows to wandb's service process."""
         for row in rows:
             self._run.log({"step": row.step, **row.values})
 
     def rewind(self, step: int) -> None:
-        """Nothing can be taken back: steps that come again stand beside the earlier ones."""
+        """Do nothing: wandb cannot delete metrics, so repeated steps have several values."""
 
     def close(self, failed: bool) -> None:
-        """Finish the run and end the package's own process."""
+        """Finish the run and stop wandb's service process."""
         self._run.finish(exit_code=int(failed))
         self._wandb.teardown()
 
