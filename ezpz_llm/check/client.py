@@ -275,8 +275,8 @@ def _describe_exit(code: int | None) -> str:
 
 def _logging_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the rank's environment with NCCL, RCCL and oneCCL set to log the network they choose."""
-    wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
-    return {name: value for name, value in env.items() if name != "NCCL_DEBUG_FILE"} | wanted
+    log_settings = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
+    return {name: value for name, value in env.items() if name != "NCCL_DEBUG_FILE"} | log_settings
 
 
 _GRACE_S = 5.0

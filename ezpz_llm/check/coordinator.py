@@ -41,17 +41,17 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Pl
     board = Board(rendezvous.address, rendezvous.port, rendezvous.secret)
     # In a thread, so that the report is written even if gathering this rank's own facts hangs.
     place = Place(board.address, board.port, rendezvous.secret)
-    own = threading.Thread(target=take_part, daemon=True, args=(
+    client_thread = threading.Thread(target=take_part, daemon=True, args=(
         place, info, env, None, lambda: time.monotonic() > began + limit_s))
-    own.start()
+    client_thread.start()
     gathered = _Lead(board, info, env, run_dir, began, limit_s).gather()
     report = Report(gathered, judge(gathered), time.monotonic() - began)
     show(as_text(report))
     write_report(run_dir, report)
     board.dismiss()
-    own.join(_END_WITHIN_S)
+    client_thread.join(_END_WITHIN_S)
     code = 0 if report.is_fit else EXIT_PREFLIGHT
-    if own.is_alive():
+    if client_thread.is_alive():
         # A thread that hangs in the kernel would block a normal exit.
         sys.stdout.flush()
         os._exit(code)
@@ -94,7 +94,7 @@ class _Lead:
         next_look = time.monotonic() + _LOOK_FOR_UNREACHED_S
         reported = self.board.accounted
 
-        def done() -> bool:
+        def is_complete() -> bool:
             """Return True once all ranks are accounted for; looks for files of unreached nodes at intervals."""
             nonlocal next_look
             began = time.monotonic()
@@ -108,7 +108,7 @@ class _Lead:
             next_look = ended + max(_LOOK_FOR_UNREACHED_S, 5 * (ended - began))
             return len(reported) + sum(report["ranks_there"] for report in unreached) >= self.info.world_size
 
-        return done
+        return is_complete
 
     def _measure(self, members: Sequence[Member]) -> None:
         board = self.board

@@ -59,8 +59,8 @@ def job(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -
     if job_id is None:
         text = "not inside a job: launch uses only this node" if scheduler == local.NAME else scheduler
         return Finding("ok", "job", text)
-    left = "" if ends_at is None else f", {max(0, ends_at - time.time()) / 60:.0f} min left"
-    return Finding("ok", "job", f"inside {scheduler} job {job_id}: {counted(hosts, 'node')}{left}")
+    remaining = "" if ends_at is None else f", {max(0, ends_at - time.time()) / 60:.0f} min left"
+    return Finding("ok", "job", f"inside {scheduler} job {job_id}: {counted(hosts, 'node')}{remaining}")
 
 
 def site(env: Mapping[str, str]) -> Finding:
@@ -183,12 +183,12 @@ def cache(env: Mapping[str, str]) -> Finding:
 
 def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the checks of interfaces and of this node's hostname."""
-    own = own_interfaces()
-    yield Finding("ok", "interfaces", describe(own))
-    for variable, wanted in named_interfaces(env).items():
-        if missing := missing_interface(variable, wanted, own):
-            yield Finding("bad", "interfaces", f"{variable}={wanted}, but there is no {missing}",
-                        f"set {variable} to one of the interfaces, or unset it")
+    interfaces = own_interfaces()
+    yield Finding("ok", "interfaces", describe(interfaces))
+    for variable, names in named_interfaces(env).items():
+        if missing := missing_interface(variable, names, interfaces):
+            yield Finding("bad", "interfaces", f"{variable}={names}, but there is no {missing}",
+                          f"set {variable} to one of the interfaces, or unset it")
     yield host_name(socket.gethostname(), resolve(socket.gethostname()))
 
 

@@ -59,8 +59,8 @@ def memory() -> dict[str, int]:
 
 def _cgroup_memory() -> tuple[int | None, int]:
     """Return the limit of this process's cgroup (None without one) and its used bytes without file cache."""
-    own = re.search(r"^0::(/.*)$", system_text("/proc/self/cgroup"), re.MULTILINE)
-    folder = _CGROUP / own[1].lstrip("/") if own else _CGROUP
+    match = re.search(r"^0::(/.*)$", system_text("/proc/self/cgroup"), re.MULTILINE)
+    folder = _CGROUP / match[1].lstrip("/") if match else _CGROUP
     limit, used = system_text(folder / "memory.max").strip(), system_text(folder / "memory.current").strip()
     if not limit.isdigit() or not used.isdigit():
         return None, 0
@@ -167,11 +167,11 @@ def mpi_library() -> str | None:
     # The subprocess must not join a running launch.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "PALS_", "OMPI_"))}
     try:
-        done = subprocess.run([sys.executable, "-c", _MPI_PROGRAM], capture_output=True, text=True, check=False,
-                              timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=env)
+        result = subprocess.run([sys.executable, "-c", _MPI_PROGRAM], capture_output=True, text=True, check=False,
+                                timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return first_line(done.stdout) if done.returncode == 0 else None
+    return first_line(result.stdout) if result.returncode == 0 else None
 
 
 def first_line(text: str) -> str | None:
@@ -184,16 +184,16 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFA
 
 def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
     """Return interfaces with their addresses, those that `env` names, and the route to MASTER_ADDR."""
-    own = addresses()
+    interfaces = addresses()
     facts: dict[str, Any] = {
-        "interfaces": own,
+        "interfaces": interfaces,
         "named_interfaces": named_interfaces(env),
         "name_resolves_to": resolve(socket.gethostname()),
     }
     if master := env.get("MASTER_ADDR"):
         address = address_towards(master)
         facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
-        facts["route"] = {"interface": interface_of(address, own), "address": address}
+        facts["route"] = {"interface": interface_of(address, interfaces), "address": address}
     return facts
 
 
@@ -205,8 +205,8 @@ def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
 def addresses() -> dict[str, list[str]]:
     """Return the addresses of every interface, IPv4 first."""
     families = (socket.AF_INET, socket.AF_INET6)
-    return {name: [entry.address.partition("%")[0] for entry in known if entry.family in families]
-            for name, known in psutil.net_if_addrs().items()}
+    return {name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+            for name, entries in psutil.net_if_addrs().items()}
 
 
 def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:

@@ -117,13 +117,13 @@ class Worker:
         self._wait()
         best = 0.0
         for _ in range(_WINDOWS):
-            done, began = 0, time.perf_counter()
+            count, began = 0, time.perf_counter()
             while (elapsed := time.perf_counter() - began) < _WINDOW_S:
                 for _ in range(1 if is_cpu else 10):
                     torch.mm(matrix, matrix, out=product)
-                    done += 1
+                    count += 1
                 self._wait()
-            best = max(best, done * 2 * size**3 / elapsed)
+            best = max(best, count * 2 * size**3 / elapsed)
         return {"flops_per_second": best}
 
     def _reduce(self, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,9 +94,9 @@ def _median(ranks: Sequence[Facts], stage: str, key: str) -> float | None:
 
 def _common(gathered: Gathered) -> str:
     """Return versions, MPI and network of rank 0. Findings report nodes that differ."""
-    if not gathered.told:
+    if not gathered.reporting:
         return ""
-    first = gathered.told[0]
+    first = gathered.reporting[0]
     stages = first.get("stages", {})
     lines = ["versions  " + ", ".join(f"{name} {version}" for name, version in first["versions"].items())]
     if "library" in stages.get(MPI, {}):
@@ -111,7 +111,7 @@ def _common(gathered: Gathered) -> str:
 def _verdict(report: Report) -> str:
     levels = [finding.level for finding in report.findings]
     bad, warn = levels.count("bad"), levels.count("warn")
-    scope = (f"{len(report.gathered.told)} of {report.gathered.world_size} ranks on "
+    scope = (f"{len(report.gathered.reporting)} of {report.gathered.world_size} ranks on "
              f"{counted(len(report.gathered.by_host()), 'node')} in {report.seconds:.1f} s")
     warned = f", {counted(warn, 'warning')}" if warn else ""
     verdict = "fit" if report.is_fit else f"unfit: {counted(bad, 'problem')}"
@@ -124,11 +124,11 @@ def write_report(run_dir: RunDir, report: Report) -> None:
     Facts that most ranks share are stored once.
     """
     gathered = report.gathered
-    common, own = split_common(gathered.facts)
+    common, per_rank = split_common(gathered.facts)
     write_json(report_path(run_dir), without_secrets({
         "fit": report.is_fit, "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
         "findings": [asdict(finding) for finding in report.findings],
-        "unreached": list(gathered.unreached), "common": common, "ranks": own,
+        "unreached": list(gathered.unreached), "common": common, "ranks": per_rank,
     }, os.environ))
 
 

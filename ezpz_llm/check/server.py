@@ -154,10 +154,10 @@ class Board:
     def wait(self, until: float, done: Callable[[], bool]) -> bool:
         """Serve until `done()` or the monotonic time `until`. Return True if done."""
         while not done():
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining_s = until - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            for key, _ in self._selector.select(min(left, 0.5)):
+            for key, _ in self._selector.select(min(remaining_s, 0.5)):
                 if key.data is None:
                     self._accept()
                 else:
@@ -181,13 +181,13 @@ class Board:
         """
         best: tuple[float, float] | None = None
         for turn in range(3):
-            stage, sent = f"{CLOCK} {turn}", time.time()
+            stage, sent_at = f"{CLOCK} {turn}", time.time()
             self.ask(stage, {member: {}}, min(until, time.monotonic() + 1))
             if (answer := member.replies.get(stage)) is None:
                 return best
-            half = (time.time() - sent) / 2
+            half = (time.time() - sent_at) / 2
             if best is None or half < best[1]:
-                best = (answer["time"] - sent - half, half)
+                best = (answer["time"] - sent_at - half, half)
         return best
 
     def dismiss(self) -> None:

@@ -63,14 +63,14 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
     is_newer = "cuda" in build and driver_cuda is not None and _numbers(build["cuda"])[:1] > driver_cuda[:1]
     is_other = bool(loaded) and not makers & loaded.keys()
-    here = "this machine has " * is_other + ", ".join(f"{maker} driver {number}"
-                                                     for maker, number in loaded.items())
+    machine = "this machine has " * is_other + ", ".join(f"{maker} driver {number}"
+                                                         for maker, number in loaded.items())
     if driver_cuda is not None and is_newer:
-        here = f"the driver supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
+        machine = f"the driver supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
     elif makers and not loaded:
-        here = "this machine has no driver for it"
+        machine = "this machine has no driver for it"
     return judged(
-        "torch", "; ".join(filter(None, (text, here))),
+        "torch", "; ".join(filter(None, (text, machine))),
         (_numbers(build["version"]) < _MIN_TORCH, "bad",
          "use torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
         (is_other, "bad",
@@ -93,11 +93,11 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
     """Check that a package is installed in a tested version."""
-    version, wanted = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
+    version, requirement = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
     return judged(name, version or "not installed",
-                  (version is None, "bad", f"pip install '{wanted}', or run in launchers/with-env"),
+                  (version is None, "bad", f"pip install '{requirement}', or run in launchers/with-env"),
                   (not least <= _numbers(version or "") < below, "warn",
-                   f"pip install '{wanted}'; other versions are untested"))
+                   f"pip install '{requirement}'; other versions are untested"))
 
 
 def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
@@ -110,29 +110,29 @@ def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
     if not build or (not visible.ids and sys.platform != "darwin"):
         return Finding("ok", "devices", text)
     try:
-        done = subprocess.run([sys.executable, "-c", _LIST_DEVICES], capture_output=True, text=True, check=False,
-                              timeout=_DEVICES_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        result = subprocess.run([sys.executable, "-c", _LIST_DEVICES], capture_output=True, text=True, check=False,
+                                timeout=_DEVICES_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return Finding("bad", "devices", f"{text}; torch hangs when it queries them",
-                     "check the driver (dmesg, nvidia-smi, rocm-smi), or use another node")
-    names = parse_json(done.stdout.splitlines()[-1], "torch") if done.returncode == 0 else []
+                       "check the driver (dmesg, nvidia-smi, rocm-smi), or use another node")
+    names = parse_json(result.stdout.splitlines()[-1], "torch") if result.returncode == 0 else []
     if names:
         return Finding("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
-    reason = (done.stderr.strip().splitlines() or ["torch finds none of them"])[-1]
+    reason = (result.stderr.strip().splitlines() or ["torch finds none of them"])[-1]
     return Finding("warn", "devices", f"{text}, but torch finds none: {reason}",
-                 "install a torch built for these devices, unless the mask hides them on purpose")
+                   "install a torch built for these devices, unless the mask hides them on purpose")
 
 
 def mpi(library: str | None, dialect: str | None) -> Finding:
     """Check that mpi4py's MPI library matches the mpiexec that launch would use."""
     if library is None:
         return Finding("warn", "MPI library", "mpi4py loads none",
-                     "load the site's MPI module or pip install mpich, if a program needs MPI")
+                       "load the site's MPI module or pip install mpich, if a program needs MPI")
     # MPICH, Intel MPI and Cray MPICH share a start-up protocol (PMI). Open MPI's ranks need Open MPI's mpiexec.
     if dialect is not None and ("open mpi" in library.lower()) != dialect.startswith("Open MPI"):
         return Finding("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
-                     "each rank that uses MPI would be rank 0 of 1: put the mpiexec of that library first on PATH, "
-                     "or set MPI4PY_LIBMPI to the library of this mpiexec")
+                       "each rank that uses MPI would be rank 0 of 1: put the mpiexec of that library first on "
+                       "PATH, or set MPI4PY_LIBMPI to the library of this mpiexec")
     return Finding("ok", "MPI library", library)
 
 
@@ -166,7 +166,7 @@ def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
         yield from map(op, OPS)
     for lock in stale_locks(env):
         yield Finding("warn", "stale lock", f"{lock}: builds of this op would wait forever",
-                    f"rm {shlex.quote(str(lock))}")
+                      f"rm {shlex.quote(str(lock))}")
     yield py_spy()
     yield clock(time.time(), clock_is_kept())
 
@@ -180,16 +180,16 @@ def op(name: str) -> Finding:
 
 def compiler(env: Mapping[str, str]) -> Finding:
     """Check the C++ compiler and ninja, which build ops and torch.compile's kernels."""
-    wanted = env.get("CXX", "c++")
-    path, ninja = shutil.which(wanted, path=env.get("PATH")), _find_program("ninja")
-    return judged("compiler", f"{path or f'no C++ compiler ({wanted})'}, {ninja or 'no ninja'}",
+    name = env.get("CXX", "c++")
+    path, ninja = shutil.which(name, path=env.get("PATH")), _find_program("ninja")
+    return judged("compiler", f"{path or f'no C++ compiler ({name})'}, {ninja or 'no ninja'}",
                   (path is None, "warn",
                    "install g++, load its module or set CXX, for DeepSpeed's ops and torch.compile"),
                   (ninja is None, "warn", "pip install ninja, for DeepSpeed's ops"))
 
 
 def stale_locks(env: Mapping[str, str]) -> list[Path]:
-    """Return locks of killed compilations in our cache and in torch's, where other builds would wait for them."""
+    """Return locks of killed compilations in ezpz_llm's cache and torch's; other builds would wait for them."""
     from ezpz_llm.layout.ops import lock_holder
 
     places = [building_dir()] if torch_build() and installed("deepspeed") else []
@@ -208,10 +208,10 @@ def py_spy() -> Finding:
 
 def clock(now: float, is_kept: bool | None) -> Finding:
     """Check this machine's time; `is_kept` is None if it is unknown whether the clock is synchronized."""
-    shown = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
-    kept = ", not synchronized by chrony or ntpd on this machine" if is_kept is False else ""
-    return judged("clock", shown + kept, (now < _EARLIEST, "bad",
-                                          "set it, or certificates, logs and the remaining job time are wrong"))
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
+    suffix = ", not synchronized by chrony or ntpd on this machine" if is_kept is False else ""
+    return judged("clock", text + suffix, (now < _EARLIEST, "bad",
+                                           "set it, or certificates, logs and the remaining job time are wrong"))
 
 
 def clock_is_kept() -> bool | None:

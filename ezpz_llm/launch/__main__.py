@@ -90,7 +90,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     if options.explain:
         say(f"{details(plan)}\n\n{checked.explanation}".rstrip())
     else:
-        # --verbose of our own command applies to launch too.
+        # --verbose of a command of this package applies to launch too.
         is_verbose = options.verbose or (plan.target.module is not None and "--verbose" in plan.target.arguments)
         # Do not wrap lines in a log file, so that grep finds them.
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
@@ -116,7 +116,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         if options.tee == "0":
             with contextlib.suppress(OSError):  # a log that was removed does not change the outcome
                 _show_other_logs(plan)
-        # Our own commands print their own last lines.
+        # Commands of this package print their own last lines.
         say(f"launch: exit code 0 after {clock(round(time.time() - started))}, run directory {plan.run_dir.path}")
     return outcome.code
 

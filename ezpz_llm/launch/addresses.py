@@ -97,8 +97,8 @@ def _can_bind(address: str) -> bool:
 
 
 def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = None,
-                 interface_source: str = "--interface", suffix: str | None = None, address: str | None = None,
-                 port: str | None = None) -> Rendezvous:
+                    interface_source: str = "--interface", suffix: str | None = None, address: str | None = None,
+                    port: str | None = None) -> Rendezvous:
     """Return the rendezvous address and port of the ranks on `hosts`; rank 0 is on the first.
 
     The address is, in this order:
@@ -120,7 +120,7 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     """
     on_first_node = find_here(hosts) == 0
     if interface and on_first_node:
-        named, own = interface_address(interface, interface_source)
+        interface_name, interface_ip = interface_address(interface, interface_source)
     notes: tuple[str, ...] = ()
     if address:
         source = _FROM_USER
@@ -128,7 +128,7 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     elif len(hosts) == 1:
         address, source = _LOOPBACK, "all ranks on one node"
     elif interface and on_first_node:
-        address, source = own, f"interface {named} of {hosts[0]} ({interface_source})"
+        address, source = interface_ip, f"interface {interface_name} of {hosts[0]} ({interface_source})"
         _reject_loopback(address, hosts, source)
     elif on_first_node and not suffix:
         address, source = _own_address(hosts)
@@ -152,14 +152,14 @@ def _check_users_address(address: str, hosts: Sequence[str], on_first_node: bool
     resolved = addresses_of(address)
     if len(hosts) > 1 and resolved and (is_loopback(resolved[0]) or resolved[0] in _ANY_ADDRESS):
         raise _loopback_error(address, resolved[0], hosts, "MASTER_ADDR")
-    here = socket.gethostname()
+    hostname = socket.gethostname()
     if len(hosts) == 1 and on_first_node and not any(map(_can_bind, resolved)):
-        why = f"is not an address of {here}" if resolved else f"does not resolve on {here}"
-        raise UserError(f"MASTER_ADDR={address} {why}, and all ranks are on this node", where="environment",
+        problem = f"is not an address of {hostname}" if resolved else f"does not resolve on {hostname}"
+        raise UserError(f"MASTER_ADDR={address} {problem}, and all ranks are on this node", where="environment",
                         instead="unset MASTER_ADDR: launch sets it")
     if resolved:
         return ()
-    return (f"MASTER_ADDR={address} does not resolve on {here}: the ranks' nodes must know it",)
+    return (f"MASTER_ADDR={address} does not resolve on {hostname}: the ranks' nodes must know it",)
 
 
 def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
@@ -172,12 +172,12 @@ def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
     if resolved and not is_loopback(resolved):
         return name, "the first node"
     # Debian's installer writes 127.0.1.1 for the node's own name into /etc/hosts.
-    why = f"{name} is {resolved} here" if resolved else f"{name} does not resolve here"
+    reason = f"{name} is {resolved} here" if resolved else f"{name} does not resolve here"
     for peer in hosts[1:1 + _PEERS_TRIED]:
         address = address_towards(peer)
         if address and not is_loopback(address):
-            return address, f"{why}; this is the address from which it reaches {peer}"
-    raise UserError(f"{why}, and there is no route to {hosts[1]} that shows another address",
+            return address, f"{reason}; this is the address from which it reaches {peer}"
+    raise UserError(f"{reason}, and there is no route to {hosts[1]} that shows another address",
                     where=f"the first of {len(hosts)} nodes",
                     instead="--interface NAME, with the network that connects the nodes, or set MASTER_ADDR")
 
@@ -203,19 +203,19 @@ def _loopback_error(name: str, address: str, hosts: Sequence[str], where: str) -
                                           " or --interface NAME on that node")
 
 
-def _port(address: str, key: str, wanted: str | None, on_first_node: bool, host: str) -> tuple[int, str]:
-    if wanted is None:
+def _port(address: str, key: str, user_port: str | None, on_first_node: bool, host: str) -> tuple[int, str]:
+    if user_port is None:
         source = "derived for this launch"
         if on_first_node:
             return free_port(address, key), f"{source}; free when tested"
         return next(derived_ports(key)), f"{source}; not tested, since {host} is not this node"
-    require_master_port(wanted)
-    number = bind_error("", int(wanted)) if on_first_node else 0
+    require_master_port(user_port)
+    number = bind_error("", int(user_port)) if on_first_node else 0
     if number:
-        process = f": {holder(int(wanted))}" if number == errno.EADDRINUSE else ""
-        raise UserError(f"MASTER_PORT={wanted} cannot be used on {host}: {os.strerror(number)}{process}",
+        process = f": {holder(int(user_port))}" if number == errno.EADDRINUSE else ""
+        raise UserError(f"MASTER_PORT={user_port} cannot be used on {host}: {os.strerror(number)}{process}",
                         where="environment", instead="unset MASTER_PORT: launch finds a free port")
-    return int(wanted), _FROM_USER
+    return int(user_port), _FROM_USER
 
 
 def resolve(name: str) -> str | None:
@@ -326,13 +326,13 @@ def interface_address(names: str, where: str) -> tuple[str, str]:
     Raises:
         UserError: none of them has one; the message lists the interfaces of this node.
     """
-    own = own_interfaces()
+    interfaces = own_interfaces()
     for name in names.split(","):
-        if address := own.get(name.strip()):
+        if address := interfaces.get(name.strip()):
             return name.strip(), address
-    without = [name for name in names.split(",") if name.strip() in own]
-    problem = f"interface {without[0]} has no IPv4 address" if without else f"no interface {names!r}"
-    raise UserError(f"{problem} on {socket.gethostname()}, which has {describe(own)}", where=where,
+    present = [name for name in names.split(",") if name.strip() in interfaces]
+    problem = f"interface {present[0]} has no IPv4 address" if present else f"no interface {names!r}"
+    raise UserError(f"{problem} on {socket.gethostname()}, which has {describe(interfaces)}", where=where,
                     instead="--interface NAME, with one of these")
 
 
@@ -343,12 +343,12 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
         UserError: one is missing; the message lists the interfaces of this node.
     """
     variable = _BY_BACKEND.get(backend)
-    if variable is None or not (wanted := env.get(variable)):
+    if variable is None or not (names := env.get(variable)):
         return
-    own = own_interfaces()
-    if missing := missing_interface(variable, wanted, own):
+    interfaces = own_interfaces()
+    if missing := missing_interface(variable, names, interfaces):
         raise UserError(f"rank {rank} is to use interface {missing}, which {socket.gethostname()} does not have; "
-                        f"it has {describe(own)}", where=f"{variable}={wanted}",
+                        f"it has {describe(interfaces)}", where=f"{variable}={names}",
                         instead="--interface NAME, with an interface that every node has, or no --interface")
 
 
@@ -439,9 +439,9 @@ def holder(port: int) -> str:
 def _listeners(table: Path, port: int) -> Iterator[tuple[str, int]]:
     for line in system_text(table).splitlines()[1:]:
         # proc(5): local address with the port in hexadecimal, state, …, user, …, inode.
-        words = line.split()
-        if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
-            yield words[9], int(words[7])
+        fields = line.split()
+        if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+            yield fields[9], int(fields[7])
 
 
 def _owner(sockets: set[str]) -> int | None:

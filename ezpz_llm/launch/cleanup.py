@@ -55,25 +55,25 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
     """
     def find() -> Iterator[Kin]:
         """Yield the chosen processes with the run's marker and all their descendants."""
-        known, spared = set(roots()), {os.getpid()}
+        ancestors, spared = set(roots()), {os.getpid()}
         for process in marked(run_id):
             if chosen(process):
-                known.add(Kin(process.pid, process.start))
+                ancestors.add(Kin(process.pid, process.start))
                 yield Kin(process.pid, process.start)
             elif process.is_shim:
                 spared.add(process.pid)
-        if known:
-            yield from below(everyone(), known, spared)
+        if ancestors:
+            yield from below(everyone(), ancestors, spared)
 
     return end_all(find, within_s)
 
 
 def descendants(spared: Collection[int]) -> Iterable[Kin]:
     """Return the live descendants of this process, except `spared` and their descendants."""
-    own = Kin(os.getpid(), started_at(os.getpid()))
+    this_process = Kin(os.getpid(), started_at(os.getpid()))
     if can_list_children():
-        return read_descendants(own, spared)
-    return below(everyone(), {own}, {own.pid, *spared})
+        return read_descendants(this_process, spared)
+    return below(everyone(), {this_process}, {this_process.pid, *spared})
 
 
 def kill(pid: int, number: int) -> None:

@@ -1,6 +1,6 @@
 """Containers for ranks, entered by a command prefix on each rank or by options of srun for the whole step.
 
-Sources: https://apptainer.org/docs/user/main/cli/apptainer_exec.html (Singularity's words are the same);
+Sources: https://apptainer.org/docs/user/main/cli/apptainer_exec.html (Singularity's commands are the same);
 https://github.com/NERSC/shifter; https://github.com/NERSC/podman-hpc, with podman-run(1);
 https://github.com/NVIDIA/pyxis/blob/107519944221822ea1dace4db8e7234b2eaa4cd5/README.md; Alps' Container Engine:
 https://confluence.cscs.ch/display/KB/Container+Engine.
@@ -23,7 +23,7 @@ _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 
 @dataclass(frozen=True)
 class Inside:
-    """Container of the ranks, and the words that start it.
+    """Container of the ranks, and the arguments that start it.
 
     Args:
         image: file or name; empty without a container.
@@ -60,12 +60,12 @@ def enter(wanted: str | None, site: Site, launcher: str, run_dir: Path, variable
     runtime = site_container.runtime or next((name for name in ANY_RUNTIME if _is_on_path(name, env)),
                                              ANY_RUNTIME[0])
     if runtime in OF_SRUN:
-        words = _srun_options(runtime, image, launcher, run_dir, variables, source, env)
-        return Inside(image, runtime, source, srun=(*words, *site_container.options))
+        step_options = _srun_options(runtime, image, launcher, run_dir, variables, source, env)
+        return Inside(image, runtime, source, srun=(*step_options, *site_container.options))
     if not _is_on_path(runtime, env):
         raise UserError(f"{runtime} is not on PATH, and is required to run {image}", where=source,
                         instead="load its module, name another runtime in the site file, or --container none")
-    return Inside(image, runtime, source, words=_words(runtime, image, run_dir, site_container.options))
+    return Inside(image, runtime, source, words=_command_prefix(runtime, image, run_dir, site_container.options))
 
 
 def _is_on_path(program: str, env: Mapping[str, str]) -> bool:
@@ -82,7 +82,7 @@ def _image(image: str, source: str) -> str:
     return str(path)
 
 
-def _words(runtime: str, image: str, run_dir: Path, options: tuple[str, ...]) -> tuple[str, ...]:
+def _command_prefix(runtime: str, image: str, run_dir: Path, options: tuple[str, ...]) -> tuple[str, ...]:
     if runtime == "shifter":
         # shifter mounts the site's file systems by default.
         return (runtime, f"--image={image}", *options)
@@ -95,7 +95,7 @@ def _words(runtime: str, image: str, run_dir: Path, options: tuple[str, ...]) ->
 
 
 def _srun_options(runtime: str, image: str, launcher: str, run_dir: Path, variables: Iterable[str], source: str,
-             env: Mapping[str, str]) -> tuple[str, ...]:
+                  env: Mapping[str, str]) -> tuple[str, ...]:
     option = OF_SRUN[runtime]
     if launcher != "srun":
         raise UserError(f"{option} is an option of srun, but {launcher} starts the ranks", where=source,

@@ -91,9 +91,9 @@ def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Set
 
 def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
     """Return variables that make Python flush output at once and print a traceback on a crash."""
-    wanted = {"PYTHONUNBUFFERED": "launch: show lines as they are printed",
-              "PYTHONFAULTHANDLER": "launch: print a Python traceback on a crash in native code"}
-    return {name: Setting("1", why) for name, why in wanted.items() if name not in env}
+    reasons = {"PYTHONUNBUFFERED": "launch: show lines as they are printed",
+               "PYTHONFAULTHANDLER": "launch: print a Python traceback on a crash in native code"}
+    return {name: Setting("1", reason) for name, reason in reasons.items() if name not in env}
 
 
 def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
@@ -122,10 +122,10 @@ def rendezvous_settings(rendezvous: Rendezvous, env: Mapping[str, str]) -> dict[
 def site_settings(site: Site, options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
     """Return the variables of the site file, and EZPZ_LLM_SITE."""
     settings = {name: Setting(value, f"site {site.name}") for name, value in site.env.items() if name not in env}
-    named = options.site or env.get(SITE_VARIABLE)
-    if named and ("/" in named or named.endswith(".toml")):
+    user_site = options.site or env.get(SITE_VARIABLE)
+    if user_site and ("/" in user_site or user_site.endswith(".toml")):
         # Absolute, since the command may change its working directory.
-        settings[SITE_VARIABLE] = Setting(str(user_path(named).absolute()), site.source)
+        settings[SITE_VARIABLE] = Setting(str(user_path(user_site).absolute()), site.source)
     elif site.name != Site.name:
         settings[SITE_VARIABLE] = Setting(site.name, site.source)
     return settings
@@ -151,8 +151,8 @@ def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
     if binding.by_shim:
         settings[BIND_VARIABLE] = Setting(":".join(binding.cores), "the launcher has no option for core binding")
     if mask:
-        why = f"site {site.name}: local rank 0 uses device {mask[0]}"
-        settings["CUDA_VISIBLE_DEVICES"] = Setting(",".join(mask), why)
+        source = f"site {site.name}: local rank 0 uses device {mask[0]}"
+        settings["CUDA_VISIBLE_DEVICES"] = Setting(",".join(mask), source)
     return settings
 
 
@@ -168,6 +168,6 @@ def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
 
 def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
     """Return the names of the variables to pass to ranks on other nodes."""
-    wanted = [name for name in env if name not in RANKS_OWN
-              and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]
-    return tuple(sorted({*wanted, *settings, *(set(RENDEZVOUS_VARIABLES) & env.keys())}))
+    inherited = [name for name in env if name not in RANKS_OWN
+                 and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]
+    return tuple(sorted({*inherited, *settings, *(set(RENDEZVOUS_VARIABLES) & env.keys())}))

@@ -26,11 +26,11 @@ def select_hosts(allocation: Allocation, nodes: int | None, hosts: str | None, h
     Raises:
         UserError: a node is not in the reservation, there are fewer than `nodes`, or the file or list is invalid.
     """
-    given = [f"{option} {value}" for option, value in
-             (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
+    selections = [f"{option} {value}" for option, value in
+                  (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
     if allocation.scheduler == local.STARTED:
-        note = f"ignoring {', '.join(given)}: this process is a rank already"
-        return allocation.with_notes(note) if given else allocation
+        note = f"ignoring {', '.join(selections)}: this process is a rank already"
+        return allocation.with_notes(note) if selections else allocation
     if hostfile is not None:
         allocation = _by_file(allocation, hostfile)
     if hosts is not None:
@@ -46,17 +46,17 @@ def select_hosts(allocation: Allocation, nodes: int | None, hosts: str | None, h
 
 
 def _by_file(allocation: Allocation, path: Path) -> Allocation:
-    wanted = read(path)
+    hosts = read(path)
     source = f"--hostfile {path}"
-    has_slots = any(host.slots is not None for host in wanted)
+    has_slots = any(host.slots is not None for host in hosts)
     if allocation.scheduler != local.NAME:
-        selected, allocation = _members(allocation, [host.name for host in wanted], source)
+        selected, allocation = _members(allocation, [host.name for host in hosts], source)
         if has_slots:
-            selected = [replace(host, slots=asked.slots) for host, asked in zip(selected, wanted, strict=True)]
+            selected = [replace(host, slots=entry.slots) for host, entry in zip(selected, hosts, strict=True)]
         selected, allocation = _in_order(allocation, selected)
-        wanted = tuple(selected)
+        hosts = tuple(selected)
     slots_source = "" if has_slots else allocation.slots_source
-    return replace(allocation, hosts=wanted, source=source, slots_are_a_limit=has_slots, slots_source=slots_source)
+    return replace(allocation, hosts=hosts, source=source, slots_are_a_limit=has_slots, slots_source=slots_source)
 
 
 def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
@@ -67,12 +67,12 @@ def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
     if not names:
         raise UserError("--hosts lists no node", where=f"--hosts {text!r}", instead=f"--hosts with {ACCEPTED}")
     source = f"--hosts {text}"
-    seen: set[str] = set()
+    listed_keys: set[str] = set()
     for key, name in zip(node_keys(names, source), names, strict=True):
-        if key in seen:
+        if key in listed_keys:
             raise UserError(f"{name} is listed twice", where=source,
                             instead="list it once; --ppn sets the number of ranks per node")
-        seen.add(key)
+        listed_keys.add(key)
     if is_open:
         parse("\n".join(names), source)
         return replace(allocation, hosts=tuple(Host(name) for name in names), source=source)
@@ -91,8 +91,8 @@ def _members(allocation: Allocation, names: Sequence[str], source: str) -> tuple
             raise several_matches(unknown_hosts[0], [hostnames[place] for place in several],
                                   f"{source}; {allocation.source}")
         job = f"{allocation.scheduler} job {allocation.job_id}" if allocation.job_id else allocation.source
-        shown = f"{', '.join(unknown_hosts[:_SHOWN])} {'is' if len(unknown_hosts) == 1 else 'are'}"
-        raise UserError(f"{shown} not in {job}, which has {_names(allocation.hosts)}",
+        subject = f"{', '.join(unknown_hosts[:_SHOWN])} {'is' if len(unknown_hosts) == 1 else 'are'}"
+        raise UserError(f"{subject} not in {job}, which has {_names(allocation.hosts)}",
                         where=f"{source}; {allocation.source}",
                         instead="nodes of the reservation, or --scheduler none to ignore it")
     selected = [allocation.hosts[place] for place in matches.places if place is not None]

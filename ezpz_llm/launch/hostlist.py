@@ -43,20 +43,20 @@ def expand_hosts(text: str) -> list[str]:
     return hosts
 
 
-def _expand_word(word: str, text: str, most: int) -> list[str]:
+def _expand_word(word: str, text: str, maximum: int) -> list[str]:
     tokens = _PART.findall(word)
     ranges = [_read_bracket(inside, text) for inside, literal in tokens if not literal]
     # Count before expanding: a short list can name more hosts than fit into memory.
-    if math.prod(sum(len(numbers) for numbers, _ in bracket) for bracket in ranges) > most:
-        raise UserError(f"the host list has more than {MOST_HOSTS:,} hosts: {_shown(text)}",
+    if math.prod(sum(len(numbers) for numbers, _ in bracket) for bracket in ranges) > maximum:
+        raise UserError(f"the host list has more than {MOST_HOSTS:,} hosts: {_quoted(text)}",
                         instead=ACCEPTED)
     if sum(len(literal) or 1 for _, literal in tokens) > LONGEST_HOST:
         raise _not_a_list(text)
     brackets = ([f"{number:0{width}d}" for numbers, width in bracket for number in numbers] for bracket in ranges)
     parts = [[literal] if literal else next(brackets) for _, literal in tokens]
-    *others, last = [place for place, (_, literal) in enumerate(tokens) if not literal] or [0]
+    *outer, last = [place for place, (_, literal) in enumerate(tokens) if not literal] or [0]
     # The last factor of product() varies fastest.
-    order = [*(place for place in range(len(parts)) if place != last and place not in others), *others[::-1], last]
+    order = [*(place for place in range(len(parts)) if place != last and place not in outer), *outer[::-1], last]
     back = sorted(range(len(order)), key=order.__getitem__)
     return ["".join([values[place] for place in back]) for values in product(*(parts[place] for place in order))]
 
@@ -76,10 +76,10 @@ def _read_bracket(inside: str, text: str) -> list[tuple[range, int]]:
 
 
 def _not_a_list(text: str) -> UserError:
-    return UserError(f"not a Slurm host list: {_shown(text)}", instead=ACCEPTED)
+    return UserError(f"not a Slurm host list: {_quoted(text)}", instead=ACCEPTED)
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return repr(text if len(text) <= 200 else f"{text[:200]}…")
 
 
@@ -115,11 +115,11 @@ def expand_counts(text: str) -> list[int]:
     """
     matches = [_REPEAT.fullmatch(item.strip()) for item in text.split(",")]
     if not all(matches):
-        raise UserError(f"not a list of counts per node: {_shown(text)}", instead="numbers such as 2(x2),1")
+        raise UserError(f"not a list of counts per node: {_quoted(text)}", instead="numbers such as 2(x2),1")
     counts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
     if sum(times for _, times in counts) > MOST_HOSTS or max(count for count, _ in counts) > MOST_CORES_ON_A_HOST:
         raise UserError(f"more than {MOST_HOSTS:,} nodes, or more than {MOST_CORES_ON_A_HOST:,} per node: "
-                        f"{_shown(text)}", instead="numbers such as 2(x2),1")
+                        f"{_quoted(text)}", instead="numbers such as 2(x2),1")
     return [count for count, times in counts for _ in range(times)]
 
 def fold_numbers(numbers: Iterable[int]) -> str:
@@ -158,7 +158,7 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 def fold_places(hosts: Mapping[int, str]) -> str:
     """Return ranks by node as text: {2: "n2", 3: "n2", 6: "n4"} as "ranks 2-3 on n2, rank 6 on n4"."""
     by_host = list(grouped((host, rank) for rank, host in hosts.items()).items())
-    shown = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_host[:_HOSTS_SHOWN]]
-    if rest := by_host[_HOSTS_SHOWN:]:
-        shown.append(f"{rank_ranges(rank for _, ranks in rest for rank in ranks)} on {len(rest)} more nodes")
-    return ", ".join(shown)
+    groups = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_host[:_HOSTS_SHOWN]]
+    if omitted := by_host[_HOSTS_SHOWN:]:
+        groups.append(f"{rank_ranges(rank for _, ranks in omitted for rank in ranks)} on {len(omitted)} more nodes")
+    return ", ".join(groups)

@@ -139,10 +139,10 @@ class Matches:
         """Return a note if domains differ."""
         if not self.other_domains:
             return ()
-        name, known = self.other_domains[0]
+        name, other_name = self.other_domains[0]
         more = f" (and {len(self.other_domains) - 1} more)" if len(self.other_domains) > 1 else ""
-        return (f"the domains differ: {source} has {name}, {known_source} has {known}{more}; launch treats them"
-                " as the same node",)
+        return (f"the domains differ: {source} has {name}, {known_source} has {other_name}{more}; launch treats"
+                " them as the same node",)
 
 
 def match_names(names: Sequence[str], known: Sequence[str]) -> Matches:

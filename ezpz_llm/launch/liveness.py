@@ -30,7 +30,7 @@ UNUSUAL_STATES = {"T": "stopped by a signal (state T; kill -CONT continues it)",
                   "D": "waits for a device or a file system (state D)"}
 """Kernel states of a process that are unusual for a rank."""
 _POLL_WITHIN_S = 10.0
-"""Longest normal time between two polls, beyond the interval of the reports; the rest is time we were blocked."""
+"""Longest normal time between two polls, beyond the interval of the reports; the rest is time without polls."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def _cause_order(state: str | None) -> int:
 class HeartbeatMonitor:
     """Monitor of the nodes' reports.
 
-    Ages in a report are differences on the node's clock, and the age of a report is a difference on ours, so clock
-    skew between nodes does not matter.
+    Ages in a report are differences on the node's clock, and the age of a report is a difference on launch's clock,
+    so clock skew between nodes does not matter.
     """
 
     def __init__(self, run_dir: RunDir, run_id: str, hosts: Mapping[int, str], started: float) -> None:
@@ -114,25 +114,26 @@ class HeartbeatMonitor:
         self._run_dir = run_dir
         self._run_id = run_id
         self._hosts = hosts
-        self._started = self._looked = started
-        self._came: dict[int, tuple[NodeReport, float]] = {}
+        self._started = self._polled_at = started
+        self._reports: dict[int, tuple[NodeReport, float]] = {}
         self.missing = dict(hosts)
         """Ranks that have not started yet, with their nodes."""
 
     def look(self, now: float) -> None:
         """Read the new reports.
 
-        Time during which we could not poll (a file system that hung, a suspended laptop) does not count as silence.
+        Time without polls (a file system that hung, a suspended laptop) does not count as silence.
         """
-        blind_s = now - self._looked - _POLL_WITHIN_S - self.interval_s
-        self._looked = now
+        blind_s = now - self._polled_at - _POLL_WITHIN_S - self.interval_s
+        self._polled_at = now
         if blind_s > 0:
             self._started += blind_s
-            self._came = {node: (report, came + blind_s) for node, (report, came) in self._came.items()}
+            self._reports = {node: (report, received_at + blind_s)
+                             for node, (report, received_at) in self._reports.items()}
         for report in read_reports(self._run_dir, self._run_id):
-            before = self._came.get(report.first_rank)
-            if before is None or before[0] != report:
-                self._came[report.first_rank] = (report, now)
+            previous = self._reports.get(report.first_rank)
+            if previous is None or previous[0] != report:
+                self._reports[report.first_rank] = (report, now)
                 for rank in report.ranks:
                     self.missing.pop(rank, None)
                 if report.error is not None:
@@ -151,7 +152,7 @@ class HeartbeatMonitor:
                     rank = int(match["rank"])
                     if match["kind"] == "rank":
                         self.missing.pop(rank, None)
-                    elif rank not in self._came and entry.stat().st_size == 0:
+                    elif rank not in self._reports and entry.stat().st_size == 0:
                         self._expect_no_reports(rank)
 
     def _expect_no_reports(self, first_rank: int) -> None:
@@ -159,13 +160,13 @@ class HeartbeatMonitor:
         self.missing = {rank: node for rank, node in self.missing.items() if node != host}
 
     def waited_s(self, now: float) -> float:
-        """Return the seconds since the launcher was started, without time during which we could not poll."""
+        """Return the seconds since the launcher was started, except for time without polls."""
         return now - self._started
 
     @property
     def nodes(self) -> list[NodeReport]:
         """The latest report of each node."""
-        return [report for report, _ in self._came.values()]
+        return [report for report, _ in self._reports.values()]
 
     @property
     def interval_s(self) -> float:
@@ -183,10 +184,10 @@ class HeartbeatMonitor:
         """
         node_limit_s = 3 * KEEPALIVE_S * self.interval_s
         lives = {}
-        for report, came in self._came.values():
+        for report, received_at in self._reports.values():
             for rank, entry in report.ranks.items():
                 is_over = entry.ended is not None or report.state in (RANKS_ENDED, ENDED)
-                lives[rank] = None if is_over else _life(rank, entry, report, now - came, node_limit_s)
+                lives[rank] = None if is_over else _life(rank, entry, report, now - received_at, node_limit_s)
         for rank, host in self._hosts.items():
             if rank not in lives:
                 waited = now - self._started - START_S
@@ -199,7 +200,7 @@ class HeartbeatMonitor:
         The list is empty if no node reports: then the cause is not a single node.
         """
         limit_s = max(for_s, 3 * KEEPALIVE_S * self.interval_s)
-        ages = [(report, now - came) for report, came in self._came.values()
+        ages = [(report, now - received_at) for report, received_at in self._reports.values()
                 if report.state not in (ENDED, RANKS_ENDED)]
         if all(age > limit_s for _, age in ages):
             return []
@@ -245,8 +246,8 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
                   for rank, entry in report.ranks.items() if entry.ended is None)
     ended = {rank: entry.ended for report in reports for rank, entry in report.ranks.items()
              if entry.ended is not None}
-    seen = {life.rank for life in ranks} | ended.keys()
-    missing = tuple(rank for rank in range(launch["world_size"]) if rank not in seen)
+    reported_ranks = {life.rank for life in ranks} | ended.keys()
+    missing = tuple(rank for rank in range(launch["world_size"]) if rank not in reported_ranks)
     return Live(run_id, ranks, tuple(judge(ranks, silent_after_s)), ended, missing)
 
 
@@ -289,8 +290,8 @@ def as_details(live: Live, stacks: Mapping[int, str]) -> dict[str, object]:
 
 def who_is_silent(silent: Sequence[RankLife]) -> str:
     """Return one line about the silent ranks; the first is the most likely cause."""
-    others = fold_numbers(life.rank for life in silent[1:])
-    return f"silent: {silent[0]}" + (f" (and {len(silent) - 1} more: {others})" if others else "")
+    other_ranks = fold_numbers(life.rank for life in silent[1:])
+    return f"silent: {silent[0]}" + (f" (and {len(silent) - 1} more: {other_ranks})" if other_ranks else "")
 
 
 def _doing(life: RankLife) -> str:
@@ -304,7 +305,7 @@ NAMED_AFTER_S = 60.0
 """Time after which launch names the ranks that have not started."""
 _NAMED_EVERY_S = 30.0
 """Minimum time between two such messages: the ranks of a large run start one by one."""
-_REFUSAL_DELAY_S = 2.0
+_START_ERROR_DELAY_S = 2.0
 """Delay from a launcher's error message to the end of the run: a rank may still start, or more nodes may fail."""
 _MOST_BYTES = 1 << 18
 """Limit on reading the launcher's log, which also has rank 0's standard error."""
@@ -326,20 +327,20 @@ class Arrivals:
         self._log_of_rank_0 = run_dir.rank_log(0)
         self._limit_s = limit_s
         self._named_after_s = named_after_s
-        self._named: frozenset[int] = frozenset()
+        self._named_ranks: frozenset[int] = frozenset()
         self._name_at = named_after_s
         self._read_bytes = 0
-        self._refused: LogMatch | None = None
-        self._refused_at_s = 0.0
+        self._start_error: LogMatch | None = None
+        self._start_error_at_s = 0.0
 
     def news(self, missing: Mapping[int, str], waited_s: float) -> str | None:
         """Return a message about the `missing` ranks after `waited_s` seconds, or None if nothing has changed."""
-        if not missing and self._named:
-            self._named = frozenset()
+        if not missing and self._named_ranks:
+            self._named_ranks = frozenset()
             return f"all {self._world_size} ranks have started, the last after {waited_s:.0f} s"
-        if not missing or waited_s < self._name_at or self._named == missing.keys():
+        if not missing or waited_s < self._name_at or self._named_ranks == missing.keys():
             return None
-        self._named, self._name_at = frozenset(missing), waited_s + _NAMED_EVERY_S
+        self._named_ranks, self._name_at = frozenset(missing), waited_s + _NAMED_EVERY_S
         ended = f"; the run is ended after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
         return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
                 f"{fold_places(missing)}{ended}")
@@ -348,16 +349,17 @@ class Arrivals:
         """Return a reason to end the run: the launcher cannot start a rank, or the time limit has passed."""
         if not missing:
             return None
-        if self._refused is None and (refused := self._refusal(missing)):
-            self._refused, self._refused_at_s = refused, waited_s
-        if self._refused is not None and waited_s - self._refused_at_s > _REFUSAL_DELAY_S:
-            return Stop("refused", f"{self._refused.text}; {fold_places(missing)} cannot start; the run is ended")
+        if self._start_error is None and (error := self._find_start_error(missing)):
+            self._start_error, self._start_error_at_s = error, waited_s
+        if self._start_error is not None and waited_s - self._start_error_at_s > _START_ERROR_DELAY_S:
+            return Stop("refused",
+                        f"{self._start_error.text}; {fold_places(missing)} cannot start; the run is ended")
         if self._limit_s is not None and waited_s > self._limit_s:
             return Stop("late", f"{fold_places(missing)} did not start within {self._limit_s:g} s"
                                 " (--start-timeout); the run is ended")
         return None
 
-    def _refusal(self, missing: Mapping[int, str]) -> LogMatch | None:
+    def _find_start_error(self, missing: Mapping[int, str]) -> LogMatch | None:
         """Return the launcher's error message about a rank that has not started.
 
         Lines that are also in rank 0's log are from its program: its standard error is in both logs.

@@ -64,27 +64,28 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
     """
     if ranks == 1 or launcher not in ("srun", "torchrun") or (use := use_of_mpi(program, env)) is None:
         return {}
-    how, is_open_mpi = f"{Path(program).name} {use[0]}", use[1]
+    evidence, is_open_mpi = f"{Path(program).name} {use[0]}", use[1]
     if launcher == "torchrun":
-        raise _disconnected_error(how, ranks, "torchrun, which does not support MPI",
+        raise _disconnected_error(evidence, ranks, "torchrun, which does not support MPI",
                                   "--launcher mpiexec, or srun in a Slurm job")
     if any(word.startswith("--mpi") for word in words) or env.get(PLUGIN_VARIABLE, NO_PLUGIN) != NO_PLUGIN:
         return {}
     source = f"{PLUGIN_VARIABLE}={NO_PLUGIN}"
     offered = offered_plugins(ask_command(["srun", "--mpi=list"], env, *effort).text or "")
-    wanted = [name for name in (_SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED) if name in offered]
+    plugins = [name for name in (_SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED) if name in offered]
     if not env.get(PLUGIN_VARIABLE):
         config = ask_command(["scontrol", "show", "config"], env, *effort).text or ""
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
         if default is None or default[1] != NO_PLUGIN:
             return {}
         source = f"MpiDefault={NO_PLUGIN}"
-        if wanted:
-            return {PLUGIN_VARIABLE: (wanted[0],
-                                      f"{how}; with {source}, the MPI of each rank would be rank 0 of 1")}
+        if plugins:
+            return {PLUGIN_VARIABLE: (plugins[0],
+                                      f"{evidence}; with {source}, the MPI of each rank would be rank 0 of 1")}
     supported = ", ".join(offered) or "the plug-ins of srun --mpi=list"
-    raise _disconnected_error(how, ranks, source, f"{PLUGIN_VARIABLE}={wanted[0] if wanted else 'pmi2'} launch …;"
-                                                  f" this srun supports {supported}")
+    raise _disconnected_error(evidence, ranks, source,
+                              f"{PLUGIN_VARIABLE}={plugins[0] if plugins else 'pmi2'} launch …;"
+                              f" this srun supports {supported}")
 
 
 def offered_plugins(text: str) -> list[str]:
@@ -97,8 +98,8 @@ def offered_plugins(text: str) -> list[str]:
     return [line for line in lines if re.fullmatch(r"[a-z][\w.]*", line) and line != NO_PLUGIN]
 
 
-def _disconnected_error(how: str, ranks: int, where: str, instead: str) -> UserError:
-    return UserError(f"{how}, and the MPI of each of the {ranks} ranks would be rank 0 of 1", where=where,
+def _disconnected_error(evidence: str, ranks: int, where: str, instead: str) -> UserError:
+    return UserError(f"{evidence}, and the MPI of each of the {ranks} ranks would be rank 0 of 1", where=where,
                      instead=instead)
 
 
@@ -137,33 +138,33 @@ class MpiWatch:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._began = self._look_at = time.monotonic()
-        self.found: str | None = None
+        self.message: str | None = None
 
     def look(self, pids: Iterable[int], now: float) -> bool:
         """Check the processes; return True if an MPI with a world of size 1 was found, the first time only."""
-        if self.found is not None or now < self._look_at or self._ranks == 1:
+        if self.message is not None or now < self._look_at or self._ranks == 1:
             return False
         age = now - self._began
         self._look_at = now if age < _FIRST_LOOKS_S else self._began + _LATER * age
         for pid in list(pids)[:_MOST_PROCESSES]:
             if libraries := set(_LOADED.findall(system_text(f"/proc/{pid}/maps"))):
-                words = system_text(f"/proc/{pid}/environ", errors="surrogateescape").split("\0")
-                env = dict(word.split("=", 1) for word in words if "=" in word)
+                assignments = system_text(f"/proc/{pid}/environ", errors="surrogateescape").split("\0")
+                env = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
                 if env and (mpi := lonely_mpi(libraries, env)):
-                    self.found = _message(mpi, self._ranks, env)
-        return self.found is not None
+                    self.message = _message(mpi, self._ranks, env)
+        return self.message is not None
 
 
 def _message(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
     if env.get(TORCHELASTIC_VARIABLE):
-        why, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
+        reason, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
     elif env.get("SLURM_STEP_ID") and not _has_prefix(env, ("PMI_", "PMIX_")):
-        why = f"srun used no MPI plug-in: SLURM_MPI_TYPE={env.get('SLURM_MPI_TYPE', 'none')}"
+        reason = f"srun used no MPI plug-in: SLURM_MPI_TYPE={env.get('SLURM_MPI_TYPE', 'none')}"
         instead = "SLURM_MPI_TYPE=pmi2 launch …, or pmix, if srun --mpi=list and this MPI support it"
     else:
-        why, instead = "the launcher belongs to another MPI", "put the mpiexec of this MPI first on PATH"
+        reason, instead = "the launcher belongs to another MPI", "put the mpiexec of this MPI first on PATH"
     return (f"the ranks load {mpi}, but are not connected: MPI is rank 0 of 1 in each of the {ranks} ranks"
-            f" ({why}); if they communicate by MPI: {instead}")
+            f" ({reason}); if they communicate by MPI: {instead}")
 
 
 def _has_prefix(env: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:

@@ -28,37 +28,37 @@ _IN_ALL = ("-n", "-np", "--np", "--ntasks", "--num_processes", "--num-processes"
 
 def nested_launcher_notes(command: Sequence[str], ranks: int) -> tuple[str, ...]:
     """Return a note with what to type instead, if `command` starts ranks itself."""
-    words = _find_launcher(command)
-    if not words:
+    nested_command = _find_launcher(command)
+    if not nested_command:
         return ()
-    name = os.path.basename(words[0])
+    name = os.path.basename(nested_command[0])
     starts = f"each of the {ranks} ranks starts" if ranks > 1 else "the rank starts"
     return (f"NESTED LAUNCHER: {name} is a launcher itself, and {starts} a separate run of it. Type instead:"
-            f" {_instead(words)}",)
+            f" {_instead(nested_command)}",)
 
 
-def _find_launcher(words: Sequence[str]) -> Sequence[str]:
-    """Return `words` from the launcher on, or an empty tuple."""
-    if not words:
+def _find_launcher(command: Sequence[str]) -> Sequence[str]:
+    """Return `command` from the launcher on, or an empty tuple."""
+    if not command:
         return ()
-    program = os.path.basename(words[0])
-    if _starts_ranks(words):
-        return words
+    program = os.path.basename(command[0])
+    if _starts_ranks(command):
+        return command
     if program.startswith("python"):
-        return _find_in_python(words)
+        return _find_in_python(command)
     if program in _WRAPPERS:
-        rest = [number for number, word in enumerate(words) if number and _is_known(os.path.basename(word))]
-        return _find_launcher(words[rest[0]:]) if rest else ()
-    if program in _SHELLS and (script := value_of(words, "-c", "-lc", "-ec")):
+        positions = [number for number, word in enumerate(command) if number and _is_known(os.path.basename(word))]
+        return _find_launcher(command[positions[0]:]) if positions else ()
+    if program in _SHELLS and (script := value_of(command, "-c", "-lc", "-ec")):
         return next(filter(None, map(_find_launcher, _simple_commands(script))), ())
     return ()
 
 
-def _starts_ranks(words: Sequence[str]) -> bool:
-    program = os.path.basename(words[0])
-    wanted = _BY_COMMAND.get(program)
+def _starts_ranks(command: Sequence[str]) -> bool:
+    program = os.path.basename(command[0])
+    subcommand = _BY_COMMAND.get(program)
     is_launcher = _TORCH.fullmatch(program) or _OTHER.fullmatch(program)
-    return bool(is_launcher) and (wanted is None or wanted == next(iter(words[1:]), None))
+    return bool(is_launcher) and (subcommand is None or subcommand == next(iter(command[1:]), None))
 
 
 def _is_known(program: str) -> bool:
@@ -66,19 +66,19 @@ def _is_known(program: str) -> bool:
             or bool(_TORCH.fullmatch(program) or _OTHER.fullmatch(program)))
 
 
-def _find_in_python(words: Sequence[str]) -> Sequence[str]:
+def _find_in_python(command: Sequence[str]) -> Sequence[str]:
     """Find the launcher in `python3 [flags] -m MODULE …` and `python3 [flags] /bin/torchrun …`."""
     position = 1
-    while position < len(words) and words[position].startswith("-"):
-        if words[position] == "-c":
+    while position < len(command) and command[position].startswith("-"):
+        if command[position] == "-c":
             return ()
-        if words[position] == "-m":
+        if command[position] == "-m":
             position += 1
             break
         # -X and -W take a value, in the next word unless it is attached.
-        position += 2 if words[position] in ("-X", "-W") else 1
-    rest = words[position:]
-    return rest if rest and _starts_ranks(rest) else ()
+        position += 2 if command[position] in ("-X", "-W") else 1
+    arguments = command[position:]
+    return arguments if arguments and _starts_ranks(arguments) else ()
 
 
 def _simple_commands(script: str) -> Iterator[list[str]]:
@@ -98,20 +98,20 @@ def _simple_commands(script: str) -> Iterator[list[str]]:
     yield command
 
 
-def _instead(words: Sequence[str]) -> str:
+def _instead(command: Sequence[str]) -> str:
     """Return the launch command line that starts the same program."""
     program: tuple[str, ...] = ("PROGRAM",)
-    options = words[1:]
-    for number, word in enumerate(words[1:], start=1):
+    options = command[1:]
+    for number, word in enumerate(command[1:], start=1):
         if os.path.basename(word).startswith("python"):
-            program = tuple(words[number:])
+            program = tuple(command[number:])
         elif word.endswith(".py"):
-            program = ("python3", *words[number:])
-        elif word in ("-m", "--module") and _TORCH.fullmatch(os.path.basename(words[0])):
-            program = ("python3", "-m", *words[number + 1:])
+            program = ("python3", *command[number:])
+        elif word in ("-m", "--module") and _TORCH.fullmatch(os.path.basename(command[0])):
+            program = ("python3", "-m", *command[number + 1:])
         else:
             continue
-        options = words[1:number]
+        options = command[1:number]
         break
     count: tuple[str, ...] = ()
     for option, names in (("-n", _IN_ALL), ("--ppn", _PER_NODE)):

@@ -63,9 +63,9 @@ def split_options(words: Sequence[str], options: Sequence[Option],
         UserError: an option is unknown, or a value is missing or invalid.
     """
     values: dict[str, Any] = {}
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
+    remaining = list(words)
+    while remaining and remaining[0].startswith("-") and remaining[0] != "-":
+        word = remaining.pop(0)
         if word == "--":
             break
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
@@ -78,9 +78,9 @@ def split_options(words: Sequence[str], options: Sequence[Option],
             values[option.field] = True
             continue
         if not equals:
-            if not rest:
+            if not remaining:
                 raise UserError(f"{name} needs a value", instead=f"{name} {option.value}")
-            value = rest.pop(0)
+            value = remaining.pop(0)
         try:
             converted = option.convert(value)
             values[option.field] = (*values.get(option.field, ()), converted) if option.repeats else converted
@@ -89,15 +89,15 @@ def split_options(words: Sequence[str], options: Sequence[Option],
         if not value:
             # Most likely an unset shell variable.
             raise UserError(f"the value of {name} is empty", instead=f"{name} {option.value}")
-    return values, rest
+    return values, remaining
 
 
 def _find(name: str, options: Sequence[Option], example: str) -> Option:
     for option in options:
         if name in (*option.words, option.old_name):
             return option
-    known = [word for option in options for word in option.words]
-    raise unknown_option(name, known,
+    spellings = [word for option in options for word in option.words]
+    raise unknown_option(name, spellings,
                          remark=f"(options of the command come after it: {example.format(option=name)})")
 
 
@@ -115,14 +115,14 @@ def value_of(words: Sequence[str], *options: str) -> str | None:
 
 def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
     """Return `words` without these options and their values."""
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    remaining: list[str] = []
+    iterator = iter(words)
+    for word in iterator:
         if word in options:
-            next(rest, None)
+            next(iterator, None)
         elif not word.startswith(tuple(f"{option}=" for option in options)):
-            kept.append(word)
-    return tuple(kept)
+            remaining.append(word)
+    return tuple(remaining)
 
 
 @functools.cache
@@ -186,12 +186,12 @@ def one_of(names: tuple[str, ...]) -> Callable[[str], str]:
 def command_line(text: str) -> tuple[str, ...]:
     """Split `text` into words as a shell does."""
     try:
-        words = tuple(shlex.split(text))
+        arguments = tuple(shlex.split(text))
     except ValueError as error:
         raise ValueError(f"a command line ({error})") from error
-    if not words:
+    if not arguments:
         raise ValueError("a command line")
-    return words
+    return arguments
 
 
 LAUNCHERS = ("auto", "mpiexec", "srun", "flux", "jsrun", "torchrun")
@@ -289,8 +289,8 @@ def parse(words: Sequence[str]) -> Options:
     Raises:
         UserError: an option is unknown, a value is missing or invalid, or there is no command.
     """
-    values, rest = split_options(words, _OPTIONS, "launch -n 2 python3 x.py {option}")
-    options = Options(command=tuple(rest), **values)
+    values, command = split_options(words, _OPTIONS, "launch -n 2 python3 x.py {option}")
+    options = Options(command=tuple(command), **values)
     if not options.command and not options.help and not options.version:
         raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
     if options.command and not options.command[0]:
@@ -353,22 +353,22 @@ def read_command(words: tuple[str, ...]) -> Target:
     return _python_target(words) if program.startswith("python") else Target(program, None, words[1:])
 
 
-def _python_target(words: tuple[str, ...]) -> Target:
+def _python_target(command: tuple[str, ...]) -> Target:
     position = 1
-    while position < len(words) and words[position].startswith("-"):
-        word = words[position]
-        if word == "-m" and position + 1 < len(words):
-            module = words[position + 1]
+    while position < len(command) and command[position].startswith("-"):
+        word = command[position]
+        if word == "-m" and position + 1 < len(command):
+            module = command[position + 1]
             name = module.removesuffix(".__main__").rsplit(".", 1)[-1]
-            ours = module.startswith(f"{_PACKAGE}.")
-            return Target(name, module if ours else None, words[position + 2:])
+            is_package_module = module.startswith(f"{_PACKAGE}.")
+            return Target(name, module if is_package_module else None, command[position + 2:])
         if word == "-c":
-            return Target("python", None, words[position + 1:])
+            return Target("python", None, command[position + 1:])
         # -X and -W take a value, in the next word unless it is attached.
         position += 2 if word in ("-X", "-W") else 1
-    if position >= len(words):
+    if position >= len(command):
         return Target("python", None, ())
-    return Target(Path(words[position]).stem, None, words[position + 1:])
+    return Target(Path(command[position]).stem, None, command[position + 1:])
 
 
 def program_file(words: tuple[str, ...], target: Target) -> str:
@@ -382,12 +382,12 @@ def run_dir_of(target: Target, given: Path | None) -> Path | None:
     Raises:
         UserError: both are set, and differ.
     """
-    named = value_of(target.arguments, "--run-dir") if target.module else None
-    own = Path(named) if named else None
-    if own is None or given is None:
-        return given or own
-    if user_path(own).absolute() != user_path(given).absolute():
-        raise UserError(f"two run directories: {given} and {own}",
-                        where=f"launch --run-dir {given}, {target.module} --run-dir {own}",
+    value = value_of(target.arguments, "--run-dir") if target.module else None
+    command_dir = Path(value) if value else None
+    if command_dir is None or given is None:
+        return given or command_dir
+    if user_path(command_dir).absolute() != user_path(given).absolute():
+        raise UserError(f"two run directories: {given} and {command_dir}",
+                        where=f"launch --run-dir {given}, {target.module} --run-dir {command_dir}",
                         instead="set it once")
     return given

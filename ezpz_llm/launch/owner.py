@@ -124,8 +124,8 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
             newest = _newest(folder)
             if not newest:
                 return None
-            is_ours = os.path.samestat(folder.stat(_file(newest)), os.fstat(self._handle))
-            return None if is_ours else str(_read(folder, newest))
+            is_own_file = os.path.samestat(folder.stat(_file(newest)), os.fstat(self._handle))
+            return None if is_own_file else str(_read(folder, newest))
 
     def __exit__(self, *exception: object) -> None:
         self.release()
@@ -150,14 +150,14 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
     with folder:
         while True:
             number, before = _resolve_owner(run_dir, folder, env)
-            mine = _this_process(launch, env)
+            new_owner = _this_process(launch, env)
             try:
                 handle = folder.open(_file(number + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 continue
             except OSError as error:
                 raise _unusable(error, run_dir) from error
-            _write(handle, mine)
+            _write(handle, new_owner)
             if _newest(folder) != number + 1:
                 # Another process took and released the directory meanwhile, so `number` was outdated.
                 os.close(handle)
@@ -166,7 +166,7 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
             for older in _numbers(folder):
                 if older <= number:
                     folder.remove(_file(older))
-            return Ownership(run_dir.control, number + 1, handle, mine, before)
+            return Ownership(run_dir.control, number + 1, handle, new_owner, before)
 
 
 def launch_lives(run_dir: RunDir, launch: str) -> bool:
@@ -206,16 +206,16 @@ def _resolve_owner(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str
         owner = _read(folder, number)
         if owner is not None and owner.released:
             return number, None
-        why = owner and _death_reason(owner, env)
-        if why is None and not (why := _silence_reason(folder, number, owner)):
+        reason = owner and _death_reason(owner, env)
+        if reason is None and not (reason := _silence_reason(folder, number, owner)):
             if owner is None or _newest(folder) != number:
                 continue  # the file is being written, or there is a successor
-            if (now := _read(folder, number)) is not None and now.released:
+            if (latest := _read(folder, number)) is not None and latest.released:
                 return number, None
             raise UserError(f"the run directory is in use: {owner}", where=str(run_dir.path),
                             instead="wait for its end, end it there, or use another --run-dir")
         name = owner or "an owner whose file is damaged"
-        print(f"taking over the run directory {run_dir.path} from {name}: {why}", file=sys.stderr, flush=True)
+        print(f"taking over the run directory {run_dir.path} from {name}: {reason}", file=sys.stderr, flush=True)
         return number, owner
 
 
@@ -232,14 +232,14 @@ def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
     queries = {scheduler.JOB_VARIABLE: scheduler.JOB_QUERY for scheduler in schedulers().values()}
     if variable not in queries:
         return None
-    words, over = queries[variable]
-    answer = ask_command([*words, job], env, _ASK_S, 1)
-    is_over = answer.text is None and any(text in answer.complaint for text in over)
+    query, end_texts = queries[variable]
+    answer = ask_command([*query, job], env, _ASK_S, 1)
+    is_over = answer.text is None and any(text in answer.complaint for text in end_texts)
     return f"job {job} has ended" if is_over else None
 
 
 def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> str | None:
-    """Return the reason why an owner on another node is considered dead: no heartbeat while we wait."""
+    """Return the reason why an owner on another node is considered dead: no heartbeat during a wait."""
     if owner is not None and owner.place == place():
         return None
     first, deadline = _bytes(folder, number), time.monotonic() + SILENT_S
@@ -256,8 +256,8 @@ def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> 
 
 
 def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
-    here = scheduler_here(env)
-    job = f"{name} {env[name]}" if here and (name := here.mark(env)) else None
+    scheduler = scheduler_here(env)
+    job = f"{name} {env[name]}" if scheduler and (name := scheduler.mark(env)) else None
     return Owner(socket.gethostname(), os.getpid(), started_at(os.getpid()), place(), job, _restarts(env), launch,
                  time.time())
 

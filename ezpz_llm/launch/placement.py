@@ -56,21 +56,21 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
     """
     hosts = allocation.hosts
     if per_host is not None:
-        wanted = per_host * len(hosts) if ranks is None else ranks
-        if wanted > per_host * len(hosts):
+        world_size = per_host * len(hosts) if ranks is None else ranks
+        if world_size > per_host * len(hosts):
             raise UserError(f"{ranks} ranks do not fit on {counted(len(hosts), 'node')} with {per_host} per node",
                             where=f"-n {ranks} --ppn {per_host}",
                             instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
-        room, source = [per_host] * len(hosts), "--ppn"
+        capacities, source = [per_host] * len(hosts), "--ppn"
     else:
-        room = [_natural(host, devices) for host in hosts]
+        capacities = [_natural(host, devices) for host in hosts]
         source = _natural_source(allocation, devices)
-        wanted = sum(room) if ranks is None else ranks
+        world_size = sum(capacities) if ranks is None else ranks
         if ranks is not None:
             source = "-n"
-        if wanted > sum(room):
-            room = _widened(allocation, room, wanted)
-    counts = _fill(room, wanted)
+        if world_size > sum(capacities):
+            capacities = _widened(allocation, capacities, world_size)
+    counts = _fill(capacities, world_size)
     if max(counts) > MOST_RANKS_ON_A_HOST:
         raise UserError(f"{max(counts)} ranks on one node are too many", where=source,
                         instead=f"at most {MOST_RANKS_ON_A_HOST} per node")
@@ -79,8 +79,8 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
 
 
 def _natural(host: Host, devices: Devices) -> int:
-    own = len(devices.ids) if host.devices is None else host.devices
-    return max(1, own) if host.slots is None else host.slots
+    device_count = len(devices.ids) if host.devices is None else host.devices
+    return max(1, device_count) if host.slots is None else host.slots
 
 
 def _natural_source(allocation: Allocation, devices: Devices) -> str:
@@ -94,23 +94,23 @@ def _natural_source(allocation: Allocation, devices: Devices) -> str:
     return "one per node: no slots and at most one device"
 
 
-def _widened(allocation: Allocation, room: list[int], wanted: int) -> list[int]:
+def _widened(allocation: Allocation, capacities: list[int], world_size: int) -> list[int]:
     # Nodes with slots in the user's hostfile keep to them; the others share the remaining ranks evenly.
     fixed = [allocation.slots_are_a_limit and host.slots is not None for host in allocation.hosts]
     free = fixed.count(False)
     if not free:
-        raise UserError(f"{wanted} ranks, but the nodes have {sum(room)} slots", where=allocation.source,
-                        instead=f"-n {sum(room)}, or more slots in the hostfile")
-    left = wanted - sum(count for count, is_fixed in zip(room, fixed, strict=True) if is_fixed)
-    even = -(-left // free)
-    return [count if is_fixed else even for count, is_fixed in zip(room, fixed, strict=True)]
+        raise UserError(f"{world_size} ranks, but the nodes have {sum(capacities)} slots", where=allocation.source,
+                        instead=f"-n {sum(capacities)}, or more slots in the hostfile")
+    remaining = world_size - sum(count for count, is_fixed in zip(capacities, fixed, strict=True) if is_fixed)
+    even = -(-remaining // free)
+    return [count if is_fixed else even for count, is_fixed in zip(capacities, fixed, strict=True)]
 
 
-def _fill(room: list[int], wanted: int) -> list[int]:
+def _fill(capacities: list[int], remaining: int) -> list[int]:
     counts = []
-    for space in room:
-        counts.append(min(space, wanted))
-        wanted -= counts[-1]
+    for capacity in capacities:
+        counts.append(min(capacity, remaining))
+        remaining -= counts[-1]
     return counts
 
 

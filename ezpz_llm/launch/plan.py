@@ -132,7 +132,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     if target.module is None:
         of_launcher |= mpi_settings(ranks.launcher.kind, built.argv, program_file(options.command, target),
                                     ranks.placement.world_size, env, QUICK if options.dry_run else PATIENT)
-    settings |= {name: Setting(*why) for name, why in of_launcher.items() if not is_users_choice(name, env)}
+    settings |= {name: Setting(*entry) for name, entry in of_launcher.items() if not is_users_choice(name, env)}
     return LaunchPlan(
         argv=built.argv,
         env=settings,
@@ -170,7 +170,7 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
 
 
 def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
-              run_dir: RunDir | None) -> LaunchPlan:
+                            run_dir: RunDir | None) -> LaunchPlan:
     """Build the plan for a process that is a rank already: it executes the command in its place."""
     info = local.rank_here({**env, **rank_names()})
     if options.ranks not in (None, info.world_size) and is_by_hand(env):
@@ -296,13 +296,13 @@ class _Network:
 def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, run_id: str) -> _Network:
     site = ranks.site
     interface, source, notes = _interface(options, site, ranks.hosts)
-    own = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
+    user_values = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
     # Prefer the site's name for the node to the address of its interface.
-    is_named = bool(site.master_suffix) and not options.interface
+    uses_suffix = bool(site.master_suffix) and not options.interface
     # Derive the port from the random run id, so that other users cannot predict and occupy it.
-    rendezvous = find_rendezvous(ranks.hosts, run_id, interface=None if is_named else interface,
+    rendezvous = find_rendezvous(ranks.hosts, run_id, interface=None if uses_suffix else interface,
                                  interface_source=source, suffix=site.master_suffix,
-                                 address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
+                                 address=user_values.get("MASTER_ADDR"), port=user_values.get("MASTER_PORT"))
     return _Network(rendezvous, interface, source, notes)
 
 

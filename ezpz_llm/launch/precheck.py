@@ -1,4 +1,4 @@
-"""Checks before the start: our own commands report configuration errors before any rank runs.
+"""Checks before the start: commands of this package report configuration errors before any rank runs.
 
 launch prints the standard error of a check always, and its standard output only under --explain.
 """
@@ -59,7 +59,7 @@ class CheckReport:
 
 def check_first(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
                 places: Sequence[tuple[str, int]] = ()) -> Checked:
-    """Run `command --check --world-size N` once if it is one of our own commands.
+    """Run `command --check --world-size N` once if it is a command of this package.
 
     Args:
         places: nodes and their numbers of ranks in rank order, if known.
@@ -71,13 +71,13 @@ def check_first(target: Target, command: tuple[str, ...], world_size: int, env: 
     if target.module in (None, "ezpz_llm.launch"):
         return Checked()
     env = {**env, **({PLACES_VARIABLE: write_places(places)} if places else {})}
-    done = run_check(command, world_size, env)
-    explanation, warned = done.stdout.rstrip(), done.stderr.rstrip()
-    if done.returncode:
-        print("\n".join(filter(None, (explanation, warned))), file=sys.stderr, flush=True)
-    elif warned:
-        print(warned, file=sys.stderr, flush=True)
-    return Checked(done.returncode if done.returncode >= 0 else 128 - done.returncode, explanation)
+    result = run_check(command, world_size, env)
+    explanation, warnings = result.stdout.rstrip(), result.stderr.rstrip()
+    if result.returncode:
+        print("\n".join(filter(None, (explanation, warnings))), file=sys.stderr, flush=True)
+    elif warnings:
+        print(warnings, file=sys.stderr, flush=True)
+    return Checked(result.returncode if result.returncode >= 0 else 128 - result.returncode, explanation)
 
 
 def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *form: str, cwd: Path | None = None,
@@ -91,15 +91,15 @@ def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *
     Raises:
         UserError: the command cannot be run, or takes longer than two minutes.
     """
-    words = [*command, "--check", *form, "--world-size", str(world_size)]
+    arguments = [*command, "--check", *form, "--world-size", str(world_size)]
     try:
-        return subprocess.run(words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        return subprocess.run(arguments, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               errors="replace", timeout=TIMEOUT_S, check=False)
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to launch",
                         exit_code=127 if isinstance(error, FileNotFoundError) else 126) from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{what} took longer than {TIMEOUT_S} s", where=" ".join(words)) from error
+        raise UserError(f"{what} took longer than {TIMEOUT_S} s", where=" ".join(arguments)) from error
 
 
 def write_places(places: Sequence[tuple[str, int]]) -> str:

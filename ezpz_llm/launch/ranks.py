@@ -120,14 +120,14 @@ def _families(env: Mapping[str, str]) -> tuple[Family, ...]:
     text = env.get(RANK_NAMES_VARIABLE)
     if not text:
         return FAMILIES
-    others = as_type(tuple[Family, ...], parse_json(text, RANK_NAMES_VARIABLE), RANK_NAMES_VARIABLE)
-    return (*_OF_MPIS, *others, *_OF_STEPS)
+    plugin_families = as_type(tuple[Family, ...], parse_json(text, RANK_NAMES_VARIABLE), RANK_NAMES_VARIABLE)
+    return (*_OF_MPIS, *plugin_families, *_OF_STEPS)
 
 
 def find_rank(env: Mapping[str, str]) -> RankInfo:
     """Read the rank of this process from `env`; without a launcher it is rank 0 of 1.
 
-    Values that the preferred family lacks, such as the local rank when RANK was set by hand, come from other
+    Values that the preferred family lacks, such as the local rank when RANK was set manually, come from other
     families that have the same rank and size. A node rank that no variable gives is computed; this assumes that all
     nodes have the same number of consecutive ranks.
 
@@ -170,7 +170,7 @@ def rank_variables(info: RankInfo) -> dict[str, str]:
 def leftovers(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return torch's rank variables that no launcher of this process has set.
 
-    An example is a RANK that was exported in the shell for another program. A rank that is set up by hand has
+    An example is a RANK that was exported in the shell for another program. A rank that is set up manually has
     MASTER_ADDR and MASTER_PORT too (see `is_by_hand`).
     """
     if TORCHELASTIC_VARIABLE in env or RANK_VARIABLE in env or is_by_hand(env):

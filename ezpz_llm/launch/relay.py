@@ -77,16 +77,17 @@ class Relay:
         self._log = log = os.fdopen(
             ours(str(run_dir.launcher_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
 
-        def gone(why: str) -> None:
+        def report_closed(reason: str) -> None:
             if not self._is_ending:
-                note = f"launch: {why}; the run continues, and its output is in {run_dir.rank_log(0).parent}"
+                note = f"launch: {reason}; the run continues, and its output is in {run_dir.rank_log(0).parent}"
                 with contextlib.suppress(OSError):
                     log.write(f"{note}\n".encode(errors="replace"))
                 say(note)
 
         self._is_ending = False
         out, err = cast("tuple[IO[bytes], IO[bytes]]", (launcher.stdout, launcher.stderr))
-        self._streams = _Stream(out.fileno(), 1, None, gone), _Stream(err.fileno(), 2, log, lambda why: None)
+        self._streams = (_Stream(out.fileno(), 1, None, report_closed),
+                         _Stream(err.fileno(), 2, log, lambda reason: None))
 
     def keep(self, words: str) -> None:
         """Append text about the end of the run to the launcher's log."""
@@ -97,7 +98,7 @@ class Relay:
         """Drop output that the console does not accept: ranks that block on it cannot save before they end."""
         self._is_ending = True
         for stream in self._streams:
-            stream.drop_what_waits()
+            stream.drop_pending()
 
     def settle(self) -> None:
         """Read the remaining output after the launcher's end, for at most 1 s.
@@ -124,12 +125,12 @@ class Relay:
 class _Stream:
     """Relay of a pipe, with a thread that reads it and a thread that writes to the console and may block."""
 
-    def __init__(self, source: int, console: int, log: BinaryIO | None, gone: Callable[[str], None]) -> None:
+    def __init__(self, source: int, console: int, log: BinaryIO | None, on_closed: Callable[[str], None]) -> None:
         self.is_within_a_line = False
-        self._source, self._console, self._log, self._gone = source, console, log, gone
+        self._source, self._console, self._log, self._on_closed = source, console, log, on_closed
         self._pieces: deque[bytes] = deque()
         self._bytes = 0
-        self._most_bytes: float = _WAITING_BYTES
+        self._maximum_bytes: float = _WAITING_BYTES
         self._drops = False
         self._is_over = False
         self._changed = threading.Condition()
@@ -138,7 +139,7 @@ class _Stream:
         self._reader.start()
         self._writer.start()
 
-    def drop_what_waits(self) -> None:
+    def drop_pending(self) -> None:
         with self._changed:
             self._drops = True
             self._changed.notify_all()
@@ -146,7 +147,7 @@ class _Stream:
     def read_to_the_end(self, within_s: float) -> None:
         with self._changed:
             # A pipe holds little: read it without waiting for the console.
-            self._most_bytes, self._drops = float("inf"), False
+            self._maximum_bytes, self._drops = float("inf"), False
             self._changed.notify_all()
         self._reader.join(within_s)
         self._end()
@@ -167,9 +168,9 @@ class _Stream:
                     # A full disk must not stop the console output.
                     self._log.write(data)
             with self._changed:
-                while self._bytes > self._most_bytes and not self._drops:
+                while self._bytes > self._maximum_bytes and not self._drops:
                     self._changed.wait()
-                if self._bytes <= self._most_bytes:
+                if self._bytes <= self._maximum_bytes:
                     self._pieces.append(data)
                     self._bytes += len(data)
                     self._changed.notify_all()
@@ -196,5 +197,5 @@ class _Stream:
         except OSError as error:
             self.is_within_a_line = False
             leave(self._console)
-            self._gone("the reader of standard output has exited" if isinstance(error, BrokenPipeError) else
-                       f"standard output cannot be written to: {error.strerror}")
+            self._on_closed("the reader of standard output has exited" if isinstance(error, BrokenPipeError) else
+                            f"standard output cannot be written to: {error.strerror}")

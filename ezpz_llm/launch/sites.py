@@ -103,7 +103,7 @@ class Site:
     """
 
     name: str = "generic"
-    source: str = "no site named or recognised"
+    source: str = "no site selected or recognized"
     description: str = ""
     scheduler: str | None = None
     launcher: str | None = None
@@ -141,8 +141,8 @@ def read_site(path: Path, source: str) -> Site:
     except UserError as error:
         raise UserError(f"cannot read the site file: {error.found}", where=str(path),
                         instead="--site NAME or --site FILE; launchers/sites/generic.toml has all keys") from error
-    notes = tuple(f"{_place(path, text, key)}: {key} is no longer read: {why}"
-                  for key, why in _OBSOLETE_KEYS.items() if content.pop(key, None) is not None)
+    notes = tuple(f"{_place(path, text, key)}: {key} is no longer read: {reason}"
+                  for key, reason in _OBSOLETE_KEYS.items() if content.pop(key, None) is not None)
     _check(content, KEYS, path, text, "")
     job = content.pop("job", {})
     _check(job, JOB_KEYS, path, text, "job.")
@@ -228,12 +228,12 @@ def _is_ranges(value: Any) -> bool:
         int(first) <= int(last) for first, last in re.findall(r"(\d+)-(\d+)", value))
 
 
-def _list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_one, value))
+def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
-def _table_of(is_name: Callable[[str], object], is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_name, value)) and all(map(is_one, value.values()))
+def _table_of(is_name: Callable[[str], object], is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_name, value)) and all(map(is_value, value.values()))
 
 
 def _one_of(*names: str) -> Key:
@@ -327,12 +327,12 @@ def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
         UserError: the name is unknown, or the file is invalid.
     """
     if wanted:
-        return _named(wanted, "--site")
+        return _load_site(wanted, "--site")
     if name := env.get(SITE_VARIABLE):
-        return _named(name, SITE_VARIABLE)
+        return _load_site(name, SITE_VARIABLE)
     if any(env.get(hint) for hint in HINTS):
         return _guessed(env)
-    return _named(_GENERIC, "no site named or recognised")
+    return _load_site(_GENERIC, "no site selected or recognized")
 
 
 def site_files() -> dict[str, Path]:
@@ -340,7 +340,7 @@ def site_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted((data_dir("launchers") / "sites").glob("*.toml"))}
 
 
-def _named(name: str, source: str) -> Site:
+def _load_site(name: str, source: str) -> Site:
     path = user_path(name)
     if path.suffix == ".toml" or "/" in name:
         return read_site(path, source)
@@ -352,14 +352,15 @@ def _named(name: str, source: str) -> Site:
 
 def _guessed(env: Mapping[str, str]) -> Site:
     sites = [read_site(path, "") for path in site_files().values()]
-    guesses = {site.name: (site, why) for site in sites if (why := _matching_variable(site, env))}
+    guesses = {site.name: (site, variable) for site in sites if (variable := _matching_variable(site, env))}
     if len(guesses) == 1:
-        site, why = next(iter(guesses.values()))
-        return replace(site, source=f"guessed from {why}")
-    source = "no site named or recognised"
+        site, variable = next(iter(guesses.values()))
+        return replace(site, source=f"guessed from {variable}")
+    source = "no site selected or recognized"
     if guesses:
-        source = "several sites match: " + ", ".join(f"{name} ({why})" for name, (_, why) in guesses.items())
-    return _named(_GENERIC, source)
+        matches = ", ".join(f"{name} ({variable})" for name, (_, variable) in guesses.items())
+        source = f"several sites match: {matches}"
+    return _load_site(_GENERIC, source)
 
 
 def _matching_variable(site: Site, env: Mapping[str, str]) -> str | None:

@@ -90,15 +90,15 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
     return _running(live, step, started, common)
 
 
-def _running(live: Live, written: int | None, started: float | None, common: Mapping[str, Any]) -> Status:
-    known = [life for life in live.ranks if life.step is not None]
-    first = max(known, key=lambda life: life.step or 0, default=None)
-    reached = [step for step in (written, first.step if first else None) if step is not None]
+def _running(live: Live, logged_step: int | None, started: float | None, common: Mapping[str, Any]) -> Status:
+    with_step = [life for life in live.ranks if life.step is not None]
+    first = max(with_step, key=lambda life: life.step or 0, default=None)
+    reached = [step for step in (logged_step, first.step if first else None) if step is not None]
     step, steps, step_s = max(reached, default=None), common["steps"], common["step_s"]
     left_s = None if None in (step, steps, step_s) else max(0, steps - step) * step_s
     doing = first or next(iter(live.ranks), None)
-    return Status("running" if known else "starting", None if started is None else time.time() - started,
-                  doing.phase if doing else None, step, left_s=left_s, slowest=_slowest(known),
+    return Status("running" if with_step else "starting", None if started is None else time.time() - started,
+                  doing.phase if doing else None, step, left_s=left_s, slowest=_slowest(with_step),
                   silent=tuple(life.rank for life in live.silent), **common)
 
 

@@ -77,11 +77,11 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
             launcher = _start(plan, None if limit_s is None else subprocess.DEVNULL)
             outcome = _Watch(plan, launcher, signals, idle_limit_s, limit_s, start_limit_s).to_the_end(keep, tell)
         finally:
-            left = end_marked(plan.run_id)
+            remaining = end_marked(plan.run_id)
             node_folder.remove(plan.run_id)
             janitor.dismiss()
-    if left:
-        warn(f"processes {left} of this run cannot be ended")
+    if remaining:
+        warn(f"processes {remaining} of this run cannot be ended")
     return outcome
 
 
@@ -130,13 +130,13 @@ class _Watch:
                 failed = frozenset(failure.rank for failure in read_failures(self.plan.run_dir, self.plan.run_id))
                 failed |= {rank for rank, code in codes.items() if code}
                 ended_well = frozenset(rank for rank, code in codes.items() if code == 0)
-            asked = len(self.signals.to_stop)
-            if asked:
+            signal_count = len(self.signals.to_stop)
+            if signal_count:
                 say_unless_it_waits(("\n" if self.relay.is_within_a_line else "")
-                                    + _stopping(self.signals.to_stop[0], is_saving=self._saves_when_asked()))
-            self.teardown.stop(ASKED_KILL_AFTER_S if asked else KILL_AFTER_S,
-                               lambda: len(self.signals.to_stop) > asked, stopped.kind == "idle",
-                               self.signals.to_stop[0].name if asked else "")
+                                    + _stopping(self.signals.to_stop[0], is_saving=self._saves_at_stop()))
+            self.teardown.stop(ASKED_KILL_AFTER_S if signal_count else KILL_AFTER_S,
+                               lambda: len(self.signals.to_stop) > signal_count, stopped.kind == "idle",
+                               self.signals.to_stop[0].name if signal_count else "")
         ended_at = time.time()
         self.teardown.clear()
         self.relay.settle()
@@ -149,8 +149,8 @@ class _Watch:
             stopped=stopped, failed_before_stop=failed, ended_before_stop=ended_well,
             ends_at=self.plan.allocation.ends_at)
         try:
-            given = {name: setting.value for name, setting in self.plan.env.items()}
-            ended = postmortem_of(self.plan.run_dir, facts, given)
+            settings = {name: setting.value for name, setting in self.plan.env.items()}
+            ended = postmortem_of(self.plan.run_dir, facts, settings)
         except Exception as error:
             _warn_of_error("writing the post-mortem", error)
             ended = bare_postmortem(self.plan.run_dir, self.plan.run_id, facts)
@@ -160,14 +160,14 @@ class _Watch:
                 text = hide(ended.text, secret_values(os.environ))
                 write_atomic(self.plan.run_dir.post_mortem, f"{text}\n".encode(errors="backslashreplace"))
         keep(ended)
-        if self._console_has_taken_all(stopped):
+        if self._drain_console(stopped):
             self._warn_of_mpi()
             if ended.text and tell():
                 say(("\n" if self.relay.is_within_a_line else "")
                     + (ended.brief if self._has_shown(ended.lines_of) else ended.text))
         return ended
 
-    def _saves_when_asked(self) -> bool:
+    def _saves_at_stop(self) -> bool:
         """Return True for a training that has started its first step."""
         return self.plan.target.module in _SAVES_AT_SIGTERM and any(
             entry.step is not None for report in self.life.nodes for entry in report.ranks.values())
@@ -177,7 +177,7 @@ class _Watch:
         tee = self.plan.env[TEE_VARIABLE].value
         return are_one_place(1, 2) and (tee == "all" or (tee == "0" and rank == 0))
 
-    def _console_has_taken_all(self, stopped: Stop | None) -> bool:
+    def _drain_console(self, stopped: Stop | None) -> bool:
         """Wait for a slow reader (`| less`), but not if launch receives a signal."""
         signals, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_S
         return self.relay.finish(lambda: len(self.signals.to_stop) > signals
@@ -231,15 +231,15 @@ class _Watch:
                 if entry.ended is not None}
 
     def _look_every_s(self) -> float:
-        wanted_s = _LOOK_S if self.idle_limit_s is None else min(1.0, self.idle_limit_s / 4)
-        return max(wanted_s, self.life.interval_s / 2)
+        interval_s = _LOOK_S if self.idle_limit_s is None else min(1.0, self.idle_limit_s / 4)
+        return max(interval_s, self.life.interval_s / 2)
 
     def _look(self, now: float) -> Stop | None:
         self.life.look(now)
         if (news := self.arrivals.news(self.life.missing, self.life.waited_s(now))) is not None:
             warn(news)
         self._warn_of_nodes(now)
-        self._note_who_ended(now)
+        self._note_ended_ranks(now)
         ranks = self.life.ranks(now)
         for life in ranks:
             if life.state == "T" and life.idle_s > _ONE_HAS_ENDED_S:
@@ -273,12 +273,12 @@ class _Watch:
             warn(text)
 
     def _warn_of_mpi(self) -> None:
-        """Warn once about MPI ranks that are not connected, unless the command is ours: ours do not use MPI."""
+        """Warn once about MPI ranks that are not connected; commands of this package do not use MPI."""
         lonely = next((report.mpi for report in self.life.nodes if report.mpi is not None), None)
         if lonely is not None and self.plan.target.module is None:
             self._warn_once("mpi", lonely)
 
-    def _note_who_ended(self, now: float) -> None:
+    def _note_ended_ranks(self, now: float) -> None:
         """Print a note if some ranks ended 30 s ago and others still run: these may be waiting for them."""
         ended = sorted(self._codes())
         if not ended or len(ended) == len(self.plan.ranks):
@@ -286,19 +286,19 @@ class _Watch:
         self.first_ended_at = self.first_ended_at or now
         if not self.has_noted and now - self.first_ended_at >= _ONE_HAS_ENDED_S:
             self.has_noted = True
-            left = len(self.plan.ranks) - len(ended)
+            running = len(self.plan.ranks) - len(ended)
             say(f"launch: {rank_ranges(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0 more than"
-                f" {_ONE_HAS_ENDED_S:.0f} s ago; {left} still run{'s' if left == 1 else ''}"
+                f" {_ONE_HAS_ENDED_S:.0f} s ago; {running} still run{'s' if running == 1 else ''}"
                 f" ({typable(f'ezpz-llm why {self.plan.run_dir.path}')} shows what they do)")
 
     def _report_silence(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> dict[int, Path]:
         """Dump the stacks of silent ranks and of one active rank, and print and return the paths of the files."""
         silent_ranks = {life.rank for life in silent}
         active = [life for life in ranks if life.rank not in silent_ranks and life.quiet_s < limit_s][:1]
-        wanted = [life.rank for life in (*silent[:_MOST_STACKS], *active) if not life.node_is_silent]
+        dumped_ranks = [life.rank for life in (*silent[:_MOST_STACKS], *active) if not life.node_is_silent]
         stacks: dict[int, Path] = {}
         with contextlib.suppress(OSError):
-            stacks = take_stacks(self.plan.run_dir, self.plan.run_id, wanted,
+            stacks = take_stacks(self.plan.run_dir, self.plan.run_id, dumped_ranks,
                                  _STACKS_WITHIN_S + self.life.interval_s)
         lines = [f"launch: no sign of life for {limit_s:g} s:",
                  *(f"  {life}; {_stack_text(life, stacks)}" for life in silent[:_MOST_STACKS])]
@@ -333,7 +333,7 @@ def _stack_text(life: RankLife, stacks: dict[int, Path]) -> str:
 
 
 _SENT_BY = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal was closed, or the ssh to it was lost",
-            signal.SIGTERM: "a cancelled or expired job, timeout or kill"}
+            signal.SIGTERM: "a canceled or expired job, timeout or kill"}
 
 
 def _by_signal(number: signal.Signals) -> Stop:
@@ -342,9 +342,9 @@ def _by_signal(number: signal.Signals) -> Stop:
 
 def _stopping(number: signal.Signals, *, is_saving: bool) -> str:
     """Return the message printed when a signal arrives."""
-    what = "stopping after this step, saving" if is_saving else "stopping all ranks by SIGTERM"
+    action = "stopping after this step, saving" if is_saving else "stopping all ranks by SIGTERM"
     again = "; press ^C again to stop now" if number == signal.SIGINT else ""
-    return f"launch: {number.name}: {what} (within {ASKED_KILL_AFTER_S:.0f} s){again}"
+    return f"launch: {number.name}: {action} (within {ASKED_KILL_AFTER_S:.0f} s){again}"
 
 
 

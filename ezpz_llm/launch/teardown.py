@@ -116,8 +116,8 @@ class Teardown:
 
     def _is_everywhere(self) -> bool:
         self._life.look(time.monotonic())
-        seen = {rank for report in self._life.nodes for rank in report.ranks}
-        return len(seen) == len(self._plan.ranks)
+        reporting = {rank for report in self._life.nodes for rank in report.ranks}
+        return len(reporting) == len(self._plan.ranks)
 
     def _order(self, grace_s: float) -> None:
         with contextlib.suppress(OSError):
@@ -136,8 +136,8 @@ class Teardown:
 
     def _steps(self) -> list[str]:
         """Return the scheduler's steps in which the agents ran, except one in which launch itself runs."""
-        own = self._scheduler.own_step(os.environ) if self._scheduler else None
-        return sorted({step for node in self._life.nodes if (step := node.slurm_step) and step != own})
+        own_step = self._scheduler.own_step(os.environ) if self._scheduler else None
+        return sorted({step for node in self._life.nodes if (step := node.slurm_step) and step != own_step})
 
     def _cancel_step(self) -> None:
         if self._scheduler and (steps := self._steps()):
@@ -165,8 +165,8 @@ def end_killed(run_dir: RunDir, run_id: str) -> None:
     while time.monotonic() < deadline and (
             any(marked(run_id)) or any(report.state != ENDED for report in read_reports(run_dir, run_id))):
         time.sleep(_POLL_S)
-    if left := end_marked(run_id):
-        warn(f"processes {left} of the previous launch cannot be ended")
+    if remaining := end_marked(run_id):
+        warn(f"processes {remaining} of the previous launch cannot be ended")
 
 
 def _awaited(report: NodeReport) -> str:

@@ -77,7 +77,7 @@ TORCHS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZ
               "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", TORCHELASTIC_VARIABLE,
               "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
               "TORCHELASTIC_ERROR_FILE")
-"""Variables of a single rank that torch reads, set by torchrun, by the shim, or by hand."""
+"""Variables of a single rank that torch reads, set by torchrun, by the shim, or manually."""
 
 OUTER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
                    "SLURM_PROCID", "SLURM_LOCALID", "FLUX_TASK_", "JSM_NAMESPACE_")

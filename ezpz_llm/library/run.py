@@ -208,8 +208,9 @@ class Run:
         """Return the work of a typical step, from the recorded tokens."""
         timed = steady(history)
         tokens = timed.column("tokens_per_second") * timed.column("step_time_s")
-        known = tokens[np.isfinite(tokens)]
-        return StepWork(1, 1, 1, self.world_size, round(float(np.median(known))) if len(known) else 0)
+        finite_tokens = tokens[np.isfinite(tokens)]
+        median = round(float(np.median(finite_tokens))) if len(finite_tokens) else 0
+        return StepWork(1, 1, 1, self.world_size, median)
 
     def __enter__(self) -> Run:
         return self

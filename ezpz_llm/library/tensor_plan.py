@@ -21,7 +21,7 @@ from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed
 
 BY_OUTPUTS, BY_INPUTS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 KEPT = ("embedding_rowwise", "colwise_gather_output", "replicated")
-"""Styles of modules that we replicate on every rank, embeddings and heads among them: the result is the same."""
+"""Styles of modules that are replicated on every rank, such as embeddings and heads: the result is the same."""
 _WHERE = "ezpz_llm.wrap, tp_plan"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -94,22 +94,22 @@ def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str],
 
 def _by_outputs(name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
     rows, columns = layer.weight.shape
-    own = start, stop = share.of(0, rows)
-    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), ((own, (0, columns)),)))
+    interval = start, stop = share.of(0, rows)
+    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), ((interval, (0, columns)),)))
     if layer.bias is not None:
-        _keep(layer.bias, Placement(f"{name}.bias", (rows,), ((own,),)))
+        _keep(layer.bias, Placement(f"{name}.bias", (rows,), ((interval,),)))
     layer.out_features = stop - start
     layer.register_forward_pre_hook(lambda _, inputs: (copy_to_tp_region(inputs[0], group), *inputs[1:]))
 
 
 def _by_inputs(model: nn.Module, name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
     rows, columns = layer.weight.shape
-    own = start, stop = share.of(0, columns)
-    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), (((0, rows), own),)))
-    divided = RowParallelLinear(stop - start, rows, layer.bias is not None, group)
-    divided.weight, divided.bias = layer.weight, layer.bias
-    divided.train(layer.training)
-    model.set_submodule(name, divided)
+    interval = start, stop = share.of(0, columns)
+    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), (((0, rows), interval),)))
+    sharded = RowParallelLinear(stop - start, rows, layer.bias is not None, group)
+    sharded.weight, sharded.bias = layer.weight, layer.bias
+    sharded.train(layer.training)
+    model.set_submodule(name, sharded)
 
 
 def _keep(parameter: nn.Parameter, at: Placement) -> None:

@@ -49,15 +49,15 @@ class Wrapped:
         self._run, self._engine, self._dtype = run, engine, dtype
         self._micro_steps = 0
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective."""
         if self._dtype != torch.float32:
-            inputs, named = _cast(inputs, self._dtype), _cast(named, self._dtype)
+            inputs, keywords = _cast(inputs, self._dtype), _cast(keywords, self._dtype)
         if not torch.is_grad_enabled():
-            return self.module(*inputs, **named)
+            return self.module(*inputs, **keywords)
         is_last = self._micro_steps == self.accumulation - 1
         with self._run.span("forward"):
-            return self._engine.forward(*inputs, last_micro_step=is_last, **named)
+            return self._engine.forward(*inputs, last_micro_step=is_last, **keywords)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a micro batch's loss (0-d), divided by the number of micro batches per step.
@@ -176,14 +176,15 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
         run.dist.side.update_record(run.dist.run_dir, precision=resolved.precision,
                                     parameters=sum(parameter.numel() for parameter in model.parameters()))
 
-    def make(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
+    def make_optimizer(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
         for user_group, group in zip(optimizer.param_groups, groups, strict=True):
             user_group["params"] = group["params"]
         return optimizer
 
     with run.clock.span("set-up"):
         engine = put_in_engine(model, resolved, run.dist,
-                               [{"params": list(group["params"])} for group in optimizer.param_groups], make)
+                               [{"params": list(group["params"])} for group in optimizer.param_groups],
+                               make_optimizer)
     assert isinstance(engine, MicroStepEngine)
     wrapped = Wrapped(run, engine, optimizer, parameter_dtype(resolved.precision))
     run.models.append(wrapped)

@@ -79,15 +79,15 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
     return "\n".join(parts)
 
 
-def _results(rows: Sequence[Sequence[str]], width: int, colour: bool) -> str:
+def _results(rows: Sequence[Sequence[str]], width: int, color: bool) -> str:
     """Format the runs as a table, or as paragraphs if the table is wider than `width`."""
     widths = [max(map(len, column)) for column in zip(RESULTS, *rows, strict=True)]
     if sum(widths) + 3 * len(widths) < width:
-        return table("Runs", RESULTS, rows, rich=colour)
+        return table("Runs", RESULTS, rows, rich=color)
     lines = ["Runs"]
     for name, *values in rows:
-        known = (f"{label} {value}" for label, value in zip(RESULTS[1:], values, strict=True) if value != "-")
-        lines += [f"  {cleaned(name)}", textwrap.fill(", ".join(known), width, initial_indent=" " * 4,
+        results = (f"{label} {value}" for label, value in zip(RESULTS[1:], values, strict=True) if value != "-")
+        lines += [f"  {cleaned(name)}", textwrap.fill(", ".join(results), width, initial_indent=" " * 4,
                                                       subsequent_indent=" " * 4)]
     return "\n".join(lines) + "\n"
 
@@ -102,7 +102,7 @@ def _short(value: str) -> str:
     return value if len(value) <= _LONGEST else f"{value[:half]}…{value[-half:]}"
 
 
-def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, colour: bool) -> str:
+def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, color: bool) -> str:
     """Plot a metric over tokens, or over steps if a run has no token counts.
 
     Throughput is plotted without the first and last steps, which would dominate the scale.
@@ -114,16 +114,16 @@ def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, c
     for i, run in enumerate(drawn):
         position = run.tokens / 1e6 if by_tokens else run.column("step")
         x, y = (steady(values) if timed else values for values in (position, run.column(metric)))
-        curves.append(Curve(cleaned(run.name), x, y, mark=LETTERS[i] if several and not colour else "",
+        curves.append(Curve(cleaned(run.name), x, y, mark=LETTERS[i] if several and not color else "",
                             colour=COLOURS[i % len(COLOURS)] if several else -1))
     if not several and not timed and drawn[0].validation:
         curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark=POINTS))
         title += f", {POINTS}: validation"
-    text = curves_plot(curves, title, "million tokens" if by_tokens else "step", unit, width, colour=colour,
+    text = curves_plot(curves, title, "million tokens" if by_tokens else "step", unit, width, colour=color,
                        reduce=np.median if timed else np.mean)
     if not several:
         return text
-    keys = (f"\x1b[38;5;{curve.colour}m━━\x1b[0m {curve.name}" if colour else f"{curve.mark} {curve.name}"
+    keys = (f"\x1b[38;5;{curve.colour}m━━\x1b[0m {curve.name}" if color else f"{curve.mark} {curve.name}"
             for curve in curves)
     return text + "".join(f"  {key}\n" for key in keys)
 

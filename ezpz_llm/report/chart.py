@@ -1,7 +1,7 @@
 """Charts, stacked bars and tables as HTML, whose text keeps its size while lines scale with the page.
 
 The plot area is an SVG of 1000 x 1000 units stretched to the available space; ticks and names are HTML text around
-it. For accessibility, and for browsers without scripts, each chart has a description in words and a table of its
+it. For accessibility, and for browsers without scripts, each chart has a text description and a table of its
 numbers. It also contains its points and a second scale, logarithmic or linear, for the cursor and the switches of
 `page.js`.
 """
@@ -64,14 +64,14 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce
     Args:
         reduce: combines neighboring values of a series with too many points.
     """
-    drawn = [thinned for thinned in (_thinned(one, y.log, reduce) for one in series) if thinned.x]
+    drawn = [thinned for thinned in (_thinned(curve, y.log, reduce) for curve in series) if thinned.x]
     if not drawn:
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="empty">No data yet.</p></figure>'
-    x_scale = _Scale.around([value for one in drawn for value in one.x], x.log, margin=0, marks=x.marks)
-    values = [value for one in drawn for value in one.y if value is not None]
+    x_scale = _Scale.around([value for curve in drawn for value in curve.x], x.log, margin=0, marks=x.marks)
+    values = [value for curve in drawn for value in curve.y if value is not None]
     y_scale, second = _Scale.around(values, y.log, margin=0.04), _second_scale(values, y.log)
-    key = "".join(f'<li class="s{one.number % 8}">{_swatch(one)}{escape(one.name)}</li>' for one in drawn)
-    description = "; ".join(_in_words(one, y.form) for one in drawn)
+    key = "".join(f'<li class="s{curve.number % 8}">{_swatch(curve)}{escape(curve.name)}</li>' for curve in drawn)
+    description = "; ".join(_describe(curve, y.form) for curve in drawn)
     more = (f'<div class="ticks y second">{_ticks(second, y.form, "bottom")}</div>', f' data-second="{second}"',
             _grid(x_scale, second, "grid second")) if second else ("", "", "")
     return (
@@ -82,7 +82,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce
         f'data-unit="{escape(y.label)}">'
         f'<svg viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(title)}. {escape(description)}.">{_grid(x_scale, y_scale, "grid first")}{more[2]}'
-        f'{"".join(_path(one, x_scale, y_scale) for one in drawn)}</svg></div>'
+        f'{"".join(_path(curve, x_scale, y_scale) for curve in drawn)}</svg></div>'
         f'<div class="ticks x">{_ticks(x_scale, x.form, "left")}</div>'
         f'<div class="unit x">{escape(x.label)}</div></div>'
         f'<output aria-live="polite"></output>{_numbers(title, x, y, drawn)}</figure>')
@@ -140,8 +140,8 @@ class _Scale:
         return ticks[:: math.ceil(len(ticks) / 8)]
 
 
-def _thinned(one: Series, log: bool, reduce: Reduce) -> Series:
-    x, y = np.asarray(one.x, float), np.asarray(one.y, float)
+def _thinned(curve: Series, log: bool, reduce: Reduce) -> Series:
+    x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
     usable = np.isfinite(y) & (y > 0) if log else np.isfinite(y)
     indices = np.flatnonzero(usable)
     part = slice(indices[0], indices[-1] + 1) if len(indices) else slice(0)
@@ -152,34 +152,36 @@ def _thinned(one: Series, log: bool, reduce: Reduce) -> Series:
         return reduce(values) if len(values) else math.nan
 
     at, values = downsample(x[part], np.where(usable, y, math.nan)[part], _POINTS, reduced)
-    return Series(one.name, at, [None if math.isnan(value) else value for value in values], one.number, one.dots)
+    return Series(curve.name, at, [None if math.isnan(value) else value for value in values], curve.number,
+                  curve.dots)
 
 
-def _path(one: Series, x: _Scale, y: _Scale) -> str:
+def _path(curve: Series, x: _Scale, y: _Scale) -> str:
     steps, pen_is_down = [], False
-    for a, b in zip(one.x, one.y, strict=True):
+    for a, b in zip(curve.x, curve.y, strict=True):
         if b is None:
             pen_is_down = False
             continue
         at = f"{x(a):.1f} {_UNITS - y(b):.2f}"
         # A line of zero length shows only its round caps: a dot.
-        steps.append(f"M{at}h0" if one.dots else f"{'L' if pen_is_down else 'M'}{at}")
+        steps.append(f"M{at}h0" if curve.dots else f"{'L' if pen_is_down else 'M'}{at}")
         pen_is_down = True
-    kind = "dots" if one.dots else f"line d{_dashes(one)}"
+    kind = "dots" if curve.dots else f"line d{_dashes(curve)}"
     # A point without a value is a gap.
-    points = ",".join(f"{a:.10g} " + ("" if b is None else f"{b:.6g}") for a, b in zip(one.x, one.y, strict=True))
-    return (f'<path class="s{one.number % 8} {kind}" data-name="{escape(one.name)}" d="{"".join(steps)}" '
+    points = ",".join(f"{a:.10g} " + ("" if b is None else f"{b:.6g}")
+                      for a, b in zip(curve.x, curve.y, strict=True))
+    return (f'<path class="s{curve.number % 8} {kind}" data-name="{escape(curve.name)}" d="{"".join(steps)}" '
             f'data-points="{points}"/>')
 
 
-def _dashes(one: Series) -> int:
+def _dashes(curve: Series) -> int:
     # Shift the dashes with each cycle of colors, so that 32 series look different.
-    return (one.number + one.number // 8) % 4
+    return (curve.number + curve.number // 8) % 4
 
 
-def _swatch(one: Series) -> str:
-    kind = "dots" if one.dots else f"line d{_dashes(one)}"
-    d = "M12 5h0" if one.dots else "M0 5h24"
+def _swatch(curve: Series) -> str:
+    kind = "dots" if curve.dots else f"line d{_dashes(curve)}"
+    d = "M12 5h0" if curve.dots else "M0 5h24"
     return f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true"><path class="{kind}" d="{d}"/></svg>'
 
 
@@ -194,25 +196,25 @@ def _ticks(scale: _Scale, form: Form, side: str) -> str:
                    for tick in scale.ticks())
 
 
-def _in_words(one: Series, form: Form) -> str:
-    values = [value for value in one.y if value is not None]
-    return (f"{one.name}: {form(values[0])} at first, {form(values[-1])} at the end, "
+def _describe(curve: Series, form: Form) -> str:
+    values = [value for value in curve.y if value is not None]
+    return (f"{curve.name}: {form(values[0])} at first, {form(values[-1])} at the end, "
             f"between {form(min(values))} and {form(max(values))}")
 
 
 def _numbers(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    low, high = min(one.x[0] for one in series), max(one.x[-1] for one in series)
+    low, high = min(curve.x[0] for curve in series), max(curve.x[-1] for curve in series)
     places = [low + (high - low) * i / (_TABLE_ROWS - 1) for i in range(_TABLE_ROWS)] if high > low else [low]
     places = [*x.marks] or places
-    rows = [[x.form(place), *(_near(one, place, (high - low) / (_TABLE_ROWS - 1), y.form) for one in series)]
+    rows = [[x.form(place), *(_near(curve, place, (high - low) / (_TABLE_ROWS - 1), y.form) for curve in series)]
             for place in places]
     return (f"<details><summary>Numbers</summary>"
-            f"{table(f'{title} ({y.label})', [x.label, *(one.name for one in series)], rows)}</details>")
+            f"{table(f'{title} ({y.label})', [x.label, *(curve.name for curve in series)], rows)}</details>")
 
 
-def _near(one: Series, place: float, reach: float, form: Form) -> str:
-    known = [(abs(a - place), b) for a, b in zip(one.x, one.y, strict=True) if b is not None]
-    distance, value = min(known)
+def _near(curve: Series, place: float, reach: float, form: Form) -> str:
+    candidates = [(abs(a - place), b) for a, b in zip(curve.x, curve.y, strict=True) if b is not None]
+    distance, value = min(candidates)
     return form(value) if distance <= reach / 2 else "-"
 
 

@@ -42,7 +42,7 @@ def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
     """
     style = "\n" + (_HERE / "page.css").read_text(encoding="utf-8")
     script = "\n" + (_HERE / "page.js").read_text(encoding="utf-8")
-    # Style attributes position the ticks. Browsers with style-src-elem allow only our style element.
+    # Style attributes position the ticks. Browsers with style-src-elem allow only this style element.
     allowed = (f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; "
                f"style-src-elem {_hash(style)}; base-uri 'none'; form-action 'none'")
     body = "".join(f"<section><h2>{escape(heading)}</h2>{text}</section>\n" for heading, text in sections)
@@ -132,7 +132,7 @@ def _loss_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
                            _loss_series(runs, x, begin=0))) for name, label, x in over]
     half = max(run.tokens[-1] for run in runs) / 2
     late = _loss_series(runs, lambda run: run.tokens, begin=half)
-    if counted and any(len(one.x) for one in late):
+    if counted and any(len(curve.x) for curve in late):
         panels.append(("tokens, second half", chart("Training loss, and validation loss as dots, in the second "
                                                     "half of the longest run", Axis("tokens"), _LOSS, late)))
     return panels
@@ -153,25 +153,25 @@ def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
 
 
 def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    shown = [("tokens/s", "tokens_per_second", Axis("tokens/s", short_number), 1.0),
-             ("tokens/s per device", "tokens_per_second_per_device", Axis("tokens/s per device", short_number),
-              1.0),
-             # Step time is the reciprocal of tokens/s: show it only without token counts.
-             *([] if _is_known(runs, "tokens_per_second") else
-               [("step time", "step_time_s", Axis("ms", lambda value: f"{value:.4g}"), 1e3)]),
-             ("MFU", "mfu", Axis("of the vendor's peak", lambda value: f"{value:.3g} %"), 100.0)]
+    metrics = [("tokens/s", "tokens_per_second", Axis("tokens/s", short_number), 1.0),
+               ("tokens/s per device", "tokens_per_second_per_device", Axis("tokens/s per device", short_number),
+                1.0),
+               # Step time is the reciprocal of tokens/s: show it only without token counts.
+               *([] if _has_values(runs, "tokens_per_second") else
+                 [("step time", "step_time_s", Axis("ms", lambda value: f"{value:.4g}"), 1e3)]),
+               ("MFU", "mfu", Axis("of the vendor's peak", lambda value: f"{value:.3g} %"), 100.0)]
     panels = []
-    for name, metric, axis, scale in shown:
+    for name, metric, axis, scale in metrics:
         series = [Series(run.name, steady(run.column("step")),
                          steady(run.column(metric)) * scale, number)
                   for number, run in enumerate(runs)]
-        if _is_known(runs, metric):
+        if _has_values(runs, metric):
             panels.append((name, chart(f"{name}, without the first and last steps", Axis("step"), axis, series,
                                        np.median)))
     return panels
 
 
-def _is_known(runs: Sequence[Run], metric: str) -> bool:
+def _has_values(runs: Sequence[Run], metric: str) -> bool:
     return any(np.isfinite(run.column(metric)).any() for run in runs)
 
 
@@ -200,7 +200,7 @@ def _differences(runs: Sequence[Run]) -> str:
 def _commands(runs: Sequence[Run]) -> str:
     entries = ""
     for run in runs:
-        words = (run.record.get("launch") or {}).get("typed")
-        command = f"<br><code>{escape(shlex.join(redact_words(words)))}</code>" if words else ""
+        arguments = (run.record.get("launch") or {}).get("typed")
+        command = f"<br><code>{escape(shlex.join(redact_words(arguments)))}</code>" if arguments else ""
         entries += f"<li>{escape(str(run.path))}{command}</li>"
     return f"<ul>{entries}</ul>"

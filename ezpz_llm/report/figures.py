@@ -48,7 +48,7 @@ def write_figure(folder: Path, name: str, panels: Sequence[Panel], width: float)
     Raises:
         UserError: matplotlib is not installed, or a file cannot be written.
     """
-    # Keep matplotlib's font cache in our cache directory.
+    # Keep matplotlib's font cache in ezpz_llm's cache directory.
     os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
     matplotlib = import_package("matplotlib", "a figure", "figures")
     figures = import_package("matplotlib.figure", "a figure", "figures")

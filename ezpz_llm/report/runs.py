@@ -244,8 +244,8 @@ def _fixed(value: float | None) -> str:
 
 
 _IGNORED = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every", "save_every", "keep_last",
-               "eval_every", "sample_every", "sample_tokens", "prompt", "nvme_path", "tokenizer", "precision",
-               "global_batch", "micro_batch", "accumulation", "ds_config", "device"}
+            "eval_every", "sample_every", "sample_tokens", "prompt", "nvme_path", "tokenizer", "precision",
+            "global_batch", "micro_batch", "accumulation", "ds_config", "device"}
 """Options that do not change the curves, or whose outcome is compared instead."""
 _MOST_NAMES = 5
 _DERIVED = ("default", "a tenth of", "follows from")
@@ -271,8 +271,8 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def _is_chosen(run: Run, name: str) -> bool:
     """Return True if the user chose this option; False if the run's version did not have it."""
-    known = name in (run.record.get("config") or {})
-    return known and not (run.record.get("sources") or {}).get(name, "").startswith(_DERIVED)
+    has_option = name in (run.record.get("config") or {})
+    return has_option and not (run.record.get("sources") or {}).get(name, "").startswith(_DERIVED)
 
 
 def verdict(differing: dict[str, list[str]]) -> str:
@@ -316,7 +316,7 @@ def describe_device(run: Run) -> str:
 
 def _options(run: Run) -> dict[str, str]:
     return _as_text({name: value for name, value in (run.record.get("config") or {}).items()
-                  if name not in _IGNORED})
+                     if name not in _IGNORED})
 
 
 def _outcomes(run: Run) -> dict[str, str]:

@@ -33,8 +33,8 @@ _FOLDERS = ("logs", "stacks", "plots", "profile", "checkpoints")
 _FOLDER_MODE = 0o755
 """Mode of a run directory and its other folders, before the umask.
 
-The umask decides whether other users may read logs and metrics. They may never write: we would write through a link
-that replaced a log."""
+The umask decides whether other users may read logs and metrics. They may never write: launch would write through a
+link that replaced a log."""
 
 
 class _Inside:
@@ -71,7 +71,7 @@ class RunDir:
     job_script = _Inside("job.sh")
     """Job script, if the run was submitted."""
     layout = _Inside("layout.json")
-    """Our resolved layout (see engine/)."""
+    """Resolved layout (see engine/)."""
     deepspeed = _Inside("deepspeed.json")
     """The ds_config passed to DeepSpeed; absent with other engines."""
     heartbeat = _Inside("heartbeat")
@@ -182,7 +182,7 @@ def default_run_dir(name: str, parent: Path | None = None, now: float | None = N
 
 
 _MODE = 0o644
-"""Mode of new files, before the umask: other users never write our records."""
+"""Mode of new files, before the umask: other users never write the records."""
 
 
 def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
@@ -388,9 +388,9 @@ def locked(folder: Path, within_s: float) -> Iterator[bool]:
     """
     handle, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + within_s
     try:
-        while not (is_ours := _lock(handle)) and time.monotonic() < deadline:
+        while not (is_locked := _lock(handle)) and time.monotonic() < deadline:
             time.sleep(_LOCK_POLL_S)
-        yield is_ours
+        yield is_locked
     finally:
         os.close(handle)
 

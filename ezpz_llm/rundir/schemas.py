@@ -1,7 +1,7 @@
-"""Types of the members that we read from files of a run directory. The files may have more members.
+"""Types of the members that commands read from files of a run directory. The files may have more members.
 
-All members of run.json and layout.json are optional: a run adds them one after the other, and some of our commands
-write only a few.
+All members of run.json and layout.json are optional: a run adds them one after the other, and some commands write
+only a few.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Traced(TypedDict):
 
 
 class TraceNotes(_Traced, total=False):
-    """Our metadata in a trace; see engine/step_trace.py."""
+    """Metadata of ezpz_llm in a trace; see engine/step_trace.py."""
 
     collectives: list[Call] | None
     links: list[Link] | None

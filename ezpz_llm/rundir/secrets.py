@@ -67,8 +67,8 @@ def redact(value: Any, name: str = "") -> Any:
 def _is_secret_name(name: str, pattern: re.Pattern[str] = _IN_A_NAME) -> bool:
     if name.isupper():
         return bool(_IN_CAPITALS.search(name))
-    words = _BETWEEN_WORDS.sub("_", name).lower()
-    return bool(pattern.search(words)) and not _NO_SECRET.search(words)
+    snake_case = _BETWEEN_WORDS.sub("_", name).lower()
+    return bool(pattern.search(snake_case)) and not _NO_SECRET.search(snake_case)
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
@@ -77,19 +77,19 @@ def redact_words(words: Sequence[str]) -> list[str]:
     Examples: `--hf-token XYZ`, `--api-key=XYZ`, `--env WANDB_API_KEY=XYZ`, `-genv HF_TOKEN XYZ`,
     `https://user:XYZ@host`, `--header "Authorization: Bearer XYZ"`, `sshpass -p XYZ`.
     """
-    shown: list[str] = []
+    redacted: list[str] = []
     options: tuple[str, ...] = ()
     is_secret = False
     for word in words:
         if is_secret and not word.startswith("-"):
-            shown.append(HIDDEN)
+            redacted.append(HIDDEN)
             is_secret = False
             continue
-        shown.append(_redact_word(word))
+        redacted.append(_redact_word(word))
         options = _OPTIONS_OF.get(PurePath(word).name, options)
         is_secret = word in options or (bool(_NAMES_THE_NEXT.search(word))
                                         and _ends_in_secret_word(word.removesuffix(":")))
-    return shown
+    return redacted
 
 
 def _redact_word(word: str) -> str:
@@ -97,13 +97,13 @@ def _redact_word(word: str) -> str:
     if whole and _ends_in_secret_word(whole["name"]):
         return f"{whole['before']}{HIDDEN}"
 
-    seen = 0
+    count = 0
 
     def without_value(assigned: re.Match[str]) -> str:
         """Return the assignment, with its value hidden if its name is secret or if the word has too many."""
-        nonlocal seen
-        seen += 1
-        if seen > _MOST_ASSIGNMENTS:
+        nonlocal count
+        count += 1
+        if count > _MOST_ASSIGNMENTS:
             return HIDDEN
         if not _ends_in_secret_word(assigned["name"]):
             # The value may be an assignment itself: `--env=HF_TOKEN=XYZ`.
@@ -128,9 +128,9 @@ def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
 
     Short values and paths are not secrets.
     """
-    named = {value for name, value in env.items() if _is_secret_name(name)}
+    by_name = {value for name, value in env.items() if _is_secret_name(name)}
     in_urls = {match[2] for value in env.values() for match in _IN_URL.finditer(value)}
-    return tuple(sorted((value for value in named | in_urls
+    return tuple(sorted((value for value in by_name | in_urls
                          if len(value) >= _LEAST_CHARACTERS and not value.startswith("/")), key=len, reverse=True))
 
 

@@ -31,7 +31,7 @@ _END_WITHIN_S = 5.0
 class _Waiting:
     """Pending writes of a path since its first failure, in order."""
 
-    why: str
+    reason: str
     since: float
     jobs: deque[_Job] = field(default_factory=deque)
     lost: int = 0
@@ -113,7 +113,7 @@ class SideFiles:
                 self._retry()
         for path, pending in self._waiting.items():
             count = pending.lost + sum(job.count for job in pending.jobs)
-            self._lost.append(f"{_describe(path, count)} could not be written: {pending.why}")
+            self._lost.append(f"{_describe(path, count)} could not be written: {pending.reason}")
         self._waiting = {}
         lost, self._lost = self._lost, []
         return lost
@@ -150,7 +150,7 @@ class SideFiles:
                 try:
                     pending.jobs[0].write()
                 except (OSError, UserError) as error:
-                    pending.why = _reason(error)
+                    pending.reason = _reason(error)
                     break
                 with self._lock:
                     pending.jobs.popleft()

@@ -25,7 +25,7 @@ from ezpz_llm.submit.queues import choose_queue
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, request_lines
 
 _RESUMES = ("ezpz_llm.train",)
-"""Our commands that can resume from a checkpoint with --resume."""
+"""Commands of this package that can resume from a checkpoint with --resume."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,19 @@ def plan_job(options: Options, env: Mapping[str, str]) -> Job:
 
 
 def _site(options: Options, env: Mapping[str, str]) -> Site:
-    ours, of_launch = options.site, options.launch.site
-    if ours and of_launch and ours != of_launch:
-        raise UserError(f"submit and launch name two sites: {ours} and {of_launch}",
+    submit_site, launch_site = options.site, options.launch.site
+    if submit_site and launch_site and submit_site != launch_site:
+        raise UserError(f"submit and launch name two sites: {submit_site} and {launch_site}",
                         where="submit --site, launch --site", instead="give --site once")
     # qsub sets this variable in a job to the submitting host, which is this one.
-    return find_site(ours or of_launch, {"PBS_O_HOST": socket.gethostname(), **env})
+    return find_site(submit_site or launch_site, {"PBS_O_HOST": socket.gethostname(), **env})
 
 
-def _scheduler(site: Site, wanted: str | None, env: Mapping[str, str]) -> Scheduler:
-    if wanted and site.scheduler and wanted != site.scheduler:
-        raise UserError(f"--scheduler is {wanted}, but site {site.name} has {site.scheduler}",
+def _scheduler(site: Site, option: str | None, env: Mapping[str, str]) -> Scheduler:
+    if option and site.scheduler and option != site.scheduler:
+        raise UserError(f"--scheduler is {option}, but site {site.name} has {site.scheduler}",
                         where="--scheduler, --site", instead="leave one of them out")
-    if name := wanted or site.scheduler:
+    if name := option or site.scheduler:
         return schedulers()[name]
     writers = [scheduler for scheduler in schedulers().values() if scheduler.PROGRAM]
     for scheduler in writers:
@@ -101,10 +101,10 @@ def _scheduler(site: Site, wanted: str | None, env: Mapping[str, str]) -> Schedu
 
 
 def _chosen_run_dir(options: Options, target: Target) -> Path | None:
-    ours, of_launch = options.run_dir, run_dir_of(target, options.launch.run_dir)
-    paths = [user_path(path).absolute() for path in (ours, of_launch) if path]
+    submit_dir, launch_dir = options.run_dir, run_dir_of(target, options.launch.run_dir)
+    paths = [user_path(path).absolute() for path in (submit_dir, launch_dir) if path]
     if len(set(paths)) > 1:
-        raise UserError(f"submit and launch name two run directories: {ours} and {of_launch}",
+        raise UserError(f"submit and launch name two run directories: {submit_dir} and {launch_dir}",
                         where="submit --run-dir, launch --run-dir", instead="give --run-dir once")
     return paths[0] if paths else None
 
@@ -122,27 +122,27 @@ def write_script(job: Job, typed: list[str]) -> str:
     """Return the job's script: the scheduler's template, filled in."""
     request, run_dir = job.request, str(job.run_dir.path)
     needs_run_dir = job.options.launch.run_dir is None and not job.options.launches
-    words = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
-    resume_words = ["--resume", run_dir] if job.target.module in _RESUMES else []
-    requeue_words = dict(job.scheduler.AGAIN) if request.requeue else {}
+    arguments = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
+    resume_options = ["--resume", run_dir] if job.target.module in _RESUMES else []
+    requeue_command = dict(job.scheduler.AGAIN) if request.requeue else {}
     replaced = {run_dir: '"$run_dir"'}
     introduction = (f"# Written by: {shlex.join(redact_words(typed))}".replace("\n", "\n# ")
-                    + "\n# You can edit this script and submit it by hand.")
+                    + "\n# You can edit this script and submit it yourself.")
     return fill_template(job.scheduler.TEMPLATE, introduction, {
         "request": request_lines(job.scheduler.directives(request), _more_directives(job), _values(job),
                                  job.scheduler.subjects, job.site.name),
         "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s,
                                          has_modules=bool(job.site.job.setup)),
         "command": [f"run_dir={shlex.quote(run_dir)}",
-                    *array_lines("command", [*words, *job.options.launch_arguments], replaced),
-                    *array_lines("go_on", resume_words, replaced),
-                    *array_lines("again", list(requeue_words), requeue_words)],
+                    *array_lines("command", [*arguments, *job.options.launch_arguments], replaced),
+                    *array_lines("go_on", resume_options, replaced),
+                    *array_lines("again", list(requeue_command), requeue_command)],
     })
 
 
 def _more_directives(job: Job) -> tuple[str, ...]:
     """Return the directives of the site and then the user's, which replace those with the same subject."""
-    of_user = tuple(f"{job.scheduler.DIRECTIVE} {words}" for words in job.options.directives)
+    of_user = tuple(f"{job.scheduler.DIRECTIVE} {option}" for option in job.options.directives)
     replaced = set().union(*map(job.scheduler.subjects, of_user))
     return (*(line for line in job.site.job.directives if not job.scheduler.subjects(line) & replaced), *of_user)
 
@@ -156,10 +156,10 @@ def _values(job: Job) -> dict[str, str | None]:
 
 
 def _setup(job: Job) -> tuple[str, ...]:
-    given = job.options.site or job.options.launch.site or os.environ.get(SITE_VARIABLE)
-    if given is None and job.site.name == Site().name:
+    user_site = job.options.site or job.options.launch.site or os.environ.get(SITE_VARIABLE)
+    if user_site is None and job.site.name == Site().name:
         return job.site.job.setup
     # The job gets the site that was found here, with an absolute path if it is a file.
-    path = user_path(given) if given else None
+    path = user_path(user_site) if user_site else None
     site = str(path.absolute()) if path and path.is_file() else job.site.name
     return (*job.site.job.setup, f"export {SITE_VARIABLE}={shlex.quote(site)}")

@@ -133,16 +133,16 @@ def parse(words: Sequence[str]) -> Options:
     Raises:
         UserError: an unknown option, an invalid or missing value, or a command that does not begin with launch.
     """
-    values, rest = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
+    values, command = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
     if values.get("help"):
         return Options(help=True)
     for name, option in (("nodes", "--nodes N"), ("time_s", "--time H:MM:SS")):
         if name not in values:
             raise UserError(f"{option} is required", instead=_EXAMPLE)
-    if (os.path.basename((rest or [""])[0]), *rest[1:3]) == _STUDY:
-        return Options(launch_arguments=tuple(rest), launch=LaunchOptions(command=tuple(rest)), launches=True,
+    if (os.path.basename((command or [""])[0]), *command[1:3]) == _STUDY:
+        return Options(launch_arguments=tuple(command), launch=LaunchOptions(command=tuple(command)), launches=True,
                        **values)
-    start, arguments = _split_launch(tuple(rest))
+    start, arguments = _split_launch(tuple(command))
     launch = parse_launch(arguments)
     for is_set, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help"), (launch.version, "--version")):
         if is_set:
@@ -151,14 +151,14 @@ def parse(words: Sequence[str]) -> Options:
     return Options(launch_words=start, launch_arguments=arguments, launch=launch, **values)
 
 
-def _split_launch(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    for first in range(1, min(4, len(words)) + 1):
-        start = (os.path.basename(words[0]), *words[1:first])
+def _split_launch(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    for first in range(1, min(4, len(command)) + 1):
+        start = (os.path.basename(command[0]), *command[1:first])
         is_python = start[0].startswith("python")
         if start in _LAUNCH or (is_python and start[-2:] == _LAUNCH[2]):
-            return words[:first], words[first:]
-    raise UserError("the command does not begin with launch" if words else "the command is missing",
-                    where=" ".join(words[:3]) or None, instead=_EXAMPLE)
+            return command[:first], command[first:]
+    raise UserError("the command does not begin with launch" if command else "the command is missing",
+                    where=" ".join(command[:3]) or None, instead=_EXAMPLE)
 
 
 def help_text() -> str:

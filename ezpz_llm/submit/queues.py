@@ -29,11 +29,11 @@ def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: 
                         instead="--nodes, --time or --chain within the limits, or a --queue that the file does not"
                                 " name")
     if wanted in queues and wanted not in accepting:
-        others = f"--queue {' or '.join(accepting)}, or " if accepting else ""
+        alternatives = f"--queue {' or '.join(accepting)}, or " if accepting else ""
         raise UserError(f"queue {wanted} of {site.name} does not accept {_job(nodes, time_s, jobs)}: it "
                         + _broken_limits(site, wanted, nodes, time_s, jobs),
                         where=f"the limits in the file of site {site.name}",
-                        instead=f"{others}--nodes, --time or --chain within the limits")
+                        instead=f"{alternatives}--nodes, --time or --chain within the limits")
     return wanted
 
 

@@ -46,9 +46,9 @@ def fill_template(name: str, introduction: str, sections: dict[str, list[str]]) 
 
 def request_lines(own: Sequence[str], of_site: Sequence[str], values: dict[str, str | None],
                   subjects: Callable[[str], set[str]], site: str) -> list[str]:
-    """Return our directives, then the site's, with `values` in place of {names}.
+    """Return submit's directives, then the site's, with `values` in place of {names}.
 
-    Leaves out our directives with the same subject as one of the site, and those for {account}, {queue} or
+    Leaves out submit's directives with the same subject as one of the site, and those for {account}, {queue} or
     {reservation} if the site has its own line for it.
 
     Raises:
@@ -56,14 +56,14 @@ def request_lines(own: Sequence[str], of_site: Sequence[str], values: dict[str, 
     """
     site_subjects = set().union(*(subjects(line) for line in of_site))
     site_names = {name for line in of_site for name in re.findall(r"\{(\w+)\}", line)}
-    kept = [line for line in own
-            if not subjects(line) & site_subjects and not _sets_one_of(line, site_names, values)]
-    return kept + [_filled(line, values, site) for line in of_site]
+    own_lines = [line for line in own
+                 if not subjects(line) & site_subjects and not _sets_value(line, site_names, values)]
+    return own_lines + [_filled(line, values, site) for line in of_site]
 
 
-def _sets_one_of(line: str, names: set[str], values: dict[str, str | None]) -> bool:
-    words = re.split(r"[=\s]", line)
-    return any(values.get(name) is not None and words[-1] == values[name]
+def _sets_value(line: str, names: set[str], values: dict[str, str | None]) -> bool:
+    parts = re.split(r"[=\s]", line)
+    return any(values.get(name) is not None and parts[-1] == values[name]
                for name in names & {"account", "queue", "reservation"})
 
 
@@ -116,31 +116,32 @@ def queue_chain(scheduler: Scheduler, script: Path, count: int, env: Mapping[str
         yield after
 
 
-def _queue(scheduler: Scheduler, words: list[str], number: int, env: Mapping[str, str]) -> str:
-    program = words[0]
+def _queue(scheduler: Scheduler, command: list[str], number: int, env: Mapping[str, str]) -> str:
+    program = command[0]
     earlier = f" (job {number} of the chain; the earlier ones are queued)" if number > 1 else ""
     try:
-        with open(words[-1] if scheduler.TAKES_STDIN else os.devnull, "rb") as stdin:
-            done = subprocess.run(words[:-1] if scheduler.TAKES_STDIN else words, env=dict(env), stdin=stdin,
-                                  capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False)
+        with open(command[-1] if scheduler.TAKES_STDIN else os.devnull, "rb") as stdin:
+            result = subprocess.run(command[:-1] if scheduler.TAKES_STDIN else command, env=dict(env), stdin=stdin,
+                                    capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S,
+                                    check=False)
     except OSError as error:
         raise RefusedError(f"cannot run {program}: {error.strerror}", where="PATH", exit_code=1) from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{program} did not answer within {_TIMEOUT_S} s{earlier}", where=words[-1], exit_code=1,
+        raise UserError(f"{program} did not answer within {_TIMEOUT_S} s{earlier}", where=command[-1], exit_code=1,
                         instead="check whether the job is queued before you submit it again") from error
-    print(done.stderr, end="", file=sys.stderr, flush=True)
-    if done.returncode:
-        print(done.stdout, end="", file=sys.stderr, flush=True)
-        option = scheduler.hint(done.stderr + done.stdout)
+    print(result.stderr, end="", file=sys.stderr, flush=True)
+    if result.returncode:
+        print(result.stdout, end="", file=sys.stderr, flush=True)
+        option = scheduler.hint(result.stderr + result.stdout)
         change = f"another {option}, or edit the script and" if option else "edit the script and"
         # The script's path is left out: submit removes the run directory of a job that was never queued.
-        raise RefusedError(f"{program} rejected the job with code {done.returncode}{earlier}",
-                           where=shlex.join(words[:-1]), exit_code=1,
-                           instead=f"{change} `{program}` it by hand: ezpz-llm submit --dry-run prints it")
+        raise RefusedError(f"{program} rejected the job with code {result.returncode}{earlier}",
+                           where=shlex.join(command[:-1]), exit_code=1,
+                           instead=f"{change} `{program}` it yourself: ezpz-llm submit --dry-run prints it")
     # A site's wrapper may print more than the id.
-    ids = [job for line in done.stdout.splitlines() if (job := scheduler.job_id(line.strip()))]
+    ids = [job for line in result.stdout.splitlines() if (job := scheduler.job_id(line.strip()))]
     if len(ids) != 1:
-        raise UserError(f"{program} printed no job id: {done.stdout!r}{earlier}", where=words[-1], exit_code=1,
+        raise UserError(f"{program} printed no job id: {result.stdout!r}{earlier}", where=command[-1], exit_code=1,
                         instead="check whether the job is queued")
     return ids[0]
 
@@ -185,8 +186,8 @@ def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ..
 
 
 def _is_exported(name: str) -> bool:
-    wanted = name in (*FORWARDED, *_ENVIRONMENT_VARIABLES) or name.startswith(FORWARDED_PREFIXES)
-    return wanted and name not in _NOT_EXPORTED
+    is_needed = name in (*FORWARDED, *_ENVIRONMENT_VARIABLES) or name.startswith(FORWARDED_PREFIXES)
+    return is_needed and name not in _NOT_EXPORTED
 
 
 def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
@@ -197,6 +198,7 @@ def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
     if not scheduler_here(env):
         return dict(env)
     # FLUX_URI names the instance in which flux queues the job: the enclosing one, as for sbatch in a Slurm job.
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT", "FLUX_URI")
+    user_variables = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT",
+                      "FLUX_URI")
     return {name: value for name, value in env.items()
-            if name not in _LAUNCH_VARIABLES and (name in kept or not name.startswith(_JOB_PREFIXES))}
+            if name not in _LAUNCH_VARIABLES and (name in user_variables or not name.startswith(_JOB_PREFIXES))}

@@ -40,12 +40,12 @@ def find_state(run_dir: RunDir) -> str:
     code = (record.get("exit") or {}).get("code")
     ended_well, was_killed = code == 0, code is None or code > _SIGNALS
     # The trainer also exits with 0 if the end of the job left steps undone.
-    wanted = (record.get("config") or {}).get("steps", 0)
+    steps = (record.get("config") or {}).get("steps", 0)
     newest = run_dir.checkpoints / "latest"
-    named = re.fullmatch(r"step-(\d+)\s*", system_text(newest, most=_LONGEST_NAME))
-    saved = int(named[1]) if named else 0
+    match = re.fullmatch(r"step-(\d+)\s*", system_text(newest, most=_LONGEST_NAME))
+    saved = int(match[1]) if match else 0
     # A run that was killed after its last checkpoint is complete too.
-    if (ended_well and record.get("steps", 0) >= wanted) or (was_killed and 0 < wanted <= saved):
+    if (ended_well and record.get("steps", 0) >= steps) or (was_killed and 0 < steps <= saved):
         return "complete"
     if newest.exists() or any(run_dir.checkpoints.glob("*step-*/manifest.json")):
         return "resume"

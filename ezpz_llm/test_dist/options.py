@@ -24,22 +24,23 @@ Exit code 0 only if the loss decreased and every rank computed correct sums.
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = CommandParser("test_dist", description=_DESCRIPTION, shown=(
+    command = CommandParser("test_dist", description=_DESCRIPTION, shown=(
         "launch python3 -m ezpz_llm.test_dist  on every rank of the reservation",
         "launch -n 4 python3 -m ezpz_llm.test_dist --ds-config zero2"))
-    made.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
-    made.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
-    made.add_argument("--batch", type=int, metavar="N",
-                      help=f"samples per rank and micro-step (default: the ds_config's, or {DEFAULT_BATCH})")
-    made.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="seed of the weights, the target map and the samples (%(default)s)")
-    made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
-                      help="device, which determines the backend (%(default)s)")
-    made.add_argument("--run-dir", type=Path, metavar="D",
-                      help="run directory (default: launch's, or a new one in runs/)")
-    made.add_argument("--check", action="store_true", help="only validate the options (without torch)")
-    made.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks for --check")
-    return made
+    command.add_argument("--ds-config", default="ddp", metavar="NAME|PATH",
+                         help="the parallel layout (%(default)s)")
+    command.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
+    command.add_argument("--batch", type=int, metavar="N",
+                         help=f"samples per rank and micro-step (default: the ds_config's, or {DEFAULT_BATCH})")
+    command.add_argument("--seed", type=int, default=0, metavar="N",
+                         help="seed of the weights, the target map and the samples (%(default)s)")
+    command.add_argument("--device", default="auto", choices=("auto", *DEVICES),
+                         help="device, which determines the backend (%(default)s)")
+    command.add_argument("--run-dir", type=Path, metavar="D",
+                         help="run directory (default: launch's, or a new one in runs/)")
+    command.add_argument("--check", action="store_true", help="only validate the options (without torch)")
+    command.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks for --check")
+    return command
 
 
 def check(options: argparse.Namespace, world_size: int) -> Resolved:

@@ -77,27 +77,27 @@ def measure_reductions(dist: Dist) -> list[Reduction]:
 
 
 def _test_kind(dist: Dist, kind: str, groups: list[tuple[int, ...]]) -> list[Reduction]:
-    own, subgroups = None, []
+    own_group, subgroups = None, []
     for ranks in groups:
         group = None if len(ranks) == dist.world_size else torch_dist.new_group(list(ranks))
         if dist.rank in ranks:
-            own = ranks, group
+            own_group = ranks, group
             subgroups += [group] if group is not None else []
     sizes = (*_BYTES, _LARGEST.get(dist.device.type, _ACCELERATOR_LARGEST))
-    results = [_test_size(dist, kind, len(groups), own, size) for size in sizes]
+    results = [_test_size(dist, kind, len(groups), own_group, size) for size in sizes]
     for group in subgroups:
         torch_dist.destroy_process_group(group)
     return results
 
 
-def _test_size(dist: Dist, kind: str, groups: int, own: tuple[tuple[int, ...], Any] | None,
+def _test_size(dist: Dist, kind: str, groups: int, own_group: tuple[tuple[int, ...], Any] | None,
                size: int) -> Reduction:
     """Test one size in all groups of a kind at the same time. Collective.
 
     Args:
-        own: this rank's group, None if it is in none.
+        own_group: ranks and process group of this rank; None if this rank is in no group.
     """
-    outcome = (own[0], *_reduce(dist, *own, size // 4)) if own else None
+    outcome = (own_group[0], *_reduce(dist, *own_group, size // 4)) if own_group else None
     outcomes = all_gather(dist, outcome)
     slowest_rank: dict[tuple[int, ...], float] = {}
     for ranks, _, seconds in filter(None, outcomes):
@@ -116,11 +116,11 @@ def _reduce(dist: Dist, ranks: tuple[int, ...], group: Any, count: int) -> tuple
     # that the two ranks of a pair never add the same value and a doubled own value is detected as wrong.
     pattern = (torch.arange(count, device=dist.device) % 251).float()
     contributions = [index % 509 for index in range(len(ranks))]
-    added = contributions[ranks.index(dist.rank)]
+    contribution = contributions[ranks.index(dist.rank)]
     expected = pattern * len(ranks) + sum(contributions)
     is_correct, times = True, []
     for _ in range(_WARM_UP + _REPEATS):
-        values = pattern + added
+        values = pattern + contribution
         synchronize(dist.device)
         start = time.perf_counter()
         torch_dist.all_reduce(values, group=group)

@@ -60,9 +60,9 @@ def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
                 import_seconds: dict[str, float]) -> str:
     """Return the description of the run that is printed at the start."""
     batch, versions, hosts = resolved.batch, environment["versions"], environment["hosts"]
-    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     rows = [
-        ("ranks", f"{dist.world_size} on {len(hosts)} node{'s' * (len(hosts) > 1)} ({shown}), "
+        ("ranks", f"{dist.world_size} on {len(hosts)} node{'s' * (len(hosts) > 1)} ({names}), "
                   f"from {dist.info.source}"),
         ("device", f"{dist.device.type}: {environment['device']['name']}, "
                    f"{environment['threads']} threads per rank"),
@@ -123,24 +123,24 @@ def closing(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float,
     Args:
         held_out: the loss on the same samples before and after training.
     """
-    width, colour = terminal_width(), wants_colour()
-    shown = []
+    width, color = terminal_width(), wants_colour()
+    parts = []
     # The first and last iterations have additional costs and would dominate the scale.
     x = [line["step"] for line in lines[1:-1]]
     for metric in _METRICS:
         y = metric.values(lines[1:-1])
         plain = series_plot(x, y, metric.name, "iter", metric.unit, width)
         write_atomic(run_dir.plots / f"{metric.name}.txt", plain)
-        shown.append(series_plot(x, y, metric.name, "iter", metric.unit, width, colour=True) if colour else plain)
+        parts.append(series_plot(x, y, metric.name, "iter", metric.unit, width, colour=True) if color else plain)
     rows = [(name, *(f"{points[point]:.2f}" for point in ("median", "low", "high")))
             for name, points in spreads(lines).items()]
-    shown.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=colour))
-    shown += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
+    parts.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=color))
+    parts += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
               f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}",
               *(f"error: {reason}" for reason in reasons),
               "unhealthy" if reasons else
               "healthy: the loss decreased, and every rank's sums and weights are correct"]
-    return "\n".join(filter(None, shown))
+    return "\n".join(filter(None, parts))
 
 
 WIDTHS = (128, 1024, 512, 256, 128, 128)
@@ -231,7 +231,7 @@ def _micro_batches(samples: Samples, batch: Batch, timeline: StepTimeline) -> It
         yield inputs
 
 
-def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global_batch: int,
+def _flush(losses: list[torch.Tensor], timeline: StepTimeline, completed_steps: int, global_batch: int,
            dist: Dist) -> list[dict[str, Any]]:
     """Average the losses since the last flush over ranks; rank 0 writes and prints them. Collective."""
     means = reduce(dist, torch.stack(losses).double())
@@ -239,7 +239,7 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global
               "samples_per_second": global_batch / times.step_time_s, "step_time_s": times.step_time_s,
               **{f"{phase}_s": seconds for phase, seconds in times.phases.items()}}
              for step, (mean, times) in enumerate(zip((means / dist.world_size).tolist(), timeline.drain(),
-                                                      strict=True), done + 1)]
+                                                      strict=True), completed_steps + 1)]
     if dist.is_main:
         for line in lines:
             append_line(dist.run_dir.metrics, line)

@@ -344,7 +344,7 @@ def test_findings_and_report_of_ten_thousand_ranks_take_seconds() -> None:
 def test_the_report_has_bad_findings_first_with_remedies() -> None:
     findings = changed(both(setting("shm|free", 0), setting("stages|ready|torch", "2.11.0")), N3)
     text = as_text(Report(Gathered(**healthy()), findings, 12.34))
-    assert text.index("bad   versions: torch differs") < text.index("warn  room: n3")
+    assert text.index("bad   versions: torch differs") < text.index("warn  space: n3")
     assert text.count("      do: ") == 2
     assert text.splitlines()[-1] == ("preflight: unfit: 1 problem, 1 warning (8 of 8 ranks on 4 nodes in "
                                      "12.3 s)")

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Written by: ezpz-llm submit --site perlmutter --nodes 4 --time 1:00:00 --account proj --queue regular --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
-# You can edit this script and submit it by hand.
+# You can edit this script and submit it yourself.
 
 # ---- request
 #SBATCH --job-name=train

@@ -157,7 +157,7 @@ def test_its_words_for_failures(tmp_path: Path, env: dict[str, str]) -> None:
     said = "echo 'mine: job m7 was withdrawn' >&2; exit 3"
     (tmp_path / "bin/mine").write_text(_PROGRAM.replace("exit $code", said))
     done = _run(tmp_path, job, "launch", "--run-dir", "r", "true")
-    assert "launch: the job was cancelled: mine: job m7 was withdrawn" in done.stderr
+    assert "launch: the job was canceled: mine: job m7 was withdrawn" in done.stderr
 
 
 def test_launch_as_one_of_its_ranks(tmp_path: Path, env: dict[str, str]) -> None:

@@ -25,11 +25,12 @@ def changed(name: str) -> int:
     return sum(max(a_end - a, b_end - b) for kind, a, a_end, b, b_end in blocks if kind != "equal")
 
 
-def said_by(folder: Path, *words: object, timeout: float = 120) -> str:
-    done = subprocess.run([sys.executable, "-m", *map(str, words)], cwd=folder, env=clean_env(OMP_NUM_THREADS="1"),
-                          capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def output_of(folder: Path, *arguments: object, timeout: float = 120) -> str:
+    result = subprocess.run([sys.executable, "-m", *map(str, arguments)], cwd=folder,
+                            env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=timeout,
+                            check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_examples_change_at_most_six_lines():
@@ -44,8 +45,8 @@ def test_examples_change_at_most_six_lines():
 def test_example_under_launch(tmp_path: Path, name: str):
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed (the extra `test` has it)")
     need_mpiexec()
-    said_by(tmp_path, "ezpz_llm.launch", "-n", 2, "--run-dir", "run", sys.executable, ROOT / f"examples/{name}.py",
-            timeout=580)
+    output_of(tmp_path, "ezpz_llm.launch", "-n", 2, "--run-dir", "run", sys.executable,
+              ROOT / f"examples/{name}.py", timeout=580)
     run_dir = tmp_path / "run"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == ([1] if name == "mpi4py_sum" else [1, 2, 3])
@@ -54,6 +55,6 @@ def test_example_under_launch(tmp_path: Path, name: str):
     else:
         assert all(line["tokens_per_second"] > 0 and line["loss"] > 0 for line in lines)
     assert json.loads((run_dir / "run.json").read_text())["environment"]["world_size"] == 2
-    assert "all ranks succeeded" in said_by(tmp_path, "ezpz_llm.why", run_dir)
-    assert f"step {len(lines)} of {len(lines)}" in said_by(tmp_path, "ezpz_llm.report", run_dir)
-    assert "2 ranks" in said_by(tmp_path, "ezpz_llm.explain", run_dir)
+    assert "all ranks succeeded" in output_of(tmp_path, "ezpz_llm.why", run_dir)
+    assert f"step {len(lines)} of {len(lines)}" in output_of(tmp_path, "ezpz_llm.report", run_dir)
+    assert "2 ranks" in output_of(tmp_path, "ezpz_llm.explain", run_dir)

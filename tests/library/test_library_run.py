@@ -30,11 +30,11 @@ def run_dir_of(folder: Path) -> Path:
     return run_dir
 
 
-def command(folder: Path, *words: object) -> str:
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, env=clean_env(OMP_NUM_THREADS="1"),
-                          capture_output=True, text=True, timeout=scaled(300), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def command(folder: Path, *arguments: object) -> str:
+    result = subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, env=clean_env(OMP_NUM_THREADS="1"),
+                            capture_output=True, text=True, timeout=scaled(300), check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def lines_of(run_dir: Path) -> list[dict]:

@@ -35,15 +35,15 @@ def test_each_rank_has_its_shard_in_the_same_parameter_objects() -> None:
         before = dict(sharded.named_parameters())
         divide(sharded, PLAN, None, Share(rank, 2))
         after = dict(sharded.named_parameters())
-        assert {name: id(one) for name, one in after.items()} == {name: id(one) for name, one in before.items()}
+        assert {name: id(after[name]) for name in after} == {name: id(before[name]) for name in before}
         for name, parameter in after.items():
             at = placement_of(name, parameter)
             (box,) = at.boxes
             assert at.shape == plain[name].shape
             assert torch.equal(parameter, plain[name][tuple(slice(*side) for side in box)])
-            divided = name.split(".")[-2] == "up" or name.endswith("down.weight")
-            assert (parameter.numel() * 2 == plain[name].numel()) == divided
-            assert at.primary == (divided or rank == 0)
+            is_sharded = name.split(".")[-2] == "up" or name.endswith("down.weight")
+            assert (parameter.numel() * 2 == plain[name].numel()) == is_sharded
+            assert at.primary == (is_sharded or rank == 0)
 
 
 @pytest.mark.parametrize(("plan", "message"), [

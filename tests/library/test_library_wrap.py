@@ -28,14 +28,14 @@ def results(tmp_path: Path, runs: list[str], ranks: int = 2) -> dict[str, dict]:
 
 
 def check(tmp_path: Path, runs: list[str], ranks: int = 2) -> None:
-    for name, found in results(tmp_path, runs, ranks).items():
-        assert found["weights"] <= BOUND, name
-        assert found["norms"] <= BOUND, name
-        assert found["losses"] <= BOUND, name
-        assert found["statistics"] <= BOUND, name
-        assert found["moved"] > 1e3 * BOUND, name
+    for name, result in results(tmp_path, runs, ranks).items():
+        assert result["weights"] <= BOUND, name
+        assert result["norms"] <= BOUND, name
+        assert result["losses"] <= BOUND, name
+        assert result["statistics"] <= BOUND, name
+        assert result["moved"] > 1e3 * BOUND, name
         # Each part of a run adds 1 to a buffer that the checkpoint restores.
-        assert found["seen"] == ([float(name.count(":"))] * 3 if "mlp" in name else None)
+        assert result["seen"] == ([float(name.count(":"))] * 3 if "mlp" in name else None)
 
 
 def test_resume_under_another_layout(tmp_path: Path):
@@ -52,14 +52,14 @@ def test_hpz_equals_one_process(tmp_path: Path):
     check(tmp_path, ["mlp:hpz", "conv:hpz", "norm:hpz"], ranks=4)
 
 
-def check_bf16(found: dict[str, dict]) -> None:
+def check_bf16(by_name: dict[str, dict]) -> None:
     """Check that all layouts agree in bf16, with fp32 running statistics, and are close to one process in fp32."""
-    first = next(iter(found.values()))
-    for name, one in found.items():
-        assert one["losses"] < 0.03, name  # measured 0.013, of 1.7
-        assert one["statistics"] < 0.04, name  # 0.018
-        assert [row[0] for row in one["running"]] == ["torch.float32"] * 4, name
-        for (_, *row), (_, *expected) in zip(one["running"], first["running"], strict=True):
+    first = next(iter(by_name.values()))
+    for name, result in by_name.items():
+        assert result["losses"] < 0.03, name  # measured 0.013, of 1.7
+        assert result["statistics"] < 0.04, name  # 0.018
+        assert [row[0] for row in result["running"]] == ["torch.float32"] * 4, name
+        for (_, *row), (_, *expected) in zip(result["running"], first["running"], strict=True):
             assert row == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
@@ -87,7 +87,7 @@ MISTAKES = {
     "setup(run_dir='other', device='cpu'); phase('dada').__enter__()": "unknown phase",
     "assert load_checkpoint(wrap(model, adamw(model.parameters()))) is None; record(0, loss=1.0)": "step 0",
 }
-_NOTED = """
+_WITH_NOTES = """
 import torch, ezpz_llm
 ezpz_llm.setup(run_dir="run", device="cpu")
 model = torch.nn.Linear(2, 2)
@@ -98,14 +98,14 @@ ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), "mine.json")
 def test_notes_of_layout_are_printed(tmp_path: Path):
     (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1, "round_robin_gradients": true}, '
                                         '"bf16": {"enabled": true}}')
-    done = subprocess.run([sys.executable, "-c", _NOTED], cwd=tmp_path, env=clean_env(), text=True,
-                          capture_output=True, timeout=scaled(120), check=False)
-    assert done.returncode == 0, done.stderr
-    assert "note: uncertified: round_robin_gradients of mine.json; no certificate covers" in done.stderr
-    assert "note: gradients are accumulated and reduced in bf16" in done.stderr
+    result = subprocess.run([sys.executable, "-c", _WITH_NOTES], cwd=tmp_path, env=clean_env(), text=True,
+                            capture_output=True, timeout=scaled(120), check=False)
+    assert result.returncode == 0, result.stderr
+    assert "note: uncertified: round_robin_gradients of mine.json; no certificate covers" in result.stderr
+    assert "note: gradients are accumulated and reduced in bf16" in result.stderr
 
 
-_TRY = """
+_RUN_MISTAKES = """
 import sys, torch
 from ezpz_llm import *
 setup(run_dir="run", device="cpu")
@@ -120,10 +120,10 @@ for code in sys.argv[1:]:
 
 
 def test_mistakes(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", _TRY, *MISTAKES], cwd=tmp_path, env=clean_env(), text=True,
-                          capture_output=True, timeout=scaled(120), check=False)
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(MISTAKES), done.stderr
+    result = subprocess.run([sys.executable, "-c", _RUN_MISTAKES, *MISTAKES], cwd=tmp_path, env=clean_env(),
+                            text=True, capture_output=True, timeout=scaled(120), check=False)
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(MISTAKES), result.stderr
     for line, (code, expected) in zip(lines, MISTAKES.items(), strict=True):
         assert expected in line, code
         assert not line.endswith("None"), code

@@ -65,7 +65,7 @@ def test_text_report_fits_the_terminal(tmp_path):
     runs = load_runs([make_run(tmp_path / "a", range(1, 41), exit={
         "code": 1, "cause": "rank 3 on a-node-with-a-long-name raised an error of many words " * 3,
         "ended": 2000.0}),
-        make_run(tmp_path / "b", lr=0.002)])
+                      make_run(tmp_path / "b", lr=0.002)])
     assert max(map(len, report_text(runs, 80, colour=False).splitlines())) <= 80
 
 
@@ -107,13 +107,13 @@ def test_several_differing_settings_are_flagged_without_derived_ones(tmp_path):
     first, = load_runs([make_run(tmp_path / "a")])
     same, other = load_runs([make_run(tmp_path / "b"), make_run(tmp_path / "c", lr=0.002)])
     assert verdict(differences([first, same])) == "The runs have the same settings."
-    one = differences([first, other])
-    assert one == {"lr": ["0.004", "0.002"]}, "min_lr is derived from lr"
-    assert verdict(one) == "The runs differ in one setting: lr."
+    one_setting = differences([first, other])
+    assert one_setting == {"lr": ["0.004", "0.002"]}, "min_lr is derived from lr"
+    assert verdict(one_setting) == "The runs differ in one setting: lr."
     third, = load_runs([make_run(tmp_path / "d", lr=0.002, precision="bf16")])
-    two = differences([first, third])
-    assert set(two) == {"lr", "precision"}
-    assert verdict(two).startswith("warning: the runs differ in 2 settings (lr, precision)")
+    two_settings = differences([first, third])
+    assert set(two_settings) == {"lr", "precision"}
+    assert verdict(two_settings).startswith("warning: the runs differ in 2 settings (lr, precision)")
     assert "warning: the runs differ in 2 settings" in report_text([first, third], 80, colour=False)
     assert 'class="warning"' in report_page([first, third])
 
@@ -134,10 +134,10 @@ def test_memory_of_many_steps(tmp_path):
     tracemalloc.start()
     run, = load_runs([folder])
     report_text([run], 80, colour=False)
-    _, most = tracemalloc.get_traced_memory()
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(run.rows) == count
-    assert most < 200 * count + 20e6
+    assert peak_bytes < 200 * count + 20e6
 
 
 def test_invalid_run_directories(tmp_path):
@@ -233,8 +233,8 @@ CONTRAST = """(() => {
     return (Math.max(own, paper) + .05) / (Math.min(own, paper) + .05) };
   const words = [...document.querySelectorAll("body, .faint, figcaption, .unit, caption, summary, td, label")];
   const lines = [...document.querySelectorAll("path.line, path.dots")];
-  return [Math.min(...words.map(one => against(getComputedStyle(one).color))),
-          Math.min(...lines.map(one => against(getComputedStyle(one).stroke)))];
+  return [Math.min(...words.map(element => against(getComputedStyle(element).color))),
+          Math.min(...lines.map(element => against(getComputedStyle(element).stroke)))];
 })()"""
 
 
@@ -252,21 +252,21 @@ def test_page_in_browser(browser, tmp_path):
         assert words >= 4.5, "WCAG 2.2 AA: text"
         assert lines >= 3, "WCAG 2.2 AA: graphics"
         smallest = browser.evaluate("Math.min(...[...document.querySelectorAll('.ticks span, td, label')]"
-                                    ".map(one => parseFloat(getComputedStyle(one).fontSize)))")
+                                    ".map(element => parseFloat(getComputedStyle(element).fontSize)))")
         assert smallest >= 12, "text keeps its size on a narrow screen"
         overlaps = browser.evaluate("""[...document.querySelectorAll(".ticks.x")].filter(axis => {
-            const boxes = [...axis.children].map(one => one.getBoundingClientRect()).filter(box => box.width);
+            const boxes = [...axis.children].map(tick => tick.getBoundingClientRect()).filter(box => box.width);
             return boxes.some((box, i) => i && box.left < boxes[i - 1].right); }).length""")
         assert overlaps == 0, "tick labels do not overlap"
 
-    visible = "[...document.querySelectorAll('#loss0 ~ .panel')].map(one => one.offsetHeight > 0)"
+    visible = "[...document.querySelectorAll('#loss0 ~ .panel')].map(element => element.offsetHeight > 0)"
     assert browser.evaluate(visible) == [True, False, False, False]
     browser.evaluate("document.querySelector('#loss0').focus()")
     browser.press("ArrowRight")
     assert browser.evaluate(visible) == [False, True, False, False], "the keyboard switches views"
-    browser.evaluate("[...document.querySelectorAll('.plot')].find(one => one.offsetHeight).focus()")
+    browser.evaluate("[...document.querySelectorAll('.plot')].find(element => element.offsetHeight).focus()")
     browser.press("Home")
-    text = browser.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
+    text = browser.evaluate("[...document.querySelectorAll('output')].map(element => element.textContent).join('')")
     assert text.startswith("step 1: run-1 5.08, run-2 5.18"), "the cursor reads the recorded values"
 
     requests = {message["params"]["request"]["url"].split(":")[0] for message in browser.messages

@@ -32,7 +32,7 @@ def write_page(path: Path, *series: Series, log: bool = False) -> Path:
 def flip(browser: Browser, text: str) -> None:
     """Click the switch with that label in the first chart."""
     browser.evaluate(f"[...document.querySelectorAll('.switches label')]"
-                     f".find(one => one.textContent.includes('{text}')).querySelector('input').click()")
+                     f".find(element => element.textContent.includes('{text}')).querySelector('input').click()")
 
 
 def heights(browser: Browser, selector: str) -> list[float]:
@@ -43,8 +43,8 @@ def heights(browser: Browser, selector: str) -> list[float]:
 
 def ticks(browser: Browser) -> list[float]:
     """Return the visible tick labels of the y axis."""
-    shown = "[...document.querySelectorAll('.ticks.y span')].filter(one => one.offsetHeight)"
-    return [float(text) for text in browser.evaluate(f"{shown}.map(one => one.textContent)")]
+    visible = "[...document.querySelectorAll('.ticks.y span')].filter(element => element.offsetHeight)"
+    return [float(text) for text in browser.evaluate(f"{visible}.map(element => element.textContent)")]
 
 
 @pytest.mark.timeout(180)
@@ -120,8 +120,8 @@ def test_page_does_not_overflow(browser, tmp_path, width, dark):
     for text in ("moving average", "logarithmic"):
         flip(browser, text)
         assert browser.evaluate(fits)
-    shown = "[...document.querySelectorAll('.switches')].filter(one => one.offsetHeight).length"
-    assert browser.evaluate(shown) == 3, "one for each visible chart"
+    visible_switches = "[...document.querySelectorAll('.switches')].filter(element => element.offsetHeight).length"
+    assert browser.evaluate(visible_switches) == 3, "one for each visible chart"
     complaints = [message for message in browser.messages if message["method"] in (
         "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
     assert complaints == []
@@ -138,10 +138,11 @@ def test_printed_page_has_charts_without_switches(browser, tmp_path):
     browser.call("Emulation.setEmulatedMedia", media="print",
                  features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    seen = "[...document.querySelectorAll('%s')].filter(one => one.getBoundingClientRect().height).length"
-    assert browser.evaluate(seen % ".switches, .views > label, output") == 0
-    assert browser.evaluate(seen % ".plot") == 3
-    assert browser.evaluate(seen % ".raw") == 2
+    visible_count = ("[...document.querySelectorAll('%s')]"
+                     ".filter(element => element.getBoundingClientRect().height).length")
+    assert browser.evaluate(visible_count % ".switches, .views > label, output") == 0
+    assert browser.evaluate(visible_count % ".plot") == 3
+    assert browser.evaluate(visible_count % ".raw") == 2
     assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut off"
     bar = "getComputedStyle(document.querySelector('.bars i')).printColorAdjust"
     assert browser.evaluate(bar) == "exact", "browsers omit backgrounds otherwise"

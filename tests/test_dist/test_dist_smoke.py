@@ -44,8 +44,8 @@ raise SystemExit(run_command(main))
 """
 
 
-def run(*words: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=folder, env={**ENV, **env}, capture_output=True, text=True,
+def run(*command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env={**ENV, **env}, capture_output=True, text=True,
                           timeout=scaled(120), check=False)
 
 
@@ -65,9 +65,9 @@ def iterations(text: str) -> list[dict[str, float]]:
 def launched(tmp_path_factory) -> RunDir:
     """Run 35 iterations of two ranks under DDP."""
     folder = tmp_path_factory.mktemp("launched")
-    done = launch(folder, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--steps", "35",
-                  timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = launch(folder, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--steps", "35",
+                    timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    assert result.returncode == 0, result.stdout + result.stderr
     return RunDir(folder / "out")
 
 
@@ -127,23 +127,23 @@ def test_files_of_two_ranks(launched):
 
 @pytest.mark.full
 def test_deepspeed_under_torchrun_gives_the_same_losses(launched, tmp_path):
-    done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND,
-               "--steps", "12", "--ds-config", "zero3", "--run-dir", "out", folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND,
+                 "--steps", "12", "--ds-config", "zero3", "--run-dir", "out", folder=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
     record = read_record(RunDir(tmp_path / "out"))
     assert record["environment"]["rank_source"] == "torchrun (RANK)"
     assert record["import_seconds"].keys() == {"torch", "deepspeed"}
     assert json.loads((tmp_path / "out/layout.json").read_text())["layout"]["name"] == "zero3"
     ddp = [line["loss"] for line in read_lines(launched.metrics)][:12]
-    assert [line["loss"] for line in iterations(done.stdout)] == pytest.approx(ddp, abs=2e-5)
+    assert [line["loss"] for line in iterations(result.stdout)] == pytest.approx(ddp, abs=2e-5)
 
 
 @pytest.mark.full
 def test_zero1_under_launch_gives_the_same_losses(launched, tmp_path):
-    done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--ds-config", "zero1",
-                  "--steps", "12", timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "layout    zero1, fp32" in done.stdout
+    result = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--ds-config", "zero1",
+                    "--steps", "12", timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "layout    zero1, fp32" in result.stdout
     ddp = [line["loss"] for line in read_lines(launched.metrics)][:12]
     written = list(read_lines(tmp_path / "out/metrics.jsonl"))
     assert [line["loss"] for line in written] == pytest.approx(ddp, abs=2e-5)
@@ -151,32 +151,32 @@ def test_zero1_under_launch_gives_the_same_losses(launched, tmp_path):
 
 @pytest.mark.full
 def test_one_process_skips_all_reduces(launched, tmp_path):
-    done = run(sys.executable, *COMMAND, "--steps", "30", "--batch", "16", "--seed", "7", "--run-dir", "out",
-               folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all-reduce: one rank, nothing to test" in done.stdout
-    assert f"[cpu][rank=0/0][0][{socket.gethostname()}]" in done.stdout
+    result = run(sys.executable, *COMMAND, "--steps", "30", "--batch", "16", "--seed", "7", "--run-dir", "out",
+                 folder=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all-reduce: one rank, nothing to test" in result.stdout
+    assert f"[cpu][rank=0/0][0][{socket.gethostname()}]" in result.stdout
     assert read_record(RunDir(tmp_path / "out"))["test_dist"]["reductions"] == []
-    lines = iterations(done.stdout)
+    lines = iterations(result.stdout)
     assert [line["sps"] * line["dt"] / 1e3 for line in lines] == pytest.approx([16] * 30, rel=0.05)
     first_of_seed_0 = next(iter(read_lines(launched.metrics)))["loss"]
     assert abs(lines[0]["loss"] - first_of_seed_0) > 1e-4
 
     written = (tmp_path / "out/metrics.jsonl").read_bytes()
-    for words in ([], ["--check"]):
-        done = run(sys.executable, *COMMAND, "--run-dir", "out", *words, folder=tmp_path)
-        assert done.returncode == 2
-        assert "error: the run directory contains another run's metrics" in done.stderr
-        assert "Traceback" not in done.stderr
+    for options in ([], ["--check"]):
+        result = run(sys.executable, *COMMAND, "--run-dir", "out", *options, folder=tmp_path)
+        assert result.returncode == 2
+        assert "error: the run directory contains another run's metrics" in result.stderr
+        assert "Traceback" not in result.stderr
     assert (tmp_path / "out/metrics.jsonl").read_bytes() == written
 
 
 def test_a_run_directory_with_metrics_is_rejected_before_ranks_start(launched):
     written = launched.metrics.read_bytes()
-    done = run(sys.executable, *COMMAND, "--run-dir", str(launched.path), "--check", folder=launched.path.parent)
-    assert done.returncode == 2
-    assert "error: the run directory contains another run's metrics" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = run(sys.executable, *COMMAND, "--run-dir", str(launched.path), "--check", folder=launched.path.parent)
+    assert result.returncode == 2
+    assert "error: the run directory contains another run's metrics" in result.stderr
+    assert "Traceback" not in result.stderr
     assert launched.metrics.read_bytes() == written
 
 
@@ -189,12 +189,12 @@ def _has_uts() -> bool:
 @pytest.mark.skipif(not _has_uts(), reason="no permission to set the hostname of a process")
 def test_ranks_of_two_hostnames_are_paired_across_nodes(tmp_path):
     """The second of two ranks on one node has no partner on a node with one rank."""
-    words = [sys.executable, *COMMAND, "--steps", "10", "--run-dir", "out"]
-    done = run(shutil.which("mpiexec", path=ENV["PATH"]), "-n", "2", *words, ":",
-               "-n", "1", "unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", *words,
-               folder=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[rank=2/2][2][elsewhere]" in done.stdout
+    command = [sys.executable, *COMMAND, "--steps", "10", "--run-dir", "out"]
+    result = run(shutil.which("mpiexec", path=ENV["PATH"]), "-n", "2", *command, ":",
+                 "-n", "1", "unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", *command,
+                 folder=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="lo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[rank=2/2][2][elsewhere]" in result.stdout
     record = read_record(RunDir(tmp_path / "out"))
     by_kind = {reduction["kind"]: reduction for reduction in record["test_dist"]["reductions"]}
     assert set(by_kind) == {"all ranks", "same node", "across nodes"}
@@ -208,9 +208,9 @@ def test_ranks_of_two_hostnames_are_paired_across_nodes(tmp_path):
 @pytest.mark.full
 def test_wrong_sums_or_weights_fail_the_run(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY_RANK)
-    done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, "faulty.py", "--steps", "10",
-                  timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    assert done.returncode == 1
+    result = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, "faulty.py", "--steps", "10",
+                    timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    assert result.returncode == 1
     log = RunDir(tmp_path / "out").rank_log(0).read_text()
     assert "error: rank 1 got wrong sums in all-reduces (all ranks, same node)" in log
     assert log.count("WRONG on ranks 1") == 6  # three sizes of two kinds
@@ -223,10 +223,10 @@ def test_wrong_sums_or_weights_fail_the_run(tmp_path):
 def test_a_loss_that_does_not_decrease_fails_the_run(tmp_path):
     (tmp_path / "zero_lr.json").write_text(json.dumps({
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "ddp"}}))
-    done = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "zero_lr.json", "--run-dir", "out",
-               folder=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "error: the loss did not decrease: 1.01" in done.stdout
+    result = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "zero_lr.json", "--run-dir", "out",
+                 folder=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "error: the loss did not decrease: 1.01" in result.stdout
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -239,22 +239,22 @@ def test_a_loss_that_does_not_decrease_fails_the_run(tmp_path):
     (["--step", "30"], "did you mean --steps"),
 ])
 def test_invalid_options_are_rejected_before_ranks_start(options, message, tmp_path):
-    done = launch(tmp_path, "-n", "2", sys.executable, *COMMAND, *options, timeout=120)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    result = launch(tmp_path, "-n", "2", sys.executable, *COMMAND, *options, timeout=120)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_batch_of_a_ds_config_overrides_the_default(tmp_path):
     """The default of 64 becomes 50, which divides 100 samples on two ranks; --batch must divide them."""
     (tmp_path / "hundred.json").write_text(json.dumps({"train_batch_size": 100, "zero_optimization": {"stage": 1}}))
-    words = ["--ds-config", str(tmp_path / "hundred.json")]
-    batch = check(parser().parse_args(words), 2).batch
+    arguments = ["--ds-config", str(tmp_path / "hundred.json")]
+    batch = check(parser().parse_args(arguments), 2).batch
     assert (batch.global_batch, batch.micro_batch, batch.accumulation) == (100, 50, 1)
-    assert check(parser().parse_args([*words, "--batch", "25"]), 2).batch.accumulation == 2
+    assert check(parser().parse_args([*arguments, "--batch", "25"]), 2).batch.accumulation == 2
     with pytest.raises(UserError, match="a global batch of 100 sequences is not a multiple of micro batch 64 x 2"):
-        check(parser().parse_args([*words, "--batch", "64"]), 2)
+        check(parser().parse_args([*arguments, "--batch", "64"]), 2)
     assert check(parser().parse_args([]), 2).batch.micro_batch == 64
 
 
@@ -268,10 +268,10 @@ try:
 finally:
     print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                              timeout=scaled(120), env=ENV, check=False)
-        assert done.returncode == 0
-        assert done.stderr.split() == ["False", "False"]
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                                timeout=scaled(120), env=ENV, check=False)
+        assert result.returncode == 0
+        assert result.stderr.split() == ["False", "False"]
 
 
 @pytest.mark.parametrize("ranks_a_node", [1, 7, 8, 56])
@@ -279,8 +279,8 @@ def test_a_doubled_own_value_is_a_wrong_sum(ranks_a_node, monkeypatch):
     """The test includes pairs at several distances, and both ranks of a pair."""
     world = 2 * ranks_a_node
 
-    def gather(into: list, own: object) -> None:
-        into[:] = [f"n{rank // ranks_a_node}" for rank in range(world)] if isinstance(own, str) else [own]
+    def gather(into: list, value: object) -> None:
+        into[:] = [f"n{rank // ranks_a_node}" for rank in range(world)] if isinstance(value, str) else [value]
 
     monkeypatch.setattr(torch_dist, "all_gather_object", gather)
     monkeypatch.setattr(torch_dist, "new_group", tuple)

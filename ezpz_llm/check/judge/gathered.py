@@ -61,7 +61,7 @@ class Gathered:
         facts: facts of the ranks that reported, in rank order.
         hosts: planned hostname of each rank; empty if unknown.
         unreached: reports of nodes that could not reach rank 0.
-        port_error: why MASTER_PORT could not be bound; None if it was bound or not needed.
+        port_error: reason why MASTER_PORT could not be bound; None if it was bound or not needed.
         network: network that the communication library should choose, from the site file.
         waited_s: seconds that rank 0 waited for the last rank.
     """
@@ -75,23 +75,23 @@ class Gathered:
     waited_s: float = 0.0
 
     @property
-    def told(self) -> list[Facts]:
+    def reporting(self) -> list[Facts]:
         """Facts of the ranks that sent them (others only connected)."""
         return [facts for facts in self.facts if "cores" in facts]
 
     def by_host(self) -> dict[str, list[Facts]]:
         """Return the facts of ranks by hostname, in order of the first rank."""
-        return grouped((facts["host"], facts) for facts in self.told)
+        return grouped((facts["host"], facts) for facts in self.reporting)
 
     def measured(self, stage: str) -> Iterator[tuple[Facts, Mapping[str, Any]]]:
         """Yield the ranks that answered in a stage without an error, with their answers."""
-        for facts in self.told:
+        for facts in self.reporting:
             if (answer := answer_of(facts, stage)) and "error" not in answer:
                 yield facts, answer
 
     def linked(self) -> Iterator[tuple[str, str, Facts]]:
         """Yield (hostname, stage, answer) of every rank in every round of all-reduces between nodes."""
-        for facts in self.told:
+        for facts in self.reporting:
             for stage, answer in facts.get("stages", {}).items():
                 if stage.startswith(LINK):
                     yield facts["host"], stage, answer
@@ -110,15 +110,15 @@ def host_ranges(names: Iterable[str]) -> str:
     # Names without a number are kept unchanged.
     parts = [match.groups() if (match := re.fullmatch(r"(.*?)(\d+)(\D*)", name)) else (name, "", "")
              for name in dict.fromkeys(names)]
-    words = []
+    ranges = []
     for (prefix, width, suffix), numbers in grouped(
             ((prefix, len(digits), suffix), int(digits or 0)) for prefix, digits, suffix in parts).items():
         if not width or len(numbers) == 1:
-            words.append(f"{prefix}{numbers[0]:0{width}d}{suffix}" if width else prefix)
+            ranges.append(f"{prefix}{numbers[0]:0{width}d}{suffix}" if width else prefix)
             continue
-        words.append(f"{prefix}[{_ranges(sorted(numbers), width)}]{suffix}")
-    shown = words[:_MAX_NAMES]
-    return ",".join(shown) + (f" and {len(words) - _MAX_NAMES} more" if len(words) > _MAX_NAMES else "")
+        ranges.append(f"{prefix}[{_ranges(sorted(numbers), width)}]{suffix}")
+    first_ranges = ranges[:_MAX_NAMES]
+    return ",".join(first_ranges) + (f" and {len(ranges) - _MAX_NAMES} more" if len(ranges) > _MAX_NAMES else "")
 
 
 def _ranges(numbers: Sequence[int], width: int) -> str:
@@ -134,15 +134,15 @@ def differing(values: Mapping[str, str]) -> str | None:
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:
         return None
-    usual, most = counts[0]
-    if most <= len(values) / 2:
+    usual, usual_count = counts[0]
+    if usual_count <= len(values) / 2:
         return "; ".join(f"{host_ranges(_with(values, value))}: {value}" for value, _ in counts)
     odd = [f"{host_ranges(_with(values, value))}: {value}" for value, _ in counts[1:]]
-    return f"{'; '.join(odd)}, {'all others' if most > 1 else 'the other'} {usual}"
+    return f"{'; '.join(odd)}, {'all others' if usual_count > 1 else 'the other'} {usual}"
 
 
-def _with(values: Mapping[str, str], wanted: str) -> list[str]:
-    return [name for name, value in values.items() if value == wanted]
+def _with(values: Mapping[str, str], expected: str) -> list[str]:
+    return [name for name, value in values.items() if value == expected]
 
 
 def format_bytes(count: float | None) -> str:

@@ -54,7 +54,8 @@ def _shared(gathered: Gathered) -> Iterator[Finding]:
             # Sharing does not slow ranks that compute on the CPU anyway.
             level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
             owners = grouped((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
-            yield from (((level, tuple(own)), (host, device)) for device, own in owners.items() if len(own) > 1)
+            yield from (((level, tuple(local_ranks)), (host, device)) for device, local_ranks in owners.items()
+                        if len(local_ranks) > 1)
 
     for (level, shared_by), places in grouped(shared()).items():
         more = " and more elsewhere" if len({device for _, device in places}) > 1 else ""
@@ -122,7 +123,7 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
     return None
 
 
-def _room(gathered: Gathered) -> Iterator[Finding]:
+def _space(gathered: Gathered) -> Iterator[Finding]:
     needs = [(host, *need) for host, ranks in gathered.by_host().items() for need in (
         (f"memory for {counted(len(ranks), 'rank')}", ranks[0]["memory"]["free"], LEAST_MEMORY_A_RANK * len(ranks),
          "end other processes there, or start fewer ranks per node"),
@@ -130,13 +131,13 @@ def _room(gathered: Gathered) -> Iterator[Finding]:
          "enlarge it (docker --shm-size, mount -o remount,size=…)"),
         (ranks[0]["tmp"]["path"], ranks[0]["tmp"]["free"], LEAST_TEMPORARY, "free space there, or set TMPDIR"))]
     short = grouped(((f"only {format_bytes(free)} of {name}", instead), host)
-                    for host, name, free, least, instead in needs if free is not None and free < least)
+                    for host, name, free, minimum, instead in needs if free is not None and free < minimum)
     for (text, instead), names in short.items():
-        yield Finding("warn", "room", f"{host_ranges(names)}: {text} free", instead)
+        yield Finding("warn", "space", f"{host_ranges(names)}: {text} free", instead)
 
 
 def _clocks(gathered: Gathered) -> Iterator[Finding]:
-    for facts in gathered.told:
+    for facts in gathered.reporting:
         offset, within = facts.get("clock", (0.0, 0.0))
         if abs(offset) - within > CLOCK_OFFSET_S:
             yield Finding("warn", "clock", f"the clock of {facts['host']} is {abs(offset):.1f} s "
@@ -151,8 +152,8 @@ _MAX_SEPARATE_NODES = 4
 """Maximum number of nodes with missing ranks that get separate findings."""
 
 
-def _left_over(gathered: Gathered) -> Iterator[Finding]:
-    for note, numbers in grouped((note, facts["rank"]) for facts in gathered.told
+def _stale_variables(gathered: Gathered) -> Iterator[Finding]:
+    for note, numbers in grouped((note, facts["rank"]) for facts in gathered.reporting
                                  for note in facts.get("rank_notes", ())).items():
         yield Finding("warn", "ranks", f"{rank_ranges(numbers)}: {note}",
                       "launch from a shell without stale rank variables")
@@ -169,7 +170,7 @@ def _duplicates(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _sizes(gathered: Gathered) -> Iterator[Finding]:
-    differing_ranks = [facts for facts in gathered.told if facts["world_size"] != gathered.world_size]
+    differing_ranks = [facts for facts in gathered.reporting if facts["world_size"] != gathered.world_size]
     for size, numbers in grouped([(facts["world_size"], facts["rank"]) for facts in differing_ranks]).items():
         yield Finding("bad", "ranks", f"world size is {size} on {rank_ranges(numbers)}, but "
                                       f"{gathered.world_size} on rank 0", "start all ranks with one launch")
@@ -195,7 +196,7 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
                       "responds; launch --hosts excludes nodes")
 
 
-def _gone(gathered: Gathered) -> Iterator[Finding]:
+def _lost(gathered: Gathered) -> Iterator[Finding]:
     lost = [((facts["host"], facts[LOST]), facts["rank"]) for facts in gathered.facts if LOST in facts]
     for (host, stage), numbers in grouped(lost).items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} ended during {stage_name(stage)}",
@@ -209,10 +210,10 @@ def _gone(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _stuck(gathered: Gathered) -> Iterator[Finding]:
-    stuck = [facts for facts in gathered.told if facts.get(STUCK, MPI) != MPI and LOST not in facts]
+    stuck = [facts for facts in gathered.reporting if facts.get(STUCK, MPI) != MPI and LOST not in facts]
     slow_start = [facts for facts in stuck if facts[STUCK] == READY]
-    if len(slow_start) > len(gathered.told) / 2:
-        yield Finding("warn", "torch", f"{len(slow_start)} of {len(gathered.told)} ranks are still importing "
+    if len(slow_start) > len(gathered.reporting) / 2:
+        yield Finding("warn", "torch", f"{len(slow_start)} of {len(gathered.reporting)} ranks are still importing "
                                        "torch: nothing could be measured there",
                       "if the shared file system is slow, run from local disks with launch --stage-env")
         stuck = [facts for facts in stuck if facts[STUCK] != READY]
@@ -232,9 +233,9 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
         yield Finding("warn", "MPI", f"MPI ({library}) has {counted(size, 'rank')}, but the environment has "
                                      f"{gathered.world_size} ({rank_ranges(numbers)})",
                       "if the program uses MPI, use the mpiexec (or srun --mpi plug-in) of mpi4py's MPI library")
-    failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.told
+    failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.reporting
               if "error" in answer_of(facts, MPI)]
-    failed += [("it hangs", facts["rank"]) for facts in gathered.told if facts.get(STUCK) == MPI]
+    failed += [("it hangs", facts["rank"]) for facts in gathered.reporting if facts.get(STUCK) == MPI]
     for error, numbers in grouped(failed).items():
         yield Finding("warn", "MPI", f"{rank_ranges(numbers)} cannot start MPI: {error}",
                       "if the program uses MPI, install an mpi4py that matches this launcher")
@@ -291,16 +292,16 @@ def _versions(ranks: Sequence[Facts]) -> Mapping[str, str]:
 def _difference(name: str, values: Mapping[str, str]) -> str:
     """Return the differences, only missing and additional folders of path lists, and long values shortened."""
     if name not in _LISTS:
-        shown = differing({place: _short(value) for place, value in values.items()})
-        return shown or "after the shown characters"
+        text = differing({place: _short(value) for place, value in values.items()})
+        return text or "after the shown characters"
     usual = Counter(values.values()).most_common(1)[0][0]
 
     def change(value: str) -> str:
         """Return the folders that a path list has more or less than the most common one."""
         more = [part for part in _parts(value) if part not in _parts(usual)]
         less = [part for part in _parts(usual) if part not in _parts(value)]
-        words = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
-        return ", ".join(words) or "another order"
+        parts = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
+        return ", ".join(parts) or "another order"
 
     changes = grouped((change(value), place) for place, value in values.items() if value != usual)
     return "; ".join(f"{host_ranges(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
@@ -314,7 +315,7 @@ def _short(value: str, width: int = _LONG) -> str:
     return value if len(value) <= width else f"{value[:width - 1]}…"
 
 
-RANK_JUDGES = (_duplicates, _sizes, _missing, _gone, _stuck, _mpi, _left_over)
+RANK_JUDGES = (_duplicates, _sizes, _missing, _lost, _stuck, _mpi, _stale_variables)
 """Judges of rank numbers, and of missing, lost or hanging ranks."""
-NODE_JUDGES = (_shared, _unused, _kinds, _full, _cores, _room, _clocks, _software, _environment)
+NODE_JUDGES = (_shared, _unused, _kinds, _full, _cores, _space, _clocks, _software, _environment)
 """Judges of devices, cores, memory, disks, clocks, and of differing software and variables."""

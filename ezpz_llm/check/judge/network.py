@@ -33,7 +33,7 @@ def _chosen(gathered: Gathered) -> Iterator[Finding]:
         return
     # oneCCL over MPI does not know which network MPI uses.
     chosen = [(facts, answer) for facts, answer in gathered.measured(NETWORK)
-            if answer.get("network", "mpi") != "mpi"]
+              if answer.get("network", "mpi") != "mpi"]
     wrong = [((answer["library"], answer["network"]), facts) for facts, answer in chosen
              if family(answer["network"]) != family(gathered.network)]
     for (library, network), numbers in grouped((key, facts["rank"]) for key, facts in wrong).items():
@@ -57,7 +57,7 @@ def talks_over(gathered: Gathered) -> dict[str, str]:
     """Return the interfaces that each node used to communicate with others, joined by commas."""
     observed = [(host, interface) for host, _, answer in gathered.linked()
                 for interface in answer.get("interfaces", ())]
-    observed += [(facts["host"], interface) for facts in gathered.told
+    observed += [(facts["host"], interface) for facts in gathered.reporting
                  if (interface := answer_of(facts, NETWORK).get("interface"))]
     return {host: ",".join(sorted(set(names))) for host, names in grouped(observed).items()}
 
@@ -68,10 +68,10 @@ def _interfaces(gathered: Gathered) -> Iterator[Finding]:
         yield Finding("warn", "network", f"nodes use different interfaces: {text}",
                       "pass launch --interface NAME with an interface that every node has")
     for host, ranks in gathered.by_host().items():
-        wanted = ranks[0].get("named_interfaces", {}).get("GLOO_SOCKET_IFNAME")
-        if wanted and not set(used.get(host, wanted).split(",")) <= set(wanted.split(",")):
+        configured = ranks[0].get("named_interfaces", {}).get("GLOO_SOCKET_IFNAME")
+        if configured and not set(used.get(host, configured).split(",")) <= set(configured.split(",")):
             yield Finding("warn", "network",
-                          f"{host} uses {used[host]}, although GLOO_SOCKET_IFNAME is {wanted}",
+                          f"{host} uses {used[host]}, although GLOO_SOCKET_IFNAME is {configured}",
                           "set GLOO_SOCKET_IFNAME to an interface that the node has")
 
 
@@ -106,16 +106,16 @@ def _route(report: Facts) -> str:
 
 
 def _master(gathered: Gathered) -> Facts:
-    return next((facts.get("master", {}) for facts in gathered.told if facts["rank"] == 0), {})
+    return next((facts.get("master", {}) for facts in gathered.reporting if facts["rank"] == 0), {})
 
 
 def _master_address(gathered: Gathered) -> Iterator[Finding]:
-    first, master = next((facts for facts in gathered.told if facts["rank"] == 0), None), _master(gathered)
+    first, master = next((facts for facts in gathered.reporting if facts["rank"] == 0), None), _master(gathered)
     if first is None or not master:
         return
     address = master["resolves_to"]
-    own = {address for addresses in first["interfaces"].values() for address in addresses}
-    if address is None or (address not in own and not is_loopback(address)):
+    own_addresses = {address for addresses in first["interfaces"].values() for address in addresses}
+    if address is None or (address not in own_addresses and not is_loopback(address)):
         text = f"{master['address']} ({address or 'which does not resolve'})"
         yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is not an address of rank 0's node {first['host']}",
                       "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
@@ -123,9 +123,9 @@ def _master_address(gathered: Gathered) -> Iterator[Finding]:
 
 def _interface_findings(gathered: Gathered) -> Iterator[Finding]:
     hosts = gathered.by_host()
-    without_interface = grouped(((missing, f"{variable}={wanted}"), host) for host, ranks in hosts.items()
-                      for variable, wanted in ranks[0].get("named_interfaces", {}).items()
-                      if (missing := missing_interface(variable, wanted, ranks[0]["interfaces"])))
+    without_interface = grouped(((missing, f"{variable}={value}"), host) for host, ranks in hosts.items()
+                                for variable, value in ranks[0].get("named_interfaces", {}).items()
+                                if (missing := missing_interface(variable, value, ranks[0]["interfaces"])))
     for (missing, source), names in without_interface.items():
         text = "no node has" if len(names) == len(hosts) > 1 else f"{host_ranges(names)}: no"
         yield Finding("bad", "interface", f"{text} interface {missing} ({source})",
@@ -184,7 +184,7 @@ def _compute(gathered: Gathered) -> Iterator[Finding]:
     if not slow:
         return
     usual = format_rate(statistics.median(rates.values()), "FLOP/s")
-    hosts = {facts["rank"]: facts["host"] for facts in gathered.told}
+    hosts = {facts["rank"]: facts["host"] for facts in gathered.reporting}
     for host, numbers in grouped((hosts[rank], rank) for rank in slow).items():
         is_whole_node = all(facts["rank"] in slow for facts in gathered.by_host()[host])
         subject = host if is_whole_node else f"{rank_ranges(numbers)} on {host}"
@@ -235,7 +235,7 @@ def _links(gathered: Gathered) -> Iterator[Finding]:
 
 def _failed(gathered: Gathered) -> Iterator[Finding]:
     for stage in (READY, COMPUTE, NODE):
-        errors = [((facts["host"], facts["stages"][stage]["error"]), facts["rank"]) for facts in gathered.told
+        errors = [((facts["host"], facts["stages"][stage]["error"]), facts["rank"]) for facts in gathered.reporting
                   if "error" in answer_of(facts, stage)]
         for (host, error), numbers in grouped(errors).items():
             yield Finding("bad", "torch" if stage == READY else "links",

@@ -111,8 +111,8 @@ def device_order(ids: Sequence[str], topology: Topology | None) -> tuple[str, ..
 
 
 def _device_domains(inputs: BindingInputs) -> tuple[int | None, ...]:
-    known = inputs.topology.devices if inputs.topology else {}
-    return tuple(known.get(device) if device is not None else None for device in inputs.devices)
+    domains = inputs.topology.devices if inputs.topology else {}
+    return tuple(domains.get(device) if device is not None else None for device in inputs.devices)
 
 
 def _needs_explicit_cores(site: Site, inputs: BindingInputs) -> bool:
@@ -134,9 +134,9 @@ def near_in_order(inputs: BindingInputs) -> bool:
     return _are_near(topology, _in_order(topology, inputs.ranks), _device_domains(inputs))
 
 
-def _are_near(topology: Topology, dealt: Sequence[Sequence[Core]], wanted: Sequence[int | None]) -> bool:
-    return all(domain is None or domain in _numbers(topology, cores)
-               for cores, domain in zip(dealt, wanted, strict=True))
+def _are_near(topology: Topology, dealt: Sequence[Sequence[Core]], domains: Sequence[int | None]) -> bool:
+    return all(number is None or number in _numbers(topology, cores)
+               for cores, number in zip(dealt, domains, strict=True))
 
 
 def _numbers(topology: Topology, cores: Sequence[Core]) -> set[int]:
@@ -163,7 +163,7 @@ def _reason_not_pinned(site: Site, inputs: BindingInputs) -> str | None:
 
 
 def _pinned(kind: str, dealt: Sequence[Sequence[Core]], topology: Topology, site: Site, inputs: BindingInputs,
-             source: str) -> Binding:
+            source: str) -> Binding:
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in dealt]
     domains = [topology.domains_of(rank_cpus) for rank_cpus in cpus]
     return Binding(
@@ -182,8 +182,8 @@ def _pinned(kind: str, dealt: Sequence[Sequence[Core]], topology: Topology, site
 
 
 def _in_order(topology: Topology, ranks: int) -> list[tuple[Core, ...]]:
-    each = len(topology.cores) // ranks
-    return [topology.cores[each * rank:each * (rank + 1)] for rank in range(ranks)]
+    per_rank = len(topology.cores) // ranks
+    return [topology.cores[per_rank * rank:per_rank * (rank + 1)] for rank in range(ranks)]
 
 
 def _distance(topology: Topology, cpus: Sequence[int], device: str | None) -> str | None:
@@ -238,11 +238,11 @@ def deal(topology: Topology, ranks: int, wanted: Sequence[int | None] = ()) -> t
 
 
 def _matched(topology: Topology, parts: Sequence[tuple[Core, ...]],
-             wanted: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
+             domains: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
     """Assign `parts` to ranks: first those near a rank's device, then the remaining ones."""
     free = list(range(len(parts)))
     assigned: dict[int, int] = {}
-    for rank, domain in enumerate(wanted):
+    for rank, domain in enumerate(domains):
         near = next((part for part in free if domain in _numbers(topology, parts[part])), None)
         if near is not None:
             assigned[rank] = near
@@ -250,12 +250,12 @@ def _matched(topology: Topology, parts: Sequence[tuple[Core, ...]],
     return tuple(parts[assigned[rank] if rank in assigned else free.pop(0)] for rank in range(len(parts)))
 
 
-def _in_own_domains(topology: Topology, wanted: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
+def _in_own_domains(topology: Topology, domains: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
     cores = {domain.number: domain.cores for domain in topology.domains}
-    each = min(len(cores.get(domain, ())) // wanted.count(domain) for domain in wanted)
-    before = [wanted[:rank].count(domain) for rank, domain in enumerate(wanted)]
-    return tuple(cores.get(domain, ())[each * place:each * (place + 1)]
-                 for domain, place in zip(wanted, before, strict=True))
+    per_rank = min(len(cores.get(domain, ())) // domains.count(domain) for domain in domains)
+    before = [domains[:rank].count(domain) for rank, domain in enumerate(domains)]
+    return tuple(cores.get(domain, ())[per_rank * place:per_rank * (place + 1)]
+                 for domain, place in zip(domains, before, strict=True))
 
 
 def _evenly(topology: Topology, ranks: int) -> tuple[tuple[Core, ...], ...]:
@@ -277,7 +277,7 @@ def _evenly(topology: Topology, ranks: int) -> tuple[tuple[Core, ...], ...]:
 
 
 def _on_one_socket(domains: Sequence[Domain], ranks: int) -> list[tuple[Core, ...]]:
-    each = len(_joined(domains)) // ranks
+    per_rank = len(_joined(domains)) // ranks
     groups = [domains]
     if ranks % len(domains) == 0:
         groups = [(domain,) for domain in domains]
@@ -285,9 +285,10 @@ def _on_one_socket(domains: Sequence[Domain], ranks: int) -> list[tuple[Core, ..
         width = len(domains) // ranks
         groups = [domains[place:place + width] for place in range(0, len(domains), width)]
     in_group = ranks // len(groups)
-    if any(len(_joined(group)) < each * in_group for group in groups):
+    if any(len(_joined(group)) < per_rank * in_group for group in groups):
         groups, in_group = [domains], ranks
-    return [_joined(group)[each * place:each * (place + 1)] for group in groups for place in range(in_group)]
+    return [_joined(group)[per_rank * place:per_rank * (place + 1)]
+            for group in groups for place in range(in_group)]
 
 
 def _joined(domains: Sequence[Domain]) -> tuple[Core, ...]:

@@ -28,14 +28,15 @@ def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
     nodes; the scheduler's devices; the visible devices if this is a node of the job; the site file.
     """
     visible = visible_devices(env)
-    most = max((host.devices or 0 for host in allocation.hosts), default=0)
-    place = find_here([host.name for host in allocation.hosts]) if most else None
-    here = None if place is None else allocation.hosts[place].devices
-    if most and (visible.source not in MASKS or len(visible.ids) == (most if here is None else here)):
-        if len(visible.ids) == most:
+    maximum = max((host.devices or 0 for host in allocation.hosts), default=0)
+    place = find_here([host.name for host in allocation.hosts]) if maximum else None
+    local_count = None if place is None else allocation.hosts[place].devices
+    expected = maximum if local_count is None else local_count
+    if maximum and (visible.source not in MASKS or len(visible.ids) == expected):
+        if len(visible.ids) == maximum:
             return visible, allocation
-        return Devices(tuple(map(str, range(most))), allocation.devices_source), allocation
-    if most:
+        return Devices(tuple(map(str, range(maximum))), allocation.devices_source), allocation
+    if maximum:
         allocation = replace(allocation, hosts=tuple(replace(host, devices=None) for host in allocation.hosts))
     if site.devices_per_host is None or visible.source in MASKS or (is_host and visible.ids):
         return visible, allocation
@@ -140,29 +141,29 @@ def _allotted(allocation: Allocation, placement: Placement, site: Site) -> int |
     scheduler = scheduler_of(allocation)
     if scheduler and scheduler.SITE_CORES_COUNT and site.cores:
         return None
-    known = _cores_and_ranks(allocation, placement)
-    if not known:
+    known_cores = _cores_and_ranks(allocation, placement)
+    if not known_cores:
         return None
-    if len(known) == len(placement.ranks) and len({cores for _, cores, _ in known}) == 1:
-        return known[0][1]
-    share = min(cores // ranks for _, cores, ranks in known)
-    return share * placement.most or min(cores for _, cores, ranks in known if cores < ranks)
+    if len(known_cores) == len(placement.ranks) and len({cores for _, cores, _ in known_cores}) == 1:
+        return known_cores[0][1]
+    share = min(cores // ranks for _, cores, ranks in known_cores)
+    return share * placement.most or min(cores for _, cores, ranks in known_cores if cores < ranks)
 
 
 def _cores_and_ranks(allocation: Allocation, placement: Placement) -> list[tuple[str, int, int]]:
     cores = {host.name: host.cores for host in allocation.hosts}
-    return [(host, known, ranks) for host, ranks in placement.ranks if (known := cores[host])]
+    return [(host, count, ranks) for host, ranks in placement.ranks if (count := cores[host])]
 
 
 def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -> tuple[str, ...]:
     """Return a note if nodes have different numbers of CPUs per rank."""
-    known = _cores_and_ranks(allocation, placement)
-    shares = {cores // ranks: (host, cores, ranks) for host, cores, ranks in known}
+    known_cores = _cores_and_ranks(allocation, placement)
+    shares = {cores // ranks: (host, cores, ranks) for host, cores, ranks in known_cores}
     if len(shares) < 2 or not min(shares) or binding.cpus_per_rank is None:
         return ()
-    (least, least_cores, few), (most, most_cores, many) = shares[min(shares)], shares[max(shares)]
-    return (f"nodes differ: {counted(least_cores, 'CPU')} for {counted(few, 'rank')} on {least},"
-            f" {most_cores} for {many} on {most}; every rank gets {binding.cpus_per_rank}",)
+    (lowest_host, lowest_cores, few), (highest_host, highest_cores, many) = shares[min(shares)], shares[max(shares)]
+    return (f"nodes differ: {counted(lowest_cores, 'CPU')} for {counted(few, 'rank')} on {lowest_host},"
+            f" {highest_cores} for {many} on {highest_host}; every rank gets {binding.cpus_per_rank}",)
 
 
 def _order(ids: Sequence[str], order: Sequence[str], ranks: int) -> tuple[str, ...]:

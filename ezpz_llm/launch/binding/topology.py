@@ -54,9 +54,9 @@ class Topology:
 
     def domains_of(self, cpus: Collection[int]) -> tuple[Domain, ...]:
         """Return the domains that contain any of `cpus`."""
-        wanted = set(cpus)
+        numbers = set(cpus)
         return tuple(domain for domain in self.domains
-                     if any(not wanted.isdisjoint(core) for core in domain.cores))
+                     if any(not numbers.isdisjoint(core) for core in domain.cores))
 
 
 def site_topology(site: Site) -> Topology:
@@ -101,7 +101,7 @@ def system_topology(site: Site, devices: Devices, root: Path = SYS,
 
 
 def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
-    nodes = _node_of_each_cpu(root)
+    nodes = _node_of_cpus(root)
     cores: dict[tuple[int, int], dict[str, list[int]]] = {}
     for cpu in sorted(usable):
         socket, siblings = socket_and_siblings(cpu, root)
@@ -121,7 +121,7 @@ def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
     return int((topology / "physical_package_id").read_text()), siblings
 
 
-def _node_of_each_cpu(root: Path) -> dict[int, int]:
+def _node_of_cpus(root: Path) -> dict[int, int]:
     nodes: dict[int, int] = {}
     # A kernel without NUMA has no such folder, and a memory-only domain has no CPUs.
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
@@ -144,6 +144,6 @@ def _device_domains(root: Path, devices: Devices) -> dict[str, int]:
 
 def _site_devices(root: Path, site: Site) -> dict[str, int]:
     # A site file numbers domains by their position in its list of cores, which may differ from Linux's numbers.
-    nodes = _node_of_each_cpu(root)
+    nodes = _node_of_cpus(root)
     first_cpu = [expand_numbers(cores)[0] for cores in site.cores]
     return {str(device): nodes.get(first_cpu[place], place) for device, place in enumerate(site.device_domains)}

@@ -24,7 +24,7 @@ DIALECTS = (
     Dialect("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?", hydra.build_intel),
     Dialect("Open MPI", r"\w+ \(OpenRTE\) (?P<version>[\w.]+)", openmpi.build_4),
     Dialect("Open MPI", r"\w+ \(Open MPI\) (?P<version>[\w.]+)", openmpi.build_5),
-    # "mpiexec version 1.8.0 revision …": the form that public code for these machines parses; not captured by us.
+    # "mpiexec version 1.8.0 revision …": the form that public code for these machines parses; not captured.
     Dialect("Cray PALS", r"mpiexec version (?P<version>\d[\w.]*)", pals.build, site_name="pals"),
 )
 """Built-in dialects of mpiexec, tried before those of plugins."""
@@ -37,10 +37,10 @@ _PBS_WRAPPER = re.compile(r"\s*pbs_version\b")
 def dialects() -> Iterator[Dialect]:
     """Yield all dialects of mpiexec: the built-in ones, then plugins registered under `ENTRY_POINTS`."""
     yield from DIALECTS
-    yield from entry_points(ENTRY_POINTS, _wrong)
+    yield from entry_points(ENTRY_POINTS, _plugin_problem)
 
 
-def _wrong(plugin: object) -> str | None:
+def _plugin_problem(plugin: object) -> str | None:
     if not isinstance(plugin, Dialect):
         return f"it is a {type(plugin).__name__}, not an ezpz_llm.launch.dialects.work.Dialect"
     # No check for duplicates: the built-in dialects are tried first, so that a plugin cannot replace them.
@@ -156,12 +156,12 @@ def _find_mpiexec(source: str, env: Mapping[str, str],
 
 def _version_text(program: str) -> str:
     try:
-        done = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True,
-                              timeout=_VERSION_TIMEOUT_S, check=False)
+        result = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True,
+                                timeout=_VERSION_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"`mpiexec --version` failed: {error}", where=program,
                         instead="choose another --launcher") from error
-    return (done.stdout + done.stderr).decode(errors="replace")
+    return (result.stdout + result.stderr).decode(errors="replace")
 
 
 def identify(version_text: str, program: str, source: str, site_dialect: str | None = None) -> Launcher:

@@ -17,14 +17,14 @@ _CHATTER = "TORCH_CPP_LOG_LEVEL"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exec `TORCHRUN --node-rank N WORDS… -- COMMAND…`, given `NODES RANKS TORCHRUN WORDS… -- COMMAND…`.
+    """Exec `TORCHRUN --node-rank N OPTIONS… -- COMMAND…`, given `NODES RANKS TORCHRUN OPTIONS… -- COMMAND…`.
 
     RANKS is the number of ranks on this node.
 
     Raises:
         UserError: the outer launcher did not start one process on each of NODES nodes.
     """
-    nodes, ranks, program, *words = argv
+    nodes, ranks, program, *arguments = argv
     # PALS sets no world size, so find_rank uses launch's. Here the world consists of torchruns, not of ranks.
     info = find_rank({**os.environ, WORLD_SIZE_VARIABLE: nodes})
     if info.world_size != int(nodes) or info.local_size != 1:
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     if _CHATTER not in env:
         # The first torchrun that ends closes the store, and the others print long warnings about it.
         env[_CHATTER] = "ERROR"
-        command = words.index("--") + 1
-        words[command:command] = ["env", "-u", _CHATTER]
-    os.execve(program, (program, "--node-rank", str(info.rank), *words), env)
+        command = arguments.index("--") + 1
+        arguments[command:command] = ["env", "-u", _CHATTER]
+    os.execve(program, (program, "--node-rank", str(info.rank), *arguments), env)
     return 0
 
 

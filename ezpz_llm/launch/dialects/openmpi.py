@@ -29,7 +29,8 @@ def build_5(program: str, work: Work) -> Built:
     return _build(program, work, mapping, "PRTE_MCA_plm_slurm_args", "PRTE_MCA_plm_ssh_agent")
 
 
-def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_words: str, agent: str) -> Built:
+def _build(program: str, work: Work, rank_file_options: tuple[str, ...], slurm_variable: str,
+           agent_variable: str) -> Built:
     """Build the command line with explicit slots and binding.
 
     Open MPI would derive slots from cores, and would bind each of two ranks to one core whatever its threads.
@@ -48,7 +49,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
     if work.binding.kind != "none" and work.binding.cores:
         rank_file = work.hosts_file.with_name("rankfile")
         files[rank_file] = _rank_file(ranks, work.binding.cores)
-        argv += [word.format(rank_file) for word in rank_file_words]
+        argv += [word.format(rank_file) for word in rank_file_options]
     else:
         mapping = f"ppr:{work.placement.most}:node" if work.placement.uniform else "slot"
         argv += ["--map-by", f"{mapping}:OVERSUBSCRIBE", "--bind-to", "none"]
@@ -57,12 +58,12 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
         # Ranks on other nodes get only the variables that are named.
         argv += [word for name in work.variables for word in ("-x", name)]
         if work.starts_daemons_by_srun:
-            env[slurm_words] = SRUN_OVERLAP
+            env[slurm_variable] = SRUN_OVERLAP
         elif shell := work.remote_shell:
-            env[agent] = (" ".join(shell), REMOTE_SHELL)
+            env[agent_variable] = (" ".join(shell), REMOTE_SHELL)
     if work.as_root:
-        why = "Open MPI does not run as root without it"
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": ("1", why), "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": ("1", why)}
+        reason = "Open MPI does not run as root without it"
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": ("1", reason), "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": ("1", reason)}
     return Built((*argv, *work.site_options, *work.command), env, files)
 
 

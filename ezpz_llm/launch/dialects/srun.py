@@ -25,20 +25,20 @@ def build(program: str, work: Work) -> Built:
     argv = [program, "-N", str(len(work.hosts)), "-n", str(work.placement.world_size)]
     if work.placement.uniform:
         argv += ["--ntasks-per-node", str(work.placement.most), "--distribution=block"]
-        words = list(work.hosts)
+        nodes = list(work.hosts)
     else:
         # Unequal numbers of ranks require a list that names a node once per rank.
         argv += ["--distribution=arbitrary"]
-        words = [name for name, count in work.placement.ranks for _ in range(count)]
+        nodes = [name for name, count in work.placement.ranks for _ in range(count)]
     argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_overcommit(work), *_devices(work),
              "--overlap", "--export=ALL", "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
     files: dict[Path, str] = {}
-    if len(words) > HOSTS_ON_THE_LINE:
-        files = work.file_of_hosts(words)
+    if len(nodes) > HOSTS_ON_THE_LINE:
+        files = work.file_of_hosts(nodes)
         # srun reads a list that contains a slash as a file name.
         argv += ["--nodelist", str(work.hosts_file.absolute())]
     else:
-        argv += ["--nodelist", ",".join(words)]
+        argv += ["--nodelist", ",".join(nodes)]
     return Built((*argv, *work.site_options, *work.command), files=files)
 
 

@@ -18,7 +18,7 @@ def build(program: str, work: Work, starter: Callable[[], Launcher]) -> Built:
     """
     if work.here:
         # Port 0 lets two runs share a node.
-        return Built((program, *_words(work, "c10d", "localhost:0")))
+        return Built((program, *_arguments(work, "c10d", "localhost:0")))
     if not work.placement.uniform:
         raise UserError("torchrun requires the same number of ranks on every node", where="--launcher torchrun",
                         instead="--ppn, or --launcher mpiexec or srun")
@@ -33,19 +33,19 @@ def _one_per_node(program: str, work: Work) -> Work:
     """
     nodes = len(work.hosts)
     if nodes == 1:
-        words = _words(work, "c10d", "localhost:0")
+        arguments = _arguments(work, "c10d", "localhost:0")
     else:
         address, port = work.master
         if port is None:
             raise UserError("torchrun on several nodes requires a rendezvous port", where="MASTER_PORT",
                             instead="set MASTER_PORT, or --launcher mpiexec or srun")
         # c10d numbers nodes alphabetically and guesses which of them hosts the store. static sets both explicitly.
-        words = _words(work, "static", f"{address}:{port}")
+        arguments = _arguments(work, "static", f"{address}:{port}")
     cores = work.cores_per_host or (work.cores_per_rank or 1) * work.placement.most
     return replace(
         work,
         command=(work.command[0], "-m", "ezpz_llm.launch.dialects.on_node", str(nodes), str(work.placement.most),
-                 program, *words),
+                 program, *arguments),
         placement=Placement(tuple((name, 1) for name in work.hosts), work.placement.source),
         cores_per_rank=cores,
         binding=replace(work.binding, kind="none", cores=()),
@@ -53,7 +53,7 @@ def _one_per_node(program: str, work: Work) -> Work:
     )
 
 
-def _words(work: Work, backend: str, endpoint: str) -> tuple[str, ...]:
+def _arguments(work: Work, backend: str, endpoint: str) -> tuple[str, ...]:
     """Return the arguments of torchrun.
 
     Without `--`, torchrun would read the command's options as abbreviations of its own. `--log-dir`: otherwise

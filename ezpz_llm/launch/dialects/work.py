@@ -75,9 +75,9 @@ class Work:
     def remote_shell(self) -> tuple[str, ...]:
         """Command with which mpiexec starts its daemons on other nodes, if it is on PATH; empty for ssh."""
         scheduler = schedulers().get(self.scheduler)
-        words = scheduler.REMOTE_SHELL if scheduler and not self.here else ()
-        program = shutil.which(words[0], path=self.env.get("PATH", os.defpath)) if words else None
-        return (program, *words[1:]) if program else ()
+        command = scheduler.REMOTE_SHELL if scheduler and not self.here else ()
+        program = shutil.which(command[0], path=self.env.get("PATH", os.defpath)) if command else None
+        return (program, *command[1:]) if program else ()
 
     def file_of_hosts(self, lines: Sequence[str]) -> dict[Path, str]:
         """Return the launcher's hostfile and its content, with one of `lines` per line."""

@@ -52,14 +52,16 @@ def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequenc
 def _with_comparison(verdict: Verdict, evidence: Evidence, text: str) -> str:
     """Prefix the advice with a comparison to the ranks that did not fail this way."""
     facts = evidence.facts
-    failed, others = ranks_alike(verdict.kind, verdict.cause, evidence)
-    if not others:
+    failed, other_ranks = ranks_alike(verdict.kind, verdict.cause, evidence)
+    if not other_ranks:
         return text
-    bad, good = ({facts.hosts[rank] for rank in ranks if rank < len(facts.hosts)} for ranks in (failed, others))
+    bad, good = ({facts.hosts[rank] for rank in ranks if rank < len(facts.hosts)}
+                 for ranks in (failed, other_ranks))
     if bad.isdisjoint(good):
-        return (f"{rank_ranges(others)} on {_join_hosts(good)} did not fail this way: compare PATH, the environment"
-                f" and the mounts of {_join_hosts(bad)} with {_join_hosts(good)}; if it is missing there: {text}")
-    return (f"{rank_ranges(others)} did not fail this way: compare PATH, PYTHONPATH and working directory with"
+        return (f"{rank_ranges(other_ranks)} on {_join_hosts(good)} did not fail this way: compare PATH, the"
+                f" environment and the mounts of {_join_hosts(bad)} with {_join_hosts(good)}; if it is missing"
+                f" there: {text}")
+    return (f"{rank_ranges(other_ranks)} did not fail this way: compare PATH, PYTHONPATH and working directory with"
             f" {rank_ranges(failed)}; otherwise {text}")
 
 
@@ -68,7 +70,7 @@ def _join_hosts(hosts: Collection[str]) -> str:
 
 
 def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_dir: RunDir,
-                typed: Sequence[str] | None) -> str:
+                       typed: Sequence[str] | None) -> str:
     """Replace the {NAME}s of an advice by values from the run and from the error message."""
     match = _PATH.search(verdict.evidence)
     path = next(filter(None, match.groups())) if match else None
@@ -122,13 +124,14 @@ def resume(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
 
 def _exclude_hosts(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
     excluded = NodeNames(hosts)
-    left = [host for host in dict.fromkeys(facts.hosts) if host not in excluded]
+    remaining = [host for host in dict.fromkeys(facts.hosts) if host not in excluded]
     bad = ", ".join(hosts)
-    if not left:
+    if not remaining:
         return f"use a node other than {bad}"
     if typed is None:
         return f"leave {bad} out: run your command with launch --hosts …"
     typed = without(typed, "--hosts")
     command = resume(run_dir, typed) or shlex.join(typed)
-    narrowed = command.replace("launch ", f"launch --hosts {','.join(left)} ", 1) if len(left) <= 16 else command
-    return f"leave {bad} out: {narrowed}"
+    if len(remaining) <= 16:
+        command = command.replace("launch ", f"launch --hosts {','.join(remaining)} ", 1)
+    return f"leave {bad} out: {command}"

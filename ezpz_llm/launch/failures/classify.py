@@ -45,7 +45,7 @@ _NEAR_A_CRASH = 10
 _LOGGED_WARNING = re.compile(r"^(?:\[rank\d+\]:? ?)?\[[WI](?:\d{4})? ")
 """Warnings of torch's C++ logger, such as slow name resolution, which are printed at every start."""
 _ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|could not|unable|invalid|corrupt(?:ed)?"
-                      r"|denied|exceed(?:s|ed)?|overflow|fatal|out of|not (?:found|supported|enough))\b")
+                          r"|denied|exceed(?:s|ed)?|overflow|fatal|out of|not (?:found|supported|enough))\b")
 
 
 def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Finding:
@@ -64,17 +64,19 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
         # The last output of a rank killed by another process does not explain its end.
         lines = _lines_before_crash(failure)
     plain = _from_exit(failure)
-    known = tuple(shipped_texts() if texts is None else texts)
+    known_texts = tuple(shipped_texts() if texts is None else texts)
     # Losing a peer does not crash a rank.
-    candidates = [text for text in known if text.kind not in FOLLOWERS] if has_crashed(failure) else known
+    crashed = has_crashed(failure)
+    candidates = [text for text in known_texts if text.kind not in FOLLOWERS] if crashed else known_texts
     by_signal = f"signal {failure.signal}"
-    known_match = find_text(candidates, lines) or find_text(known, [by_signal])
-    if known_match is None:
+    text_match = find_text(candidates, lines) or find_text(known_texts, [by_signal])
+    if text_match is None:
         return plain
-    text, line, match = known_match
-    is_own = text.kind is None and (line == by_signal or (raised is not None and not has_crashed(failure)))
-    return Finding(text.kind or plain.kind, plain.evidence if is_own else whole_sentence(line, failure.tail),
-                   text.cause, filled_in(text.advice, match.groupdict()), text.name)
+    text, line, match = text_match
+    keeps_evidence = text.kind is None and (line == by_signal or (raised is not None and not crashed))
+    evidence = plain.evidence if keeps_evidence else whole_sentence(line, failure.tail)
+    return Finding(text.kind or plain.kind, evidence, text.cause, filled_in(text.advice, match.groupdict()),
+                   text.name)
 
 
 def has_crashed(failure: Failure) -> bool:

@@ -34,8 +34,8 @@ def as_compared(silent: Sequence[RankLife], ranks: Sequence[RankLife], stacks: M
         ranks: all ranks that have not ended.
         stacks: stack files, by rank; may lack ranks.
     """
-    first, others = silent[0], silent[1:]
-    running = [life.rank for life in others if life.state != first.state]
+    first, other_lives = silent[0], silent[1:]
+    running = [life.rank for life in other_lives if life.state != first.state]
     if first.state in UNUSUAL_STATES and running:
         return f"{first}, unlike {rank_ranges(running)}"
     places = {rank: frames for rank, path in stacks.items() if (frames := main_stack(system_text(path)))}
@@ -50,7 +50,7 @@ def as_compared(silent: Sequence[RankLife], ranks: Sequence[RankLife], stacks: M
         is_whole_hosts = slow.isdisjoint(life.host for life in ranks if life.rank not in behind)
         hosts = f" (all of {', '.join(sorted(slow))})" if is_whole_hosts and len(behind) > len(slow) else ""
         return f"{first}; {rank_ranges(behind)}{hosts} {_are(behind)} behind, others reached step {high}"
-    return f"{first}{f' (and {len(others)} more)' if others else ''}"
+    return f"{first}{f' (and {len(other_lives)} more)' if other_lives else ''}"
 
 
 def where_they_stand(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int], str]:
@@ -100,9 +100,9 @@ def odd_ones_out(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
     usual, count = groups.most_common(1)[0]
     if 2 * count <= len(stacks):
         return None
-    most = sorted(rank for rank, frames in stacks.items() if tuple(frames[:depth + 1]) == usual)
-    odd = sorted(stacks.keys() - set(most))
-    return odd, _place(stacks[odd[0]][:depth + 1]), most, _place(usual)
+    majority = sorted(rank for rank, frames in stacks.items() if tuple(frames[:depth + 1]) == usual)
+    odd = sorted(stacks.keys() - set(majority))
+    return odd, _place(stacks[odd[0]][:depth + 1]), majority, _place(usual)
 
 
 def main_stack(text: str) -> list[Frame]:
@@ -123,8 +123,8 @@ def main_stack(text: str) -> list[Frame]:
 
 
 def _apart(odd: _Odd) -> str:
-    few, place, most, usual = odd
-    return f"{rank_ranges(few)} {_are(few)} at {place}, {rank_ranges(most)} at {usual}"
+    minority, place, majority, usual = odd
+    return f"{rank_ranges(minority)} {_are(minority)} at {place}, {rank_ranges(majority)} at {usual}"
 
 
 def _place(frames: Sequence[Frame]) -> str:

@@ -112,7 +112,7 @@ def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
     hosts, counts = launch["hosts"], launch["ranks_per_host"]
     if len(hosts) != len(counts) or sum(counts) != launch["world_size"]:
         raise UserError(f"run.json has world_size {launch['world_size']}, but {sum(counts)} ranks on {len(hosts)}"
-                        " hosts")
+                        " nodes")
     stopped = exit_entry.get("stopped")
     failed, well = (None if exit_entry.get(name) is None else frozenset(exit_entry[name])
                     for name in ("failed_before_stop", "ended_before_stop"))

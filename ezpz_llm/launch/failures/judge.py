@@ -1,7 +1,8 @@
 """Choice of a run's root cause: a pure function from the evidence to a verdict.
 
-Causes are told from consequences by the ranks' output, never by clocks alone, which differ between nodes. The time
-limit is recognized by the scheduler's message or by the clock, never by an exit code (143 has many reasons).
+Causes and consequences are distinguished by the ranks' output, never by clocks alone, which differ between nodes.
+The time limit is recognized by the scheduler's message or by the clock, never by an exit code (143 has many
+reasons).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Evidence:
     stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
 
     @functools.cached_property
-    def found(self) -> dict[int, Finding]:
+    def findings(self) -> dict[int, Finding]:
         """Classified records, by rank."""
         return {failure.rank: classify(failure, self.texts) for failure in self.failures}
 
@@ -128,12 +129,12 @@ def _from_clean_exit(evidence: Evidence) -> Verdict | None:
 def _from_failed_rank(evidence: Evidence) -> Verdict | None:
     """Blame the earliest rank that failed by itself before launch began to end the others."""
     before_stop = evidence.facts.failed_before_stop
-    causes = [failure for failure in evidence.failures if evidence.found[failure.rank].kind not in FOLLOWERS
+    causes = [failure for failure in evidence.failures if evidence.findings[failure.rank].kind not in FOLLOWERS
               and (before_stop is None or failure.rank in before_stop)]
     if _from_scheduler(evidence) is not None or _from_lost_node(evidence) is not None:
         # A scheduler that ends a job or a step also signals ranks directly.
         causes = [failure for failure in causes if failure.signal not in _EXTERNAL_SIGNALS
-                  or evidence.found[failure.rank].kind is Kind.OOM_KILLED]
+                  or evidence.findings[failure.rank].kind is Kind.OOM_KILLED]
     return _rank_verdict(causes[0], evidence) if causes else None
 
 
@@ -143,11 +144,11 @@ def _from_scheduler(evidence: Evidence) -> Verdict | None:
         if match.kind in _SCHEDULER_KINDS:
             return Verdict(_external_code(evidence), _SCHEDULER_KINDS[match.kind], match.text)
     launch_signalled = facts.stopped is not None and facts.stopped.kind == "signal"
-    terminated = [finding for finding in evidence.found.values() if finding.kind is Kind.TERMINATED]
+    terminated = [finding for finding in evidence.findings.values() if finding.kind is Kind.TERMINATED]
     if (launch_signalled or terminated) and facts.ends_at is not None:
-        left = facts.ends_at - facts.ended
-        if left <= NEAR_THE_LIMIT_S:
-            when = f"{left:.0f} s before" if left > 0 else f"{-left:.0f} s after"
+        remaining_s = facts.ends_at - facts.ended
+        if remaining_s <= NEAR_THE_LIMIT_S:
+            when = f"{remaining_s:.0f} s before" if remaining_s > 0 else f"{-remaining_s:.0f} s after"
             return Verdict(_external_code(evidence), Kind.TIME_LIMIT,
                            f"ended by {_external_signal(evidence)} {when} the end of the reservation")
     return None
@@ -170,7 +171,7 @@ def _from_abort(evidence: Evidence) -> Verdict | None:
     for match in evidence.log_matches:
         if match.kind == log_kinds.ABORTED and match.ranks:
             return Verdict(match.code or 1, Kind.EXIT, match.text, match.ranks[0])
-    if evidence.in_logs and not evidence.found:
+    if evidence.in_logs and not evidence.findings:
         rank = min(evidence.in_logs)
         return Verdict(_code_without_record(evidence), Kind.EXCEPTION, evidence.in_logs[rank].line, rank)
     return None
@@ -214,12 +215,12 @@ def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
 
 def _from_follower(evidence: Evidence) -> Verdict | None:
     """Blame ranks that vanished, else the first follower; no rank failed by itself."""
-    followers = [failure for failure in evidence.failures if evidence.found[failure.rank].kind in FOLLOWERS]
+    followers = [failure for failure in evidence.failures if evidence.findings[failure.rank].kind in FOLLOWERS]
     if not followers:
         return None
-    followers.sort(key=lambda failure: FOLLOWERS.index(evidence.found[failure.rank].kind))
+    followers.sort(key=lambda failure: FOLLOWERS.index(evidence.findings[failure.rank].kind))
     first = followers[0]
-    finding = evidence.found[first.rank]
+    finding = evidence.findings[first.rank]
     if evidence.facts.launcher_status is None and finding.kind in (Kind.TERMINATED, Kind.STOPPED):
         return _LAUNCH_KILLED
     if evidence.absent and finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
@@ -240,30 +241,30 @@ def _early_exit(code: int, evidence: Evidence, before_s: float = float("inf")) -
     """
     limit_s = before_s if evidence.facts.launcher == "torchrun" else float("inf")
     ranks = tuple(sorted(rank for rank, lived_s in evidence.ended_early.items() if lived_s <= limit_s))
-    others = tuple(rank for rank in range(evidence.facts.world_size) if rank not in evidence.ended_early)
-    if not ranks or not others:
+    running_ranks = tuple(rank for rank in range(evidence.facts.world_size) if rank not in evidence.ended_early)
+    if not ranks or not running_ranks:
         return None
     after_s = min(evidence.ended_early[rank] for rank in ranks)
     hosts = _hosts(evidence.facts, ranks)
-    were = "was" if len(others) == 1 else "were"
+    were = "was" if len(running_ranks) == 1 else "were"
     return Verdict(code, Kind.ENDED_EARLY,
                    f"{rank_ranges(ranks)} on {', '.join(hosts)} ended with code 0 after {after_s:.1f} s while"
-                   f" {rank_ranges(others)} {were} still running", ranks[0], hosts, ranks, others)
+                   f" {rank_ranges(running_ranks)} {were} still running", ranks[0], hosts, ranks, running_ranks)
 
 
 def _missing_in_collective(first: Failure, evidence: Evidence) -> Verdict | None:
     """Blame the ranks that did not time out in a collective, if most ranks did."""
-    waiting = tuple(sorted(rank for rank, finding in evidence.found.items()
+    waiting = tuple(sorted(rank for rank, finding in evidence.findings.items()
                            if finding.kind is Kind.COLLECTIVE_TIMEOUT))
-    others = [rank for rank in range(evidence.facts.world_size) if rank not in waiting]
+    other_ranks = [rank for rank in range(evidence.facts.world_size) if rank not in waiting]
     # Ranks that lost a peer were usually in the collective as well.
-    missing = [rank for rank in others if rank not in evidence.found
-               or evidence.found[rank].kind is not Kind.PEER_LOST] or others
+    missing = [rank for rank in other_ranks if rank not in evidence.findings
+               or evidence.findings[rank].kind is not Kind.PEER_LOST] or other_ranks
     if not 0 < len(missing) <= len(waiting):
         return None
-    return Verdict(first.exit_code, Kind.COLLECTIVE_TIMEOUT, evidence.found[first.rank].evidence, missing[0],
+    return Verdict(first.exit_code, Kind.COLLECTIVE_TIMEOUT, evidence.findings[first.rank].evidence, missing[0],
                    _hosts(evidence.facts, missing), tuple(missing), waiting,
-                   advice=evidence.found[first.rank].advice)
+                   advice=evidence.findings[first.rank].advice)
 
 
 def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -273,7 +274,7 @@ def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
 def _from_launcher(evidence: Evidence) -> Verdict | None:
     """Use the launcher's messages; no rank left a record."""
     for log_kind, kind in ((log_kinds.MEMORY, Kind.OOM_KILLED), (log_kinds.WRONG_WORLD, Kind.WRONG_WORLD),
-                        (log_kinds.NOT_STARTED, Kind.NOT_STARTED), (log_kinds.ENDED, Kind.UNRECORDED)):
+                           (log_kinds.NOT_STARTED, Kind.NOT_STARTED), (log_kinds.ENDED, Kind.UNRECORDED)):
         for match in evidence.log_matches:
             if match.kind == log_kind:
                 hosts = (match.host,) if match.host else ()
@@ -285,15 +286,15 @@ def _from_launcher(evidence: Evidence) -> Verdict | None:
 def _from_silent_node(evidence: Evidence) -> Verdict | None:
     """Blame a node that stopped reporting when the launcher killed all ranks before they left a record."""
     silent = NodeNames(evidence.silent)
-    gone = [rank for rank in evidence.absent if _host(evidence.facts, rank) in silent]
-    if not gone or evidence.facts.launcher_status is None:
+    lost_ranks = [rank for rank in evidence.absent if _host(evidence.facts, rank) in silent]
+    if not lost_ranks or evidence.facts.launcher_status is None:
         return None
     return Verdict(_launcher_code(evidence.facts), Kind.VANISHED,
-                   f"no report from {', '.join(evidence.silent)} since", gone[0], evidence.silent)
+                   f"no report from {', '.join(evidence.silent)} since", lost_ranks[0], evidence.silent)
 
 
 def _rank_verdict(failure: Failure, evidence: Evidence) -> Verdict:
-    finding = evidence.found[failure.rank]
+    finding = evidence.findings[failure.rank]
     memory = [match.text for match in evidence.log_matches
               if match.kind == log_kinds.MEMORY
               and (match.host is None or is_same_node(match.host, failure.host))]
@@ -309,16 +310,16 @@ def _only(finding: Finding, evidence: Evidence) -> str:
     With one rank per node this is reported only for kinds that depend on the node; other kinds require two ranks on
     a node.
     """
-    alike, others = ranks_alike(finding.kind, finding.cause, evidence)
+    alike, other_ranks = ranks_alike(finding.kind, finding.cause, evidence)
     hosts = _hosts(evidence.facts, alike)
-    is_whole_hosts = others and set(hosts).isdisjoint(_hosts(evidence.facts, others))
+    is_whole_hosts = other_ranks and set(hosts).isdisjoint(_hosts(evidence.facts, other_ranks))
     is_conclusive = finding.kind in _NODE_DEPENDENT_KINDS or len(alike) > len(hosts)
     return f"on {', '.join(hosts)} only" if is_whole_hosts and is_conclusive else ""
 
 
 def ranks_alike(kind: Kind, cause: str, evidence: Evidence) -> tuple[list[int], list[int]]:
     """Return the ranks whose records show this kind and cause, and all other ranks."""
-    alike = [rank for rank, finding in evidence.found.items() if finding.kind is kind and finding.cause == cause]
+    alike = [rank for rank, finding in evidence.findings.items() if finding.kind is kind and finding.cause == cause]
     return sorted(alike), [rank for rank in range(evidence.facts.world_size) if rank not in alike]
 
 

@@ -35,7 +35,7 @@ class Kind(Enum):
     UNRECORDED = "ended together with its shim"
     REQUEUED = "the job was requeued"
     PREEMPTED = "the job was preempted"
-    CANCELLED = "the job was cancelled"
+    CANCELLED = "the job was canceled"
     IDLE = "no sign of life"
     NOT_STARTED = "the launcher could not start the ranks"
     LAUNCHER = "the launcher failed"

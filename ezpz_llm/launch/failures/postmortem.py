@@ -62,8 +62,8 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     absent = tuple(rank for rank in unrecorded if rank not in cleared) if nodes else ()
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
     messages = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
-    is_ours = own_launch is not None
-    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, is_ours)
+    is_own_record = own_launch is not None
+    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, is_own_record)
     evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _raised(ends),
                         _silent(nodes, facts), _ended_early(reports, facts), texts,
                         _stacks(run_dir, facts.stopped, since))
@@ -75,13 +75,13 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
                         advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
     notes += left_out(texts)
     # Another user's run must not suggest files to remove.
-    output = [line for failure in failures for line in failure.tail] if is_ours else []
+    output = [line for failure in failures for line in failure.tail] if is_own_record else []
     notes += [f"  {lock}" for lock in locks_of((own_launch or {}).get("env") or {}, output) if lock.worker is None]
     notes += [f"  could not be killed, still running on {node.host}: processes {', '.join(map(str, node.left))}"
               for node in nodes if node.left]
     text, brief = ("\n".join([as_text(findings, with_lines), *notes]) for with_lines in (True, False))
     return Postmortem(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
-                   as_details(findings), brief, findings.lines_of)
+                      as_details(findings), brief, findings.lines_of)
 
 
 def _texts(env: Mapping[str, str]) -> tuple[tuple[FailureText, ...], list[str]]:
@@ -95,18 +95,18 @@ def _texts(env: Mapping[str, str]) -> tuple[tuple[FailureText, ...], list[str]]:
         return shipped_texts(), [f"  {error.where or FAILURE_TEXTS_VARIABLE}: ignored: {error.found}"]
 
 
-def _recorded_texts(env: Mapping[str, str], is_ours: bool) -> tuple[tuple[FailureText, ...], list[str]]:
+def _recorded_texts(env: Mapping[str, str], is_own_record: bool) -> tuple[tuple[FailureText, ...], list[str]]:
     """Return the same as `_texts` for the variables in run.json, if the reader owns it.
 
-    The writer of run.json, or of a file that it names, could print advice in our name. Both must belong to the
-    reader; site files may also belong to root.
+    The writer of run.json, or of a file that it names, could print advice in the name of launch. Both must belong
+    to the reader; site files may also belong to root.
     """
     if os.environ.get(FAILURE_TEXTS_VARIABLE) or not env.get(FAILURE_TEXTS_VARIABLE):
         return _texts({})
-    if is_ours:
+    if is_own_record:
         with contextlib.suppress(UserError):  # an invalid path
-            is_ours = all(is_own(path, or_roots=True) or not path.exists() for path in named_files(env))
-    if is_ours:
+            is_own_record = all(is_own(path, or_roots=True) or not path.exists() for path in named_files(env))
+    if is_own_record:
         return _texts(env)
     note = ("  ignored: the failure texts named in run.json, because another user could have written them. Set"
             f" {FAILURE_TEXTS_VARIABLE}=FILE to use those of your site")
@@ -200,7 +200,7 @@ def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, li
 
 
 def tail_text(path: Path, since: float = 0.0) -> str:
-    """Return the last 128 KiB of a file with long lines cut; "" if it was not written since `since`."""
+    """Return the last 128 KiB of a file with long lines truncated; "" if it was not written since `since`."""
     with contextlib.suppress(OSError):
         return "" if path.stat().st_mtime < since else cut_lines(system_text(path, _TAIL_BYTES))
     return ""

@@ -84,13 +84,13 @@ def cause_line(findings: Findings) -> str:
 def as_text(findings: Findings, with_lines: bool = True) -> str:
     """Format the post-mortem, with or without the last lines of a rank's output."""
     lines = [_first_line(findings), *_cause_lines(findings, with_lines)]
-    lines += [f"  {line}" for line in (*_others(findings), *_absent(findings), *_behind(findings))]
+    lines += [f"  {line}" for line in (*_other_failures(findings), *_absent(findings), *_behind(findings))]
     lines += [f"  {match.source}: {_short(match.text)}" for match in _messages_to_show(findings)]
     if findings.advice:
         lines.append(f"  try: {typable_text(findings.advice)}")
     if findings.resume and "--resume" not in (findings.advice or ""):
         lines.append(f"  resume: {typable_text(findings.resume)}")
-    # A hostname or reason from another user's run.json could contain a newline and forge a line of ours.
+    # A hostname or reason from another user's run.json could contain a newline and forge a line of launch.
     return "\n".join(line.replace("\n", " ") for line in lines)
 
 
@@ -105,7 +105,7 @@ def as_details(findings: Findings) -> dict[str, object]:
         "ranks": list(verdict.ranks),
         "waiting": list(verdict.waiting),
         "record": asdict(findings.cause) if findings.cause else None,
-        "followers": [{"ranks": ranks, "what": what} for what, ranks in _groups(findings).items()],
+        "followers": [{"ranks": ranks, "what": description} for description, ranks in _groups(findings).items()],
         "absent": list(findings.evidence.absent),
         "said": [{"who": match.source, "means": match.kind, "words": match.text, "host": match.host,
                   "ranks": match.ranks, "code": match.code} for match in findings.evidence.log_matches],
@@ -155,24 +155,24 @@ def _cause_lines(findings: Findings, with_lines: bool) -> list[str]:
 
 def telling(lines: Sequence[str]) -> list[str]:
     """Collapse runs of lines that differ only in numbers, such as a loss table, to their last line."""
-    shown: list[str] = []
+    collapsed: list[str] = []
     for _, run in itertools.groupby(lines, lambda line: _NUMBERS.sub("#", line)):
         alike = list(run)
         if len(alike) > _MOST_ALIKE:
-            shown.append(f"… {len(alike) - 1} lines like this one:")
+            collapsed.append(f"… {len(alike) - 1} lines like this one:")
             alike = alike[-1:]
-        shown += alike
-    return shown
+        collapsed += alike
+    return collapsed
 
 
-def _others(findings: Findings) -> list[str]:
+def _other_failures(findings: Findings) -> list[str]:
     lines = []
     groups = sorted(_groups(findings).items(), key=lambda group: -len(group[1]))
-    for what, ranks in groups[:_OTHERS_SHOWN]:
-        if what == "the same":
+    for description, ranks in groups[:_OTHERS_SHOWN]:
+        if description == "the same":
             lines.append(f"{rank_ranges(ranks)}: the same")
         else:
-            lines.append(f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {what}: {fold_numbers(ranks)}")
+            lines.append(f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {description}: {fold_numbers(ranks)}")
     if len(groups) > _OTHERS_SHOWN:
         lines.append(f"… and {len(groups) - _OTHERS_SHOWN} other kinds of failure (see {findings.run_dir.errors})")
     return lines
@@ -180,12 +180,12 @@ def _others(findings: Findings) -> list[str]:
 
 def _groups(findings: Findings) -> dict[str, list[int]]:
     """Group the other failed ranks by description."""
-    cause = findings.cause
-    same = _signature(cause, findings.evidence.found[cause.rank]) if cause else None
-    groups = grouped((_signature(failure, findings.evidence.found[failure.rank]), failure)
+    cause, by_rank = findings.cause, findings.evidence.findings
+    same = _signature(cause, by_rank[cause.rank]) if cause else None
+    groups = grouped((_signature(failure, by_rank[failure.rank]), failure)
                      for failure in findings.evidence.failures if failure is not cause)
-    of_records = [("the same" if signature == same else _describe(alike[0], findings.evidence.found[alike[0].rank]),
-                   failure.rank) for signature, alike in groups.items() for failure in alike]
+    of_records = [("the same" if signature == same else _describe(alike[0], by_rank[alike[0].rank]), failure.rank)
+                  for signature, alike in groups.items() for failure in alike]
     # In a large world, ranks that were ended by others write no records; only their nodes report them.
     recorded = {failure.rank for failure in findings.evidence.failures}
     of_reports = [(f"exit code {report.ended}, reported by the node", rank)
@@ -247,16 +247,16 @@ def _behind(findings: Findings) -> list[str]:
 def _messages_to_show(findings: Findings) -> list[log_patterns.LogMatch]:
     """Return the scheduler's and launcher's messages; those about single ranks only if no rank left a record."""
     has_records = bool(findings.evidence.failures)
-    shown = [match for match in findings.evidence.log_matches
-             if not (has_records and match.kind == log_kinds.ENDED)
-             and match.kind != log_kinds.STEP_CANCELLED
-             and match.text != findings.verdict.evidence]
-    return shown[:_MESSAGES_SHOWN]
+    messages = [match for match in findings.evidence.log_matches
+                if not (has_records and match.kind == log_kinds.ENDED)
+                and match.kind != log_kinds.STEP_CANCELLED
+                and match.text != findings.verdict.evidence]
+    return messages[:_MESSAGES_SHOWN]
 
 
 def _kind(verdict: Verdict) -> str:
-    words = verdict.cause or ("" if verdict.kind in _PLAIN else verdict.kind.value)
-    text = ", ".join(part for part in (words, verdict.only) if part)
+    label = verdict.cause or ("" if verdict.kind in _PLAIN else verdict.kind.value)
+    text = ", ".join(part for part in (label, verdict.only) if part)
     return f"{text}: " if text else ""
 
 
@@ -284,7 +284,7 @@ def _doing(phase: str | None, step: int | None) -> str:
 
 def _host(findings: Findings, rank: int) -> str:
     hosts = findings.evidence.facts.hosts
-    return hosts[rank] if rank < len(hosts) else "an unknown host"
+    return hosts[rank] if rank < len(hosts) else "an unknown node"
 
 
 def _short(text: str) -> str:

@@ -117,7 +117,7 @@ def read_texts(path: Path, limit_s: float | None = MOST_S) -> tuple[FailureText,
 
     Raises:
         UserError: unreadable file, invalid TOML, or an invalid table; also if the patterns of a text do not match
-            its examples, or take too long to.
+            its examples, or exceed the time limit.
     """
     try:
         content = parse_toml(read_text(path), str(path))

@@ -38,7 +38,7 @@ class TimedPattern:
     Works in the main thread only, because a signal interrupts the search.
 
     Args:
-        limit_s: None for our own patterns, which are known to be fast; a limit costs 10 µs per search.
+        limit_s: None for this package's patterns, which are known to be fast; a limit costs 10 µs per search.
 
     Raises:
         re.error, OverflowError, RecursionError: invalid regular expression.
@@ -47,7 +47,7 @@ class TimedPattern:
 
     def __init__(self, text: str, limit_s: float | None = MOST_S) -> None:
         self.text = text
-        self._left_s = limit_s
+        self._remaining_s = limit_s
         self._is_timed = False
         # Compiling a thousand large character classes with IGNORECASE takes minutes.
         compiled = self._timed(lambda: re.compile(text))
@@ -63,7 +63,7 @@ class TimedPattern:
     @property
     def is_over(self) -> bool:
         """True if the time is used up."""
-        return self._left_s is not None and self._left_s <= 0
+        return self._remaining_s is not None and self._remaining_s <= 0
 
     def search(self, line: str) -> re.Match[str] | None:
         """Search the first 2000 characters of a line; None if there is no match or the time is used up."""
@@ -73,25 +73,25 @@ class TimedPattern:
 
     def _timed(self, work: Callable[[], _Result]) -> _Result | None:
         """Return the result of `work`, or None if it exceeded the remaining time."""
-        if self._left_s is None:
+        if self._remaining_s is None:
             return work()
         began = time.process_time()
         previous = signal.signal(signal.SIGVTALRM, self._interrupt)
         try:
             self._is_timed = True
             # Repeated, because an exception raised inside a callback of the garbage collector is lost.
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._left_s, _REPEAT_S)
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._remaining_s, _REPEAT_S)
             return work()
         except _TooSlow:
             self._is_timed = False
-            self._left_s = 0.0
+            self._remaining_s = 0.0
             return None
         finally:
             self._is_timed = False
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, previous)
             spent = time.process_time() - began
-            self._left_s -= spent if spent > _COUNTED_S else 0
+            self._remaining_s -= spent if spent > _COUNTED_S else 0
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         # A late interrupt must not break the code after the search.

@@ -16,7 +16,7 @@ from ezpz_llm.launch.failures.log_text import cut_line
 from ezpz_llm.launch.failures.texts import find_text, shipped_texts, without_asides
 
 NEAR_THE_END = 200
-"""Most lines after an uncaught exception, such as messages of destructors and threads."""
+"""Maximum number of lines after an uncaught exception, such as messages of destructors and threads."""
 NEAR_THE_END_IF_CAUGHT = 10
 """The same if the exit code is not 1, Python's own after an uncaught exception."""
 
@@ -242,10 +242,10 @@ def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
         return _Report(start, start + 1, Raised("std::terminate", match["bare"]), is_last=True)
     if match["apple"]:
         return _Report(start, start + 1, Raised(match["apple"], match["what"] or ""), is_last=True)
-    what = lines[start + 1] if start + 1 < len(lines) else ""
-    if not what.lstrip().startswith("what():"):
+    next_line = lines[start + 1] if start + 1 < len(lines) else ""
+    if not next_line.lstrip().startswith("what():"):
         return _Report(start, start + 1, Raised(match["type"], ""), is_last=True)
-    message = what.partition("what():")[2].strip()
+    message = next_line.partition("what():")[2].strip()
     return _Report(start, start + 2, Raised(match["type"], message), is_last=True)
 
 

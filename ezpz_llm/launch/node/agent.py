@@ -58,7 +58,7 @@ _LINGER_S = 2.0
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
     """Fork the node's agent from the shim of local rank 0, after `folder.enter`, and return its process id.
 
-    Returns the id of the existing agent if the node has one, as under launchers that do not tell local ranks.
+    Returns the id of the existing agent if the node has one, as under launchers that do not set local ranks.
     """
     try:
         handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -185,12 +185,12 @@ class _Node:
             if number == signal.SIGTERM or catches(pid, number):
                 kill(pid, number)
 
-    def _write_stacks(self, token: str, wanted: tuple[int, ...]) -> None:
-        here = sorted(files.registered(self.folder).keys() & set(wanted))
-        if not here:
+    def _write_stacks(self, token: str, ranks: tuple[int, ...]) -> None:
+        local_ranks = sorted(files.registered(self.folder).keys() & set(ranks))
+        if not local_ranks:
             return
         processes = list(marked(self.run_id))
-        for rank in here:
+        for rank in local_ranks:
             heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (order {token})"
             of_rank = [process for process in processes if process.rank == rank]
             text = describe(heading, of_rank, self.folder.path / files.file_of(rank, files.STACKS))
@@ -217,12 +217,12 @@ class _Node:
         the folder to be removed.
         """
         self._guarded(self._end_groups)
-        left = end_marked(self.run_id, chosen=lambda process: process.is_of_rank, roots=self.strays.roots)
+        survivors = end_marked(self.run_id, chosen=lambda process: process.is_of_rank, roots=self.strays.roots)
         self._guarded(self.builds.clear)
         self._guarded(self._gather_last)
         ranks = self.ranks
         clears_node = self.stop is not None and self.stop.launch_host != self.host
-        self._write(RANKS_ENDED if clears_node else ENDED, ranks, left)
+        self._write(RANKS_ENDED if clears_node else ENDED, ranks, survivors)
         remove_private(self.folder.path)
         if clears_node:
             deadline = time.monotonic() + _LINGER_S
@@ -237,12 +237,13 @@ class _Node:
     def _gather_last(self) -> None:
         self.ranks, _ = self.gatherer.look([])
 
-    def _write(self, state: str, ranks: dict[int, RankReport] | None = None, left: list[int] | None = None) -> None:
+    def _write(self, state: str, ranks: dict[int, RankReport] | None = None,
+               survivors: list[int] | None = None) -> None:
         self.written_at = time.monotonic()
         scheduler = scheduler_here(os.environ)
         report = NodeReport(self.run_id, self.host, self.info.rank, state, self.interval_s, ranks or {},
-                            tuple(left or ()), scheduler.own_step(os.environ) if scheduler else None, self.error,
-                            self.mpi.found, self.builds.names)
+                            tuple(survivors or ()), scheduler.own_step(os.environ) if scheduler else None,
+                            self.error, self.mpi.message, self.builds.names)
         # A full or missing file system must not end the agent before it has cleaned up the node.
         with contextlib.suppress(OSError):
             write_report(self.run_dir, report)
@@ -256,25 +257,25 @@ class Strays:
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
-        self.known: set[Kin] = set()
+        self.recorded: set[Kin] = set()
 
     def look(self, processes: Iterable[Process]) -> None:
         """Update the strays. `processes` are all processes with the marker."""
-        seen = everyone(is_own_only=True)
+        by_pid = everyone(is_own_only=True)
         of_ranks = {process.pid for process in processes if process.is_of_rank}
         # Except for shims and their forks, everything below a shim belongs to its rank.
-        others = {os.getpid(), *(process.pid for process in processes if process.is_shim)}
-        roots = {*self.roots(), *(Kin(pid, seen[pid].start) for pid in of_ranks if pid in seen)}
-        strays = {kin for kin in below(seen, roots, others) if kin.pid not in of_ranks}
-        if strays != self.known:
-            self.known = strays
+        spared = {os.getpid(), *(process.pid for process in processes if process.is_shim)}
+        roots = {*self.roots(), *(Kin(pid, by_pid[pid].start) for pid in of_ranks if pid in by_pid)}
+        strays = {kin for kin in below(by_pid, roots, spared) if kin.pid not in of_ranks}
+        if strays != self.recorded:
+            self.recorded = strays
             self._write()
 
     def roots(self) -> set[Kin]:
         """Return the processes from which strays and their children descend."""
-        return self.known | set(files.shims(self._folder))
+        return self.recorded | set(files.shims(self._folder))
 
     def _write(self) -> None:
         # For the janitors, in case the agent is killed too.
         with contextlib.suppress(OSError):
-            self._folder.write(files.STRAYS, "".join(f"{kin}\n" for kin in self.known).encode())
+            self._folder.write(files.STRAYS, "".join(f"{kin}\n" for kin in self.recorded).encode())

@@ -46,26 +46,26 @@ class BuildWatch:
     """Locks under which ranks of this node were seen compiling."""
 
     def __init__(self) -> None:
-        self._seen: dict[Path, tuple[int, int]] = {}
+        self._locks: dict[Path, tuple[int, int]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the extensions that were seen compiling."""
-        return tuple(lock.parent.name for lock in self._seen)
+        return tuple(lock.parent.name for lock in self._locks)
 
     def look(self, processes: Iterable[Process]) -> bool:
         """Record builds in progress; return True if there is a new one."""
-        count = len(self._seen)
+        count = len(self._locks)
         for process in processes:
             if process.is_of_rank and process.name == _BUILDER:
                 with contextlib.suppress(OSError):
                     lock = Path(os.readlink(f"/proc/{process.pid}/cwd")) / _LOCK
-                    self._seen[lock] = _identity(lock)
-        return len(self._seen) > count
+                    self._locks[lock] = _identity(lock)
+        return len(self._locks) > count
 
     def clear(self) -> None:
         """Remove the recorded locks that are unchanged, after the ranks have ended."""
-        for lock, identity in self._seen.items():
+        for lock, identity in self._locks.items():
             with contextlib.suppress(OSError):
                 if _identity(lock) == identity:
                     lock.unlink()

@@ -241,9 +241,9 @@ _QUIET_S = 600.0
 
 def remove_stale(own_run_id: str) -> None:
     """Remove this user's folders of runs without processes, left by agents that were killed."""
-    here = place()
+    local_place = place()
     for folder, run_id, origin in own_folders():
-        if run_id != own_run_id and (origin == here or _is_quiet(folder)) and not any(marked(run_id)):
+        if run_id != own_run_id and (origin == local_place or _is_quiet(folder)) and not any(marked(run_id)):
             remove_private(folder.path)
 
 

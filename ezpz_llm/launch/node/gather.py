@@ -53,15 +53,15 @@ class Gatherer:
                    for rank in sorted(registered(self._folder))}
         return {rank: report for rank, (report, _) in reports.items()}, any(news for _, news in reports.values())
 
-    def _report(self, rank: int, own: list[Process], now: float) -> tuple[RankReport, bool]:
+    def _report(self, rank: int, processes: list[Process], now: float) -> tuple[RankReport, bool]:
         is_new = rank not in self._lives
         life = self._lives.setdefault(rank, _Life(now))
         ended, lived_s = self._end(rank)
-        is_busy = self._is_busy(life, rank, own, now)
+        is_busy = self._is_busy(life, rank, processes, now)
         if is_busy:
             life.used_at = now
         phase, step, has_beaten = self._beat(life, rank, now)
-        main = first_of(own) if own else None
+        main = first_of(processes) if processes else None
         report = RankReport(
             pid=main.pid if main else None, phase=phase, step=step,
             silent_s=round(now - life.beat_at, 1) if life.beat_stamp is not None else None,
@@ -72,8 +72,8 @@ class Gatherer:
         return report, has_ended or (ended is None and (
             is_new or is_busy or has_beaten or life.is_stopped != was_stopped))
 
-    def _is_busy(self, life: _Life, rank: int, own: list[Process], now: float) -> bool:
-        used = sum(process.processor_s for process in own)
+    def _is_busy(self, life: _Life, rank: int, processes: list[Process], now: float) -> bool:
+        used = sum(process.processor_s for process in processes)
         log = self._log(rank)
         has_written = log != life.log
         # The CPU time of an unreaped process disappears when it ends: restart from the rest.
@@ -181,10 +181,10 @@ def _by_fault_handler(pid: int, answers: Path) -> str | None:
 def _kernel_state(pid: int) -> str:
     """Return a process's state, wait channel and kernel stack, as far as they are readable."""
     lines = []
-    for name, wanted in (("status", re.compile(r"^(State|Threads|VmRSS):")), ("wchan", None), ("stack", None)):
+    for name, pattern in (("status", re.compile(r"^(State|Threads|VmRSS):")), ("wchan", None), ("stack", None)):
         content = system_text(f"/proc/{pid}/{name}").strip().splitlines()
-        lines += [f"  {line}" if wanted else f"  {name}: {line}" for line in content
-                  if line not in ("", "0") and (wanted is None or wanted.match(line))]
+        lines += [f"  {line}" if pattern else f"  {name}: {line}" for line in content
+                  if line not in ("", "0") and (pattern is None or pattern.match(line))]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -27,11 +27,11 @@ def make_group(name: str) -> Path | None:
     It requires Linux 5.14 and a cgroup that is delegated to this user. For root that cannot be checked: None.
     """
     lines = system_text("/proc/self/cgroup").splitlines()
-    own = next((line[len("0::/"):] for line in lines if line.startswith("0::/")), None)
-    if own is None or os.geteuid() == 0:
+    own_path = next((line[len("0::/"):] for line in lines if line.startswith("0::/")), None)
+    if own_path is None or os.geteuid() == 0:
         return None
     for mount in _MOUNTS:
-        group = mount / own / name
+        group = mount / own_path / name
         if not os.access(group.parent / _MEMBERS, os.W_OK):
             continue
         try:

@@ -30,7 +30,7 @@ class StopOrder:
     """Order to end all processes of the run: SIGTERM, then SIGKILL after `grace_s`.
 
     Attributes:
-        launch_host: the host of launch, which ends the launcher there itself.
+        launch_host: the node of launch, which ends the launcher there itself.
         is_hang: True if ranks that can should print their stacks (SIGABRT) instead of receiving SIGTERM.
         received: the signal that launch received, or "".
     """

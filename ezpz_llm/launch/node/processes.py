@@ -31,7 +31,7 @@ class Process:
         is_shim: True for shims and their forks.
         state: the kernel's letter.
         processor_s: CPU seconds of the process and its ended children.
-        name: the program's name, cut to 15 bytes.
+        name: the program's name, truncated to 15 bytes.
     """
 
     pid: int
@@ -51,10 +51,10 @@ def marked(run_id: str) -> Iterator[Process]:
     The newest come first: a process that lives for 2 ms and leaves a child would otherwise be gone when read.
     """
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    uid, own = os.getuid(), os.getpid()
+    uid, own_pid = os.getuid(), os.getpid()
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         try:
-            if pid == own or os.stat(f"/proc/{pid}").st_uid != uid:
+            if pid == own_pid or os.stat(f"/proc/{pid}").st_uid != uid:
                 continue
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if marker in variables:
@@ -76,10 +76,10 @@ def _read(pid: int, variables: list[bytes]) -> Process:
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
-    # The command's name, in parentheses, may hold any bytes, and may be cut within a character. The state (third
-    # field) and all later fields follow it.
-    name, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-    return name.partition(b"(")[2].decode(errors="replace"), rest.decode().split()
+    # The command's name, in parentheses, may hold any bytes, and may be truncated within a character. The state
+    # (third field) and all later fields follow it.
+    name, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+    return name.partition(b"(")[2].decode(errors="replace"), fields.decode().split()
 
 
 def started_at(pid: int) -> int:
@@ -169,14 +169,14 @@ def everyone(is_own_only: bool = False) -> dict[int, Seen]:
         try:
             if is_own_only and entry.stat().st_uid != uid:
                 continue
-            processes[int(entry.name)] = _seen(int(entry.name))
+            processes[int(entry.name)] = _read_seen(int(entry.name))
         except OSError:
             # The process has just ended.
             continue
     return processes
 
 
-def _seen(pid: int) -> Seen:
+def _read_seen(pid: int) -> Seen:
     _, numbers = _stat(pid)
     # A process whose main thread has ended may still have other threads.
     has_ended = numbers[0] in ("Z", "X") and int(numbers[17]) <= 1
@@ -189,14 +189,14 @@ def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] =
     `spared` processes are excluded with their descendants; of a spared root, only the root itself is excluded.
     """
     children = grouped((process.parent, pid) for pid, process in seen.items())
-    known = {root.pid for root in roots if root.pid in seen and seen[root.pid].start == root.start}
-    queue = list(known)
+    pids = {root.pid for root in roots if root.pid in seen and seen[root.pid].start == root.start}
+    queue = list(pids)
     while queue:
         for pid in children.get(queue.pop(), ()):
-            if pid not in known and pid not in spared:
-                known.add(pid)
+            if pid not in pids and pid not in spared:
+                pids.add(pid)
                 queue.append(pid)
-    return {Kin(pid, seen[pid].start) for pid in known if pid not in spared and not seen[pid].has_ended}
+    return {Kin(pid, seen[pid].start) for pid in pids if pid not in spared and not seen[pid].has_ended}
 
 
 def read_descendants(root: Kin, spared: Collection[int]) -> Iterator[Kin]:
@@ -205,15 +205,15 @@ def read_descendants(root: Kin, spared: Collection[int]) -> Iterator[Kin]:
     The caller can thus stop a process before it creates more. `spared` processes are excluded with their
     descendants.
     """
-    known, queue = {root.pid, *spared}, [root.pid]
+    visited, queue = {root.pid, *spared}, [root.pid]
     while queue:
         for pid in _children(queue.pop()):
-            if pid in known:
+            if pid in visited:
                 continue
-            known.add(pid)
+            visited.add(pid)
             queue.append(pid)
             with contextlib.suppress(OSError):
-                process = _seen(pid)
+                process = _read_seen(pid)
                 if not process.has_ended:
                     yield Kin(pid, process.start)
 
@@ -242,29 +242,29 @@ def end_all(find: Callable[[], Iterable[Kin]], within_s: float) -> list[int]:
     """
     began = time.monotonic()
     stopped: set[Kin] = set()
-    others: set[Kin] = set()
-    left: set[Kin] = set()
+    unpermitted: set[Kin] = set()
+    living: set[Kin] = set()
     empty_looks = 0
     while empty_looks < _EMPTY_LOOKS and (lasted_s := time.monotonic() - began) <= within_s:
-        left, is_new = set(), False
+        living, is_new = set(), False
         for process in find():
-            if process in others:
+            if process in unpermitted:
                 continue
             if process not in stopped:
                 if not _send(process, signal.SIGSTOP):
-                    others.add(process)
+                    unpermitted.add(process)
                     continue
                 stopped.add(process)
                 is_new = True
-            left.add(process)
-        empty_looks = 0 if left else empty_looks + 1
+            living.add(process)
+        empty_looks = 0 if living else empty_looks + 1
         if is_new and lasted_s < within_s / 2:
             continue
-        for process in left:
+        for process in living:
             _send(process, signal.SIGKILL)
-        if left:
+        if living:
             time.sleep(_AGAIN_S)
-    return sorted(process.pid for process in left | others if process.is_there())
+    return sorted(process.pid for process in living | unpermitted if process.is_there())
 
 
 def _send(process: Kin, number: signal.Signals) -> bool:

@@ -33,7 +33,7 @@ def schedulers() -> Mapping[str, Scheduler]:
     """Return all schedulers by name: the built-in ones, and plugins registered under `ENTRY_POINTS`."""
     by_name = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
 
-    def wrong(plugin: Any) -> str | None:
+    def find_problem(plugin: Any) -> str | None:
         if isinstance(plugin, type) or (missing := [name for name in MEMBERS if not hasattr(plugin, name)]):
             return "it is a class, not an object" if isinstance(plugin, type) else f"it has no {missing[0]}"
         if not isinstance(plugin.NAME, str) or not isinstance(plugin.TITLE, str):
@@ -44,7 +44,7 @@ def schedulers() -> Mapping[str, Scheduler]:
             return f"a scheduler named {plugin.NAME} exists already"
         return None
 
-    entry_points(ENTRY_POINTS, wrong)
+    entry_points(ENTRY_POINTS, find_problem)
     return by_name
 
 
@@ -84,9 +84,9 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
     """
     if stale := leftovers(env):
         values = ", ".join(f"{name}={env[name]}" for name in stale)
-        rest = {name: value for name, value in env.items() if name not in stale}
+        cleaned_env = {name: value for name, value in env.items() if name not in stale}
         note = f"ignoring {values}: it was not set by a launcher, and each rank gets its own value"
-        return find_allocation(rest, wanted, hosts_from).with_notes(note)
+        return find_allocation(cleaned_env, wanted, hosts_from).with_notes(note)
     if wanted != "auto":
         return _allocation_of(wanted, env)
     if rank_allocation := local.detect_rank({**env, **rank_names()}):
@@ -123,18 +123,19 @@ def _allocation_or_local(name: str, env: Mapping[str, str], hosts_from: str | No
         return local.detect(env).with_notes(f"ignoring {mark}={env[mark]} ({hosts_from}): {error.found}")
 
 
-def _allocation_of(wanted: str, env: Mapping[str, str]) -> Allocation:
-    others = [f"{mark}={env[mark]}" for name, scheduler in schedulers().items()
-              if name != wanted and (mark := scheduler.mark(env))]
+def _allocation_of(scheduler_name: str, env: Mapping[str, str]) -> Allocation:
+    ignored = [f"{mark}={env[mark]}" for name, scheduler in schedulers().items()
+               if name != scheduler_name and (mark := scheduler.mark(env))]
     if rank_source := _rank_source(env):
-        others.append(f"the rank variables of {rank_source}")
-    notes = [f"ignoring {' and '.join(others)} (--scheduler {wanted})"] if others else []
-    if wanted == local.NAME:
+        ignored.append(f"the rank variables of {rank_source}")
+    notes = [f"ignoring {' and '.join(ignored)} (--scheduler {scheduler_name})"] if ignored else []
+    if scheduler_name == local.NAME:
         notes += local.left_aside(env, "--scheduler none")
         return replace(local.detect(env), source="--scheduler none").with_notes(*notes)
-    allocation = schedulers()[wanted].detect(env)
+    allocation = schedulers()[scheduler_name].detect(env)
     if allocation is None:
-        raise UserError(f"--scheduler {wanted} was given, but {schedulers()[wanted].JOB_VARIABLE} is not set",
+        variable = schedulers()[scheduler_name].JOB_VARIABLE
+        raise UserError(f"--scheduler {scheduler_name} was given, but {variable} is not set",
                         where="the environment", instead="start launch inside a job, or leave --scheduler out")
     return allocation.with_notes(*notes)
 
@@ -177,15 +178,16 @@ def _choose_among_jobs(env: Mapping[str, str]) -> Allocation:
             errors.append(error)
     if not readable:
         raise errors[0]
-    first, *others = readable
+    first, *other_allocations = readable
     if errors:
         return first.with_notes(f"{all_marks} are {how} set; using {first.scheduler}: {errors[0].found}")
-    here = [allocation for allocation in readable if is_among(_names(allocation))]
-    if len(here) == 1:
-        return here[0].with_notes(f"{all_marks} are {how} set; using {here[0].scheduler}: only its job has this"
-                                  " node")
+    local_allocations = [allocation for allocation in readable if is_among(_names(allocation))]
+    if len(local_allocations) == 1:
+        allocation = local_allocations[0]
+        return allocation.with_notes(f"{all_marks} are {how} set; using {allocation.scheduler}: only its job has"
+                                     " this node")
     notes: list[str] = []
-    for other in others:
+    for other in other_allocations:
         matches = same_nodes(_names(other), _names(first))
         if matches is None:
             choices = " or ".join(f"--scheduler {allocation.scheduler}" for allocation in (first, other))

@@ -66,9 +66,9 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if name is None:
         return None
     if task := env.get("FLUX_JOB_ID"):
-        why = ("this process is a task of the job, but launch needs a Flux instance: run launch in a script of"
-               " `flux batch` or a shell of `flux alloc`")
-        raise unspoken(TITLE, task, why, f"FLUX_JOB_ID={task}", by_hand(HOSTS_LINES, env))
+        reason = ("this process is a task of the job, but launch needs a Flux instance: run launch in a script of"
+                  " `flux batch` or a shell of `flux alloc`")
+        raise unspoken(TITLE, task, reason, f"FLUX_JOB_ID={task}", by_hand(HOSTS_LINES, env))
     where = f"{name}={env[name]}"
     answer = ask_command(_RESOURCES, env, _ASK_S, _TRIES)
     if answer.text is None:
@@ -164,12 +164,12 @@ def directives(request: Request) -> list[str]:
         if not value.isprintable() or "{{" in value:
             raise UserError(f"Flux does not accept {value!r} as a job name or output path",
                             where="--name, --run-dir", instead="printable characters, without {{")
-    words = [f"--job-name={shlex.quote(request.name)}", f"--nodes={request.nodes}", "--exclusive",
-             f"--time-limit={time_limit(request.time_s)}",
-             f"--output={shlex.quote(str(request.output) + '/job-{{id.dec}}.log')}"]
-    words += [f"--{option}={value}"
-              for option, value in (("bank", request.account), ("queue", request.queue)) if value]
-    return [f"{DIRECTIVE} {word}" for word in words]
+    options = [f"--job-name={shlex.quote(request.name)}", f"--nodes={request.nodes}", "--exclusive",
+               f"--time-limit={time_limit(request.time_s)}",
+               f"--output={shlex.quote(str(request.output) + '/job-{{id.dec}}.log')}"]
+    options += [f"--{option}={value}"
+                for option, value in (("bank", request.account), ("queue", request.queue)) if value]
+    return [f"{DIRECTIVE} {word}" for word in options]
 
 
 def subjects(line: str) -> set[str]:

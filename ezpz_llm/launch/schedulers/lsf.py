@@ -68,20 +68,20 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if shutil.which(_STEPS, path=env.get("PATH", os.defpath)):
         return _jsrun_allocation(job_id, counts, source)
     # One slot on every node is LSF's default, not a request for one rank per node.
-    asked = any(count > 1 for count in counts.values())
-    hosts = tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
+    requests_slots = any(count > 1 for count in counts.values())
+    hosts = tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source)
 
 
 def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
     """Return the slots of each node, and their variable. LSF does not set LSB_HOSTS in very large jobs."""
     if text := env.get("LSB_MCPU_HOSTS"):
-        words = text.split()
-        numbers = [whole_number(word) for word in words[1::2]]
-        if len(words) % 2 or None in numbers:
+        fields = text.split()
+        numbers = [whole_number(word) for word in fields[1::2]]
+        if len(fields) % 2 or None in numbers:
             raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS is not a list of hostnames, each with a slot count",
                            f"LSB_MCPU_HOSTS={text[:80]}", by_hand(HOSTS_LINES, env, failed="LSB_MCPU_HOSTS"))
-        pairs = zip(words[::2], numbers, strict=True)
+        pairs = zip(fields[::2], numbers, strict=True)
         return sum_by_node([(name, number or 0) for name, number in pairs]), "LSB_MCPU_HOSTS"
     if text := env.get("LSB_HOSTS"):
         return count_repeats(text.split()), "LSB_HOSTS"
@@ -98,20 +98,20 @@ def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
 
 def _jsrun_allocation(job_id: str, counts: Mapping[str, int], source: str) -> Allocation:
     """Return the nodes that jsrun starts ranks on. Summit's guide sorts them to find rank 0's node."""
-    first, *others = counts
+    first, *compute_nodes = counts
     notes: tuple[str, ...] = ()
-    if others and counts[first] == 1 < min(counts[name] for name in others):
-        notes = (f"{first} is the launch node: ranks run on the {counted(len(others), 'other node')}",)
+    if compute_nodes and counts[first] == 1 < min(counts[name] for name in compute_nodes):
+        notes = (f"{first} is the launch node: ranks run on the {counted(len(compute_nodes), 'other node')}",)
     else:
-        others = [first, *others]
-    hosts = tuple(Host(name, cores=counts[name]) for name in sorted(others))
+        compute_nodes = [first, *compute_nodes]
+    hosts = tuple(Host(name, cores=counts[name]) for name in sorted(compute_nodes))
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source, notes=notes)
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
     """Add the end of the job by its run limit, which only bjobs knows, or a note if it is unknown."""
-    words = ["bjobs", "-noheader", "-o", "time_left", str(allocation.job_id)]
-    answer = ask_command(words, env, limit_s, tries)
+    command = ["bjobs", "-noheader", "-o", "time_left", str(allocation.job_id)]
+    answer = ask_command(command, env, limit_s, tries)
     if answer.text is None:
         return allocation.with_notes(f"the job's end time is unknown: {answer.complaint}")
     seconds_left = read_time_left(answer.text)
@@ -161,20 +161,20 @@ def directives(request: Request) -> list[str]:
         if not re.fullmatch(r"[A-Za-z0-9_./@+=~-]+", value):
             raise UserError(f"LSF does not accept {value!r} as a job name or output path",
                             where="--name, --run-dir", instead="only letters, digits and _ . / @ + = ~ -")
-    words = [f"-J {request.name}", f"-n {request.nodes}", '-R "span[ptile=1]"', "-x",
-             f"-W {time_limit(request.time_s)}", f"-o {request.output}/job-%J.log",
-             "-r" if request.requeue else "-rn"]
-    words += [f"{option} {value}" for option, value in (
+    options = [f"-J {request.name}", f"-n {request.nodes}", '-R "span[ptile=1]"', "-x",
+               f"-W {time_limit(request.time_s)}", f"-o {request.output}/job-%J.log",
+               "-r" if request.requeue else "-rn"]
+    options += [f"{option} {value}" for option, value in (
         ("-P", request.account), ("-q", request.queue), ("-U", request.reservation)) if value]
-    return [f"{DIRECTIVE} {word}" for word in words]
+    return [f"{DIRECTIVE} {word}" for word in options]
 
 
 def subjects(line: str) -> set[str]:
     """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
-    _, word, *rest = line.split(maxsplit=2)
+    _, word, *value = line.split(maxsplit=2)
     if word == "-R":
         # bsub combines several -R, but accepts only one span.
-        return {_SPREAD if "span[" in line else f"-R {''.join(rest)}"}
+        return {_SPREAD if "span[" in line else f"-R {''.join(value)}"}
     return {"-r", "-rn"} if word in ("-r", "-rn") else {"-n", "-nnodes", _SPREAD} if word == "-nnodes" else {word}
 
 

@@ -32,8 +32,8 @@ def slots_in_columns(text: str) -> tuple[Host, ...]:
             raise UserError(f"a line has no slot count: {' '.join(line)!r}")
         slots.append((line[0], number))
     counts = sum_by_node(slots)
-    asked = any(count > 1 for count in counts.values())
-    return tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
+    requests_slots = any(count > 1 for count in counts.values())
+    return tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
 def lines_are_cores(text: str) -> tuple[Host, ...]:
@@ -44,8 +44,8 @@ def lines_are_cores(text: str) -> tuple[Host, ...]:
 def lines_are_hosts(text: str) -> tuple[Host, ...]:
     """Parse one hostname per line. Repeated lines are ranks."""
     counts = count_repeats(text.split())
-    asked = any(count > 1 for count in counts.values())
-    return tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
+    requests_slots = any(count > 1 for count in counts.values())
+    return tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ def node_file_hosts(text: str) -> tuple[Host, ...]:
     user requested no number of ranks.
     """
     counts = count_repeats(text.split())
-    asked = any(count > 1 for count in counts.values())
-    return tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
+    requests_slots = any(count > 1 for count in counts.values())
+    return tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def directives(request: Request) -> list[str]:
         # A colon ends a hostname there, and a blank ends the path.
         raise UserError(f"PBS cannot write a job's output to {str(request.output)!r}", where="the run directory",
                         instead="--run-dir with only letters, digits and _ . / @ % + = ~ -")
-    words = [
+    options = [
         # PBS uses the user's login shell by default.
         "-S /bin/bash",
         f"-N {request.name}",
@@ -248,18 +248,18 @@ def directives(request: Request) -> list[str]:
         f"-o {request.output}/",
         f"-r {'y' if request.requeue else 'n'}",
     ]
-    words += [f"{option} {value}" for option, value in (
+    options += [f"{option} {value}" for option, value in (
         ("-A", request.account), ("-q", request.reservation or request.queue)) if value]
-    return [f"{DIRECTIVE} {word}" for word in words]
+    return [f"{DIRECTIVE} {word}" for word in options]
 
 
 def subjects(line: str) -> set[str]:
     """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
-    words = line.split()
-    if words[1] != "-l":
-        return {words[1]}
+    fields = line.split()
+    if fields[1] != "-l":
+        return {fields[1]}
     # One -l may request several resources. The chunks of a select contain no comma that a name follows.
-    return {f"-l {name}" for name in re.findall(r"(?:^|,)(\w+)=", words[2] if len(words) > 2 else "")}
+    return {f"-l {name}" for name in re.findall(r"(?:^|,)(\w+)=", fields[2] if len(fields) > 2 else "")}
 
 
 def submission(script: str, after: str | None) -> list[str]:

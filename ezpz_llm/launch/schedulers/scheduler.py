@@ -1,7 +1,7 @@
 """Scheduler protocol that launch and submit use, and the allocation that a scheduler reports.
 
-A scheduler is one of our modules (in `SCHEDULERS`), or an object derived from `Scheduler` that an installed package
-registers as an entry point under "ezpz_llm.schedulers"."""
+A scheduler is a module of this package (in `SCHEDULERS`), or an object derived from `Scheduler` that an installed
+package registers as an entry point under "ezpz_llm.schedulers"."""
 
 from __future__ import annotations
 
@@ -142,8 +142,10 @@ def clock(seconds: int) -> str:
 
 def clock_with_days(seconds: int) -> str:
     """Format a duration for Slurm: D-HH:MM:SS from one day on, else H:MM:SS."""
-    days, rest = divmod(seconds, 86400)
-    return f"{days}-{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}" if days else clock(rest)
+    days, seconds = divmod(seconds, 86400)
+    if not days:
+        return clock(seconds)
+    return f"{days}-{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Scheduler(Protocol):
         PATTERNS: messages of the scheduler about the end of a run: kinds (failures/log_kinds.py), each with a
             regular expression whose groups may be `host`, `ranks`, `code`, `number` (of a signal) and `signal` (its
             name).
-        HINTS: patterns of PROGRAM's error messages, each with our option that sets the rejected value.
+        HINTS: patterns of PROGRAM's error messages, each with the option of submit that sets the rejected value.
     """
 
     NAME: str
@@ -295,7 +297,7 @@ class Scheduler(Protocol):
         raise _no_scripts(self.TITLE)
 
     def hint(self, words: str) -> str | None:
-        """Return our option that sets the value which an error message of PROGRAM rejects, or None."""
+        """Return the option of submit for the value that an error message of PROGRAM rejects, or None."""
         return next((option for pattern, option in self.HINTS if re.search(pattern, words, re.IGNORECASE)), None)
 
 

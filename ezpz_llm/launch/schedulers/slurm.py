@@ -59,7 +59,7 @@ PATTERNS = (
     (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
     (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
     (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-    # srun also cancels a step like this after a task has failed: only the end of a job was ordered by someone.
+    # srun also cancels a step like this after a task has failed; a job is canceled only by a person.
     (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
@@ -115,14 +115,14 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
                         instead="start launch inside sbatch, salloc or srun; elsewhere "
                         + by_hand(HOSTS_LINES, env))
     cores = _cores(env)
-    least = min(cores.values(), default=None)
+    minimum_cores = min(cores.values(), default=None)
     devices = count_devices(env.get("SLURM_GPUS_PER_NODE", ""))
     where = f"{names.hosts}={env.get(names.hosts)}"
     tasks = _step_tasks(env, len(hosts), where) if step_id else requested_tasks(env, [devices] * len(hosts), where)
     return Allocation(
         scheduler=NAME,
         job_id=job_id,
-        hosts=tuple(Host(name, slots, devices, cores.get(name, least))
+        hosts=tuple(Host(name, slots, devices, cores.get(name, minimum_cores))
                     for name, slots in zip(hosts, tasks.counts, strict=True)),
         ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
         source=names.hosts,
@@ -260,9 +260,9 @@ def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
     An array's last task has the id of the array, for which squeue lists all tasks.
     """
     for line in text.splitlines():
-        words = [word.strip() for word in line.split("|")]
-        if len(words) == 3 and words[0] == job_id:
-            return local_time(words[1], _STAMP), words[2]
+        fields = [word.strip() for word in line.split("|")]
+        if len(fields) == 3 and fields[0] == job_id:
+            return local_time(fields[1], _STAMP), fields[2]
     return None, ""
 
 
@@ -319,7 +319,7 @@ def own_step(env: Mapping[str, str]) -> str | None:
 
 
 def kill_steps(steps: Sequence[str]) -> None:
-    """Send SIGKILL to all processes of these steps, including our agents."""
+    """Send SIGKILL to all processes of these steps, including launch's agents."""
     ask_command(("scancel", "--signal=KILL", *steps), os.environ, _STEP_TIMEOUT_S)
 
 
@@ -332,10 +332,10 @@ def steps_are_over(steps: Sequence[str]) -> bool:
 
 def copy_to_nodes(source: Path, target: str) -> bool:
     """Copy a file to each node with sbcast. Print its errors to stderr."""
-    done = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, errors="replace", check=False)
-    print(done.stderr, end="", file=sys.stderr, flush=True)
-    return done.returncode == 0
+    result = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL,
+                            capture_output=True, text=True, errors="replace", check=False)
+    print(result.stderr, end="", file=sys.stderr, flush=True)
+    return result.returncode == 0
 
 
 PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
@@ -365,7 +365,7 @@ def directives(request: Request) -> list[str]:
             raise UserError(f"the job name or run directory has a control character: {value!r}",
                             instead="--name or --run-dir with printable characters only")
     output = str(request.output).replace("%", "%%")
-    words = [
+    options = [
         f"--job-name={shlex.quote(request.name)}",
         f"--nodes={request.nodes}",
         "--exclusive",
@@ -375,9 +375,9 @@ def directives(request: Request) -> list[str]:
         "--open-mode=append",
         "--requeue" if request.requeue else "--no-requeue",
     ]
-    words += [f"--{option}={value}" for option, value in (
+    options += [f"--{option}={value}" for option, value in (
         ("account", request.account), ("partition", request.queue), ("reservation", request.reservation)) if value]
-    return [f"{DIRECTIVE} {word}" for word in words]
+    return [f"{DIRECTIVE} {word}" for word in options]
 
 
 def subjects(line: str) -> set[str]:

@@ -42,8 +42,9 @@ def requested_tasks(env: Mapping[str, str], gpus: Sequence[int | None], hosts_so
         source = "" if total == _TOTALS[0] else f"{total}={env[total]} and {_LAYOUT}={layout}"
         return Tasks(laid_out(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), source)
     if total:
-        least, more = divmod(_number(env, total), nodes)
-        return Tasks(tuple(least + (node < more) for node in range(nodes)), f"{total}={env[total]}, spread evenly")
+        share, remainder = divmod(_number(env, total), nodes)
+        return Tasks(tuple(share + (node < remainder) for node in range(nodes)),
+                     f"{total}={env[total]}, spread evenly")
     if env.get(_PER_NODE):
         return Tasks((_number(env, _PER_NODE),) * nodes, f"{_PER_NODE}={env[_PER_NODE]}")
     if env.get(_PER_GPU):
@@ -69,8 +70,8 @@ def _per_gpu(env: Mapping[str, str], gpus: Sequence[int | None]) -> Tasks:
     if len(counts) < nodes:
         return Tasks((None,) * nodes, notes=(f"{source} is ignored: the job's GPUs per node are unknown (--ppn sets"
                                              " ranks)",))
-    shown = f"{counted(counts[0], 'GPU')} per node" if len(set(counts)) == 1 else "each node's GPUs"
-    return Tasks(tuple(per_gpu * count for count in counts), f"{source}, {shown}")
+    devices = f"{counted(counts[0], 'GPU')} per node" if len(set(counts)) == 1 else "each node's GPUs"
+    return Tasks(tuple(per_gpu * count for count in counts), f"{source}, {devices}")
 
 
 def count_devices(text: str) -> int | None:

@@ -54,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
 
         agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder)
     # The variable is set for all ranks, but only rank 0's output reaches the terminal.
-    is_coloured = info.rank == 0 and os.environ.get(TERMINAL_VARIABLE, "").endswith(IN_COLOUR)
+    is_colored = info.rank == 0 and os.environ.get(TERMINAL_VARIABLE, "").endswith(IN_COLOUR)
     output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"),
-                    most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ), is_coloured=is_coloured)
+                    most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ), is_coloured=is_colored)
     return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()
 
 

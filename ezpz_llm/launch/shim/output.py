@@ -30,8 +30,8 @@ _LAST_WORDS_S = 0.5
 _LONGEST_LIVE_LINE = 1 << 12
 _MARK = LIVE_LINE.encode()
 _LIVE_LINE = re.compile(re.escape(_MARK) + rb"[^\r\n\x1b]{,%d}\r" % _LONGEST_LIVE_LINE)
-_COLOUR = re.compile(rb"\x1b\[[0-9;]{,32}m")
-_BEGUN = re.compile(rb"(?:%s[^\r\n\x1b]*|\x1b\[[0-9;]{,32}|%s)\Z" % (
+_COLOR = re.compile(rb"\x1b\[[0-9;]{,32}m")
+_INCOMPLETE = re.compile(rb"(?:%s[^\r\n\x1b]*|\x1b\[[0-9;]{,32}|%s)\Z" % (
     re.escape(_MARK), b"|".join(re.escape(_MARK[:length]) for length in range(len(_MARK) - 1, 0, -1))))
 _LINE_ENDS = (b"\n", b"\r")
 
@@ -77,22 +77,22 @@ class Output:
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
         """True if stdout and stderr are handled separately."""
         self._log = log
-        self._is_coloured = is_coloured
+        self._is_colored = is_coloured
         self._prefix = f"[{rank}] ".encode() if tee == "all" else None
-        self._kept = bytearray()
-        self._begun = {1: b"", 2: b""}
-        self._begun_live = {1: b"", 2: b""}
+        self._recent = bytearray()
+        self._incomplete = {1: b"", 2: b""}
+        self._incomplete_live = {1: b"", 2: b""}
         self._has_console = True
         self._is_within_a_line = False
         self._has_log = True
-        self._most = self._room = most
+        self._maximum_bytes = self._remaining_bytes = most
         self._omitted = 0
         self._touched = 0.0
 
     def write(self, stream: int, data: bytes) -> None:
         """Process what the rank wrote to `stream` (1 or 2)."""
-        permanent, self._begun_live[stream] = _without_live_lines(self._begun_live[stream] + data)
-        self._keep(self._without_colours(permanent))
+        permanent, self._incomplete_live[stream] = _without_live_lines(self._incomplete_live[stream] + data)
+        self._keep(self._without_colors(permanent))
         if self.is_split and self._prefix is None:
             self._to_console(stream, data)
         elif self.is_split:
@@ -101,15 +101,15 @@ class Output:
 
     def close(self) -> None:
         """Write incomplete lines, and add the end of the output to a log that reached its limit."""
-        for begun in self._begun_live.values():
-            self._keep(begun)
-        self._begun_live = {1: b"", 2: b""}
-        for stream, rest in self._begun.items():
-            if rest:
-                self._to_console(stream, (self._prefix or b"") + rest + b"\n")
-        self._begun = {1: b"", 2: b""}
+        for part in self._incomplete_live.values():
+            self._keep(part)
+        self._incomplete_live = {1: b"", 2: b""}
+        for stream, line in self._incomplete.items():
+            if line:
+                self._to_console(stream, (self._prefix or b"") + line + b"\n")
+        self._incomplete = {1: b"", 2: b""}
         if self._omitted:
-            last = bytes(self._kept[-min(_KEPT_BYTES, self._omitted):])
+            last = bytes(self._recent[-min(_KEPT_BYTES, self._omitted):])
             self._to_log(b"\nlaunch: %d bytes omitted here\n" % (self._omitted - len(last)) + last)
             self._omitted = 0
 
@@ -119,7 +119,7 @@ class Output:
 
     def tail(self) -> str:
         """Return the end of the output (128 KiB or more, if available); invalid UTF-8 is replaced."""
-        return self._kept.decode(errors="replace")
+        return self._recent.decode(errors="replace")
 
     def left_to(self, pipes: Sequence[int]) -> tuple[Callable[[], None], tuple[int, ...]]:
         """Return a function for the janitor that copies the rest of the `pipes` to the log.
@@ -131,10 +131,10 @@ class Output:
         def save() -> None:
             """Copy what is left in the pipes to the log."""
             deadline, unread = time.monotonic() + _LAST_WORDS_S, set(pipes)
-            while unread and (left := deadline - time.monotonic()) > 0:
-                for pipe in select.select(unread, (), (), left)[0]:
+            while unread and (remaining_s := deadline - time.monotonic()) > 0:
+                for pipe in select.select(unread, (), (), remaining_s)[0]:
                     data = os.read(pipe, 65536)
-                    self._to_log(self._without_colours(data))
+                    self._to_log(self._without_colors(data))
                     if not data:
                         unread.remove(pipe)
 
@@ -142,31 +142,31 @@ class Output:
 
     def _whole_lines(self, stream: int, data: bytes) -> list[bytes]:
         # Lines that end with a carriage return come from progress bars.
-        data = self._begun[stream] + data
+        data = self._incomplete[stream] + data
         lines = data.splitlines(keepends=True)
-        rest = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
-        while len(rest) > _LONGEST_LINE:
+        incomplete = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
+        while len(incomplete) > _LONGEST_LINE:
             # A line without an end would be copied again with every read, and slow down the rank.
-            lines.append(rest[:_LONGEST_LINE])
-            rest = rest[_LONGEST_LINE:]
-        self._begun[stream] = rest
+            lines.append(incomplete[:_LONGEST_LINE])
+            incomplete = incomplete[_LONGEST_LINE:]
+        self._incomplete[stream] = incomplete
         return [(self._prefix or b"") + line.rstrip(b"\r\n") + b"\n" for line in lines]
 
-    def _without_colours(self, data: bytes) -> bytes:
-        return _COLOUR.sub(b"", data) if self._is_coloured else data
+    def _without_colors(self, data: bytes) -> bytes:
+        return _COLOR.sub(b"", data) if self._is_colored else data
 
     def _keep(self, data: bytes) -> None:
-        self._kept += data
-        if len(self._kept) > 2 * _KEPT_BYTES:
-            del self._kept[:-_KEPT_BYTES]
-        begin = data[:self._room]
-        self._room -= len(begin)
+        self._recent += data
+        if len(self._recent) > 2 * _KEPT_BYTES:
+            del self._recent[:-_KEPT_BYTES]
+        begin = data[:self._remaining_bytes]
+        self._remaining_bytes -= len(begin)
         if begin:
             self._to_log(begin)
         if len(begin) == len(data):
             return
         if not self._omitted:
-            note = (f"launch: rank {self.rank}'s log has reached its limit of {self._most} bytes"
+            note = (f"launch: rank {self.rank}'s log has reached its limit of {self._maximum_bytes} bytes"
                     f" ({LOG_BYTES_VARIABLE})")
             self._to_log(f"\n{note}\n".encode())
             self._say_aside(f"{note}; the end of the output will still be added")
@@ -198,14 +198,14 @@ class Output:
 
 
 def _without_live_lines(data: bytes) -> tuple[bytes, bytes]:
-    """Remove our live lines, which are for terminals; return the rest, and an incomplete live line or color code.
+    """Remove live lines, which are for terminals; return the rest, and an incomplete live line or color code.
 
     The incomplete part is at the end of `data`; the next read may complete it.
     """
-    kept = _LIVE_LINE.sub(b"", data)
-    begun = _BEGUN.search(kept, max(0, len(kept) - _LONGEST_LIVE_LINE))
-    at = len(kept) if begun is None else begun.start()
-    return kept[:at], kept[at:]
+    permanent = _LIVE_LINE.sub(b"", data)
+    incomplete = _INCOMPLETE.search(permanent, max(0, len(permanent) - _LONGEST_LIVE_LINE))
+    at = len(permanent) if incomplete is None else incomplete.start()
+    return permanent[:at], permanent[at:]
 
 
 def _batches(lines: list[bytes]) -> Iterator[bytes]:

@@ -70,8 +70,8 @@ class Rank:
         self.lived_s = 0.0
         self.kills_before = count_kills()
         self.kill_at: float | None = None
-        self.told: signal.Signals | None = None
-        self.says_where = False
+        self.end_signal: signal.Signals | None = None
+        self.has_requested_stacks = False
         self.selector = selectors.DefaultSelector()
         self.group = make_group(f"ezpz_llm-{self.run_id}-rank{info.rank}")
 
@@ -180,7 +180,7 @@ class Rank:
         Processes in a session of their own may serve the other ranks. Their output is logged, and a signal to this
         rank ends the wait.
         """
-        while (self.told is None and os.getppid() == self.parent and folder.path.is_dir()
+        while (self.end_signal is None and os.getppid() == self.parent and folder.path.is_dir()
                and not are_all_over(folder, self.info.local_size) and any(self._descendants())):
             for key, _ in self.selector.select(_CHECK_S):
                 if key.data is not None:
@@ -190,8 +190,9 @@ class Rank:
                     self._record_signal(number)
 
     def _end_descendants(self) -> None:
-        if left := end_all(self._descendants, _END_WITHIN_S):
-            self.output.say(f"could not kill processes {left} of rank {self.info.rank} on {os.uname().nodename}")
+        if survivors := end_all(self._descendants, _END_WITHIN_S):
+            self.output.say(f"could not kill processes {survivors} of rank {self.info.rank} on"
+                            f" {os.uname().nodename}")
 
     def _end_group(self) -> None:
         if self.group is not None:
@@ -220,7 +221,7 @@ class Rank:
         # Imported late, because successful ranks do not need it.
         from ezpz_llm.launch.node.messages import stop_ordered
 
-        if self.says_where:
+        if self.has_requested_stacks:
             return True
         stop = stop_ordered(self.run_dir, self.run_id)
         if (stop is not None and stop.is_hang and not catches(child.pid, signal.SIGTERM)
@@ -229,12 +230,12 @@ class Rank:
                 # Suppress the core file.
                 resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
                 os.kill(child.pid, signal.SIGABRT)
-                self.says_where = True
-        return self.says_where
+                self.has_requested_stacks = True
+        return self.has_requested_stacks
 
     def _record_signal(self, number: int) -> None:
-        if self.told is None and number in _TO_END:
-            self.told = signal.Signals(number)
+        if self.end_signal is None and number in _TO_END:
+            self.end_signal = signal.Signals(number)
 
     def _read_last_signals(self, wake: int) -> None:
         """Record signals that the shim received just after the rank was killed by the same signal."""
@@ -242,8 +243,8 @@ class Rank:
         self.selector.close()
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ)
-            while self.told is None and (left := deadline - time.monotonic()) > 0:
-                if selector.select(left):
+            while self.end_signal is None and (remaining_s := deadline - time.monotonic()) > 0:
+                if selector.select(remaining_s):
                     for number in os.read(wake, 512):
                         self._record_signal(number)
 
@@ -259,7 +260,7 @@ class Rank:
         self.output.close()
         is_on_node = self.log != self.run_dir.rank_log(self.info.rank)
         # If many ranks are ended together, one record per node is enough; the node's report has the others.
-        is_one_of_many = self.told and self.info.world_size > MANY_RANKS and self.info.local_rank
+        is_one_of_many = self.end_signal and self.info.world_size > MANY_RANKS and self.info.local_rank
         has_record = code and not is_one_of_many
         if not has_record and not is_on_node:
             return
@@ -270,7 +271,7 @@ class Rank:
             if has_record:
                 write_record(self, pid, code, signal_name)
             if is_on_node:
-                keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.told is None)
+                keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.end_signal is None)
         except (OSError, ImportError) as error:
             print(f"launch: rank {self.info.rank} ended with code {code}, and its record could not be written:"
                   f" {error}", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
     # A killed rank could not print the reason; exceptions in its output were caught.
     exception = None if signal in _EXTERNAL_SIGNALS else last_exception(
         output, NEAR_THE_END if code == 1 else NEAR_THE_END_IF_CAUGHT)
-    ended_by = rank.told.name if rank.told else None
+    ended_by = rank.end_signal.name if rank.end_signal else None
     if ended_by and stop_ordered(run_dir, rank.run_id) is not None:
         ended_by = "launch"
     failure = Failure(

@@ -223,12 +223,12 @@ def _other_paths(prefix: Path) -> list[Path]:
     candidates = [Path(entry) for entry in sys.path[1:] if os.path.isdir(entry)]
     for folder in [Path(entry) for entry in sys.path if Path(entry).name in _SITE_FOLDERS]:
         candidates += _editable_packages(folder)
-    others: list[Path] = []
+    paths: list[Path] = []
     for path in candidates:
         is_covered = path == library or any(path.is_relative_to(folder) for folder in covered)
-        if not is_covered and not _is_system(path) and path not in others:
-            others.append(path)
-    return others
+        if not is_covered and not _is_system(path) and path not in paths:
+            paths.append(path)
+    return paths
 
 
 def _editable_packages(site: Path) -> Iterator[Path]:
@@ -239,7 +239,7 @@ def _editable_packages(site: Path) -> Iterator[Path]:
 
 
 def _importable(folder: Path) -> tuple[str, ...]:
-    """Return the modules and packages in a source folder, and our data; leave out the rest of a checkout."""
+    """Return the modules, packages, and ezpz_llm's data in a source folder, without the rest of a checkout."""
     data = _OUR_DATA if (folder / "ezpz_llm").is_dir() else ()
     return tuple(entry.name for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
                  if entry.name in data

@@ -70,11 +70,11 @@ def make_images(archives: Sequence[Archive]) -> list[Path]:
                             instead=f"load or install squashfs-tools (4.5 or newer), or {_LEAVE}")
         part = image.with_name(f".{image.name}.{os.getpid()}")
         with open(archive.path, "rb") as tar:
-            done = subprocess.run([program, "-comp", "gzip", str(part)], stdin=tar, capture_output=True, text=True,
-                                  errors="replace", check=False)
-        if done.returncode:
+            result = subprocess.run([program, "-comp", "gzip", str(part)], stdin=tar, capture_output=True,
+                                    text=True, errors="replace", check=False)
+        if result.returncode:
             part.unlink(missing_ok=True)
-            raise UserError(f"sqfstar ended with code {done.returncode}: {done.stderr.strip()[-300:]}",
+            raise UserError(f"sqfstar ended with code {result.returncode}: {result.stderr.strip()[-300:]}",
                             where=str(image), instead=_LEAVE)
         os.replace(part, image)
     return images
@@ -99,16 +99,16 @@ def _mounted(image: str, mount: Path) -> Iterator[None]:
     if shutil.which("squashfuse") is None:
         raise UserError(f"squashfuse is not on PATH of {socket.gethostname()}, but required to mount the image",
                         where=image, instead=f"load or install squashfuse, or {_LEAVE}", exit_code=EXIT_PREFLIGHT)
-    done = subprocess.run(["squashfuse", image, str(mount)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(done.returncode, f"squashfuse failed: {done.stderr.strip()[-300:]}", image)
+    result = subprocess.run(["squashfuse", image, str(mount)], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise OSError(result.returncode, f"squashfuse failed: {result.stderr.strip()[-300:]}", image)
     try:
         yield
     finally:
         programs = (("fusermount3", "-u", "-z"), ("fusermount", "-u", "-z"), ("umount", "-l"))
-        for words in programs:
+        for command in programs:
             with contextlib.suppress(OSError):
-                if subprocess.run([*words, str(mount)], capture_output=True, check=False).returncode == 0:
+                if subprocess.run([*command, str(mount)], capture_output=True, check=False).returncode == 0:
                     break
 
 

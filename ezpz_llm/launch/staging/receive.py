@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     remove_stale(folder)
     try:
         if way == "make":
-            _check_room(folder.parent, int(archives[0]))
+            _check_space(folder.parent, int(archives[0]))
         if way != "sbcast":
             # Fails if the folder exists: it could belong to another user.
             folder.mkdir(mode=0o700)
@@ -98,7 +98,7 @@ def copy_of(begin: str, env: Mapping[str, str]) -> Path:
     return Path(begin + derived(secret, "staging")[:16])
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(f"{socket.gethostname()} has too little space for a copy of the environment:"
@@ -141,7 +141,7 @@ def unpack(source: BinaryIO, to: Path) -> None:
             raise tarfile.ReadError(f"the archive does not start with {MANIFEST}")
         manifest = as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
         moved = mover(manifest.roots, to)
-        # No filter is needed: the archive is our own.
+        # No filter is needed: launch created the archive.
         tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
         while (member := tar.next()) is not None:
             if member.issym():
@@ -221,23 +221,23 @@ class _Broadcast(io.RawIOBase):
         self._world = world
         self._file = file
         self._chunk = bytearray(CHUNK_BYTES)
-        self._left = memoryview(b"")
+        self._unread = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer with the next bytes of rank 0's file."""
-        if not self._left:
+        if not self._unread:
             size = self._file.readinto(self._chunk) if self._file else 0
             size = self._world.bcast(size)
             view = memoryview(self._chunk)[:size]
             if size:
                 self._world.Bcast(view)
-            self._left = view
-        count = min(len(buffer), len(self._left))
-        buffer[:count] = self._left[:count]
-        self._left = self._left[count:]
+            self._unread = view
+        count = min(len(buffer), len(self._unread))
+        buffer[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
         return count
 
 

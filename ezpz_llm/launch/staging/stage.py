@@ -69,7 +69,7 @@ def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     """Choose how the nodes get the archives.
 
     The site's setting, else sbcast in a Slurm job, else MPI if mpi4py is installed and MPI starts the ranks. On a
-    single host, and without any of these, every host reads the files.
+    single node, and without any of these, every node reads the files.
     """
     if len(plan.hosts) == 1 and plan.site.stage != "squashfs":
         return "file"
@@ -150,7 +150,7 @@ _LAUNCHERS = ("mpiexec", "srun")
 def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str, str]) -> LaunchPlan:
     """Return `plan` with the Python, programs and variables of the copy in `to`.
 
-    The launcher is not replaced, because it runs on this host, which may not have a copy. The user's arguments are
+    The launcher is not replaced, because it runs on this node, which may not have a copy. The user's arguments are
     not replaced either, except for a command that is a program of the environment.
     """
     moved = mover({str(root.path): root.name for root in roots}, to)
