@@ -54,7 +54,7 @@ def previous_samples(session: Any) -> Iterator[Any]:
     (tensor_parts, tensor_parts, "common", lambda *parts: iter(()), f"of a tensor {tensor_parts.SHAPE} is not []"),
     (tensor_parts, tensor_parts, "first_element", lambda shape, rank, size: 0, "rank 1 of 2 begins at element 0"),
     (tensor_parts, HostMemory, "copy", lambda memory, shard: shard, "in the background changes with the training"),
-    (tensor_parts, GPT, "_tie", lambda model: None, "the head is not tied to the embedding"),
+    (tensor_parts, GPT, "_tie", lambda model: None, "the head is no longer tied to the embedding"),
     (loss_scaling, LossScale, "update", lambda scale, finite: update_scale(scale, True), "the scale is"),
     (loss_scaling, gradients, "_scale", lambda optimizer, grads, norm, clip, scale: scale_gradients(
         optimizer, grads, norm, clip, 1.0), "factor of the gradients that the optimizer gets"),
