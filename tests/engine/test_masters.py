@@ -109,11 +109,11 @@ def test_any_recipe_resumes_from_any_other(tmp_path, saved: str, loaded: str) ->
     backward(source)
     source.step(1e-3)
     from_state, to_state = source.training_state(), target.training_state()
-    for source, target in zip(from_state.slices(), to_state.slices(), strict=True):
-        assert source.name == target.name
-        for kind, tensor in target.tensors.items():
+    for from_slice, to_slice in zip(from_state.slices(), to_state.slices(), strict=True):
+        assert from_slice.name == to_slice.name
+        for kind, tensor in to_slice.tensors.items():
             assert tensor.dtype == torch.float32
-            tensor.copy_(source.tensors[kind])
+            tensor.copy_(from_slice.tensors[kind])
     to_state.loaded(from_state.optimizer_step)
     norms = []
     for engine in (source, target):
