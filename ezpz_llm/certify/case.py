@@ -65,27 +65,27 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     reference = read_reference(root, case.model, case.dtype, steps)
     seed = seed_checkpoint(root, case.model, case.dtype, steps)
-    ours, watch = _run(case, config, resolved, dist, reference, seed, steps)
+    measured, watch = _run(case, config, resolved, dist, reference, seed, steps)
     release(dist.device)
-    theirs = numbers_of(reference, config)
-    findings = {**verdict.findings(ours, theirs, config.n_layer, case.dtype),
+    expected = numbers_of(reference, config)
+    findings = {**verdict.findings(measured, expected, config.n_layer, case.dtype),
                 "format": formats(resolved, config, case.world, watch)}
-    return {**result_of(case, findings, verdict.failures(findings), ours, theirs, reference),
+    return {**result_of(case, findings, verdict.failures(findings), measured, expected, reference),
             "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
             **computed(resolved, config, case.world), "seconds": time.perf_counter() - began}
 
 
-def result_of(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str], ours: verdict.Numbers,
-              theirs: verdict.Numbers, reference: Reference) -> dict[str, Any]:
+def result_of(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str],
+              measured: verdict.Numbers, expected: verdict.Numbers, reference: Reference) -> dict[str, Any]:
     """Return the case with its verdict and the compared numbers."""
     return {
         **asdict(case), "passed": not failures, "failures": failures,
         "kinds": [kind for kind, entries in findings.items() if any(finding.failed for finding in entries)],
-        "worst": verdict.as_json(findings), "losses": ours["losses"], "held_out": ours["held_out"],
-        "norms": [ranks[0] for ranks in ours["norms"]],
+        "worst": verdict.as_json(findings), "losses": measured["losses"], "held_out": measured["held_out"],
+        "norms": [ranks[0] for ranks in measured["norms"]],
         "reference": {"losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
-                      "sight": verdict.sight(theirs), "zero_by_symmetry": reference.symmetric,
+                      "sight": verdict.sight(expected), "zero_by_symmetry": reference.symmetric,
                       "one_process": reference.one_process},
         "by_parameter": {kind: {finding.what: [finding.value, finding.bound] for finding in findings[kind]}
                          for kind in ("gradient", "weight")},
@@ -97,11 +97,11 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     fault = find_fault(case.fault) if case.fault else None
     if fault is not None and fault.settings is not None:
         resolved = fault.settings(resolved)
-    before = live_storages()
+    storages = live_storages()
     spoil = None if fault is None else fault.model
     engine = make_engine(config, resolved, dist,
                          None if spoil is None else lambda model: spoil(model, dist, resolved.layout))
-    ours: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
+    measured: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
     _spoil(engine)
     checkpoint.load(seed, engine, dist)
     if fault is not None and fault.engine is not None:
@@ -110,20 +110,20 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     if fault is not None and fault.rows is not None:
         rows = fault.rows(rows, dist)
 
-    def compare_gradients(seen: Trajectory) -> None:
-        ours["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
-                                   scale=1 / (1 - recipe.BETAS[0]) / seen.clip_factor)
+    def compare_gradients(trajectory: Trajectory) -> None:
+        measured["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
+                                       scale=1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor)
 
-    watcher = _Watcher(engine, before)
-    seen = train(engine, config, dist, rows, steps, around=watcher.around, span=watcher.span,
-                 after_first=compare_gradients)
-    ours["weight"] = compare(engine, config, reference, "weight", "weight", dist)
-    ours["copy"] = copies_apart(engine, dist)
-    everyone = all_gather(dist, (seen.losses, seen.norms, watcher.counter.totals(), watcher.memory))
-    ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(rank[0] for rank in everyone), strict=True)]
-    ours["norms"] = list(zip(*(rank[1] for rank in everyone), strict=True))
-    ours["held_out"] = seen.held_out
-    return ours, {"collectives": by_ranks([rank[2] for rank in everyone]), "memory": [rank[3] for rank in everyone]}
+    watcher = _Watcher(engine, storages)
+    trajectory = train(engine, config, dist, rows, steps, around=watcher.around, span=watcher.span,
+                       after_first=compare_gradients)
+    measured["weight"] = compare(engine, config, reference, "weight", "weight", dist)
+    measured["copy"] = copies_apart(engine, dist)
+    ranks = all_gather(dist, (trajectory.losses, trajectory.norms, watcher.counter.totals(), watcher.memory))
+    measured["losses"] = [sum(losses) / len(ranks) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
+    measured["norms"] = list(zip(*(rank[1] for rank in ranks), strict=True))
+    measured["held_out"] = trajectory.held_out
+    return measured, {"collectives": by_ranks([rank[2] for rank in ranks]), "memory": [rank[3] for rank in ranks]}
 
 
 def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
@@ -149,22 +149,22 @@ def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[
     by_kind: Counter[str] = Counter()
     for name, size in expected.items():
         by_kind[name.partition(" (")[0]] += size  # "reduce_scatter (2 ranks)" among others
-    least = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
+    reduced = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
     sent = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
                for group in watch["collectives"])
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
     requested = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
-    held = max(rank["gradients"] for rank in watch["memory"])
-    return [verdict.Finding(f"bytes of gradients that {what}", max(0, need - seen), 0.0, f": {seen} of {need}")
-            for what, seen, need in (("are reduced", sent, least), ("are held", held, requested))]
+    actual = max(rank["gradients"] for rank in watch["memory"])
+    return [verdict.Finding(f"bytes of gradients that {label}", max(0, need - count), 0.0, f": {count} of {need}")
+            for label, count, need in (("are reduced", sent, reduced), ("are held", actual, requested))]
 
 
 @torch.no_grad()
 def _spoil(engine: Engine) -> None:
-    """Set every weight to NaN, so that a weight that the checkpoint does not restore is noticed.
+    """Set every weight to NaN, so that certify notices a weight that the checkpoint does not restore.
 
     This includes the parameters that ranks compute with. An engine that does not copy the loaded master weights
-    into them would otherwise train from the initial weights, which equal those of the checkpoint.
+    into them would otherwise train from the initial weights, which equal the checkpoint's.
     """
     for part in engine.training_state().slices():
         part.tensors["weight"].fill_(torch.nan)
@@ -177,8 +177,8 @@ def _spoil(engine: Engine) -> None:
 class _Watcher:
     """Records the peak memory of one steady-state step and the collectives of the next."""
 
-    def __init__(self, engine: Engine, before: dict[int, int]) -> None:
-        self.engine, self.before = engine, before
+    def __init__(self, engine: Engine, storages: dict[int, int]) -> None:
+        self.engine, self.storages = engine, storages
         self.counter = CollectiveCounter()
         self.memory: dict[str, int] = {}
         self._measures = False
@@ -196,9 +196,9 @@ class _Watcher:
         if self._measures and phase in ("backward", "optimizer"):
             # Full gradients may live until they are reduced and shards afterwards, so take the maximum per kind.
             # "other" is taken before the optimizer only: when a backward pass begins, it includes activations.
-            now = live_tensor_memory(self.engine, self.before)
+            sizes = live_tensor_memory(self.engine, self.storages)
             self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
-                           for kind, size in now.items()}
+                           for kind, size in sizes.items()}
         return nullcontext()
 
 
@@ -239,12 +239,12 @@ def textbook(layout: Layout, model: ModelConfig, batch: Batch, precision: str = 
     arXiv:2309.14509): all-to-all of queries, keys, values and attention output in each pass.
     """
     traffic: Counter[str] = Counter()
-    held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+    parameters = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     itemsize = 2 if RECIPES[precision].has_masters else _FP32
     peers = batch.dp_size * layout.sp
     if peers > 1:
         reduced = 2 if gradients.reduced == "bf16" else _FP32
-        volume: Mapping[str, int] = {"all_reduce": reduced * held, "all_gather": itemsize * held}
+        volume: Mapping[str, int] = {"all_reduce": reduced * parameters, "all_gather": itemsize * parameters}
         for knob in KNOBS:
             if knob.traffic is not None:
                 volume = knob.traffic(volume, layout, batch.accumulation, peers)

@@ -72,8 +72,8 @@ def layout_of(name: str) -> Layout:
 def natural_worlds(name: str) -> tuple[int, ...]:
     """Return the world sizes to certify by default: 1, 2 or 4 data-parallel ranks, at most 4 ranks (3d: 8)."""
     layout = layout_of(name)
-    others = layout.tp * layout.pp * layout.sp
-    return _WORLDS.get(layout.name) or tuple(others * size for size in _DP_SIZES if others * size <= _MOST_RANKS)
+    unit = layout.tp * layout.pp * layout.sp
+    return _WORLDS.get(layout.name) or tuple(unit * size for size in _DP_SIZES if unit * size <= _MOST_RANKS)
 
 
 def resolve_case(case: Case, device: str | None) -> Resolved:
@@ -100,8 +100,8 @@ def scaled_down(zero: dict[str, Any], stage: int | None,
                 parameters: int = recipe.SCALED_FOR) -> dict[str, Any]:
     """Return a "zero_optimization" block with buckets and thresholds scaled down to a model of `parameters`."""
     # DeepSpeed requires buckets that are a multiple of 2 (nccl_start_alignment_factor).
-    most = {key: max(2, value * parameters // recipe.SCALED_FOR // 2 * 2) for key, value in recipe.SCALED.items()}
-    return {**zero, **{key: min(zero.get(key, value), value) for key, value in most.items()
+    limits = {key: max(2, value * parameters // recipe.SCALED_FOR // 2 * 2) for key, value in recipe.SCALED.items()}
+    return {**zero, **{key: min(zero.get(key, value), value) for key, value in limits.items()
                        if stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}}
 
 
@@ -119,7 +119,7 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
 
     Each layout runs in its smallest multi-rank world (among `worlds`, if given) with the first dtype and each
     model. One layout of each kind also runs in the last dtype that it supports, with the first model. By default
-    this is `tiny-gpt2`, whose gradients rounding to bf16 moves by a sixth of what it does to those of `tiny-llama`.
+    this is `tiny-gpt2`, because rounding to bf16 changes its gradients by a sixth as much as those of `tiny-llama`.
     """
     cases = []
     for layout in layouts:
@@ -139,15 +139,15 @@ def left_out(work: Work) -> str:
     """Return lines that name the cases omitted by --quick and the code paths that no case exercises."""
     layouts = list(dict.fromkeys(case.layout for case in work.cases))
     whole, _ = divide(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
-    rest = [case for case in whole if case not in work.cases]
-    never = (f"not covered by any layout: {_NEVER_ON}\n"
-             "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
-    if not work.quick or not rest:
-        return never
-    worlds = ", ".join(map(str, sorted({case.world for case in rest})))
-    dtypes = ", ".join(dict.fromkeys(case.dtype for case in rest))
-    return (f"--quick omits {len(rest)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
-            f"in {dtypes} (omit --quick to run them)\n{never}")
+    omitted = [case for case in whole if case not in work.cases]
+    tail = (f"not covered by any layout: {_NEVER_ON}\n"
+            "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
+    if not work.quick or not omitted:
+        return tail
+    worlds = ", ".join(map(str, sorted({case.world for case in omitted})))
+    dtypes = ", ".join(dict.fromkeys(case.dtype for case in omitted))
+    return (f"--quick omits {len(omitted)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
+            f"in {dtypes} (omit --quick to run them)\n{tail}")
 
 
 def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
@@ -164,11 +164,11 @@ def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[
     return legal, skipped
 
 
-def _skipped(case: Case, why: UserError) -> Skipped:
+def _skipped(case: Case, error: UserError) -> Skipped:
     # A missing op depends on the machine, and has a command that builds it.
-    illegal = not (why.instead or "").startswith("ezpz-llm doctor")
-    fix = "" if illegal or not why.instead else f" (type: {why.instead})"
-    return Skipped(case, why.found + fix, illegal)
+    illegal = not (error.instead or "").startswith("ezpz-llm doctor")
+    fix = "" if illegal or not error.instead else f" (type: {error.instead})"
+    return Skipped(case, error.found + fix, illegal)
 
 
 _DESCRIPTION = """Check that every parallel layout computes the same as a single process.
@@ -204,39 +204,40 @@ class _OldName(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser("certify", description=_DESCRIPTION, shown=(
+    parser = CommandParser("certify", description=_DESCRIPTION, shown=(
         "ezpz-llm certify  every layout, on this machine",
         "launch -n 4 python3 -m ezpz_llm.certify --layouts pp2_tp2,zero3  on the nodes of an allocation"))
-    made.add_argument("--layouts", default="all", metavar="all|NAME,…",
-                      help="ds_configs by name (in ds_configs/) or path (%(default)s)")
-    made.add_argument("--world", metavar="N,…",
-                      help="world sizes (default: those that suit each layout, up to 4; 8 for 3d)")
-    made.add_argument("--model", default=",".join(recipe.MODELS), metavar="NAME,…",
-                      help="model shapes (%(default)s; certify scales the tiny ones down further)")
-    made.add_argument("--target", metavar="FILE.py:FUNCTION",
-                      help=f"certify your own training: FUNCTION() returns an ezpz_llm.Target. Layouts: "
+    parser.add_argument("--layouts", default="all", metavar="all|NAME,…",
+                        help="ds_configs by name (in ds_configs/) or path (%(default)s)")
+    parser.add_argument("--world", metavar="N,…",
+                        help="world sizes (default: those that suit each layout, up to 4; 8 for 3d)")
+    parser.add_argument("--model", default=",".join(recipe.MODELS), metavar="NAME,…",
+                        help="model shapes (%(default)s; certify scales the tiny ones down further)")
+    parser.add_argument("--target", metavar="FILE.py:FUNCTION",
+                        help=f"certify your own training: FUNCTION() returns an ezpz_llm.Target. Layouts: "
                            f"{', '.join(LAYOUTS)}")
-    made.add_argument("--recheck", type=Path, metavar="FILE.json",
-                      help="run a certificate's command again and check that the certificate holds on this machine")
-    made.add_argument("--dtype", metavar="NAME,…",
-                      help=f"precisions ({','.join(recipe.DTYPES)}; with --target {','.join(DTYPES)})")
-    made.add_argument("--steps", type=int, metavar="K",
-                      help=f"optimizer steps ({recipe.STEPS}, with --quick {recipe.QUICK_STEPS})")
-    made.add_argument("--quick", action="store_true",
-                      help="run each layout with every --model, in the first --dtype, in its smallest multi-rank "
+    parser.add_argument("--recheck", type=Path, metavar="FILE.json",
+                        help="run a certificate's command again and check that the certificate holds on this "
+                             "machine")
+    parser.add_argument("--dtype", metavar="NAME,…",
+                        help=f"precisions ({','.join(recipe.DTYPES)}; with --target {','.join(DTYPES)})")
+    parser.add_argument("--steps", type=int, metavar="K",
+                        help=f"optimizer steps ({recipe.STEPS}, with --quick {recipe.QUICK_STEPS})")
+    parser.add_argument("--quick", action="store_true",
+                        help="run each layout with every --model, in the first --dtype, in its smallest multi-rank "
                            "world; and one layout of each kind in bf16")
-    made.add_argument("--inject-fault", metavar="NAME,…",
-                      help=f"inject faults, one at a time; certify must then fail: {', '.join(FAULTS)}")
-    made.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
-    made.add_argument("--write-docs", action="store_true", help="write the table into docs/reference/layouts.md")
-    made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
-                      help="device type (%(default)s)")
-    made.add_argument("--run-dir", type=Path, metavar="D",
-                      help="output directory (default: launch's, or a new one in runs/)")
-    made.add_argument("--check", action="store_true", help="only validate the options (imports no torch)")
-    made.add_argument("--world-size", type=int, metavar="N", help="world size, for --check under launch")
-    return made
+    parser.add_argument("--inject-fault", metavar="NAME,…",
+                        help=f"inject faults, one at a time; certify must then fail: {', '.join(FAULTS)}")
+    parser.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
+    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/reference/layouts.md")
+    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES),
+                        help="device type (%(default)s)")
+    parser.add_argument("--run-dir", type=Path, metavar="D",
+                        help="output directory (default: launch's, or a new one in runs/)")
+    parser.add_argument("--check", action="store_true", help="only validate the options (imports no torch)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="world size, for --check under launch")
+    return parser
 
 
 def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
@@ -257,8 +258,8 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     _check_outputs(options)
     if options.target is not None:
         return _plan_target(options, world_size, steps)
-    layouts = ds_config.names() if options.layouts == "all" else _words(options.layouts, "--layouts")
-    models, dtypes = _words(options.model, "--model"), _dtypes(options, recipe.DTYPES)
+    layouts = ds_config.names() if options.layouts == "all" else _split_list(options.layouts, "--layouts")
+    models, dtypes = _split_list(options.model, "--model"), _dtypes(options, recipe.DTYPES)
     _check_layouts(layouts)
     _check_known(models, tuple(MODELS), "model", "--model")
     worlds = _worlds(options.world, world_size)
@@ -270,18 +271,18 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
         raise UserError(f"there is nothing to certify ({reasons})", where="--layouts, --world",
                         instead=f"--world {' or '.join(map(str, natural))}")
     if options.inject_fault:
-        cases = _with_faults(_words(options.inject_fault, "--inject-fault"), cases)
+        cases = _with_faults(_split_list(options.inject_fault, "--inject-fault"), cases)
     return Work(tuple(cases), tuple(skipped), steps, options.device, options.quick)
 
 
 def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int) -> Work:
     """Return the cases of a target: each layout in the requested worlds, or in its smallest multi-rank world."""
     file = find_target(options.target)
-    for name, other in {"--model": options.model != ",".join(recipe.MODELS), "--quick": options.quick,
-                        "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
-        if other:
+    for name, is_set in {"--model": options.model != ",".join(recipe.MODELS), "--quick": options.quick,
+                         "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
+        if is_set:
             raise UserError(f"{name} does not work with --target", where=name, instead=f"--target without {name}")
-    layouts = list(LAYOUTS) if options.layouts == "all" else _words(options.layouts, "--layouts")
+    layouts = list(LAYOUTS) if options.layouts == "all" else _split_list(options.layouts, "--layouts")
     _check_layouts(layouts)
     for name in layouts:
         layout = layout_of(name)
@@ -317,10 +318,10 @@ def _check_layouts(layouts: Sequence[str]) -> None:
             raise UserError(error.found, where="--layouts", instead=error.instead) from None
 
 
-def _dtypes(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
-    words = list(known) if options.dtype is None else _words(options.dtype, "--dtype")
-    _check_known(words, known, "precision", "--dtype")
-    return words
+def _dtypes(options: argparse.Namespace, supported: Sequence[str]) -> list[str]:
+    dtypes = list(supported) if options.dtype is None else _split_list(options.dtype, "--dtype")
+    _check_known(dtypes, supported, "precision", "--dtype")
+    return dtypes
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -346,26 +347,26 @@ def _with_faults(names: Sequence[str], cases: Sequence[Case]) -> list[Case]:
                    else fault.needs(layout_of(case.layout), case.world) for case in cases}
         faulty += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
         if None not in reasons.values():
-            why = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"
-                                          for case, reason in reasons.items()))
-            raise UserError(f"cannot inject {name} into {why}", where="--inject-fault",
+            text = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"
+                                           for case, reason in reasons.items()))
+            raise UserError(f"cannot inject {name} into {text}", where="--inject-fault",
                             instead="other --layouts, or --world 2")
     return sorted(faulty, key=lambda case: case.world)
 
 
-def _words(text: str, where: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not words:
+def _split_list(text: str, where: str) -> list[str]:
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not names:
         raise UserError(f"{where} is an empty list", where=where, instead=f"{where} NAME,NAME")
-    return words
+    return names
 
 
 def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
     """Return the world sizes of `--world`, or under launch the actual one."""
-    words = [] if text is None else _words(text, "--world")
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    sizes = [] if text is None else _split_list(text, "--world")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise UserError(f"{text!r} is not a list of world sizes", where="--world", instead="--world 2,4")
-    requested = tuple(map(int, words))
+    requested = tuple(map(int, sizes))
     if world_size is None:
         return requested or None
     if requested and world_size not in requested:
@@ -375,7 +376,7 @@ def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
     return (world_size,)
 
 
-def _check_known(words: Sequence[str], known: Sequence[str], kind: str, where: str) -> None:
-    for word in words:
-        if word not in known:
-            raise unknown(kind, word, known, where=where)
+def _check_known(names: Sequence[str], valid: Sequence[str], kind: str, where: str) -> None:
+    for name in names:
+        if name not in valid:
+            raise unknown(kind, name, valid, where=where)

@@ -32,9 +32,9 @@ def whole_parameters(engine: Engine) -> Iterator[Slice]:
     FSDP2, only parameters that the last pass left gathered are yielded.
     """
     for name, parameter in engine.module.named_parameters():
-        at, held = placement_of(name, parameter), parameter.detach()
-        if not isinstance(held, DTensor) and held.numel() == sum(size(box) for box in at.boxes):
-            yield from cut(at, 0, held.numel(), {"parameter": held.view(-1)})
+        at, tensor = placement_of(name, parameter), parameter.detach()
+        if not isinstance(tensor, DTensor) and tensor.numel() == sum(size(box) for box in at.boxes):
+            yield from cut(at, 0, tensor.numel(), {"parameter": tensor.view(-1)})
 
 
 def copies_apart(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
@@ -45,14 +45,14 @@ def copies_apart(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
         that differ; "where", text that names the first two ranks that differ. Tensors on a single rank are left
         out.
     """
-    mine: Blocks = {}
+    checksums: Blocks = {}
     for pieces in (engine.training_state().slices(), whole_parameters(engine)):
         for piece in pieces:
             for kind, tensor in piece.tensors.items():
-                mine.update(_blocks(kind, piece, tensor.detach().cpu()))
+                checksums.update(_blocks(kind, piece, tensor.detach().cpu()))
     differences: dict[str, dict[str, Any]] = {}
     first: dict[Any, tuple[int, int]] = {}
-    for rank, blocks in enumerate(all_gather(dist, mine)):
+    for rank, blocks in enumerate(all_gather(dist, checksums)):
         for key, checksum in blocks.items():
             if key not in first:
                 first[key] = rank, checksum

@@ -48,29 +48,29 @@ def hold_to_definitions(root: Path) -> None:
             code = EXIT_IDLE
         output.seek(0)
         lines = output.read().strip().splitlines()
-    wrong = [f"{topic['what']}: {topic['wrong']}" for topic in definitions(root) if topic["wrong"] is not None]
-    if code and not wrong:
+    problems = [f"{topic['what']}: {topic['wrong']}" for topic in definitions(root) if topic["wrong"] is not None]
+    if code and not problems:
         last = lines[-1] if lines else "startup"
-        wrong = [f"the checks did not finish within {LIMIT_S} s (last: {last})" if code == EXIT_IDLE
-                 else f"the checks ended with exit code {code} (last line: {last})"]
-    if wrong:
-        raise UserError(f"{DISAGREES}: {wrong[0]}", where="certify", exit_code=1,
+        problems = [f"the checks did not finish within {LIMIT_S} s (last: {last})" if code == EXIT_IDLE
+                    else f"the checks ended with exit code {code} (last line: {last})"]
+    if problems:
+        raise UserError(f"{DISAGREES}: {problems[0]}", where="certify", exit_code=1,
                         instead="fix this first: every layout is compared with the single process")
 
 
 def main(argv: Sequence[str]) -> int:
     """Check the topics up to the first failure and write the outcome to a file; return 1 on failure."""
     checked: list[Definition] = []
-    for what, name in TOPICS.items():
-        print(what, flush=True)  # names the topic if the check hangs
+    for topic, name in TOPICS.items():
+        print(topic, flush=True)  # names the topic if the check hangs
         began = time.monotonic()
         try:
-            wrong = next(import_module(f"ezpz_llm.certify.{name}").complaints(), None)
+            problem = next(import_module(f"ezpz_llm.certify.{name}").complaints(), None)
         except Exception as error:  # broken code may raise anything
             traceback.print_exc()
-            wrong = f"{type(error).__name__}: {error}"
-        checked.append({"what": what, "wrong": wrong, "seconds": round(time.monotonic() - began, 2)})
-        if wrong is not None:
+            problem = f"{type(error).__name__}: {error}"
+        checked.append({"what": topic, "wrong": problem, "seconds": round(time.monotonic() - began, 2)})
+        if problem is not None:
             break
     write_json(Path(argv[0]), checked)
     return int(checked[-1]["wrong"] is not None)

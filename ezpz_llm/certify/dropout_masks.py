@@ -52,7 +52,7 @@ def _loss(model: GPT, number: int = 0) -> Tensor:
 
 def _check_rates() -> Iterator[str]:
     """Check the drop probability and the scale of every dropout module."""
-    wrong: list[str] = []
+    problems: list[str] = []
     model, called = _model(), set()
     torch.manual_seed(1)
 
@@ -60,16 +60,16 @@ def _check_rates() -> Iterator[str]:
         """Compare the input and output of a dropout module."""
         called.add(name)
         nonzero = x != 0
-        wrong.extend(_check_mask(name, (y != 0)[nonzero]))
+        problems.extend(_check_mask(name, (y != 0)[nonzero]))
         kept = nonzero & (y != 0)
         if not torch.allclose(y[kept], x[kept] / (1 - P), rtol=1e-6):
-            wrong.append(f"{name}: kept elements are not scaled by {1 / (1 - P):.4g}")
+            problems.append(f"{name}: kept elements are not scaled by {1 / (1 - P):.4g}")
 
     drops = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     for name, module in drops.items():
         module.register_forward_hook(lambda _, inputs, output, name=name: compare(name, inputs[0], output))
     _loss(model)
-    yield from wrong
+    yield from problems
     expected = 1 + 2 * model.config.n_layer
     if len(called) != expected:
         yield f"a model of {model.config.n_layer} layers has dropout in {len(called)} places, not {expected}"
@@ -87,16 +87,16 @@ def _check_attention(product: nn.Module, name: str) -> Iterator[str]:
     torch.manual_seed(2)
     product.train()
     rows = _probabilities(product)
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     whole = (1 / torch.arange(1, LENGTH + 1.0))[:, None].expand(LENGTH, LENGTH)
-    kept = rows[..., seen] != 0
+    kept = rows[..., visible] != 0
     yield from _check_mask(name, kept)
-    if not torch.allclose(rows[..., seen][kept], (whole[seen] / (1 - P)).expand_as(kept)[kept], rtol=1e-5):
+    if not torch.allclose(rows[..., visible][kept], (whole[visible] / (1 - P)).expand_as(kept)[kept], rtol=1e-5):
         yield f"{name}: kept probabilities are not scaled by {1 / (1 - P):.4g}"
-    if rows[..., ~seen].any():
+    if rows[..., ~visible].any():
         yield f"{name} attends to later tokens"
     product.eval()
-    if not torch.allclose(_probabilities(product), whole * seen, rtol=1e-5):
+    if not torch.allclose(_probabilities(product), whole * visible, rtol=1e-5):
         yield f"{name} applies dropout in evaluation mode"
     product.train()
 
@@ -145,7 +145,7 @@ def _check_ranks() -> Iterator[str]:
 
     seeds = [seed_of(rank) for rank in world]
     for rank, seed in enumerate(seeds):
-        alike = {other for other in world if seeds[other] == seed}
+        alike = {peer for peer in world if seeds[peer] == seed}
         if alike != (peers := set(DEGREES.peers(rank, "tp"))):
             yield (f"rank {rank} of {DEGREES} draws the masks of ranks {sorted(alike)}, but only its "
                    f"tensor-parallel peers {sorted(peers)} should share them")
@@ -167,7 +167,7 @@ def _check_recomputation() -> Iterator[str]:
                                                        for name, parameter in model.named_parameters()}})
         if len(passes) != 1 + every:
             yield f"with --recompute {every} a block is computed {len(passes)} times a step, not {1 + every}"
-    for what, tensor in outcomes[0].items():
-        if not torch.equal(tensor, outcomes[1][what]):
-            yield f"{what} changes bitwise with recomputation"
+    for name, tensor in outcomes[0].items():
+        if not torch.equal(tensor, outcomes[1][name]):
+            yield f"{name} changes bitwise with recomputation"
             return

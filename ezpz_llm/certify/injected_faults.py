@@ -96,18 +96,18 @@ def _unmarked_tp(engine: Any, dist: Dist) -> None:
         parameter.tensor_model_parallel = False  # read by DeepSpeed's gradient norm
     if engine.layout.zero.stage != 0:
         return
-    # Read by our gradient norm, and by the comparison, so the fault is undone after each step.
-    right = [placement_of(name, parameter) for name, parameter in named]
+    # Read by ezpz_llm's gradient norm, and by the comparison, so the fault is undone after each step.
+    correct = [placement_of(name, parameter) for name, parameter in named]
     # Partitioned parameters count on the first rank only, replicated ones on every rank.
-    wrong = [replace(placement, primary=dist.mesh.tp_rank == 0 or not placement.primary) for placement in right]
+    swapped = [replace(placement, primary=dist.mesh.tp_rank == 0 or not placement.primary) for placement in correct]
     inner = engine.step
 
     def step(lr: float) -> Any:
         """Make a step with swapped marks, so that the gradient norm is wrong."""
-        for (_, parameter), placement in zip(named, wrong, strict=True):
+        for (_, parameter), placement in zip(named, swapped, strict=True):
             place(parameter, placement)
         norm = inner(lr)
-        for (_, parameter), placement in zip(named, right, strict=True):
+        for (_, parameter), placement in zip(named, correct, strict=True):
             place(parameter, placement)
         return norm
 
@@ -120,10 +120,10 @@ def _stale_masters(engine: Any, dist: Dist) -> None:
 
     def train_step(*step: Any) -> Any:
         """Make a step and restore the master weights from before it."""
-        before = [part.tensors["weight"].clone() for part in engine.training_state().slices()]
+        weights = [part.tensors["weight"].clone() for part in engine.training_state().slices()]
         outcome = inner(*step)
-        for part, old in zip(engine.training_state().slices(), before, strict=True):
-            part.tensors["weight"].copy_(old)
+        for part, saved in zip(engine.training_state().slices(), weights, strict=True):
+            part.tensors["weight"].copy_(saved)
         return outcome
 
     engine.train_step = train_step
@@ -149,9 +149,9 @@ def _drifting_copy(engine: Any, dist: Dist) -> None:
         """Make a step and change the last rank's replicas."""
         outcome = inner(*step)
         if dist.rank == dist.world_size - 1:
-            held = [part.tensors["weight"] for part in engine.training_state().slices()
-                    if part.replicas > 1 or not part.primary]
-            for tensor in held or [part.tensors["parameter"] for part in whole_parameters(engine)]:
+            replicas = [part.tensors["weight"] for part in engine.training_state().slices()
+                        if part.replicas > 1 or not part.primary]
+            for tensor in replicas or [part.tensors["parameter"] for part in whole_parameters(engine)]:
                 tensor.mul_(1 + max(1e-6, torch.finfo(tensor.dtype).eps))
         return outcome
 
@@ -199,7 +199,7 @@ def _shifted_targets(engine: Engine, dist: Dist) -> None:
 
 def _duplicated_data(rows: Rows, dist: Dist) -> Rows:
     def duplicated(batch: np.ndarray, step: int) -> np.ndarray:
-        """Return a rank's rows of a batch; the last data-parallel rank gets those of the first."""
+        """Return a rank's rows of a batch; the last data-parallel rank gets the first rank's.""" 
         size = dist.mesh.dp_size
         return np.split(batch, size)[0 if dist.mesh.dp_rank == size - 1 else dist.mesh.dp_rank]
     return duplicated
@@ -210,8 +210,8 @@ def _half_of_the_micro_batches(engine: Any, dist: Dist) -> None:
 
     def train_step(micro_batches: Any, lr: float, span: Any) -> Any:
         """Make a step with the first half of the micro batches twice and without the second half."""
-        kept = list(micro_batches)
-        half = kept[:len(kept) // 2]
+        batches = list(micro_batches)
+        half = batches[:len(batches) // 2]
         return inner([*half, *half], lr, span)
 
     engine.train_step = train_step
@@ -244,16 +244,16 @@ def _mask_beyond(engine: Engine, dist: Dist) -> None:
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         """Compute causal attention, with all tokens visible to rows from 64 on."""
-        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-        seen[64:] = True
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask[64:] = True
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
     for module in engine.module.modules():
         if isinstance(module, CausalProduct):
             module.forward = forward  # type: ignore[method-assign]
 
 
-def _before_each_step(change: Callable[[Any, Any], None]) -> Callable[[Engine, Dist], None]:
+def _change_before_step(change: Callable[[Any, Any], None]) -> Callable[[Engine, Dist], None]:
     """Call `change` with the engine and the optimizer before each optimizer step."""
     def inject(engine: Engine, dist: Dist) -> None:
         engine.training_state().optimizer.register_step_pre_hook(
@@ -266,7 +266,7 @@ def _in_groups(first: int = 0, **values: Callable[[Any], Any]) -> Callable[[Engi
     def change(engine: Any, optimizer: Any) -> None:
         for group in optimizer.param_groups[first:]:
             group.update({key: new(group[key]) for key, new in values.items()})
-    return _before_each_step(change)
+    return _change_before_step(change)
 
 
 def _clip_scales_up(engine: Any, optimizer: Any) -> None:
@@ -294,45 +294,45 @@ def _evaluate_less(engine: Any, dist: Dist) -> None:
     engine.loss_sum = loss_sum
 
 
-def _one_process(layout: Layout, world: int) -> str | None:
+def _needs_one_process(layout: Layout, world: int) -> str | None:
     if layout.engine == "ddp" and world == 1:
         return None
     return "the fault is in code that all layouts share, so it is injected into ddp on 1 rank only"
 
 
-def _replicas(layout: Layout, world: int) -> str | None:
+def _needs_replicas(layout: Layout, world: int) -> str | None:
     return None if layout.dp_size(world) > 1 else "the layout has no second data-parallel rank"
 
 
-def _copies(layout: Layout, world: int) -> str | None:
+def _needs_copies(layout: Layout, world: int) -> str | None:
     has_whole = layout.engine != "fsdp2" and layout.zero.stage != 3
     if layout.tp > 1 or (has_whole and world > layout.pp):
         return None
     return "nothing is replicated on several ranks"
 
 
-def _leaves(layout: Layout, world: int) -> str | None:
+def _needs_leaf_gradients(layout: Layout, world: int) -> str | None:
     if layout.engine == "fsdp2":
         return "FSDP2 does not expose gradients before they are reduced"
-    return _replicas(layout, world)
+    return _needs_replicas(layout, world)
 
 
-def _ddp_replicas(layout: Layout, world: int) -> str | None:
+def _needs_ddp_replicas(layout: Layout, world: int) -> str | None:
     if layout.engine != "ddp":
         return "only ddp lets the caller decide when gradients are reduced"
-    return _replicas(layout, world)
+    return _needs_replicas(layout, world)
 
 
 _ALL = (
     Fault("gradients-x2", "all gradients are twice as large", ("gradient", "norm"),
           engine=lambda engine, dist: _scale_gradients(engine, 2.0)),
-    # The norm is not listed: one block is too small a part of it to stand out from bf16 noise.
-    Fault("dropped-bucket", "a bucket of gradients is not reduced over ranks", ("gradient",), _leaves,
+    # The norm is not listed: one block contributes too little to exceed bf16 noise.
+    Fault("dropped-bucket", "a bucket of gradients is not reduced over ranks", ("gradient",), _needs_leaf_gradients,
           engine=_dropped_bucket),
     Fault("accumulation-not-divided", "gradients are not divided by the number of micro-steps",
           ("gradient", "norm"), engine=lambda engine, dist: _scale_gradients(engine, engine.batch.accumulation)),
     Fault("early-sync", "gradients are reduced after the first micro-step only", ("gradient", "norm"),
-          _ddp_replicas, engine=_early_sync),
+          _needs_ddp_replicas, engine=_early_sync),
     Fault("unmarked-tp", "the gradient norm mixes up partitioned and replicated parameters", ("norm",),
           lambda layout, world: None if layout.tp > 1 else "the layout is not tensor-parallel",
           engine=_unmarked_tp),
@@ -355,11 +355,11 @@ _ALL = (
           else "the layout has no second copy of the parameters (zero_hpz_partition_size)",
           engine=_stale_second_copy),
     Fault("drifting-copy", "replicas on the last rank drift by 1e-6 a step, in bf16 by one epsilon",
-          ("copy",), _copies, engine=_drifting_copy),
+          ("copy",), _needs_copies, engine=_drifting_copy),
     Fault("wrong-mask", "attention sees later tokens", ("loss", "gradient"), engine=_wrong_mask),
     Fault("shifted-targets", "targets are shifted by one position", ("loss", "gradient"),
           engine=_shifted_targets),
-    Fault("duplicated-data", "one rank trains on the sequences of another", ("loss", "gradient"), _replicas,
+    Fault("duplicated-data", "one rank trains on the sequences of another", ("loss", "gradient"), _needs_replicas,
           rows=_duplicated_data),
     Fault("untied-head", "the head's gradient does not reach the tied table", ("gradient",),
           lambda layout, world: "its head is partitioned over tensor-parallel ranks"
@@ -368,7 +368,7 @@ _ALL = (
           ("gradient", "norm"),
           lambda layout, world: None if layout.sp > 1 else "the layout is not sequence-parallel",
           engine=lambda engine, dist: _scale_gradients(engine, dist.mesh.sp_size)),
-    *(Fault(name, description, shows, _one_process, engine=engine, shared=True)
+    *(Fault(name, description, shows, _needs_one_process, engine=engine, shared=True)
       for name, description, shows, engine in (
           ("half-the-micro-batches", "half of a step's micro batches are skipped", ("forward", "backward"),
            _half_of_the_micro_batches),
@@ -377,7 +377,7 @@ _ALL = (
           ("decay-on-norms", "weight decay is applied to norms and biases", ("optimizer",),
            _in_groups(1, weight_decay=lambda none: 0.1)),
           ("clip-scales-up", "clipping scales small gradients up to the clip", ("reduction",),
-           _before_each_step(_clip_scales_up)),
+           _change_before_step(_clip_scales_up)),
           ("mask-beyond-64", "attention sees later tokens, from position 64 on", ("forward", "backward"),
            _mask_beyond),
           ("last-loss", "the loss is that of the last micro-step", ("forward",), _last_loss),

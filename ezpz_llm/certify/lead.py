@@ -34,26 +34,26 @@ def lead(work: Work, root: Path) -> dict[str, Any]:
             attempt += 1
             references = _missing_references(work, root, world)
             folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
-            before = len(results(root))
+            finished = len(results(root))
             job = Job(root, references, tuple(cases), work.steps, work.device, work.target)
             code = _launch(job, world, folder)
             environment_of_ranks = read_record(RunDir(folder)).get("environment", {})
             environment = environment or environment_of_ranks
-            cases = cases[len(results(root)) - before:]
-            why = _take_failure(root, code, folder)
+            cases = cases[len(results(root)) - finished:]
+            reason = _take_failure(root, code, folder)
             # Without an environment the ranks failed in setup, before any reference was computed.
             if code and environment_of_ranks and _missing_references(work, root, world):
-                refuse(root, UserError(f"the reference could not be computed: {why}",
+                refuse(root, UserError(f"the reference could not be computed: {reason}",
                                        instead=f"ezpz-llm why {folder}"))
             if refusal(root) is not None:
                 return environment
             # If setup failed (too few devices, for example), it will fail for the other cases too.
-            lost = cases[:1] if environment_of_ranks else cases
-            for case in lost:
-                append_line(results_file(root), {**asdict(case), "passed": False, "failures": [why],
+            failed = cases[:1] if environment_of_ranks else cases
+            for case in failed:
+                append_line(results_file(root), {**asdict(case), "passed": False, "failures": [reason],
                                                  "kinds": ["error"], "worst": {}, "seconds": 0.0})
-                print(f"{case.title}: FAILED\n    {why}", flush=True)
-            cases = cases[len(lost):]
+                print(f"{case.title}: FAILED\n    {reason}", flush=True)
+            cases = cases[len(failed):]
     return environment
 
 
@@ -72,11 +72,11 @@ def _launch(job: Job, world: int, folder: Path) -> int:
     job_file = folder.with_suffix(".job.json")
     job.write(job_file)
     limit = _START_S + _REFERENCE_S * len(job.references) + _CASE_S * len(job.cases)
-    words = launch_words(["-n", str(world), "--run-dir", str(folder), "--idle-timeout", str(_IDLE_S)],
-                         [sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)])
+    command = launch_words(["-n", str(world), "--run-dir", str(folder), "--idle-timeout", str(_IDLE_S)],
+                           [sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)])
     print(f"{world} rank{'s' * (world > 1)}: {len(job.cases)} case{'s' * (len(job.cases) > 1)} to certify",
           flush=True)
-    return run_launch(words, limit_s=limit, end_within_s=30.0)
+    return run_launch(command, limit_s=limit, end_within_s=30.0)
 
 
 class _Failure(TypedDict):

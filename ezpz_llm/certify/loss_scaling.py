@@ -126,14 +126,14 @@ def _check_steps(optimizer: str, clip: float, me: Dist) -> Iterator[str]:
         loss, norm = engine.train_step(micro_batches(number), recipe.PEAK_LR, lambda phase: nullcontext())
         return before, loss.item(), norm.item()
 
-    made = []
+    observed = []
     for number, scale in enumerate((SCALE, None)):
         before, loss, norm = step(number, scale)
-        made.append(Observed(f"{title}, a step {'without' if scale is None else 'under'} a loss scale", before,
-                             state_of(engine), micro_batches(number), recipe.PEAK_LR,
-                             settings_of(config, clip, recipe.Z_LOSS), loss, norm))
-    if (why := one_process.complaint(one_process.judge(made, "fp32")[0])) is not None:
-        yield why
+        observed.append(Observed(f"{title}, a step {'without' if scale is None else 'under'} a loss scale", before,
+                                 state_of(engine), micro_batches(number), recipe.PEAK_LR,
+                                 settings_of(config, clip, recipe.Z_LOSS), loss, norm))
+    if (problem := one_process.complaint(one_process.judge(observed, "fp32")[0])) is not None:
+        yield problem
     yield from _check_skipped_steps(engine, title, step(2, TOO_LARGE))
     hook = engine.module.transformer["ln_f"].weight.register_hook(lambda gradient: gradient * math.nan)
     before, _, norm = step(3, None)
@@ -173,8 +173,8 @@ def _check_skipped_steps(engine: Engine, title: str, step: tuple[State, float, f
 
 
 
-def _same(one: State, other: State) -> bool:
-    return one.step == other.step and all(
-        torch.equal(mine, theirs[name]) for kind, theirs in
-        ((one.weights, other.weights), (one.first, other.first), (one.second, other.second))
-        for name, mine in kind.items())
+def _same(first: State, second: State) -> bool:
+    return first.step == second.step and all(
+        torch.equal(tensor, tensors[name]) for kind, tensors in
+        ((first.weights, second.weights), (first.first, second.first), (first.second, second.second))
+        for name, tensor in kind.items())

@@ -134,9 +134,9 @@ def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -
     if spread is None:
         spread = _spread(plain, [_plain(step, dtype, seed) for seed, step in enumerate(steps, 1)])
     comparisons: list[Judged] = []
-    for step, theirs in zip(steps, plain, strict=True):
-        by_phase = {"resume": _resumed(step), "forward": [_loss("loss", step.loss, theirs.loss, spread)],
-                    **_backward(step, theirs, spread), "optimizer": _optimizer(step),
+    for step, plain_step_run in zip(steps, plain, strict=True):
+        by_phase = {"resume": _resumed(step), "forward": [_loss("loss", step.loss, plain_step_run.loss, spread)],
+                    **_backward(step, plain_step_run, spread), "optimizer": _optimizer(step),
                     "evaluation": _evaluation(step, dtype, spread)}
         comparisons += [Judged(step.title, phase, finding) for phase in PHASES for finding in by_phase[phase]]
     return comparisons, spread
@@ -161,25 +161,25 @@ def refuse(comparisons: Sequence[Judged], what: str, which: str) -> None:
     Raises:
         UserError: names the phase, the step and the module.
     """
-    if (why := complaint(comparisons)) is not None:
-        raise UserError(f"{what}: {which}: {why}", where="certify", exit_code=1,
+    if (failure := complaint(comparisons)) is not None:
+        raise UserError(f"{what}: {which}: {failure}", where="certify", exit_code=1,
                         instead="fix this first: every layout is compared with the single process")
 
 
 def worst_by_phase(comparisons: Sequence[Judged]) -> dict[str, dict[str, object]]:
     """Return the comparison with the largest ratio of each phase, for certify.json."""
-    return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(mine)}
-            for phase in PHASES if (mine := [comparison for comparison in comparisons if comparison.phase == phase])
-            for top in (max(mine, key=lambda comparison: comparison.finding.ratio),)}
+    return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(part)}
+            for phase in PHASES if (part := [comparison for comparison in comparisons if comparison.phase == phase])
+            for top in (max(part, key=lambda comparison: comparison.finding.ratio),)}
 
 
-def _spread(plain: Sequence[_Plain], others: Sequence[_Plain]) -> Spread:
-    pairs = list(zip(plain, others, strict=True))
+def _spread(plain: Sequence[_Plain], reordered: Sequence[_Plain]) -> Spread:
+    pairs = list(zip(plain, reordered, strict=True))
     return Spread(
-        _rms([other.loss / first.loss - 1 for first, other in pairs]),
-        _rms([other.norm / first.norm - 1 for first, other in pairs]),
-        _rms([_scale(other.gradients, first.gradients) - 1 for first, other in pairs]),
-        {name: max(_apart(other.gradients[name], first.gradients[name]) for first, other in pairs)
+        _rms([second.loss / first.loss - 1 for first, second in pairs]),
+        _rms([second.norm / first.norm - 1 for first, second in pairs]),
+        _rms([_scale(second.gradients, first.gradients) - 1 for first, second in pairs]),
+        {name: max(_apart(second.gradients[name], first.gradients[name]) for first, second in pairs)
          for name in plain[0].gradients})
 
 
@@ -187,17 +187,17 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value ** 2 for value in values) / len(values))
 
 
-def _apart(mine: Tensor, theirs: Tensor) -> float:
-    return _ratio((mine - theirs).norm().item(), theirs.norm().item())
+def _apart(value: Tensor, expected: Tensor) -> float:
+    return _ratio((value - expected).norm().item(), expected.norm().item())
 
 
 def _ratio(value: float, scale: float) -> float:
     return value / scale if scale else (0.0 if value == 0 else math.inf)
 
 
-def _scale(mine: Tensors, theirs: Tensors) -> float:
+def _scale(values: Tensors, expected: Tensors) -> float:
     """Return the common factor between two sets of gradients: the median over parameters, robust to a wrong one."""
-    each = [(mine[name] * value).sum() / value.square().sum() for name, value in theirs.items() if value.any()]
+    each = [(values[name] * value).sum() / value.square().sum() for name, value in expected.items() if value.any()]
     return torch.stack(each).median().item()
 
 
@@ -210,44 +210,44 @@ def _resumed(step: Observed) -> list[Finding]:
              ("second moments", step.resumed.second, step.before.second))
     steps = Finding("the optimizer's step count after the resume", abs(step.before.step - step.resumed.step), 0.0)
     return [steps, *(Finding(f"{title} of {name} after the resume",
-                             torch.nan_to_num((now[name] - value).abs().max(), nan=math.inf).item(), 0.0)
-                     for title, saved, now in kinds for name, value in saved.items())]
+                             torch.nan_to_num((loaded[name] - value).abs().max(), nan=math.inf).item(), 0.0)
+                     for title, saved, loaded in kinds for name, value in saved.items())]
 
 
-def _loss(what: str, mine: float, theirs: float, spread: Spread) -> Finding:
+def _loss(label: str, loss: float, expected: float, spread: Spread) -> Finding:
     # The losses of tokens and their sum are computed in fp32.
-    bound = (SCALAR_FACTOR * spread.loss + 16 * _U) * abs(theirs)
-    return Finding(what, _finite(abs(mine - theirs)), bound, f": {mine:.7g}, not {theirs:.7g}")
+    bound = (SCALAR_FACTOR * spread.loss + 16 * _U) * abs(expected)
+    return Finding(label, _finite(abs(loss - expected)), bound, f": {loss:.7g}, not {expected:.7g}")
 
 
 def _evaluation(step: Observed, dtype: str, spread: Spread) -> list[Finding]:
     """Compare the loss of an evaluation, with the bound of a training step's loss."""
     if step.evaluated is None:
         return []
-    theirs = plain_step.loss_of(step.after.weights, step.evaluated.batches, step.settings, ARITHMETIC[dtype])
-    return [_loss("loss of the evaluation", step.evaluated.loss, theirs, spread)]
+    expected = plain_step.loss_of(step.after.weights, step.evaluated.batches, step.settings, ARITHMETIC[dtype])
+    return [_loss("loss of the evaluation", step.evaluated.loss, expected, spread)]
 
 
-def _backward(step: Observed, theirs: _Plain, spread: Spread) -> dict[str, list[Finding]]:
+def _backward(step: Observed, plain: _Plain, spread: Spread) -> dict[str, list[Finding]]:
     """Compare gradients up to a common factor ("backward"), and the norm and that factor ("reduction")."""
     clipped, error = _clipped(step)
     factor = plain_step.clip_factor(step.norm, step.settings.clip)
-    scale = _scale(clipped, theirs.gradients)
+    scale = _scale(clipped, plain.gradients)
     each = []
-    for name in in_order(theirs.gradients):
-        length = theirs.gradients[name].norm().item()
-        read = _ratio(error[name].norm().item(), abs(scale) * length)
-        apart = _ratio((clipped[name] - scale * theirs.gradients[name]).norm().item(), abs(scale) * length)
-        each.append(Finding(f"gradient of {name}", _finite(apart), FACTOR * spread.gradient[name] + read,
+    for name in in_order(plain.gradients):
+        length = plain.gradients[name].norm().item()
+        recovery_error = _ratio(error[name].norm().item(), abs(scale) * length)
+        apart = _ratio((clipped[name] - scale * plain.gradients[name]).norm().item(), abs(scale) * length)
+        each.append(Finding(f"gradient of {name}", _finite(apart), FACTOR * spread.gradient[name] + recovery_error,
                             " (relative)"))
-    norm = Finding("gradient norm", _finite(abs(step.norm / theirs.norm - 1)),
-                   SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {theirs.norm:.7g}")
-    read = _ratio(math.sqrt(sum(value.square().sum().item() for value in error.values())),
-                  plain_step.global_norm(clipped))
+    norm = Finding("gradient norm", _finite(abs(step.norm / plain.norm - 1)),
+                   SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {plain.norm:.7g}")
+    recovery_error = _ratio(math.sqrt(sum(value.square().sum().item() for value in error.values())),
+                            plain_step.global_norm(clipped))
     # A skipped step leaves the moments unchanged or reports an infinite norm: both divide by 0 without `_ratio`.
     scaled = Finding("factor of the gradients that the optimizer gets",
                      _finite(_ratio(abs(scale - factor), factor)),
-                     SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + read,
+                     SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + recovery_error,
                      f" (relative): {scale:.7g}, where clipping a norm of {step.norm:.7g} to "
                      f"{step.settings.clip:g} gives {factor:.7g}")
     return {"backward": each, "reduction": [norm, scaled]}
@@ -293,11 +293,11 @@ def _optimizer(step: Observed) -> list[Finding]:
     return findings
 
 
-def _elements(what: str, mine: Tensor, theirs: Tensor, allowed: Tensor) -> Finding:
+def _elements(label: str, actual: Tensor, expected: Tensor, allowed: Tensor) -> Finding:
     """Return a finding for the element with the largest ratio of difference to bound."""
-    apart = torch.nan_to_num((mine - theirs).abs(), nan=math.inf)
+    apart = torch.nan_to_num((actual - expected).abs(), nan=math.inf)
     worst = int((apart / allowed).flatten().argmax())
-    return Finding(what, apart.flatten()[worst].item(), allowed.flatten()[worst].item(), f" at element {worst}")
+    return Finding(label, apart.flatten()[worst].item(), allowed.flatten()[worst].item(), f" at element {worst}")
 
 
 def _finite(value: float) -> float:

@@ -64,8 +64,8 @@ def one_process_with(case: Case, dist: Dist) -> dict[str, Any]:
     began = time.perf_counter()
     fault = find_fault(case.fault) if case.fault else None
     comparisons, _ = one_process.judge(observe(case.model, case.dtype, dist, fault), case.dtype)
-    why = one_process.complaint(comparisons)
-    return {**asdict(case), "passed": why is None, "failures": [] if why is None else [f"{DISAGREES}: {why}"],
+    text = one_process.complaint(comparisons)
+    return {**asdict(case), "passed": text is None, "failures": [] if text is None else [f"{DISAGREES}: {text}"],
             "kinds": [phase for phase in one_process.PHASES
                       if any(each.phase == phase and each.finding.failed for each in comparisons)],
             "worst": {}, "one_process": one_process.worst_by_phase(comparisons),

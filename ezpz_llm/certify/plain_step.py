@@ -135,7 +135,7 @@ def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
     return r.product(y)
 
 
-def _normalised(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
+def _normalized(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
     if settings.norm == "layernorm":  # Ba et al. 2016, arXiv:1607.06450
         x = x - x.mean(-1, keepdim=True)
     # RMSNorm does not subtract the mean: Zhang and Sennrich 2019, arXiv:1910.07467.
@@ -189,10 +189,10 @@ def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) 
         x = r.between(x + weights["transformer.wpe.weight"][:tokens.shape[1]])
     for layer in range(len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})):
         block = f"transformer.h.{layer}"
-        x = r.between(x + _attention(_normalised(x, weights, f"{block}.ln_1", settings, r), weights,
+        x = r.between(x + _attention(_normalized(x, weights, f"{block}.ln_1", settings, r), weights,
                                      f"{block}.attn", settings, r))
-        x = r.between(x + _mlp(_normalised(x, weights, f"{block}.ln_2", settings, r), weights, f"{block}.mlp", r))
-    x = _normalised(x, weights, "transformer.ln_f", settings, r)
+        x = r.between(x + _mlp(_normalized(x, weights, f"{block}.ln_2", settings, r), weights, f"{block}.mlp", r))
+    x = _normalized(x, weights, "transformer.ln_f", settings, r)
     head = weights.get("lm_head.weight", weights["transformer.wte.weight"])
     return r.product(r.product(x) @ r.product(head).T)
 
@@ -200,10 +200,10 @@ def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) 
 def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Return the mean negative log-likelihood of the targets that are not ignored, without and with the z-loss."""
     counts = targets != IGNORED
-    normaliser = torch.logsumexp(logits, dim=-1)
+    normalizer = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
-    loss = ((normaliser - chosen) * counts).sum() / counts.sum()
-    return loss, loss + z_loss * (normaliser.square() * counts).sum() / counts.sum()
+    loss = ((normalizer - chosen) * counts).sum() / counts.sum()
+    return loss, loss + z_loss * (normalizer.square() * counts).sum() / counts.sum()
 
 
 def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: Settings,

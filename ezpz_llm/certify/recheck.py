@@ -63,53 +63,54 @@ def read_certificate(path: Path) -> Certificate:
     content = read_json(path)
     if not isinstance(content, dict) or not content.keys() >= _Kept.__required_keys__:
         raise _no_certificate(path)
-    kept: _Certificate = as_type(_Certificate, content, str(path))
-    words = _command(kept)
-    if not kept["passed"]:
+    certificate: _Certificate = as_type(_Certificate, content, str(path))
+    arguments = _command(certificate)
+    if not certificate["passed"]:
         raise UserError("not every case of this certificate passed, so it cannot be re-checked",
                         where=str(path), instead="ezpz-llm certify --json FILE.json for a new certificate")
-    if words is None or not kept["results"]:
+    if arguments is None or not certificate["results"]:
         raise _no_certificate(path)
-    if "target" in kept:
-        place = words.index("--target") + 1
-        file = find_target(words[place], (Path(), path.parent))
+    if "target" in certificate:
+        place = arguments.index("--target") + 1
+        file = find_target(arguments[place], (Path(), path.parent))
         if not is_own(Path(file.path)):
             raise UserError("another user owns this file or can write it, and --recheck would run its code",
                             where=file.path, instead="your own copy of the file, after you have read it")
-        if file.sha256 != kept["target"]["sha256"]:
+        if file.sha256 != certificate["target"]["sha256"]:
             raise UserError(f"{file.path} is not the file that was certified: its hash is {file.sha256[:12]}…, but "
-                            f"the certificate has {kept['target']['sha256'][:12]}…", where=str(path),
+                            f"the certificate has {certificate['target']['sha256'][:12]}…", where=str(path),
                             instead="the original file, next to the certificate or at the path in its command")
-        words[place] = f"{file.path}:{file.function}"
-    return Certificate(path, kept, words)
+        arguments[place] = f"{file.path}:{file.function}"
+    return Certificate(path, certificate, arguments)
 
 
 def _no_certificate(path: Path) -> UserError:
     return UserError("not a certificate", where=str(path), instead="a file that certify --json wrote")
 
 
-def _command(kept: _Certificate) -> list[str] | None:
+def _command(certificate: _Certificate) -> list[str] | None:
     """Return the arguments of a certificate's command, or None if the command cannot have written a certificate."""
     try:
-        words = shlex.split(kept["command"])
+        argv = shlex.split(certificate["command"])
     except ValueError:
         return None
-    arguments = _without(words[2:], _OWN)
-    if words[:2] != ["ezpz-llm", "certify"] or {"-h", "--help"} & set(arguments) or arguments[-1:] == ["--target"]:
+    arguments = _without(argv[2:], _OWN)
+    if argv[:2] != ["ezpz-llm", "certify"] or {"-h", "--help"} & set(arguments) or arguments[-1:] == ["--target"]:
         return None
-    return arguments if ("target" in kept) == ("--target" in arguments) else None
+    return arguments if ("target" in certificate) == ("--target" in arguments) else None
 
 
-def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
     """Remove options and their values from a command line, and split `--option=value` into two words."""
-    kept: list[str] = []
-    rest = iter(part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word]))
-    for word in rest:
-        if word in options:
-            next(rest, None)
+    result: list[str] = []
+    parts = iter(part for argument in arguments
+                 for part in (argument.split("=", 1) if argument.startswith("--") else [argument]))
+    for part in parts:
+        if part in options:
+            next(parts, None)
         else:
-            kept.append(word)
-    return kept
+            result.append(part)
+    return result
 
 
 def compare(certificate: Certificate, here: dict[str, Any]) -> tuple[bool, str]:
@@ -118,19 +119,19 @@ def compare(certificate: Certificate, here: dict[str, Any]) -> tuple[bool, str]:
     Args:
         here: the new certificate, as returned by `report.record`.
     """
-    kept = certificate.kept
+    original = certificate.kept
     again = {_key(result): result for result in here["results"]}
     lines = []
-    for result in kept["results"]:
-        ours = again.get(_key(result))
-        if ours is None or not ours["passed"]:
-            why = here["refused"]["why"] if here["refused"] else "it did not run on this machine"
-            lines.append(f"{' '.join(map(str, _key(result)))}: {(ours['failures'] if ours else [why])[0]}")
+    for result in original["results"]:
+        rerun = again.get(_key(result))
+        if rerun is None or not rerun["passed"]:
+            reason = here["refused"]["why"] if here["refused"] else "it did not run on this machine"
+            lines.append(f"{' '.join(map(str, _key(result)))}: {(rerun['failures'] if rerun else [reason])[0]}")
     holds = not lines
-    differences = [abs(a - b) for result in kept["results"] if _key(result) in again
+    differences = [abs(a - b) for result in original["results"] if _key(result) in again
                    for a, b in zip(result["losses"], again[_key(result)].get("losses", []), strict=False)]
-    there, now = (_versions(record["environment"]) for record in (kept, here))
-    lines.append(f"certificate of {kept['date']}: {_named(there)}; this machine: {_named(now)}")
+    first, second = (_versions(record["environment"]) for record in (original, here))
+    lines.append(f"certificate of {original['date']}: {_named(first)}; this machine: {_named(second)}")
     if differences:
         lines.append(f"losses differ from those in the certificate by at most {max(differences):.2g}")
     lines.append(f"the certificate {'holds' if holds else 'does NOT hold'} on this machine: {certificate.path}")

@@ -100,25 +100,25 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
     config, me = recipe.model_config(model), alone(dist)
-    seen, tensors, made = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
-    comparisons, spread = one_process.judge(made, dtype)
+    trajectory, tensors, observed = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
+    comparisons, spread = one_process.judge(observed, dtype)
     one_process.refuse(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
-    if min(seen.norms) <= recipe.CLIP:
-        raise UserError(f"the gradient norm of {model} falls to {min(seen.norms):.3g}, below the clip "
+    if min(trajectory.norms) <= recipe.CLIP:
+        raise UserError(f"the gradient norm of {model} falls to {min(trajectory.norms):.3g}, below the clip "
                         f"{recipe.CLIP}, so clipping is not tested", where="certify",
                         instead="another --model, or fewer --steps")
-    others = []
+    repetitions = []
     for number, accumulation in enumerate(_SPLITS):
         with other_sums(number):
-            other, values, made = _run(config, dtype, steps, me, accumulation, order=number + 1)
-        others.append((other, values))
+            repetition, values, observed = _run(config, dtype, steps, me, accumulation, order=number + 1)
+        repetitions.append((repetition, values))
         # The tolerances come from the noise of these runs, which must not exceed rounding.
-        reordered, _ = one_process.judge(made, dtype, spread)
+        reordered, _ = one_process.judge(observed, dtype, spread)
         one_process.refuse(reordered, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, {
-        **asdict(seen), "noise": baseline_noise(config, seen, tensors, others),
+        **asdict(trajectory), "noise": baseline_noise(config, trajectory, tensors, repetitions),
         "symmetric": _symmetric(config, tensors), "one_process": one_process.worst_by_phase(comparisons)})
 
 
@@ -192,19 +192,20 @@ def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: in
         yield
         states.append(state_of(engine))
 
-    seen = train(engine, config, me, permuted, steps, around=keep_state)
-    scale = 1 / (1 - recipe.BETAS[0]) / seen.clip_factor
+    trajectory = train(engine, config, me, permuted, steps, around=keep_state)
+    scale = 1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor
     tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
                **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},
                **{f"weight/{name}": value for name, value in states[-1].weights.items()}}
     settings = settings_of(config, recipe.CLIP)
-    made = [Observed(f"step {step + 1}", states[step], states[step + 1], on_cpu(micro_batches(engine, data[step])),
-                     cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings, seen.losses[step],
-                     seen.norms[step])
-            for step in range(steps)]
+    observed = [Observed(f"step {step + 1}", states[step], states[step + 1],
+                         on_cpu(micro_batches(engine, data[step])),
+                         cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings,
+                         trajectory.losses[step], trajectory.norms[step])
+                for step in range(steps)]
     held_out = on_cpu(micro_batches(engine, recipe.sequences(config, recipe.HELD_OUT)))
-    made[-1] = replace(made[-1], evaluated=Evaluated(held_out, seen.held_out))
-    return seen, tensors, made
+    observed[-1] = replace(observed[-1], evaluated=Evaluated(held_out, trajectory.held_out))
+    return trajectory, tensors, observed
 
 
 def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
@@ -245,16 +246,16 @@ def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[s
     """Return the largest differences of other runs of one process from this one; see `Reference`."""
     def apart(kind: str, name: str) -> float:
         """Return the largest 2-norm of the difference between a tensor in this run and in another."""
-        mine = tensors[f"{kind}/{name}"]
-        mask = counted(config, name, tuple(mine.shape))
-        differences = [other[f"{kind}/{name}"].double() - mine.double() for _, other in others]
+        tensor = tensors[f"{kind}/{name}"]
+        mask = counted(config, name, tuple(tensor.shape))
+        differences = [run[f"{kind}/{name}"].double() - tensor.double() for _, run in others]
         return max((each if mask is None else each * mask).norm().item() for each in differences)
 
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
     return Noise(
-        loss=max(abs(a - b) for other, _ in others
-                    for a, b in zip([*other.losses, other.held_out], [*seen.losses, seen.held_out], strict=True)),
-        norm=[max(abs(other.norms[step] - norm) for other, _ in others) for step, norm in enumerate(seen.norms)],
+        loss=max(abs(a - b) for run, _ in others
+                    for a, b in zip([*run.losses, run.held_out], [*seen.losses, seen.held_out], strict=True)),
+        norm=[max(abs(run.norms[step] - norm) for run, _ in others) for step, norm in enumerate(seen.norms)],
         gradient={name: apart("gradient", name) for name in names},
         weight={name: apart("weight", name) for name in names},
     )
@@ -290,36 +291,36 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
     def squared(part: Slice, whole: torch.Tensor) -> float:
         """Return the squared difference of a slice from the reference; inf if either has NaN."""
         box = tuple(slice(*side) for side in part.box)
-        difference = part.tensors[kind].detach().cpu().double() * scale - _cut(whole, box, part).double()
+        difference = part.tensors[kind].detach().cpu().double() * scale - _slice_of(whole, box, part).double()
         mask = counted(config, part.name, part.shape) if against != "first" else None
         if mask is not None:
-            difference *= _cut(mask, box, part)
+            difference *= _slice_of(mask, box, part)
         return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
 
     state = engine.training_state()
     rows: dict[str, Row] = {}
-    for held, own in owned(state.slices(), state.raw_slices()):
-        row = rows.setdefault(held.name, [0.0, 0.0, 0.0])
-        whole = reference.tensors[f"{against}/{held.name}"]
-        row[2] += squared(held, whole)
-        if own is not None:
-            row[0] += own.numel
-            row[1] += squared(own, whole)
+    for piece, owned_piece in owned(state.slices(), state.raw_slices()):
+        row = rows.setdefault(piece.name, [0.0, 0.0, 0.0])
+        whole = reference.tensors[f"{against}/{piece.name}"]
+        row[2] += squared(piece, whole)
+        if owned_piece is not None:
+            row[0] += owned_piece.numel
+            row[1] += squared(owned_piece, whole)
     return _of_all_ranks(all_gather(dist, rows))
 
 
-def _cut(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tensor:
+def _slice_of(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tensor:
     return whole[box].flatten()[part.start:part.stop]
 
 
 def _of_all_ranks(ranks: list[dict[str, Row]]) -> dict[str, dict[str, Any]]:
     parameters: dict[str, dict[str, Any]] = {}
     for rank, rows in enumerate(ranks):
-        for name, (elements, own, held) in rows.items():
+        for name, (elements, owned_square, local_square) in rows.items():
             entry = parameters.setdefault(name, {"elements": 0, "difference": 0.0, "ranks": {}})
             entry["elements"] += int(elements)
-            entry["difference"] += own
-            entry["ranks"][rank] = held ** 0.5
+            entry["difference"] += owned_square
+            entry["ranks"][rank] = local_square ** 0.5
     for entry in parameters.values():
         entry["difference"] **= 0.5
     return dict(sorted(parameters.items()))
@@ -363,14 +364,14 @@ def _small_files(dist: Dist) -> Iterator[None]:
     import_deepspeed(dist.device.type)
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 
-    before = optimizer_utils.MIN_AIO_BYTES
+    default = optimizer_utils.MIN_AIO_BYTES
     for module in (optimizer_utils, partitioned_param_swapper):
         module.MIN_AIO_BYTES = recipe.SMALLEST_FILE
     try:
         yield
     finally:
         for module in (optimizer_utils, partitioned_param_swapper):
-            module.MIN_AIO_BYTES = before
+            module.MIN_AIO_BYTES = default
 
 
 def own_rows(dist: Dist) -> Rows:
@@ -390,7 +391,7 @@ def micro_batches(engine: Engine, rows: np.ndarray) -> Iterator[tuple[torch.Tens
 def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: int, *,
           around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
           span: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
-          after_first: Callable[[Trajectory], None] = lambda seen: None) -> Trajectory:
+          after_first: Callable[[Trajectory], None] = lambda trajectory: None) -> Trajectory:
     """Make `steps` optimizer steps and evaluate a held-out batch. Collective.
 
     Args:
@@ -398,22 +399,22 @@ def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: in
         span: context manager for each phase of a step, called with its name.
         after_first: called between the first and the second step.
     """
-    seen = Trajectory()
+    trajectory = Trajectory()
     for step in range(steps):
         data = rows(recipe.sequences(config, step), step)
         with around(step):
             loss, norm = engine.train_step(micro_batches(engine, data), recipe.learning_rate(step, steps), span)
-        seen.losses.append(loss.item())
-        seen.norms.append(norm.item())
+        trajectory.losses.append(loss.item())
+        trajectory.norms.append(norm.item())
         if step == 0:
-            after_first(seen)
+            after_first(trajectory)
     held_out = own_rows(dist)(recipe.sequences(config, recipe.HELD_OUT), steps)
     parts = np.split(held_out, engine.batch.accumulation)
     with engine.evaluating():
-        seen.held_out, _ = validation_loss(
+        trajectory.held_out, _ = validation_loss(
             engine.loss_sum, [(np.ascontiguousarray(part[:, :-1]), np.ascontiguousarray(part[:, 1:]))
                               for part in parts], device=engine.device, mesh=dist.mesh)
-    return seen
+    return trajectory
 
 
 def release(device: torch.device) -> None:

@@ -150,36 +150,36 @@ def _row(result: Result) -> tuple[str, ...]:
               for kind in ("loss", "norm")),
             *(f"{worst[kind]['ratio']:.2f} {_short(worst[kind]['what'])}" if kind in worst else "-"
               for kind in ("gradient", "weight")),
-            *(f"{sight[what]:.2g}" if (sight := result.get("reference", {}).get("sight")) else "-"
-              for what in ("loss", "weights")),
+            *(f"{sight[quantity]:.2g}" if (sight := result.get("reference", {}).get("sight")) else "-"
+              for quantity in ("loss", "weights")),
             "passed" if result["passed"] else "FAILED")
 
 
-def _short(what: str) -> str:
-    return what.partition(" of ")[2].removeprefix("transformer.")
+def _short(label: str) -> str:
+    return label.partition(" of ")[2].removeprefix("transformer.")
 
 
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
     """Print and write the outcome and return the exit code. Call in one process."""
-    outcome, refused, held = results(run_dir.path), refusal(run_dir.path), definitions(run_dir.path)
+    outcome, refused, checks = results(run_dir.path), refusal(run_dir.path), definitions(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
-    kept = record(work, outcome, environment, command, time.perf_counter() - began, refused, held)
+    certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused, checks)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(Path(path), as_json(kept))
-    update_record(run_dir, certify={"passed": kept["passed"], "command": command})
+        write_atomic(Path(path), as_json(certificate))
+    update_record(run_dir, certify={"passed": certificate["passed"], "command": command})
     if outcome:
         print(verdict_table(outcome, rich=sys.stdout.isatty()))
     print(closing(outcome, work.skipped, refused))
-    if held and refused is None:
-        print(f"single-process checks passed: {', '.join(topic['what'] for topic in held)}")
+    if checks and refused is None:
+        print(f"single-process checks passed: {', '.join(topic['what'] for topic in checks)}")
     if work.target is None:
         print(left_out(work))
-    print(f"{kept['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
+    print(f"{certificate['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
     if options.write_docs and refused is None:
-        write_docs(kept)
-    return 0 if kept["passed"] else 1
+        write_docs(certificate)
+    return 0 if certificate["passed"] else 1
 
 
 BEGIN, END = "<!-- certified: written by certify --write-docs -->", "<!-- certified: end -->"
@@ -204,8 +204,8 @@ def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
     text = page.read_text()
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    write_atomic(page, f"{before}{BEGIN}\n{certified(kept)}{END}{rest.partition(END)[2]}")
+    head, _, tail = text.partition(BEGIN)
+    write_atomic(page, f"{head}{BEGIN}\n{certified(kept)}{END}{tail.partition(END)[2]}")
 
 
 def certified(kept: dict[str, Any]) -> str:
@@ -230,33 +230,33 @@ def certified(kept: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _sights(kept: dict[str, Any]) -> list[str]:
+def _sights(record: dict[str, Any]) -> list[str]:
     """Format the sensitivity table: the bounds relative to the decrease of the loss and the movement of weights."""
-    sights = {name: reference["sight"] for name, reference in kept["references"].items() if "sight" in reference}
+    sights = {name: reference["sight"] for name, reference in record["references"].items() if "sight" in reference}
     if not sights:
         return []
     rows = [("reference", "loss: bound / decrease", "weights: bound / movement, median", "largest"), ("---",) * 4,
-            *((name, *("-" if sight[what] is None else f"{sight[what]:.2g}"
-                       for what in ("loss", "weights", "weights_largest")))
+            *((name, *("-" if sight[quantity] is None else f"{sight[quantity]:.2g}"
+                       for quantity in ("loss", "weights", "weights_largest")))
               for name, sight in sights.items())]
     return [*(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def _docs_row(name: str, results: list[dict[str, Any]], kept: dict[str, Any]) -> tuple[str, ...]:
-    mine = [result for result in results if result["layout"] == name]
-    shown = [result for result in mine
+def _docs_row(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> tuple[str, ...]:
+    of_layout = [result for result in results if result["layout"] == name]
+    shown = [result for result in of_layout
              if result["dtype"] == "fp32" and result["model"] == recipe.MODELS[0] and result["worst"]]
     best = max(shown, key=lambda result: result["world"], default=None)
-    return (f"`{name}`", legal_with(name), _certified(name, mine, kept),
+    return (f"`{name}`", legal_with(name), _certified(name, of_layout, certificate),
             *(("-", "-", "-") if best is None else (_memory(best), _issued(best), _volume(best["textbook"]))))
 
 
 def legal_with(name: str) -> str:
     """Return the axes along which a layout can be combined with a degree of 2."""
-    own = layout_of(name)
+    layout = layout_of(name)
     axes = ["dp"]
     for axis in ("tp", "pp", "sp"):
-        if getattr(own, axis) > 1:
+        if getattr(layout, axis) > 1:
             continue
         degree: dict[str, Any] = {axis: 2}
         try:
@@ -269,16 +269,16 @@ def legal_with(name: str) -> str:
     return ", ".join(axes)
 
 
-def _certified(name: str, mine: list[dict[str, Any]], kept: dict[str, Any]) -> str:
-    if not mine:
-        reason = next((skip["reason"] for skip in kept["skipped"] if skip["layout"] == name), "not run")
+def _certified(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> str:
+    if not results:
+        reason = next((skip["reason"] for skip in certificate["skipped"] if skip["layout"] == name), "not run")
         return f"no: {reason}"
-    failed = [result for result in mine if not result["passed"]]
+    failed = [result for result in results if not result["passed"]]
     if failed:
-        return f"**no**: {len(failed)} of {len(mine)} failed"
-    worlds = ", ".join(str(world) for world in sorted({result["world"] for result in mine}))
-    dtypes = ", ".join(sorted({result["dtype"] for result in mine}, reverse=True))
-    return f"{kept['date']}: {worlds} ranks; {dtypes}"
+        return f"**no**: {len(failed)} of {len(results)} failed"
+    worlds = ", ".join(str(world) for world in sorted({result["world"] for result in results}))
+    dtypes = ", ".join(sorted({result["dtype"] for result in results}, reverse=True))
+    return f"{certificate['date']}: {worlds} ranks; {dtypes}"
 
 
 def _memory(result: dict[str, Any]) -> str:

@@ -46,8 +46,8 @@ def hold_reader_to_definition() -> None:
     Raises:
         UserError: the first property that does not hold.
     """
-    if (why := next(complaints(), None)) is not None:
-        raise UserError(f"{DISAGREES}: data: {why}", where="certify", exit_code=1,
+    if (problem := next(complaints(), None)) is not None:
+        raise UserError(f"{DISAGREES}: data: {problem}", where="certify", exit_code=1,
                         instead="fix this first: every layout is compared with the single process")
 
 
@@ -134,8 +134,8 @@ def _check_mixture(mixture: Mixture) -> Iterator[str]:
 
 def _check_evaluation(stream: TokenStream) -> Iterator[str]:
     """Check that an evaluation has each prediction once, and the same number of batches on every rank."""
-    for wanted, count in ((None, len(stream) - 1), (EVALUATED, EVALUATED)):
-        windows = ValidationWindows(stream, LENGTH, wanted)
+    for max_tokens, count in ((None, len(stream) - 1), (EVALUATED, EVALUATED)):
+        windows = ValidationWindows(stream, LENGTH, max_tokens)
         for ranks in (1, 2, 3):
             shares = [list(windows.batches(4, rank, ranks)) for rank in range(ranks)]
             if len({len(share) for share in shares}) > 1:
@@ -151,10 +151,10 @@ def _check_evaluation(stream: TokenStream) -> Iterator[str]:
 
 def _not_windows(samples: np.ndarray) -> Iterator[str]:
     """Check that samples are consecutive tokens, with the next tokens as targets."""
-    wrong = np.flatnonzero((samples != samples[:, :1] + np.arange(LENGTH + 1)).any(axis=1))
-    if wrong.size:
-        yield (f"sample {wrong[0]} is not {LENGTH} consecutive tokens with the next token of each as its target: "
-               f"{samples[wrong[0]].tolist()} ({wrong.size} of {len(samples)})")
+    bad = np.flatnonzero((samples != samples[:, :1] + np.arange(LENGTH + 1)).any(axis=1))
+    if bad.size:
+        yield (f"sample {bad[0]} is not {LENGTH} consecutive tokens with the next token of each as its target: "
+               f"{samples[bad[0]].tolist()} ({bad.size} of {len(samples)})")
 
 
 def _samples(stream: TokenStream | Mixture, count: int, seed: int) -> np.ndarray:

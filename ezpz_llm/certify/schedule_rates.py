@@ -24,21 +24,21 @@ STEPS = DECAY + 5
 
 def complaints() -> Iterator[str]:
     """Yield what is wrong with the learning rates of `ezpz_llm/trainer/schedule.py`."""
-    if unknown := SCHEDULES.keys() - _CURVES.keys() - _DEEPSPEEDS.keys():
+    if unknown := SCHEDULES.keys() - _CURVES.keys() - _DEEPSPEED_CURVES.keys():
         yield f"{', '.join(sorted(unknown))}: certify has no definition of this learning rate schedule"
-    names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEEDS)
+    names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEED_CURVES)
     shapes: tuple[Literal["linear", "log"], ...] = ("linear", "log")
     for name, warmup, shape, begin in itertools.product(names, WARMUPS, shapes, (0.0, BEGIN)):
-        if name in _DEEPSPEEDS and not warmup:
+        if name in _DEEPSPEED_CURVES and not warmup:
             continue  # DeepSpeed's schedulers require a warm-up
         config = RunConfig(schedule=name, lr=PEAK, min_lr=FLOOR, warmup_steps=warmup, decay_steps=DECAY,
                            wsd_decay_steps=LAST, warmup_type=shape, warmup_min_lr=begin)
-        rate = _deepspeeds if name in _DEEPSPEEDS else _own
+        rate = _deepspeed_rate if name in _DEEPSPEED_CURVES else _trainer_rate
         for step in range(STEPS):
-            ours, theirs = learning_rate(step, config), rate(name, step, warmup, shape, begin)
-            if not math.isclose(ours, theirs, rel_tol=1e-12):
+            actual, expected = learning_rate(step, config), rate(name, step, warmup, shape, begin)
+            if not math.isclose(actual, expected, rel_tol=1e-12):
                 yield (f"{name}, a {shape} warm-up of {warmup} steps from {begin:g}: the learning rate of step "
-                       f"{step + 1} is {ours:.7g}, not {theirs:.7g}")
+                       f"{step + 1} is {actual:.7g}, not {expected:.7g}")
                 break
 
 
@@ -48,15 +48,15 @@ def _between(low: float, high: float, share: float) -> float:
 
 _CURVES = {
     # (1 + cos(pi x)) / 2 is the squared cosine of half the angle.
-    "cosine": lambda step, gone: math.cos(math.pi / 2 * gone) ** 2,
-    "linear": lambda step, gone: 1 - gone,
-    "constant": lambda step, gone: 1.0,
-    "wsd": lambda step, gone: min(1.0, max(0.0, (DECAY - step) / LAST)),
+    "cosine": lambda step, progress: math.cos(math.pi / 2 * progress) ** 2,
+    "linear": lambda step, progress: 1 - progress,
+    "constant": lambda step, progress: 1.0,
+    "wsd": lambda step, progress: min(1.0, max(0.0, (DECAY - step) / LAST)),
 }
-"""Curves by name: height above the floor (0 to 1) at a step; `gone` is the share of the decay that has passed."""
+"""Curves by name: height above the floor (0 to 1) at a step; `progress` is the completed share of the decay."""
 
 
-def _own(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
+def _trainer_rate(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
     """Return the learning rate of a step (from 0) under one of the trainer's own schedules."""
     number = step + 1
     if number <= warmup:
@@ -64,7 +64,7 @@ def _own(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
     return _between(FLOOR, PEAK, _CURVES[name](step, min(1.0, (step - warmup) / (DECAY - warmup))))
 
 
-_DEEPSPEEDS = {
+_DEEPSPEED_CURVES = {
     "WarmupLR": lambda iteration, warmup, begin: PEAK,
     "WarmupDecayLR": lambda iteration, warmup, begin: _between(
         begin, PEAK, max(0.0, (DECAY - iteration) / (DECAY - warmup))),
@@ -74,7 +74,7 @@ _DEEPSPEEDS = {
 """Learning rates after the warm-up, by name."""
 
 
-def _deepspeeds(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
+def _deepspeed_rate(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
     """Return the learning rate of a step (from 0) under one of DeepSpeed's schedulers."""
 
     iteration, warmup = step - 1, max(2, warmup)
@@ -82,4 +82,4 @@ def _deepspeeds(name: str, step: int, warmup: int, shape: str, begin: float) -> 
         return 0.0 if name == "WarmupCosineLR" else begin
     if iteration < warmup:
         return _between(begin, PEAK, iteration / warmup if shape == "linear" else math.log(iteration + 1, warmup))
-    return _DEEPSPEEDS[name](iteration, warmup, begin)
+    return _DEEPSPEED_CURVES[name](iteration, warmup, begin)

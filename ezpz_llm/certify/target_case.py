@@ -56,16 +56,16 @@ def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     middle = Middle(case, job, dist)
     run = _train(case, job, dist, reference, about, middle)
     release(dist.device)
-    ours, theirs = run.numbers, numbers_of(reference, None)
-    findings = {"data": _data(run.drawn, about["batches"]), **verdict.findings(ours, theirs, 0, case.dtype),
+    measured, expected = run.numbers, numbers_of(reference, None)
+    findings = {"data": _data(run.drawn, about["batches"]), **verdict.findings(measured, expected, 0, case.dtype),
                 "statistics": _statistics(run.statistics, reference, about),
                 "random": _random(run.everyone, about["drops"]), "evaluation": _evaluation(run.everyone)}
     resumed = resume(case, job, dist, run.ds_config, about["clip"], middle)
     release(dist.device)
     findings["resume"] = compare_resumed(dist, reference, (run.seen, run.weights), resumed)
-    failures = [*verdict.failures(findings, PHASES), *_likely(findings, ours, theirs, dist.mesh.dp_size)]
+    failures = [*verdict.failures(findings, PHASES), *_likely(findings, measured, expected, dist.mesh.dp_size)]
     middle.close(passed=not failures)
-    return {**result_of(case, findings, failures, ours, theirs, reference), "parameters": about["parameters"],
+    return {**result_of(case, findings, failures, measured, expected, reference), "parameters": about["parameters"],
             "clip": about["clip"], "resumed_from": middle.loaded, "seconds": time.perf_counter() - began}
 
 
@@ -98,43 +98,43 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: About,
     dist.barrier()
     model = wrapped(target, dist, file, ACCUMULATION, about["clip"])
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
-    ours: verdict.Numbers = {"first": compare(model.engine, None, reference, "weight", "first", dist)}
+    measured: verdict.Numbers = {"first": compare(model.engine, None, reference, "weight", "first", dist)}
 
-    def after_step(step: int, seen: Seen) -> None:
+    def after_step(step: int, trajectory: Seen) -> None:
         """Compare the gradients of the first step, and save a checkpoint in the middle of the run."""
         if step == 0:
-            ours["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
-                                       scale=gradient_scale(model.optimizer, about["clip"], seen))
+            measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
+                                           scale=gradient_scale(model.optimizer, about["clip"], trajectory))
         if step == middle.step - 1:
             middle.save(model)
 
     torch.manual_seed(recipe.SEED + 1 + dist.rank)
-    seen = train(model, batches, own=True, after=after_step)
-    everyone = all_gather(dist, seen)
-    ours["weight"] = compare(model.engine, None, reference, "weight", "weight", dist)
-    ours["copy"] = {**copies_apart(model.engine, dist), **_buffers_apart(everyone)}
-    ours["losses"] = mean_losses(everyone)
-    ours["norms"] = list(zip(*(rank.norms for rank in everyone), strict=True))
-    ours["held_out"] = mean_held_out(everyone)
+    trajectory = train(model, batches, own=True, after=after_step)
+    everyone = all_gather(dist, trajectory)
+    measured["weight"] = compare(model.engine, None, reference, "weight", "weight", dist)
+    measured["copy"] = {**copies_apart(model.engine, dist), **_buffers_apart(everyone)}
+    measured["losses"] = mean_losses(everyone)
+    measured["norms"] = list(zip(*(rank.norms for rank in everyone), strict=True))
+    measured["held_out"] = mean_held_out(everyone)
     apart = {name: (value.float().cpu() - reference.tensors[f"{STATISTIC}{name}"]).norm().item()
              for name, value in statistics_of(model.module).items()}
     statistics = {name: max(rank[name] for rank in ranks) for ranks in [all_gather(dist, apart)] for name in apart}
     drawn = dict(all_gather(dist, (dist.mesh.dp_rank, batches.seen)))  # tensor-parallel peers draw the same samples
-    return _Run(file, ours, seen, everyone, list(drawn.values()), held_weights(model), statistics)
+    return _Run(file, measured, trajectory, everyone, list(drawn.values()), held_weights(model), statistics)
 
 
 def _buffers_apart(ranks: Sequence[Seen]) -> dict[str, dict[str, Any]]:
-    """Compare buffers over the ranks bit by bit, like `copies_apart`: a checkpoint only saves those of rank 0."""
+    """Compare buffers over the ranks bit by bit, like `copies_apart`: a checkpoint only saves rank 0's."""
     differences = {}
     for name, content in ranks[0].buffers.items():
-        other = [rank for rank, seen in enumerate(ranks) if seen.buffers[name] != content]
-        differences[f"buffer {name}"] = {"compared": 1, "apart": bool(other),
-                                         "where": f" on ranks 0 and {other[0]}" if other else ""}
+        differing = [rank for rank, trajectory in enumerate(ranks) if trajectory.buffers[name] != content]
+        differences[f"buffer {name}"] = {"compared": 1, "apart": bool(differing),
+                                         "where": f" on ranks 0 and {differing[0]}" if differing else ""}
     return differences
 
 
 def _statistics(apart: dict[str, float], reference: Reference, about: About) -> list[Finding]:
-    """Compare running statistics after the last step with those of one process."""
+    """Compare running statistics after the last step with one process's."""
     findings = []
     for name, value in apart.items():
         size = reference.tensors[f"{STATISTIC}{name}"].norm().item() or 1.0
@@ -154,9 +154,9 @@ def _data(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]])
             wrong += odd
             first_wrong = first_wrong or f"; first in micro batch {number}"
     for rank, parts in enumerate(ranks):
-        before: dict[tuple[str, ...], int] = {}
+        first_use: dict[tuple[str, ...], int] = {}
         for number, samples in parts.items():
-            earlier = before.setdefault(tuple(samples), number)
+            earlier = first_use.setdefault(tuple(samples), number)
             if earlier != number:
                 repeated.add(number)
                 first_repeated = (first_repeated
@@ -167,7 +167,7 @@ def _data(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]])
 
 def _random(ranks: Sequence[Seen], drops: bool) -> list[Finding]:
     """Check that ranks have different random states, if the module uses dropout."""
-    alike = [step for step, states in enumerate(zip(*(seen.random for seen in ranks), strict=True), 1)
+    alike = [step for step, states in enumerate(zip(*(trajectory.random for trajectory in ranks), strict=True), 1)
              if drops and len(set(states)) < len(states)]
     return [_Count("steps end with the same random state on several ranks, so their dropout masks are equal",
                    len(alike), 0.0, f"; first after step {alike[0]}" if alike else "")]
@@ -175,17 +175,17 @@ def _random(ranks: Sequence[Seen], drops: bool) -> list[Finding]:
 
 def _evaluation(ranks: Sequence[Seen]) -> list[Finding]:
     """Check that an evaluation does not change the training state."""
-    changed = list(dict.fromkeys(what for seen in ranks for what in seen.changed))
+    changed = list(dict.fromkeys(part for trajectory in ranks for part in trajectory.changed))
     return [_Count("parts of the state were changed by an evaluation", len(changed), 0.0,
                    f": {', '.join(changed[:3])}" if changed else "")]
 
 
-def _likely(findings: dict[str, list[Finding]], ours: verdict.Numbers, theirs: verdict.Numbers,
+def _likely(findings: dict[str, list[Finding]], measured: verdict.Numbers, expected: verdict.Numbers,
             world: int) -> Iterator[str]:
     """Name the likely cause, if the first gradient norm is wrong by a factor with a common cause."""
     if not any(finding.failed for finding in findings["norm"]):
         return
-    ratio = ours["norms"][0][0] / theirs["norms"][0]
+    ratio = measured["norms"][0][0] / expected["norms"][0]
     causes = {1 / world: f"the loss is divided by the number of ranks ({world}) twice",
               float(world): f"gradients are summed, not averaged, over the {world} ranks",
               1 / ACCUMULATION: f"the loss is divided by the number of micro batches ({ACCUMULATION}) twice",

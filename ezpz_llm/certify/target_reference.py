@@ -75,24 +75,24 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     plain = _plain_gradients(whole)
     clip = CLIP_SHARE * _norm(plain)
     check_gradients(plain, _plain_gradients(divided))
-    seen, tensors = _run(whole, me, dtype, clip)
+    whole_run, tensors = _run(whole, me, dtype, clip)
     if dtype == "fp32":
         _hold_to(plain, tensors)
-    others = []
+    repetitions = []
     for order, (places, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
         with other_sums(order) if shuffled else nullcontext():
-            others.append(_run(batches(whole.size if in_parts else places, order), me, dtype, clip))
-    noise = baseline_noise(None, seen, tensors, others)
-    if seen.rounded:  # bf16 losses are so coarse that runs may agree by chance
-        noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, seen.losses)))
+            repetitions.append(_run(batches(whole.size if in_parts else places, order), me, dtype, clip))
+    noise = baseline_noise(None, whole_run, tensors, repetitions)
+    if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
+        noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses)))
     about = About(clip=clip, parameters=sum(value.numel() for value in plain.values()), drops=drops,
                   batches=whole.seen,
-                  statistics={name: max((other[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
-                                        for _, other in others) for name in statistics_of(module)})
+                  statistics={name: max((run[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
+                                        for _, run in repetitions) for name in statistics_of(module)})
     write_json(path.with_name("about.json"), dict(about))
     save_file(tensors, path.with_name("tensors.safetensors"))
-    write_json(path, {"losses": seen.losses, "norms": seen.norms, "held_out": seen.held_out, "noise": noise,
-                      "symmetric": {}, "one_process": {}})
+    write_json(path, {"losses": whole_run.losses, "norms": whole_run.norms, "held_out": whole_run.held_out,
+                      "noise": noise, "symmetric": {}, "one_process": {}})
 
 
 def check_ties(module: nn.Module) -> None:
@@ -115,8 +115,8 @@ def _check_parts(whole: Batches, divided: Batches) -> None:
     """Check that the parts of the first step's micro batches for the ranks add up to the full micro batches."""
     whole.of_step(0), divided.of_step(0)
     for number, expected in whole.seen.items():
-        drawn, wanted = Counter(divided.seen[number]), Counter(expected)
-        if odd := sum(((drawn - wanted) + (wanted - drawn)).values()):
+        drawn, complete = Counter(divided.seen[number]), Counter(expected)
+        if odd := sum(((drawn - complete) + (complete - drawn)).values()):
             raise UserError(f"{WITH_ITSELF}: the parts of micro batch {number} for {divided.size} ranks have {odd} "
                             "samples more or less often than the full micro batch", where="Target.batch",
                             exit_code=1,
@@ -152,8 +152,8 @@ def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> Non
     for name, gradient in plain.items():
         apart = (divided[name] - gradient).norm().item()
         if not gradient.any() or (apart > SAME * gradient.norm() and gradient.norm() < _ROUNDING_ALONE * total):
-            what = "is only rounding noise" if gradient.any() else "is 0 or missing"
-            raise UserError(f"the gradient of {name} {what} in one process, so certify could not notice a layout "
+            state = "is only rounding noise" if gradient.any() else "is 0 or missing"
+            raise UserError(f"the gradient of {name} {state} in one process, so certify could not notice a layout "
                             "that loses it", where="--target",
                             instead="a module without this parameter, or a loss that depends on it")
         if not apart <= SAME * gradient.norm():
@@ -184,17 +184,17 @@ def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Seen, dic
     model = wrapped(batches.target, me, file, accumulation, clip)
     tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
 
-    def keep_gradients(step: int, seen: Seen) -> None:
+    def keep_gradients(step: int, trajectory: Seen) -> None:
         """Record the gradients of the first step."""
         if step == 0:
-            scale, first = gradient_scale(model.optimizer, clip, seen), state_of(model.engine).first
+            scale, first = gradient_scale(model.optimizer, clip, trajectory), state_of(model.engine).first
             tensors.update({f"gradient/{name}": value * scale for name, value in first.items()})
 
-    seen = train(model, batches, own=False, after=keep_gradients)
+    trajectory = train(model, batches, own=False, after=keep_gradients)
     tensors.update({f"weight/{name}": value for name, value in state_of(model.engine).weights.items()})
     tensors.update({f"{STATISTIC}{name}": value.float().cpu()
                     for name, value in statistics_of(model.module).items()})
-    return seen, tensors
+    return trajectory, tensors
 
 
 def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Seen) -> float:
@@ -208,14 +208,14 @@ def write_ds_config(folder: Path, layout: str, dtype: str, parameters: int, *, w
     path = folder / f"{Path(layout).stem}-{dtype}.json"
     if not write:
         return path
-    read = ds_config.load(layout)
-    values = {key: value for key, value in read.values.items() if key not in ("bf16", "fp16")}
+    config = ds_config.load(layout)
+    values = {key: value for key, value in config.values.items() if key not in ("bf16", "fp16")}
     if dtype == "bf16":
         values |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
                    "communication_data_type": "fp32"}
     if "zero_optimization" in values:
-        stage = read_layout(read).zero.stage
+        stage = read_layout(config).zero.stage
         values["zero_optimization"] = scaled_down(values["zero_optimization"], stage, parameters)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**values, "ezpz_llm": read.ours}))
+    path.write_text(json.dumps({**values, "ezpz_llm": config.ours}))
     return path

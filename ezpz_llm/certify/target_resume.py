@@ -80,39 +80,39 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     model = wrapped(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
     middle.load(model)
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
-    seen = train(model, batches, own=True, first=middle.step)
-    return seen, held_weights(model)
+    trajectory = train(model, batches, own=True, first=middle.step)
+    return trajectory, held_weights(model)
 
 
 def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Seen, Held],
                     resumed: tuple[Seen, Held]) -> list[Finding]:
     """Compare the resumed run with the uninterrupted run of the same layout. Collective."""
     noise = reference.noise
-    ours, theirs = (all_gather(dist, seen) for seen, _ in (resumed, whole))
-    first = len(theirs[0].losses) - len(ours[0].losses)
+    again, full = (all_gather(dist, trajectory) for trajectory, _ in (resumed, whole))
+    first = len(full[0].losses) - len(again[0].losses)
 
-    def finding(what: str, apart: float, size: float, noise: float) -> Finding:
+    def finding(label: str, apart: float, size: float, noise: float) -> Finding:
         """Return a finding for a difference relative to `size`, with a bound of at least FACTOR x `noise`."""
         size = size or 1.0
         bound = max(RESUMED, verdict.FACTOR * noise / size)
-        return Finding(f"{what} after a resume", apart / size, bound, " (relative)")
+        return Finding(f"{label} after a resume", apart / size, bound, " (relative)")
 
     def steps() -> Iterator[Finding]:
         """Compare losses and gradient norms."""
-        for step, (a, b) in enumerate(zip(mean_losses(ours), mean_losses(theirs)[first:], strict=True), first):
+        for step, (a, b) in enumerate(zip(mean_losses(again), mean_losses(full)[first:], strict=True), first):
             yield finding(f"loss at step {step + 1}", abs(a - b), abs(b), noise["loss"])
-            a, b = ours[0].norms[step - first], theirs[0].norms[step]
+            a, b = again[0].norms[step - first], full[0].norms[step]
             yield finding(f"gradient norm at step {step + 1}", abs(a - b), b, noise["norm"][step])
-        a, b = mean_held_out(ours), mean_held_out(theirs)
+        a, b = mean_held_out(again), mean_held_out(full)
         yield finding("loss after the last step", abs(a - b), abs(b), noise["loss"])
 
     sums: dict[str, Any] = {}
     for (name, a), (_, b) in zip(resumed[1], whole[1], strict=True):
         apart, size = sums.get(name, (0.0, 0.0))
         sums[name] = apart + (a - b).double().square().sum().item(), size + b.double().square().sum().item()
-    everyone = all_gather(dist, sums)
+    ranks = all_gather(dist, sums)
     weights = []
-    for name in dict.fromkeys(name for rank in everyone for name in rank):
-        apart, size = (sum(rank.get(name, (0.0, 0.0))[place] for rank in everyone) ** 0.5 for place in (0, 1))
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        apart, size = (sum(rank.get(name, (0.0, 0.0))[place] for rank in ranks) ** 0.5 for place in (0, 1))
         weights.append(finding(f"weights of {name}", apart, size, noise["weight"][name]))
     return [*steps(), *weights]

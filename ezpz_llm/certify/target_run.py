@@ -78,7 +78,7 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
 def numbers(target: Target, steps: int) -> list[range]:
     """Return the micro batch numbers of each step: the first ones of two epochs, half of the steps each.
 
-    Micro batches are those of one process; each rank has a part of each.
+    The numbers are for one process; each rank has a part of each micro batch.
 
     Raises:
         UserError: an epoch has too few micro batches.
@@ -94,7 +94,7 @@ def numbers(target: Target, steps: int) -> list[range]:
 
 @dataclass
 class Batches:
-    """Parts of micro batches that one process computes: those of data-parallel ranks `places` out of `size`.
+    """Parts of micro batches that one process computes: the parts of data-parallel ranks `places` out of `size`.
 
     Attributes:
         order: seed for shuffling the parts of a step; 0 for no shuffling.
@@ -123,7 +123,7 @@ class Batches:
         shuffled = [drawn[index] for index in np.random.default_rng((self.order, step)).permutation(len(drawn))]
         if not self.in_turn:
             return shuffled
-        turns = {place: iter([part for own, part in drawn if own == place]) for place in self.places}
+        turns = {place: iter([part for rank, part in drawn if rank == place]) for place in self.places}
         return [(place, next(turns[place])) for place, _ in shuffled]
 
     def evaluated(self) -> list[Any]:
@@ -193,7 +193,7 @@ class Seen(Trajectory):
 
 
 def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
-          after: Callable[[int, Seen], None] = lambda step, seen: None) -> Seen:
+          after: Callable[[int, Seen], None] = lambda step, trajectory: None) -> Seen:
     """Train for two epochs, with an evaluation after each. Collective.
 
     Args:
@@ -204,52 +204,53 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
     Raises:
         UserError: the target's step function does not return a loss, or makes no optimizer step.
     """
-    seen, target, steps = Seen(), batches.target, batches.steps
+    trajectory, target, steps = Seen(), batches.target, batches.steps
     statistics = StatisticsByPlace(model.module, batches.places)
     rates = [group["lr"] for group in model.optimizer.param_groups]
     for step in range(first, steps):
         for group, rate in zip(model.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * recipe.rate_factor(step, steps)
-        before = model.grad_norm
+        previous_norm = model.grad_norm
         parts = batches.of_step(step)
         if own and target.step is not None:
             loss = target.step(model, [part for _, part in parts])
         else:
-            loss = _step(target, model, parts, statistics, seen)
-        if model.grad_norm is None or model.grad_norm is before:
+            loss = _step(target, model, parts, statistics, trajectory)
+        if model.grad_norm is None or model.grad_norm is previous_norm:
             raise UserError(f"the step function made no optimizer step after {model.accumulation} micro batches",
                             where="Target.step",
                             instead="call model.backward(loss) and model.step() for each of them")
         if not isinstance(loss, float | Tensor):
             raise UserError(f"the step function returns {type(loss).__name__}, not a loss", where="Target.step",
                             instead="return the mean loss of the step's micro batches")
-        seen.losses.append(float(loss))
-        seen.norms.append(float(model.grad_norm))
-        seen.random.append(_hash(_bytes(_random_state(batches.device))))
-        after(step, seen)
+        trajectory.losses.append(float(loss))
+        trajectory.norms.append(float(model.grad_norm))
+        trajectory.random.append(_hash(_bytes(_random_state(batches.device))))
+        after(step, trajectory)
         if step in (half(steps) - 1, steps - 1):
             state = _state(model)
             losses = [float((target.evaluate or _evaluate(target))(model, part)) for part in batches.evaluated()]
-            seen.held_out = sum(losses) / len(losses)
-            now = _state(model)
-            seen.changed += [what for what, content in state.items() if now.get(what, content) != content]
+            trajectory.held_out = sum(losses) / len(losses)
+            state_after = _state(model)
+            trajectory.changed += [part for part, content in state.items()
+                                   if state_after.get(part, content) != content]
             model.train()
-    seen.buffers = _buffers(model)
-    return seen
+    trajectory.buffers = _buffers(model)
+    return trajectory
 
 
 def mean_losses(ranks: Sequence[Seen]) -> list[float]:
     """Return the losses of the steps, averaged over the ranks."""
-    return [sum(losses) / len(ranks) for losses in zip(*(seen.losses for seen in ranks), strict=True)]
+    return [sum(losses) / len(ranks) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
 
 
 def mean_held_out(ranks: Sequence[Seen]) -> float:
     """Return the loss of the last evaluation, averaged over the ranks."""
-    return sum(seen.held_out for seen in ranks) / len(ranks)
+    return sum(rank.held_out for rank in ranks) / len(ranks)
 
 
 def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByPlace,
-          seen: Seen) -> Tensor:
+          trajectory: Seen) -> Tensor:
     """Make a step with the mean of the micro batches' losses."""
     losses = []
     for place, batch in parts:
@@ -257,7 +258,7 @@ def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statisti
             loss = target.loss(model, batch)
             model.backward(loss)
         model.step()
-        seen.rounded |= loss.element_size() < 4
+        trajectory.rounded |= loss.element_size() < 4
         losses.append(loss.detach().float())
     statistics.average()
     return torch.stack(losses).mean()
@@ -275,8 +276,8 @@ def _evaluate(target: Target) -> Callable[[Wrapped, Any], Tensor]:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    own = DEVICES[device.type].own
-    return torch.get_device_module(device).get_rng_state() if own else torch.get_rng_state()
+    has_own_generator = DEVICES[device.type].own
+    return torch.get_device_module(device).get_rng_state() if has_own_generator else torch.get_rng_state()
 
 
 def _state(model: Wrapped) -> dict[str, str]:
@@ -285,7 +286,7 @@ def _state(model: Wrapped) -> dict[str, str]:
     for piece in _pieces(model):
         for kind, tensor in piece.tensors.items():
             pieces[f"the {kind} of {piece.name}"].update(_bytes(tensor))
-    return {**{what: content.hexdigest() for what, content in pieces.items()},
+    return {**{label: content.hexdigest() for label, content in pieces.items()},
             **{f"the buffer {name}": content for name, content in _buffers(model).items()},
             **{f"the training mode of {name or 'the module'}": str(module.training)
                for name, module in model.module.named_modules()}}

@@ -30,22 +30,22 @@ class StatisticsByPlace:
 
     def __init__(self, module: nn.Module, places: Sequence[int]) -> None:
         self._live = list(statistics_of(module).values())
-        self._held = {place: [value.clone() for value in self._live] for place in places} if len(places) > 1 else {}
+        self._sets = {place: [value.clone() for value in self._live] for place in places} if len(places) > 1 else {}
 
     @contextmanager
     def of(self, place: int) -> Iterator[None]:
         """Use the statistics of one rank."""
-        held = self._held.get(place, [])
-        _copy(held, self._live)
+        saved = self._sets.get(place, [])
+        _copy(saved, self._live)
         yield
-        _copy(self._live, held)
+        _copy(self._live, saved)
 
     def average(self) -> None:
         """Set the statistics of all ranks to their mean."""
-        if self._held:
-            for live, *held in zip(self._live, *self._held.values(), strict=True):
-                mean = torch.stack(held).mean(0)
-                _copy([mean] * (1 + len(held)), [live, *held])
+        if self._sets:
+            for live, *copies in zip(self._live, *self._sets.values(), strict=True):
+                mean = torch.stack(copies).mean(0)
+                _copy([mean] * (1 + len(copies)), [live, *copies])
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

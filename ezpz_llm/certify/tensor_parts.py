@@ -81,8 +81,8 @@ def _check_copy() -> Iterator[str]:
     for piece in state.slices():
         for tensor in piece.tensors.values():
             tensor.fill_(-1.0)
-    for mine, theirs in zip(copied.tensors, expected, strict=True):
-        if not torch.equal(mine.view(-1), theirs.view(-1)):
+    for actual, original in zip(copied.tensors, expected, strict=True):
+        if not torch.equal(actual.view(-1), original.view(-1)):
             yield "a checkpoint that is written in the background changes with the training"
             return
 
@@ -120,7 +120,7 @@ def _check_tie() -> Iterator[str]:
     """Check that weights stay tied after materialization from the meta device and a change of dtype."""
     with torch.device("meta"):
         model = GPT(small_config())
-    for what, moved in (("from the meta device", model.to_empty(device="cpu")), ("to bf16", model.bfloat16())):
+    for move, moved in (("from the meta device", model.to_empty(device="cpu")), ("to bf16", model.bfloat16())):
         if moved.lm_head.weight is not moved.transformer["wte"].weight:
-            yield f"after a move {what} the head is not tied to the embedding any more"
+            yield f"after a move {move} the head is no longer tied to the embedding"
             return

@@ -1,6 +1,6 @@
 """Checks of the trainer's loop against the step definition: a run, its resume, and both with dropout.
 
-Every step is compared like those of the reference, from the state before it: with the samples and the learning rate
+Every step is compared like the reference's steps, from the state before it: with the samples and the learning rate
 that it should have, and with the logged loss and gradient norm. One step overflows at first and must be repeated on
 the same samples. In the middle of the run there are an evaluation on the validation split and a checkpoint, from
 which a second run resumes. With dropout, the losses of both runs must be bitwise equal.
@@ -136,12 +136,12 @@ def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, in
         at: called before each step, with the session and the step number.
         resume: checkpoint to resume from.
     """
-    given = {**_OPTIONS, "dropout": dropout, "corpus": tokens, **({} if resume is None else {"resume": resume})}
-    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    values = {**_OPTIONS, "dropout": dropout, "corpus": tokens, **({} if resume is None else {"resume": resume})}
+    arguments = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "certify"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
                 RunDir(folder).create())
     with contextlib.redirect_stdout(io.StringIO()):
-        options = broadcast_resume_point(parse(words), dist).options
+        options = broadcast_resume_point(parse(arguments), dist).options
         session = start(options, dist, WallClock(), Heartbeat({}))
         seed, limit = torch.initial_seed(), session.engine.step_skip.limit
         recorder = _Recorder(session, at)
@@ -180,7 +180,7 @@ def _check_start(run: _Run) -> Iterator[str]:
 def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
     """Compare every step from `first` on with the step definition; `saved` is the state before a resume."""
     text, config = run.split("train"), run.session.plan.model
-    made = []
+    observed = []
     for step in range(first, STEPS):
         if step not in run.lines or step not in run.after:
             yield f"a run of {STEPS} steps from step {first + 1} does not have step {step + 1}"
@@ -192,12 +192,12 @@ def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
         windows = text.windows(sample_windows(len(text), LENGTH, SEED, numbers), LENGTH + 1)
         loss, norm = (math.inf if line[name] is None else line[name] for name in ("loss", "grad_norm"))
         title = f"step {step + 1} of a {'run' if saved is None else 'resumed run'}"
-        made.append(Observed(title, run.before[step], run.after[step], _pairs(windows), rate,
-                             settings_of(config, CLIP, recipe.Z_LOSS), loss, norm, saved if step == first else None,
-                             _evaluated(run, line)))
-    if (why := one_process.complaint(one_process.judge(made, "fp32")[0])) is not None:
-        yield why
-    if [step for step in range(first, STEPS) if made[step - first].evaluated] != [
+        observed.append(Observed(title, run.before[step], run.after[step], _pairs(windows), rate,
+                                 settings_of(config, CLIP, recipe.Z_LOSS), loss, norm,
+                                 saved if step == first else None, _evaluated(run, line)))
+    if (problem := one_process.complaint(one_process.judge(observed, "fp32")[0])) is not None:
+        yield problem
+    if [step for step in range(first, STEPS) if observed[step - first].evaluated] != [
             step - 1 for step in (SAVED, STEPS) if step > first]:
         yield f"evaluations do not follow steps {SAVED} and {STEPS}"
     if first == 0 and not run.session.engine.skipped_steps:
@@ -218,11 +218,11 @@ def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:
         for step, line in run.lines.items():
             if (evaluated := _evaluated(run, line)) is None:
                 continue
-            due = plain_step.loss_of(run.after[step].weights, evaluated.batches,
-                                     settings_of(run.session.plan.model, CLIP), EXACT)
-            if not math.isclose(evaluated.loss, due, rel_tol=1e-5):
-                yield f"an evaluation of a run with dropout gives the loss {evaluated.loss:.7g}, not {due:.7g}"
-    ours, theirs = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVED, STEPS)]
-                    for run in (resumed, unbroken))
-    if ours != theirs:
-        yield f"a resumed run with dropout has the losses {ours}, the uninterrupted run {theirs}"
+            exact = plain_step.loss_of(run.after[step].weights, evaluated.batches,
+                                       settings_of(run.session.plan.model, CLIP), EXACT)
+            if not math.isclose(evaluated.loss, exact, rel_tol=1e-5):
+                yield f"an evaluation of a run with dropout gives the loss {evaluated.loss:.7g}, not {exact:.7g}"
+    losses, expected = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVED, STEPS)]
+                        for run in (resumed, unbroken))
+    if losses != expected:
+        yield f"a resumed run with dropout has the losses {losses}, the uninterrupted run {expected}"

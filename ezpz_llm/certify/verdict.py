@@ -43,10 +43,10 @@ class _Copies(Finding):
 
 
 Numbers = dict[str, Any]
-"""Numbers of a layout (`ours`) or of the reference (`theirs`), by name.
+"""Numbers of a layout (`measured`) or of the reference (`expected`), by name.
 
-`ours`: losses, held_out, norms (per step and rank); first, gradient and weight from `compare`; copy from
-`copies_apart`. `theirs`: losses, held_out, norms, noise; by parameter numel and the 2-norms gradient, weight and
+`measured`: losses, held_out, norms (per step and rank); first, gradient and weight from `compare`; copy from
+`copies_apart`. `expected`: losses, held_out, norms, noise; by parameter numel and the 2-norms gradient, weight and
 movement (difference between last and initial weights)."""
 
 
@@ -55,32 +55,33 @@ PHASES = {"cover": "coverage", "first": "start", "loss": "forward", "gradient": 
 """Phase of a step by kind of finding, in the order of computation."""
 
 
-def findings(ours: Numbers, theirs: Numbers, n_layer: int, dtype: str) -> dict[str, list[Finding]]:
+def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> dict[str, list[Finding]]:
     """Return every comparison by kind, in the order of computation: all kinds of PHASES but "format"."""
     return {
-        "cover": _cover(ours, theirs),
+        "cover": _cover(measured, expected),
         "first": [Finding(f"initial weights of {name}", value, 0.0, f" on rank {rank}")
-                  for name, entry in ours["first"].items()
+                  for name, entry in measured["first"].items()
                   for rank, value in (_first_beyond(entry["ranks"], 0.0),)],
-        "loss": _losses(ours, theirs),
-        "gradient": _parameters("gradient", ours, theirs,
-                                lambda name: gradient_bound(name, n_layer, dtype) * theirs["gradient"][name]),
-        "norm": _norms(ours, theirs, n_layer, dtype),
-        "weight": _parameters("weight", ours, theirs, _least_weight(theirs)),
-        "copy": [_Copies(f"the {what}{entry['where']}", entry["apart"], 0.0, f"{entry['compared']} blocks")
-                 for what, entry in ours["copy"].items()],
+        "loss": _losses(measured, expected),
+        "gradient": _parameters("gradient", measured, expected,
+                                lambda name: gradient_bound(name, n_layer, dtype) * expected["gradient"][name]),
+        "norm": _norms(measured, expected, n_layer, dtype),
+        "weight": _parameters("weight", measured, expected, _min_weight_bound(expected)),
+        "copy": [_Copies(f"the {label}{entry['where']}", entry["apart"], 0.0, f"{entry['compared']} blocks")
+                 for label, entry in measured["copy"].items()],
     }
 
 
-def sight(theirs: Numbers) -> dict[str, float]:
+def sight(expected: Numbers) -> dict[str, float]:
     """Return the sensitivity of certify: bounds relative to the effect of all steps.
 
     "loss" is relative to the decrease of the loss; "weights" and "weights_largest" are the median and the maximum
     over parameters, relative to the movement of their weights.
     """
-    least = _least_weight(theirs)
-    shares = [_share(_bound("weight", name, theirs, least), moved) for name, moved in theirs["movement"].items()]
-    return {"loss": _share(_loss_bound(theirs), theirs["losses"][0] - theirs["losses"][-1]),
+    floor = _min_weight_bound(expected)
+    shares = [_share(_bound("weight", name, expected, floor), moved)
+              for name, moved in expected["movement"].items()]
+    return {"loss": _share(_loss_bound(expected), expected["losses"][0] - expected["losses"][-1]),
             "weights": statistics.median(shares), "weights_largest": max(shares)}
 
 
@@ -96,13 +97,13 @@ def worst(entries: list[Finding]) -> Finding:
 def failures(by_kind: dict[str, list[Finding]], phases: Mapping[str, str] = PHASES) -> list[str]:
     """Return one line per kind with failures: the first failure in the order of computation, and how many follow.
 
-    The first failure is closer to the bug than the one with the largest ratio.
+    The first failure is closer to the bug than the failure with the largest ratio.
     """
     lines = []
     for kind, entries in by_kind.items():
         if failed := [finding for finding in entries if finding.failed]:
-            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-            lines.append(f"{phases[kind]}: {failed[0]}{others}")
+            suffix = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            lines.append(f"{phases[kind]}: {failed[0]}{suffix}")
     return lines
 
 
@@ -112,62 +113,62 @@ def as_json(by_kind: dict[str, list[Finding]]) -> dict[str, Any]:
             for kind, entries in by_kind.items() if entries}
 
 
-def _cover(ours: Numbers, theirs: Numbers) -> list[Finding]:
+def _cover(measured: Numbers, expected: Numbers) -> list[Finding]:
     return [Finding(f"the number of compared elements of {name} ({kind})",
-                    abs(ours[kind].get(name, {"elements": 0})["elements"] - numel), 0.0,
-                    f": {ours[kind].get(name, {'elements': 0})['elements']} of {numel}")
-            for kind in ("gradient", "weight") for name, numel in theirs["numel"].items()]
+                    abs(measured[kind].get(name, {"elements": 0})["elements"] - numel), 0.0,
+                    f": {measured[kind].get(name, {'elements': 0})['elements']} of {numel}")
+            for kind in ("gradient", "weight") for name, numel in expected["numel"].items()]
 
 
-def _losses(ours: Numbers, theirs: Numbers) -> list[Finding]:
-    bound = _loss_bound(theirs)
-    steps = [Finding(f"loss at step {step}", _apart(mine, other), bound)
-             for step, (mine, other) in enumerate(zip(ours["losses"], theirs["losses"], strict=True), 1)]
-    return [*steps, Finding("loss after the last step", _apart(ours["held_out"], theirs["held_out"]), bound)]
+def _losses(measured: Numbers, expected: Numbers) -> list[Finding]:
+    bound = _loss_bound(expected)
+    steps = [Finding(f"loss at step {step}", _apart(actual, loss), bound)
+             for step, (actual, loss) in enumerate(zip(measured["losses"], expected["losses"], strict=True), 1)]
+    return [*steps, Finding("loss after the last step", _apart(measured["held_out"], expected["held_out"]), bound)]
 
 
-def _loss_bound(theirs: Numbers) -> float:
-    return max(LEAST_LOSS, FACTOR * theirs["noise"]["loss"])
+def _loss_bound(expected: Numbers) -> float:
+    return max(LEAST_LOSS, FACTOR * expected["noise"]["loss"])
 
 
-def _norms(ours: Numbers, theirs: Numbers, n_layer: int, dtype: str) -> list[Finding]:
+def _norms(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> list[Finding]:
     """Compare gradient norms; their relative bound is the largest bound of a parameter's gradient."""
-    rounding = max(gradient_bound(name, n_layer, dtype) for name in theirs["gradient"])
+    rounding = max(gradient_bound(name, n_layer, dtype) for name in expected["gradient"])
     findings = []
-    for step, (mine, other, noise) in enumerate(
-            zip(ours["norms"], theirs["norms"], theirs["noise"]["norm"], strict=True), 1):
-        bound = max(rounding, FACTOR * noise / other)
-        apart = {rank: _apart(value, other) / other for rank, value in enumerate(mine)}
+    for step, (norms, norm, noise) in enumerate(
+            zip(measured["norms"], expected["norms"], expected["noise"]["norm"], strict=True), 1):
+        bound = max(rounding, FACTOR * noise / norm)
+        apart = {rank: _apart(value, norm) / norm for rank, value in enumerate(norms)}
         rank, value = _first_beyond(apart, bound)
         findings.append(Finding(f"gradient norm at step {step}", value, bound,
-                                f" (relative): {mine[rank]:.6g} on rank {rank}, {mine[rank] / other:.4g} times the "
-                                "reference's"))
+                                f" (relative): {norms[rank]:.6g} on rank {rank}, {norms[rank] / norm:.4g} times "
+                                "the reference's"))
     return findings
 
 
-def _least_weight(theirs: Numbers) -> Callable[[str], float]:
+def _min_weight_bound(expected: Numbers) -> Callable[[str], float]:
     """Return the minimum bound of weights by name.
 
     One fp32 rounding, since master weights are fp32 in every recipe, plus 2^-25 per step for the decay factor
     1 - lr x decay, which torch's AdamW rounds to fp32 and DeepSpeed's CPU Adam does not.
     """
-    steps = len(theirs["losses"])
-    return lambda name: (ROUNDING["fp32"] + steps * 2.0 ** -25) * theirs["weight"][name]
+    steps = len(expected["losses"])
+    return lambda name: (ROUNDING["fp32"] + steps * 2.0 ** -25) * expected["weight"][name]
 
 
-def _bound(kind: str, name: str, theirs: Numbers, least: Callable[[str], float]) -> float:
-    return max(least(name), FACTOR * theirs["noise"][kind][name])
+def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], float]) -> float:
+    return max(minimum(name), FACTOR * expected["noise"][kind][name])
 
 
-def _parameters(kind: str, ours: Numbers, theirs: Numbers, least: Callable[[str], float]) -> list[Finding]:
+def _parameters(kind: str, measured: Numbers, expected: Numbers, minimum: Callable[[str], float]) -> list[Finding]:
     title = {"gradient": "gradient", "weight": "weights"}[kind]
     findings = []
-    for name in in_order(ours[kind]):
-        mine = ours[kind][name]
-        scale = theirs[kind][name] or 1.0
-        bound = _bound(kind, name, theirs, least) / scale
-        findings.append(Finding(f"{title} of {name}", mine["difference"] / scale, bound, " (relative)"))
-        rank, copy = _first_beyond({rank: value / scale for rank, value in mine["ranks"].items()}, bound)
+    for name in in_order(measured[kind]):
+        entry = measured[kind][name]
+        scale = expected[kind][name] or 1.0
+        bound = _bound(kind, name, expected, minimum) / scale
+        findings.append(Finding(f"{title} of {name}", entry["difference"] / scale, bound, " (relative)"))
+        rank, copy = _first_beyond({rank: value / scale for rank, value in entry["ranks"].items()}, bound)
         findings.append(Finding(f"{title} of {name} on rank {rank}", copy, bound, " (relative)"))
     return findings
 
@@ -177,7 +178,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def _first_beyond(apart: Mapping[int, float], bound: float) -> tuple[int, float]:
-    """Return the first rank whose difference exceeds the bound, or else the one with the largest; and the value."""
+    """Return the first rank whose difference exceeds the bound, else the rank with the largest; and the value."""
     return next(((rank, value) for rank, value in apart.items() if value > bound),
                 max(apart.items(), key=lambda item: item[1]))
 

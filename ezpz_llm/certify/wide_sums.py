@@ -56,11 +56,11 @@ def norm_width(name: str) -> int:
     return get_model_config(name).n_embd
 
 
-def _apart(mine: Tensor, theirs: Tensor) -> float:
-    return ((mine.double() - theirs.double()).norm() / theirs.double().norm()).item()
+def _apart(actual: Tensor, exact: Tensor) -> float:
+    return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def _near_fp64(what: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor],
+def _near_fp64(label: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor],
                shape: tuple[int, ...]) -> Iterator[str]:
     """Compare the gradients of bf16 parameters over TERMS tokens with gradients computed in fp64."""
     generator = torch.Generator().manual_seed(0)
@@ -70,9 +70,9 @@ def _near_fp64(what: str, module: nn.Module, call: Callable[[nn.Module, Tensor],
     gradient = torch.randn(x.shape, generator=generator).add_(0.5).bfloat16()
     call(rounded, x).backward(gradient)
     call(exact, x.double()).backward(gradient.double())
-    for (name, ours), theirs in zip(rounded.named_parameters(), exact.parameters(), strict=True):
-        if not (error := _apart(ours.grad, theirs.grad)) <= ROUNDING:
-            yield (f"{what}: the gradient of its {name} over {TERMS} tokens in bf16 has a relative error of "
+    for (name, parameter), reference in zip(rounded.named_parameters(), exact.parameters(), strict=True):
+        if not (error := _apart(parameter.grad, reference.grad)) <= ROUNDING:
+            yield (f"{label}: the gradient of its {name} over {TERMS} tokens in bf16 has a relative error of "
                    f"{error:.2g}, more than one rounding")
 
 
@@ -105,7 +105,7 @@ def _check_head() -> Iterator[str]:
 
 
 def _check_attention() -> Iterator[str]:
-    """Check blockwise attention, our kernel for bf16, in which keys get gradients from all later blocks of rows.
+    """Check ezpz_llm's blockwise attention for bf16, in which keys get gradients from all later blocks of rows.
 
     In fp32, it differs from plain attention only by the summation order.
     """
@@ -127,8 +127,8 @@ def _check_attention() -> Iterator[str]:
         out.backward(parts[3].to(dtype))
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
-    for name, ours, theirs in zip(names, *results, strict=True):
-        if not (error := _apart(ours, theirs)) <= 2e-6:
+    for name, actual, expected in zip(names, *results, strict=True):
+        if not (error := _apart(actual, expected)) <= 2e-6:
             yield f"{name} of blockwise attention over {length} tokens has a relative error of {error:.2g} in fp32"
 
 
@@ -145,25 +145,25 @@ def _check_recipe(name: str, me: Dist) -> Iterator[str]:
     parameters, products = DTYPES[name]
     engine = _engine(name, me)
     start = {piece.name: piece.tensors["weight"].clone() for piece in engine.training_state().slices()}
-    seen: list[torch.dtype] = []
+    output_dtypes: list[torch.dtype] = []
     for module in engine.module.modules():
         if type(module) is nn.Linear:
-            module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+            module.register_forward_hook(lambda _, inputs, output: output_dtypes.append(output.dtype))
     for training in (True, False):
-        seen.clear()
+        output_dtypes.clear()
         engine.module.train(training)
         loss = engine.module(*micro_batches(0)[0])
         where = f"{name}, in {'training' if training else 'evaluation'}"
-        if set(seen) != {products}:
-            yield f"{where}: matmul outputs are {', '.join(sorted(map(str, set(seen))))}, not {products}"
+        if set(output_dtypes) != {products}:
+            yield f"{where}: matmul outputs are {', '.join(sorted(map(str, set(output_dtypes))))}, not {products}"
         if loss.dtype != torch.float32:
             yield f"{where}: the loss is {loss.dtype}, not torch.float32"
     if {parameter.dtype for parameter in engine.module.parameters()} != {parameters}:
         yield f"{name}: parameters are not {parameters}"
     if (engine.masters is not None) != (parameters != torch.float32):
         yield f"{name}: the engine has {'no ' if engine.masters is None else 'unexpected '}master weights"
-    kept = {tensor.dtype for piece in engine.training_state().slices() for tensor in piece.tensors.values()}
-    if kept != {torch.float32}:
+    dtypes = {tensor.dtype for piece in engine.training_state().slices() for tensor in piece.tensors.values()}
+    if dtypes != {torch.float32}:
         yield f"{name}: some weights or moments are not fp32"
     if any(not torch.equal(value, value.to(parameters).float()) for value in start.values()):
         yield f"{name}: initial weights are not rounded to {parameters}, as they are in every other layout"

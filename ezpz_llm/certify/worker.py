@@ -66,7 +66,7 @@ def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
     heartbeat = Heartbeat(os.environ)
 
     def make_reference_of_rank(tasks: Sequence[tuple[str, str] | None]) -> None:
-        """Compute this rank's reference, if it has one. None stands for the definition checks."""
+        """Compute this rank's reference, if it has one. None means the definition checks."""
         for task in tasks[dist.rank:dist.rank + 1]:
             if task is None:
                 with _recorded(job, dist, {"definitions": "all"}):

@@ -143,11 +143,11 @@ def _show(args: argparse.Namespace) -> int:
 def _which(args: argparse.Namespace) -> int:
     from ezpz_llm.data.which import described, step_read
 
-    read = step_read(args.folder, args.step)
+    step_documents = step_read(args.folder, args.step)
     if args.json:
-        print(json.dumps(asdict(read)))
+        print(json.dumps(asdict(step_documents)))
     else:
-        show(described(read))
+        show(described(step_documents))
     return 0
 
 

@@ -52,15 +52,15 @@ def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], N
             if not hidden.exists():
                 _take_over(folder, hidden)
             try:
-                held = _lock(hidden, stack, waiting)
+                locked = _lock(hidden, stack, waiting)
             except OSError as error:
                 if error.errno not in _LOCKS_UNSUPPORTED:
                     raise
                 hidden = hidden.with_name(f"{hidden.name}-{os.getpid()}")
                 _take_over(folder, hidden)
                 hidden.mkdir(exist_ok=True)
-                held = True
-            if held:
+                locked = True
+            if locked:
                 yield from _build(hidden, folder, complete)
                 return
         yield None
@@ -72,11 +72,11 @@ def _hidden_prefix(folder: Path) -> str:
 
 def _take_over(folder: Path, hidden: Path) -> None:
     """Rename a hidden folder that another node has abandoned, if any, to `hidden`."""
-    for other in sorted(folder.parent.glob(f"{_hidden_prefix(folder)}*")):
+    for candidate in sorted(folder.parent.glob(f"{_hidden_prefix(folder)}*")):
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - (other / JOURNAL).stat().st_mtime > _ABANDONED_AFTER_S:
+            if time.time() - (candidate / JOURNAL).stat().st_mtime > _ABANDONED_AFTER_S:
                 # If two processes try, the second gets FileNotFoundError.
-                os.rename(other, hidden)
+                os.rename(candidate, hidden)
                 return
 
 
@@ -130,9 +130,9 @@ def clear(hidden: Path, but: Sequence[str] = ()) -> None:
 
 def _discard(hidden: Path) -> None:
     # Renamed first, so that a process that creates the hidden folder again never sees it half removed.
-    gone = hidden.with_name(f"{hidden.name}-{os.getpid()}-gone")
-    os.rename(hidden, gone)
-    shutil.rmtree(gone)
+    renamed = hidden.with_name(f"{hidden.name}-{os.getpid()}-gone")
+    os.rename(hidden, renamed)
+    shutil.rmtree(renamed)
 
 
 JOURNAL = ".journal.json"

@@ -47,7 +47,7 @@ class SourceFile:
 
     Attributes:
         name: path relative to the corpus.
-        special: what it is if not a regular file, such as "a FIFO".
+        special: kind of a file that is not regular, such as "a FIFO".
     """
 
     path: Path
@@ -171,7 +171,7 @@ def _stdlib() -> Corpus:
                   MANY_FILES_VAL_FRACTION, "bytes", {"python": python}, plain=True)
 
 
-def _walk(root: Path, left_out: frozenset[str] | set[str] = frozenset()) -> list[Path]:
+def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset()) -> list[Path]:
     """Return the non-hidden files under `root`, sorted by path; does not follow links to folders."""
     paths = []
 
@@ -180,7 +180,7 @@ def _walk(root: Path, left_out: frozenset[str] | set[str] = frozenset()) -> list
             raise error
 
     for folder, folders, files in os.walk(root, onerror=reject):
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         paths += [Path(folder, name) for name in files if not name.startswith(".")]
     return sorted(paths)
 
@@ -256,11 +256,11 @@ class Request:
         """Command that makes these shards, without --out."""
         val = (["--val-fraction", str(self.options.val_fraction)] if self.options.val_tokens is None
                else ["--val-tokens", str(self.options.val_tokens)])
-        words = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,
-                 "--tokenizer", self.tokenizer.words, *val, "--shard-tokens", str(self.options.shard_tokens),
-                 *(["--text-key", self.options.text_key] if self.options.text_key != TEXT else []),
-                 *(["--max-broken", str(self.options.max_broken)] if self.options.max_broken else [])]
-        return shlex.join([*words, "--download"] if self.corpus.is_remote else words)
+        arguments = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,
+                     "--tokenizer", self.tokenizer.words, *val, "--shard-tokens", str(self.options.shard_tokens),
+                     *(["--text-key", self.options.text_key] if self.options.text_key != TEXT else []),
+                     *(["--max-broken", str(self.options.max_broken)] if self.options.max_broken else [])]
+        return shlex.join([*arguments, "--download"] if self.corpus.is_remote else arguments)
 
 
 def cached_folder(name: str, fingerprint: str) -> Path:

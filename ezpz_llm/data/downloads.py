@@ -78,8 +78,8 @@ class PublicFile:
         print(f"downloading {self.what}: {self.address} ({self.size:,} bytes, sha256 {self.sha256})",
               file=sys.stderr, flush=True)
         try:
-            with urllib.request.urlopen(self.address, timeout=_TIMEOUT_S) as answer:
-                content = answer.read(self.size + 1)
+            with urllib.request.urlopen(self.address, timeout=_TIMEOUT_S) as response:
+                content = response.read(self.size + 1)
         except OSError as error:
             raise UserError(
                 f"the download failed: {getattr(error, 'reason', None) or error}", where=self.address,
@@ -153,7 +153,7 @@ def progress(label: str, total_bytes: int, shown: bool, done: int = 0) -> Iterat
 
 
 @contextlib.contextmanager
-def _bar(label: str, total: int, done_before: int) -> Iterator[Callable[[int], None]]:
+def _bar(label: str, total: int, initial_bytes: int) -> Iterator[Callable[[int], None]]:
     # rich is slow to import, and only a terminal needs it.
     from rich.console import Console
     from rich.progress import (
@@ -167,23 +167,23 @@ def _bar(label: str, total: int, done_before: int) -> Iterator[Callable[[int], N
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total or None, completed=done_before)
-        yield lambda done: bar.advance(task, done)
+        task = bar.add_task(label, total=total or None, completed=initial_bytes)
+        yield lambda count: bar.advance(task, count)
 
 
-def _lines(label: str, total: int, done_before: int) -> Callable[[int], None]:
+def _lines(label: str, total: int, initial_bytes: int) -> Callable[[int], None]:
     began = last = time.monotonic()
-    done_so_far = done_before
+    processed = initial_bytes
     of = f" of {total / 1e6:,.1f}" if total else ""
 
-    def advance(done: int) -> None:
-        """Add `done` bytes, and print a line if the last one is at least 10 s old."""
-        nonlocal last, done_so_far
-        done_so_far += done
+    def advance(count: int) -> None:
+        """Add `count` bytes, and print a line if the previous line is at least 10 s old."""
+        nonlocal last, processed
+        processed += count
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            say(f"{label}: {done_so_far / 1e6:,.1f}{of} MB, "
-                f"{(done_so_far - done_before) / 1e6 / (now - began):,.1f} MB/s")
+            say(f"{label}: {processed / 1e6:,.1f}{of} MB, "
+                f"{(processed - initial_bytes) / 1e6 / (now - began):,.1f} MB/s")
 
     return advance

@@ -86,20 +86,20 @@ def find_foreign(corpus: str, tokenizer: Choice | None) -> ForeignShards | None:
         for path in sorted(folder.glob("*.npy")):
             if match := _NPY.fullmatch(path.name):
                 splits[match["split"]].append(path)
-        written_by = "build-nanogpt"
+        program = "build-nanogpt"
         if not any(splits.values()):
-            written_by = "nanoGPT"
+            program = "nanoGPT"
             splits = {name: [folder / f"{name}.bin"] * (folder / f"{name}.bin").is_file() for name in (TRAIN, VAL)}
     if not any(splits.values()):
         return None
     for name, paths in splits.items():
         if not paths:
-            raise UserError(f"these {written_by} shards have no {name} split", where=str(folder),
+            raise UserError(f"these {program} shards have no {name} split", where=str(folder),
                             instead=f"add the files of the {name} split")
     if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
             "char" if (folder / _META).is_file() else _DEFAULT):
         tokenizer = None  # the same fingerprint with and without --tokenizer
-    return ForeignShards(folder, written_by, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
+    return ForeignShards(folder, program, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
 
 
 def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
@@ -110,7 +110,7 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
     """
     opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
     tokenizer = _tokenizer(shards)
-    words = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
+    tokenizer_argument = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
     dtypes = {tokens.dtype for split in opened.values() for tokens in split}
     if len(dtypes) > 1:
         raise UserError("these shards have different data types", where=str(shards.folder),
@@ -135,7 +135,7 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
         "format": FORMAT,
         "request": shards.fingerprint,
         "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(shards.folder), "--tokenizer",
-                               words]),
+                               tokenizer_argument]),
         "written_by": shards.written_by,
         "source": {"corpus": str(shards.folder), "files": sum(map(len, opened.values())), "bytes": size},
         "tokenizer": to_entry(tokenizer),

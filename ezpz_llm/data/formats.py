@@ -112,8 +112,8 @@ class Stream:
             if self._member.eof:
                 packed, self._member = self._member.unused_data, None
 
-    def _damaged(self, packing: Packing, why: str) -> UserError:
-        return UserError(f"this {packing.name} file is damaged: {why}", where=str(self._path),
+    def _damaged(self, packing: Packing, reason: str) -> UserError:
+        return UserError(f"this {packing.name} file is damaged: {reason}", where=str(self._path),
                          instead="copy or download it again")
 
 
@@ -246,21 +246,21 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
         UserError: the file is not a complete JSON array in UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    number, taken, begin = 0, 0, first
+    number, previous_bytes, begin = 0, 0, first
     with open_unpacked(path, packing) as stream:
-        def read(size: int) -> str:
+        def read_text(size: int) -> str:
             """Return the next `size` bytes as text; the decoder keeps the bytes of an incomplete character."""
             data = stream.read(size)
             return decoder.decode(data, final=len(data) < size)
 
-        text = JsonText(read, LONGEST_LINE)
+        text = JsonText(read_text, LONGEST_LINE)
 
         def members() -> Iterator[Any]:
             """Yield the text of each object from index `first` on."""
-            nonlocal number, taken
+            nonlocal number, previous_bytes
             for item in text.items():
                 if number < first:
-                    taken = stream.taken
+                    previous_bytes = stream.taken
                 else:
                     yield text_of(item, key)
                 number += 1
@@ -268,8 +268,8 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
 
         try:
             for texts in gathered(members(), size, key):
-                yield Documents(str(path), begin, texts, stream.taken - taken, "item")
-                begin, taken = begin + len(texts), stream.taken
+                yield Documents(str(path), begin, texts, stream.taken - previous_bytes, "item")
+                begin, previous_bytes = begin + len(texts), stream.taken
         except ValueError as error:
             raise UserError(f"not a complete JSON array in UTF-8: {error}", where=f"{path}, item {number}",
                             instead='copy or download it again, or write it as lines like {"text": "…"}') from None

@@ -55,11 +55,11 @@ def find_dataset(words: str) -> HubDataset | None:
     """
     if not words.startswith(PREFIX) and words not in _MEANING:
         return None
-    rest = _MEANING.get(words, words).removeprefix(PREFIX)
-    path = user_path(rest).absolute()
+    location = _MEANING.get(words, words).removeprefix(PREFIX)
+    path = user_path(location).absolute()
     if path.is_dir():
         return HubDataset(PREFIX + str(path), str(path))
-    form = _FORM.fullmatch(rest)
+    form = _FORM.fullmatch(location)
     if form is None:
         raise UserError(f"{words!r} is neither a data set nor a folder",
                         instead="give hf:NAME[:CONFIG][@REVISION], "

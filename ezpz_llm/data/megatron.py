@@ -97,7 +97,7 @@ def find_megatron(corpus: str, tokenizer: Choice | None) -> MegatronData | None:
     """Return the Megatron files that `corpus` (X, X.bin or X.idx) names, or None if one is missing.
 
     Raises:
-        UserError: an .idx file is named but has no .bin, or the two do not match.
+        UserError: `corpus` names an .idx file without a .bin file, or the two do not match.
     """
     path = user_path(corpus).absolute()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -132,7 +132,7 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: 
     Raises:
         UserError: the index is truncated, has another format or type, or does not match the tokens.
     """
-    def wrong(message: str, instead: str = "copy both files again, from the same preparation") -> UserError:
+    def error(message: str, instead: str = "copy both files again, from the same preparation") -> UserError:
         return UserError(message, where=str(index), instead=instead)
 
     with reading(index):
@@ -141,26 +141,26 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: 
             head = file.read(_HEADER.size)
     if not head.startswith(_MAGIC[:len(head)]):
         if (signature := find_signature(head, TOKENS)) is not None:
-            raise wrong(f"this is not a Megatron index, but {signature.what}", signature.instead)
-        raise wrong("this is not a Megatron index: it does not start with MMIDIDX",
+            raise error(f"this is not a Megatron index, but {signature.what}", signature.instead)
+        raise error("this is not a Megatron index: it does not start with MMIDIDX",
                     "use the .idx file that belongs to the .bin file")
     if len(head) < _HEADER.size:
-        raise wrong(f"this index is truncated: it has {len(head)} bytes, less than its header ({_HEADER.size})")
+        raise error(f"this index is truncated: it has {len(head)} bytes, less than its header ({_HEADER.size})")
     _, version, code, sequences, ends = _HEADER.unpack(head)
     if version != 1:
-        raise wrong(f"this Megatron index has version {version}; only version 1 is supported",
+        raise error(f"this Megatron index has version {version}; only version 1 is supported",
                     "write it with a version of Megatron that uses index version 1")
     if code not in DTYPES:
-        raise wrong(f"the token type {code} is unknown",
-                    "use one of " + ", ".join(f"{known} ({name})" for known, name in DTYPES.items()))
+        raise error(f"the token type {code} is unknown",
+                    "use one of " + ", ".join(f"{number} ({name})" for number, name in DTYPES.items()))
     expected = _HEADER.size + 12 * sequences + 8 * ends
     if size not in (expected, expected + sequences):  # multimodal indexes have one more byte per sequence
         state = "truncated" if size < expected else "too long"
-        raise wrong(f"this index is {state}: it has {size:,} bytes; {sequences:,} sequences and {ends:,} document "
+        raise error(f"this index is {state}: it has {size:,} bytes; {sequences:,} sequences and {ends:,} document "
                     f"ends need {expected:,}")
     item = np.dtype(DTYPES[code]).itemsize
     if max(sequences, ends - 1) > token_bytes // item:
-        raise wrong(f"the index has {sequences:,} sequences and {ends:,} document ends, more than the "
+        raise error(f"the index has {sequences:,} sequences and {ends:,} document ends, more than the "
                     f"{token_bytes // item:,} tokens ({DTYPES[code]}) in {tokens.name}")
     with reading(index):
         content = np.memmap(index, np.uint8, "r", _HEADER.size, (expected - _HEADER.size,))
@@ -170,17 +170,17 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: 
     for begin in range(0, sequences, _AT_ONCE):
         part = lengths[begin:begin + _AT_ONCE].astype(np.int64)
         if part.min() < 0:
-            raise wrong(f"sequence {begin + int(part.argmin()):,} has {part.min():,} tokens")
+            raise error(f"sequence {begin + int(part.argmin()):,} has {part.min():,} tokens")
         stops = total + np.cumsum(part)
         if not np.array_equal(offsets[begin:begin + _AT_ONCE], (stops - part) * item):
-            raise wrong("the sequences are not contiguous in the .bin file",
+            raise error("the sequences are not contiguous in the .bin file",
                         "use data written by Megatron's preprocess_data.py")
         total = int(stops[-1])
     if token_bytes != total * item:
-        raise wrong(f"the index describes {total * item:,} bytes of tokens ({DTYPES[code]}); {tokens.name} "
+        raise error(f"the index describes {total * item:,} bytes of tokens ({DTYPES[code]}); {tokens.name} "
                     f"has {token_bytes:,}")
     if not _is_in_order(documents, sequences):
-        raise wrong("the documents do not contain all sequences in order")
+        raise error("the documents do not contain all sequences in order")
     return MegatronIndex(DTYPES[code], total, _starts(documents, offsets, total, item))
 
 
@@ -222,12 +222,12 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
          "file_bytes": index.tokens * item}]}
         for name, first, stop in ((TRAIN, 0, keep), (VAL, keep, index.tokens))}
     np.save(folder / COUNTS, counts)
-    words = entry["name"] if data.tokenizer is None else data.tokenizer.words
+    choice = entry["name"] if data.tokenizer is None else data.tokenizer.words
     if data.tokenizer is not None and data.tokenizer.file is not None:
         copy_files(data.tokenizer.file, folder)
     write_json(folder / MANIFEST, {
         "format": FORMAT, "request": data.fingerprint,
-        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(data.idx), "--tokenizer", words]),
+        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(data.idx), "--tokenizer", choice]),
         "written_by": WRITTEN_BY, "document_index": str(data.idx),
         "source": {"corpus": str(data.idx), "files": 1, "bytes": index.tokens * item, "sampled": int(counts.sum())},
         "tokenizer": entry, "vocab_size": vocab_size, "end_of_text": end, "dtype": index.dtype,
@@ -282,12 +282,12 @@ def _validation_start(index: MegatronIndex) -> int:
 
     This is the start of the first document in the last 2 % of the tokens, or of the last document before them.
     """
-    wanted = int(index.tokens * (1 - MANY_FILES_VAL_FRACTION))
+    target = int(index.tokens * (1 - MANY_FILES_VAL_FRACTION))
     inner = index.starts[1:-1]
     inner = inner[(inner > 0) & (inner < index.tokens)]
     if not inner.size:
-        return wanted  # one document
-    return int(inner[min(int(np.searchsorted(inner, wanted)), inner.size - 1)])
+        return target  # one document
+    return int(inner[min(int(np.searchsorted(inner, target)), inner.size - 1)])
 
 
 def _tokenizer(data: MegatronData) -> tuple[dict[str, Any], int, int | None]:

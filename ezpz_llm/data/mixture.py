@@ -91,8 +91,8 @@ def _exists(corpus: str) -> bool:
     return bool(corpus) and any(os.path.exists(user_path(name)) for name in (corpus, f"{corpus}.idx"))
 
 
-def _split(words: str) -> list[_Part]:
-    pieces = words.split(",")
+def _split(text: str) -> list[_Part]:
+    pieces = text.split(",")
     parts = []
     while pieces:
         # Take the longest existing path, or else everything up to the next comma.
@@ -115,12 +115,12 @@ def _part(text: str) -> _Part:
 def _advice(parts: list[_Part]) -> str:
     """Return advice: the mixture with weights filled in for the parts without one."""
     named = [part for part in parts if part.corpus]
-    given = [part.number for part in named if part.number is not None]
-    missing = len(named) - len(given)
-    rest = (1 - sum(given)) / missing if missing and sum(given) < 1 else 1
+    weights = [part.number for part in named if part.number is not None]
+    missing = len(named) - len(weights)
+    default = (1 - sum(weights)) / missing if missing and sum(weights) < 1 else 1
     if len(named) < 2:
         return f"--corpus {named[0].corpus}, or several as A=0.7,B=0.3"
-    fixed = ",".join(f"{part.corpus}={rest if part.number is None else part.number:.4g}" for part in named)
+    fixed = ",".join(f"{part.corpus}={default if part.number is None else part.number:.4g}" for part in named)
     unknown = [part.corpus for part in named if part.number is None and not _exists(part.corpus)]
     link = f"; if {unknown[0]} is part of a path with a comma, create a link: ln -s PATH NAME" if unknown else ""
     return f"--corpus {fixed}{link}"

@@ -235,17 +235,17 @@ def _finished(folder: Path, fingerprint: str) -> bool:
     raise UserError(state, where=str(folder), instead="give another folder with --out, or remove this one first")
 
 
-def _ready(request: Request, download: bool, most: int | None) -> bool:
+def _ready(request: Request, download: bool, max_files: int | None) -> bool:
     """Return True if the folder is complete; otherwise check the inputs and return False.
 
     Args:
-        most: number of files whose format is checked; None for all.
+        max_files: number of files whose format is checked; None for all.
     """
     if _finished(request.folder, request.fingerprint):
         return True
     if request.tokenizer.name == "gpt2" and request.tokenizer.file is None:
         GPT2_VOCAB.find()
-    for file in () if request.corpus.plain else request.corpus.files[:most]:
+    for file in () if request.corpus.plain else request.corpus.files[:max_files]:
         find_format(file.path)
     if request.corpus.dataset is not None:
         require_package(*LIBRARY)

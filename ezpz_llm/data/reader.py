@@ -232,7 +232,7 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Readi
              cut: Callable[[bytes], int]) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
     """Yield each piece, and the position after it."""
     first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
-    taken = after.get("taken", 0)
+    file_bytes_read = after.get("taken", 0)
     for number, file in enumerate(corpus.files):
         if number < first:
             continue
@@ -245,12 +245,12 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Readi
         elif form.kind == "text" and reading.skips and (unreadable := _unreadable(file, form)):
             yield unreadable, {"file": number + 1}
         else:
-            for piece in _pieces(file, form, size, offset, line, taken, cut):
+            for piece in _pieces(file, form, size, offset, line, file_bytes_read, cut):
                 lines = piece.data.count(b"\n") if piece.is_jsonl else 0
-                taken += piece.source_bytes
+                file_bytes_read += piece.source_bytes
                 yield piece, {"file": number, "offset": piece.offset + len(piece.data), "line": piece.line + lines,
-                              "taken": taken}
-        offset, line, taken = 0, 1, 0
+                              "taken": file_bytes_read}
+        offset, line, file_bytes_read = 0, 1, 0
 
 
 def _unreadable(file: SourceFile, form: Format) -> Documents | None:
@@ -262,18 +262,18 @@ def _unreadable(file: SourceFile, form: Format) -> Documents | None:
     with open_unpacked(file.path, form.packing) as stream:
         while True:
             block = stream.read(PIECE_BYTES)
-            kept = len(decoder.getstate()[0])
+            pending = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=len(block) < PIECE_BYTES)
             except UnicodeDecodeError as error:
-                wrong = _not_utf8(file.path, error.object, error.start, offset - kept + error.start)
-                return Documents(str(file.path), 0, [wrong], file.size)
+                problem = _not_utf8(file.path, error.object, error.start, offset - pending + error.start)
+                return Documents(str(file.path), 0, [problem], file.size)
             if len(block) < PIECE_BYTES:
                 return None
             offset += len(block)
 
 
-def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, taken: int,
+def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, file_bytes_read: int,
             cut: Callable[[bytes], int]) -> Iterator[Piece]:
     is_jsonl = form.kind == "lines"
     carry = b""
@@ -286,18 +286,18 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, t
                 raise UserError(f"{problem} than {LONGEST_LINE >> 20} MiB", where=where,
                                 instead="split it, or remove it from the corpus")
             # Doubling the block while there is no place to cut keeps the total work linear.
-            wanted = max(size, len(carry))
-            block = stream.read(wanted)
+            block_bytes = max(size, len(carry))
+            block = stream.read(block_bytes)
             data = carry + block
             end = len(data)
-            if len(block) == wanted:
+            if len(block) == block_bytes:
                 end = data.rfind(b"\n") + 1 if is_jsonl else cut(data)
             if end:
                 # The pieces of a file add up to its size, also if reading was resumed in between.
-                read = end if form.packing is None else max(0, stream.taken - taken)
-                taken += read
-                yield Piece(file.path, is_jsonl, data[:end], offset, line, read)
-            if len(block) < wanted:
+                piece_bytes = end if form.packing is None else max(0, stream.taken - file_bytes_read)
+                file_bytes_read += piece_bytes
+                yield Piece(file.path, is_jsonl, data[:end], offset, line, piece_bytes)
+            if len(block) < block_bytes:
                 return
             line += data.count(b"\n", 0, end) if is_jsonl else 0
             offset += end

@@ -52,7 +52,7 @@ def sample_windows(stream_len: int, block_size: int, seed: int, indices: np.ndar
     """Return the start offsets of samples, a pure function of (seed, i).
 
     Epoch e = i // n starts at its own shift in [0, T), so that epochs cut the text at different positions (short
-    streams have less room to shift). An epoch omits fewer tokens than two windows, at the ends of the stream.
+    streams allow fewer shifts). An epoch omits fewer tokens than two windows, at the ends of the stream.
     Memory does not depend on the length of the stream.
 
     Args:
@@ -67,8 +67,8 @@ def sample_windows(stream_len: int, block_size: int, seed: int, indices: np.ndar
     n = windows_per_epoch(stream_len, block_size)
     epochs, places = np.divmod(np.asarray(indices, np.int64), n)
     key = keys(seed, epochs)
-    room = np.uint64(min(block_size, stream_len - n * block_size))
-    shift = (mix(key ^ _SHIFT_SALT) % room).astype(np.int64)
+    shifts = np.uint64(min(block_size, stream_len - n * block_size))
+    shift = (mix(key ^ _SHIFT_SALT) % shifts).astype(np.int64)
     return shift + permute(places, n, key) * block_size
 
 
@@ -124,13 +124,13 @@ class Batches:
         plan = (tuple(map(len, streams)), self.mixture.counts, self.block_size, self.seed)
         blocks = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
         begin = first - blocks.start * _BLOCK
-        which, starts = (np.concatenate(parts)[begin:begin + stop - first]
-                         for parts in zip(*(_places(*plan, block) for block in blocks), strict=True))
+        stream_indices, starts = (np.concatenate(parts)[begin:begin + stop - first]
+                                  for parts in zip(*(_places(*plan, block) for block in blocks), strict=True))
         if len(streams) == 1:
             return streams[0].windows(starts, self.block_size + 1)
         windows = np.empty((stop - first, self.block_size + 1), np.int64)
         for part, stream in enumerate(streams):
-            rows = np.flatnonzero(which == part)
+            rows = np.flatnonzero(stream_indices == part)
             windows[rows] = stream.windows(starts[rows], self.block_size + 1)
         return windows
 
@@ -149,12 +149,12 @@ def places(mixture: Mixture, block_size: int, seed: int, indices: np.ndarray) ->
 
 def _places_of(lengths: Sequence[int], counts: Sequence[int], block_size: int, seed: int,
                samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    which, indices = draw(counts, seed, samples)
+    stream_indices, indices = draw(counts, seed, samples)
     starts = np.empty_like(indices)
     for part, length in enumerate(lengths):
-        rows = which == part
+        rows = stream_indices == part
         starts[rows] = sample_windows(length, block_size, part_seed(seed, part), indices[rows])
-    return which, starts
+    return stream_indices, starts
 
 
 def as_mixture(stream: TokenStream | Mixture) -> Mixture:
@@ -212,11 +212,11 @@ class ValidationWindows:
 
 
 def _predictions(stream: TokenStream, max_tokens: int | None) -> int:
-    wanted = len(stream) if max_tokens is None else max_tokens
-    predictions = min(len(stream) - 1, wanted)
+    requested = len(stream) if max_tokens is None else max_tokens
+    predictions = min(len(stream) - 1, requested)
     if predictions < 1:
         raise UserError(
-            f"nothing to validate on: the split has {len(stream)} tokens and {wanted} predictions are requested",
+            f"nothing to validate on: the split has {len(stream)} tokens and {requested} predictions are requested",
             where=stream.where, instead="prepare the corpus with a larger --val-fraction, or request more tokens",
         )
     return predictions
@@ -318,8 +318,8 @@ def draw(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndar
     blocks, places = np.divmod(indices, BLOCK)
     values = permute(places, BLOCK, keys(seed ^ _MIX_SALT, blocks))
     begins = np.cumsum([0, *counts])
-    which = np.searchsorted(begins, values, side="right") - 1
-    return which, blocks * np.asarray(counts)[which] + values - begins[which]
+    stream_indices = np.searchsorted(begins, values, side="right") - 1
+    return stream_indices, blocks * np.asarray(counts)[stream_indices] + values - begins[stream_indices]
 
 
 def part_seed(seed: int, part: int) -> int:

@@ -114,7 +114,7 @@ def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class TokenData:
-    """Prepared folder: shards of our own or of another program, or a mixture of folders.
+    """Prepared folder: shards written by `prepare` or another program, or a mixture of folders.
 
     Attributes:
         manifest: see `ezpz_llm.data.manifest`.
@@ -170,9 +170,9 @@ class TokenData:
         if name not in splits:
             raise unknown("split", name, splits, where=str(self.folder / MANIFEST))
         if self.parts:
-            words = [str(part.folder) for part, _ in self.parts]
+            folders = [str(part.folder) for part, _ in self.parts]
             return Mixture(tuple(part._stream(name) for part, _ in self.parts),
-                           shares(words, [weight for _, weight in self.parts]))
+                           shares(folders, [weight for _, weight in self.parts]))
         return self._stream(name)
 
     def _stream(self, name: str) -> TokenStream:
@@ -184,7 +184,7 @@ class TokenData:
                            self.vocab_size if "document_index" in self.manifest else None)
 
     def first_tokens(self, count: int) -> np.ndarray:
-        """Return the first training tokens; for a mixture, those of its first part."""
+        """Return the first training tokens; for a mixture, the tokens of its first part."""
         data = self.parts[0][0] if self.parts else self
         return data._stream(TRAIN)[:count]
 
@@ -237,13 +237,13 @@ class ShardWriter:
             OSError: for example if the disk is full.
         """
         while tokens.size:
-            room = self.shard_tokens - self.tokens % self.shard_tokens
+            free = self.shard_tokens - self.tokens % self.shard_tokens
             if self._file is None:
                 self._file = self._path(self.tokens // self.shard_tokens).open("wb")
-            part, tokens = tokens[:room], tokens[room:]
+            part, tokens = tokens[:free], tokens[free:]
             self._file.write(part.data)
             self.tokens += part.size
-            if part.size == room:
+            if part.size == free:
                 self.close()
 
     def sync(self) -> None:
@@ -290,11 +290,11 @@ class ShardWriter:
         """Remove all but the first `keep` tokens. Idempotent, so that it can be repeated after a kill."""
         self.close()
         for path, start, tokens in self._shards():
-            kept = min(tokens, max(0, keep - start))
-            if not kept:
+            remaining = min(tokens, max(0, keep - start))
+            if not remaining:
                 path.unlink(missing_ok=True)
-            elif kept < tokens:
-                os.truncate(path, kept * self.dtype.itemsize)
+            elif remaining < tokens:
+                os.truncate(path, remaining * self.dtype.itemsize)
         self.tokens = min(self.tokens, keep)
 
     def describe(self) -> dict[str, Any]:

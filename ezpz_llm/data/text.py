@@ -25,7 +25,7 @@ def cut_text(data: bytes) -> int:
     """Return the last position where a cut changes no token of bytes, char and gpt2; 0 if there is none.
 
     GPT-2's pieces never extend over a single space or newline between two non-whitespace characters: a space
-    belongs to the next word, a newline is a piece of its own. So the cut is before such a space, or after such a
+    belongs to the next word, and a newline is a separate piece. So the cut is before such a space, or after such a
     newline. The other two tokenizers can be cut anywhere.
     """
     return next(_between_words(data, b" ", 0), 0) or next(_between_words(data, b"\n", 1), 0)

@@ -30,7 +30,7 @@ from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 from ezpz_llm.rundir import write_json
 
-# The most work that a kill can cost. Saves wait for the disk, so they should not be frequent.
+# The maximum work that a kill can lose. Saves wait for the disk, so they should not be frequent.
 _SECONDS_BETWEEN_SAVES = 2.0
 _BROKEN_NAMED = 100
 """Maximum number of broken documents that the manifest lists."""
@@ -61,9 +61,9 @@ class _Work:
     def write(self, tokens: np.ndarray) -> None:
         """Append to the token stream, whose first `val_tokens` tokens, if set, go to the validation split."""
         if self.request.options.val_tokens is not None:
-            room = self.request.options.val_tokens - self.val.tokens
-            self.val.write(tokens[:room])
-            tokens = tokens[room:]
+            remaining = self.request.options.val_tokens - self.val.tokens
+            self.val.write(tokens[:remaining])
+            tokens = tokens[remaining:]
         self.train.write(tokens)
 
     def save(self) -> None:
@@ -209,14 +209,14 @@ def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
     """Count skipped documents.
 
     Raises:
-        Interrupted: there are more than --max-broken allows.
+        Interrupted: the number exceeds --max-broken.
     """
-    journal, most = work.journal, work.request.options.max_broken
+    journal, limit = work.journal, work.request.options.max_broken
     for error in broken:
-        if journal.broken >= most:
-            raise Interrupted(f"{error.found}; this is one broken document more than --max-broken {most} allows",
+        if journal.broken >= limit:
+            raise Interrupted(f"{error.found}; this is one broken document more than --max-broken {limit} allows",
                               where=error.where,
-                              instead=f"give --max-broken {10 * most}: it continues where it stopped")
+                              instead=f"give --max-broken {10 * limit}: it continues where it stopped")
         journal.broken += 1
         if len(journal.broken_first) < _BROKEN_NAMED:
             journal.broken_first.append(f"{error.where}: {error.found}")
@@ -284,8 +284,8 @@ def remarks(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
     if "broken" in source:
         first = source["broken"]["first"]
         listed = "".join(f"\n  {error}" for error in first[:shown])
-        rest = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
-        yield f"skipped {source['broken']['documents']:,} broken documents{listed}{rest}"
+        ellipsis = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
+        yield f"skipped {source['broken']['documents']:,} broken documents{listed}{ellipsis}"
     if "sampled" in source:
         yield f"the unigram entropy is an estimate from {source['sampled']:,} tokens"
     if "byte_order_marks" in source:

@@ -74,10 +74,10 @@ def copy_files(source: Path, folder: Path) -> None:
     name = KINDS[_kind(source)]
     with reading(source):
         shutil.copyfile(source, folder / name)
-    for other in (*COMPANIONS, *KINDS.values()) if source.name in _KNOWN else ():
-        if other != name and (source.parent / other).is_file():
-            with reading(source.parent / other):
-                shutil.copyfile(source.parent / other, folder / other)
+    for companion in (*COMPANIONS, *KINDS.values()) if source.name in _KNOWN else ():
+        if companion != name and (source.parent / companion).is_file():
+            with reading(source.parent / companion):
+                shutil.copyfile(source.parent / companion, folder / companion)
 
 
 def entry_of_file(path: Path) -> dict[str, Any]:

@@ -138,9 +138,9 @@ class CharTokenizer(_CutBetweenWords):
         """
         points = _code_points(text)
         ids = np.searchsorted(self._points, points)
-        known = self._points[np.minimum(ids, self.vocab_size - 1)] == points
-        if not known.all():
-            bad = text[int(np.argmin(known))]
+        is_known = self._points[np.minimum(ids, self.vocab_size - 1)] == points
+        if not is_known.all():
+            bad = text[int(np.argmin(is_known))]
             raise UserError(
                 f"unknown character {bad!r} (U+{ord(bad):04X}): not among the {self.vocab_size} characters of the "
                 "tokenizer", instead="remove it from the text, or use --tokenizer bytes, which can encode any text",
@@ -194,8 +194,8 @@ def byte_alphabet() -> dict[int, str]:
     Printable Latin-1 bytes map to themselves, the others to U+0100 onwards (GPT-2's encoder.py).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in set(printable)]
-    return {value: chr(value) for value in printable} | {value: chr(0x100 + at) for at, value in enumerate(others)}
+    hidden = [value for value in range(256) if value not in set(printable)]
+    return {value: chr(value) for value in printable} | {value: chr(0x100 + at) for at, value in enumerate(hidden)}
 
 
 def provide_gpt2(folder: Path) -> Path:
@@ -225,7 +225,7 @@ def gpt2_entry() -> dict[str, Any]:
 
 
 def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
-    """Check that the tokenizer in a manifest is the same as the one of that name here; needs no file.
+    """Check that the tokenizer in a manifest is the same as the installed one; needs no file.
 
     Raises:
         UserError: another tokenizer made the tokens.
@@ -271,10 +271,10 @@ def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path 
     return tokenizer
 
 
-def _another(entry: Mapping[str, Any], here: str, where: str | None) -> UserError:
+def _another(entry: Mapping[str, Any], fingerprint: str, where: str | None) -> UserError:
     return UserError(
         f"another {entry['name']} tokenizer made these tokens: its fingerprint is {entry['fingerprint']}, "
-        f"here it is {here}", where=where, instead="prepare the corpus again",
+        f"here it is {fingerprint}", where=where, instead="prepare the corpus again",
     )
 
 
@@ -357,8 +357,8 @@ def choose(words: str) -> Choice:
         raise unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also accepts {_ACCEPTED}")
     entry = entry_in(path)
     if entry is None:
-        other = other_in(path)
-        raise UserError(f"its tokenizer is {other}, which is not supported" if other else
+        unsupported = other_in(path)
+        raise UserError(f"its tokenizer is {unsupported}, which is not supported" if unsupported else
                         "this folder contains no tokenizer" if path.is_dir() else
                         "this file is not a tokenizer: its name ends in neither .json nor .model",
                         where=f"--tokenizer {path}", instead=f"give {_ACCEPTED}")

@@ -107,12 +107,12 @@ def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: i
     for number, consumed in _recorded_positions(run_dir, record):
         if number not in spans:
             continue
-        read = spans[number][1]
-        if base is not None and base + read != consumed:
-            raise UserError(f"after step {number}, metrics.jsonl has {base + read:,} samples and the run's record "
+        total = spans[number][1]
+        if base is not None and base + total != consumed:
+            raise UserError(f"after step {number}, metrics.jsonl has {base + total:,} samples and the run's record "
                             f"{consumed:,}: the block size changed during the run", where=where,
                             instead="use a run with a constant block size")
-        base = consumed - read
+        base = consumed - total
     if base is None:
         raise UserError("this run continues another run, and has not recorded its data position yet", where=where,
                         instead=f"wait for its end or a checkpoint; it started with step {min(spans)}")
@@ -149,10 +149,10 @@ def _recorded_positions(run_dir: RunDir, record: dict[str, Any]) -> Iterator[tup
 
 def extracts(data: TokenData, block_size: int, seed: int, samples: Sequence[int]) -> list[Extract]:
     """Return the parts of documents in the given samples, in the samples' order."""
-    which, starts = places(as_mixture(data.split(TRAIN)), block_size, seed, np.asarray(samples))
+    stream_indices, starts = places(as_mixture(data.split(TRAIN)), block_size, seed, np.asarray(samples))
     result: list[Extract] = []
     for part, single in enumerate([folder for folder, _ in data.parts] or [data]):
-        rows = np.flatnonzero(which == part)
+        rows = np.flatnonzero(stream_indices == part)
         if rows.size:
             documents = Documents(single, int(starts[rows].max()) + block_size + 1)
             result += [extract for row in rows.tolist() for extract in documents.within(
@@ -199,8 +199,8 @@ def first_tokens(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
     """Return the starts of the training split's documents before token `stop`, int64, increasing.
 
     Uses Megatron's index, or else end-of-text tokens, which precede each document (in nanoGPT's shards, they follow
-    it). Tokens before the first end-of-text token, which continue a validation document, are a document of their
-    own. If the tokenizer has no end-of-text token, the split is one document.
+    it). Tokens before the first end-of-text token, which continue a validation document, count as
+    one document. If the tokenizer has no end-of-text token, the split is one document.
     """
     if "document_index" in data.manifest:
         tokens = Path(data.manifest["splits"][TRAIN]["shards"][0]["file"])

@@ -29,7 +29,7 @@ class Engine(ABC):
         module: this rank's part of the plain model, whose parameters the engine may have partitioned. Its forward
             pass uses the engine's precision, also if it is called directly.
         skipped_steps: number of steps whose fp16 gradients overflowed; such steps change only the loss scale.
-        step_skip: skips steps whose gradient norm is non-finite or above a limit; such steps change nothing.
+        step_skip: skips steps whose gradient norm is non-finite or above a limit; such steps have no effect.
         masters: fp32 master weights that the optimizer steps; None if the engine does not keep them itself.
     """
 
@@ -111,7 +111,7 @@ class MicroStepEngine(Engine):
 
     @abstractmethod
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the module's output for one micro batch; for our models, its mean loss, 0-d in fp32.
+        """Return the module's output for one micro batch; for ezpz_llm's models, its mean loss, 0-d in fp32.
 
         Args:
             last_micro_step: True for the last micro batch of a step. Engines that reduce gradients once per step

@@ -91,5 +91,5 @@ def issued(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
 
 def by_ranks(all_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Group ranks with equal collectives: a list of {"ranks": […], "kinds": {…}}."""
-    return [{"ranks": [other for other, found in enumerate(all_ranks) if found == kinds], "kinds": kinds}
+    return [{"ranks": [peer for peer, peer_kinds in enumerate(all_ranks) if peer_kinds == kinds], "kinds": kinds}
             for rank, kinds in enumerate(all_ranks) if kinds not in all_ranks[:rank]]

@@ -1,6 +1,6 @@
 """Engine for layouts zero0 to zero3: DeepSpeed with a client optimizer.
 
-Written for DeepSpeed 0.19. In fp32 and under our autocast, DeepSpeed gets fp32 parameters and no precision block,
+Written for DeepSpeed 0.19. In fp32 and under autocast, DeepSpeed gets fp32 parameters and no precision block,
 so that its reductions, optimizer and norms are in fp32 in every stage, and all ranks use the same loss scale. In
 bf16, its config has a bf16 block with the dtypes for gradient accumulation and reduction.
 """
@@ -80,7 +80,7 @@ class DeepSpeedEngine(MicroStepEngine):
         return norm
 
     def _step_whole(self) -> Tensor:
-        """Step in stage 0, where DeepSpeed computes no norm in fp32, so that we compute it and clip."""
+        """Step in stage 0, for which DeepSpeed computes no norm in fp32: compute the norm here, and clip."""
         norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, self._loss_factor)
         self.step_skip.norm = norm
         if self._scale is not None and not torch.isfinite(norm):
@@ -133,7 +133,7 @@ def mark_divided(model: nn.Module) -> None:
 def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | None) -> EngineState:
     """Return the training state of a `deepspeed.DeepSpeedEngine`.
 
-    Saving gathers nothing. After loading, the model's parameters are gathered once, as after a step.
+    Saving does not gather parameters. After loading, the model's parameters are gathered once, as after a step.
 
     Args:
         rank, world_size: among the data-parallel ranks.

@@ -80,7 +80,7 @@ class PipelineGrid:
     get_pipe_parallel_rank = get_stage_id
 
     def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
-        """Return the rank of a stage in this rank's pipeline, or in the one at the given coordinates."""
+        """Return the rank of a stage in this rank's pipeline, or in the pipeline at the given coordinates."""
         peers, rank = self._mesh.degrees.peers, self.pp_group[stage_id]
         if data is not None:
             rank = peers(rank, "dp", "sp")[data]

@@ -36,7 +36,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
     # Intel's oneCCL bindings installed, DeepSpeed would use its backend "ccl", whatever torch's process group uses.
     deepspeed.ops.__compatible_ops__.update(deepspeed_shm_comm=False, deepspeed_ccl_comm=False)
     deepspeed.accelerator.get_accelerator()._communication_backend_name = DEVICES[device_type].collectives
-    # Globals that an earlier engine of this process left: its mpu, hpZ's group, which zero.Init creates only once,
+    # Globals that an earlier engine of this process set: its mpu, hpZ's group, which zero.Init creates only once,
     # and the group of a destroyed world.
     groups = deepspeed.utils.groups
     groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

@@ -105,7 +105,7 @@ class Fsdp2Engine(TorchEngine):
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to gather as a unit: the blocks of our model, or the members of outermost ModuleLists.
+    """Return the modules to gather as a unit: the blocks of a GPT, or the members of outermost ModuleLists.
 
     A member that shares a parameter with a module outside of it is not a unit.
     """

@@ -34,8 +34,8 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
     named = [(placement_of(name, parameter), masters.get(parameter, parameter).grad)
              for name, parameter in module.named_parameters()]
     grads = [grad for _, grad in named if grad is not None]
-    mine = [grad for at, grad in named if grad is not None and at.primary]
-    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(mine)))
+    owned = [grad for at, grad in named if grad is not None and at.primary]
+    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(owned)))
     if mesh.size("pp", "tp") > 1:
         square = norm.square()
         torch.distributed.all_reduce(square, group=mesh.group("pp", "tp"))

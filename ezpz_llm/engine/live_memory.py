@@ -40,9 +40,9 @@ def live_tensor_memory(engine: Engine, before: dict[int, int]) -> dict[str, int]
     them), gradients, moments, master (weights that the optimizer steps), secondary (hpZ's copy of the parameters,
     if any) and gathered (parameters that are gathered while in use, or small ones permanently).
     """
-    now = {address: size for address, size in live_storages().items() if before.get(address) != size}
+    allocated = {address: size for address, size in live_storages().items() if before.get(address) != size}
     kinds: dict[str, int] = {}
-    remaining = dict(now)
+    remaining = dict(allocated)
     for kind, tensors in _tensors_by_kind(engine).items():
         kinds[kind] = sum(remaining.pop(address, 0) for address in _storages(tensors))
     return {**kinds, "other": sum(remaining.values())}
@@ -88,7 +88,7 @@ def taken(storage: torch.UntypedStorage) -> int:
 
 def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
-    # Stages 1 and 2 keep gradients by group, in bf16 in lists of DeepSpeed's own; stage 3 has one flat buffer.
+    # Stages 1 and 2 keep gradients by group, in bf16 in DeepSpeed's own lists; stage 3 has one flat buffer.
     groups = [list(group or ()) for group in (getattr(zero, "averaged_gradients", None) or {}).values()]
     stepped = [tensor for group in engine.training_state().optimizer.param_groups for tensor in group["params"]]
     return [*(tensor.grad for tensor in (*engine.module.parameters(), *stepped)),

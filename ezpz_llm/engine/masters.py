@@ -76,7 +76,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         return len(self._masters)
 
     def groups(self, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return optimizer groups of the master weights, given those of the parameters."""
+        """Return optimizer groups of the master weights, given the parameters' groups."""
         return [{**group, "params": [self[parameter] for parameter in group["params"]]} for group in groups]
 
     def finish_reduction(self) -> None:
@@ -118,7 +118,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
 
 
 class _Bucket:
-    """Gradients of consecutive parameters in a flat fp32 tensor; `missing` counts those not yet computed."""
+    """Gradients of consecutive parameters in a flat fp32 tensor; `missing` gradients are not computed yet."""
 
     def __init__(self, parameters: list[nn.Parameter], masters: Mapping[nn.Parameter, Tensor],
                  reduced: torch.dtype) -> None:

@@ -45,17 +45,17 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
     """
     blocks = {name: zero[f"offload_{name}"] for name in ("optimizer", "param")
               if zero.get(f"offload_{name}", {}).get("device") == "nvme"}
-    held = -(-sum(parameter.numel() for parameter in model.parameters()) // dist.mesh.size("dp", "sp"))
+    elements = -(-sum(parameter.numel() for parameter in model.parameters()) // dist.mesh.size("dp", "sp"))
     base = dist.run_dir.offloaded if named is None else Path(named).expanduser().absolute()
     with ExitStack() as undo:
         def make() -> Path:
             """Create the folder of this rank, and check the space for its files."""
-            _check_locked_memory(_locked_bytes(blocks, zero, held))
+            _check_locked_memory(_locked_bytes(blocks, zero, elements))
             try:
                 folder = _make_folder(base, dist.rank, named is None)
-                ours = base if named is None else None
-                undo.callback(weakref.finalize(owner, _remove, folder, _lock(folder), ours))
-                _allocate(folder / _SPACE, sum(_FILES[name] for name in blocks) * held)
+                parent = base if named is None else None
+                undo.callback(weakref.finalize(owner, _remove, folder, _lock(folder), parent))
+                _allocate(folder / _SPACE, sum(_FILES[name] for name in blocks) * elements)
             except OSError as error:
                 raise UserError(f"cannot offload state to {base}: {error.strerror}",
                                 where=f"rank {dist.rank} on {socket.gethostname()}", exit_code=1,
@@ -69,14 +69,14 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
         block["nvme_path"] = str(folder)
 
 
-def _locked_bytes(blocks: dict[str, dict[str, Any]], zero: dict[str, Any], held: int) -> int:
-    """Estimate the page-locked buffers of the swappers, for a rank that holds `held` elements."""
-    elements = 0
+def _locked_bytes(blocks: dict[str, dict[str, Any]], zero: dict[str, Any], elements: int) -> int:
+    """Estimate the page-locked buffers of the swappers, for a rank that holds `elements` elements."""
+    buffered = 0
     if optimizer := blocks.get("optimizer"):
-        elements += optimizer.get("buffer_count", 4) * min(held, int(zero.get("sub_group_size", 1e9)))
+        buffered += optimizer.get("buffer_count", 4) * min(elements, int(zero.get("sub_group_size", 1e9)))
     if param := blocks.get("param"):
-        elements += param.get("buffer_count", 5) * int(param.get("buffer_size", 1e8))
-    return 4 * elements
+        buffered += param.get("buffer_count", 5) * int(param.get("buffer_size", 1e8))
+    return 4 * buffered
 
 
 def _check_locked_memory(size: int) -> None:
@@ -89,8 +89,8 @@ def _check_locked_memory(size: int) -> None:
                             "buffer_count or buffer_size", exit_code=1)
 
 
-def _make_folder(base: Path, rank: int, is_ours: bool) -> Path:
-    if is_ours:
+def _make_folder(base: Path, rank: int, in_run_dir: bool) -> Path:
+    if in_run_dir:
         base.mkdir(exist_ok=True)
     _sweep(base)
     return Path(tempfile.mkdtemp(prefix=f"{_prefix()}{rank:04d}-", dir=base))

@@ -164,7 +164,7 @@ def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name:
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Return the description of an optimizer; AdamW's for optimizers of others, such as DeepSpeed's CPU Adam."""
+    """Return the description of an optimizer; AdamW's for an unknown optimizer, such as DeepSpeed's CPU Adam."""
     return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
 
 

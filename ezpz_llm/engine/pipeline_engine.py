@@ -3,7 +3,7 @@
 In bf16, DeepSpeed uses a different optimizer wrapper, which adds each micro batch's gradients to flat fp32 buffers
 of the whole stage. This module averages the buffers over data-parallel ranks in place.
 
-Written for DeepSpeed 0.19. The stage is our own module; DeepSpeed sends activations and gradients, sums the
+Written for DeepSpeed 0.19. The stage is a module of ezpz_llm; DeepSpeed sends activations and gradients, sums the
 gradient of the tied embedding, reduces and steps. This module executes DeepSpeed's schedule itself, since
 DeepSpeed's train_batch ends each step with further collectives and prints.
 """
@@ -182,7 +182,7 @@ class PipelineEngine(Engine):
 def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[str, Any]:
     """Return DeepSpeed's config; in both stages with a tied embedding, buckets have its size.
 
-    So the tied embedding is a bucket of its own, with the same positions in both stages. Certified counts of
+    So the tied embedding is a separate bucket, with the same positions in both stages. Certified counts of
     collectives depend on these buckets; `_sum_over_replicas` keeps the copies identical with any backend.
     """
     config = resolved.for_deepspeed(run_dir)

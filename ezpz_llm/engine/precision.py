@@ -49,8 +49,8 @@ def native_precision(device: torch.device, layout: Layout) -> str:
     GPUs use bf16, as in other trainers, or bf16_autocast if the layout's engine does not support bf16. CPUs use
     bf16_autocast, since bf16 is not measured yet on a CPU with bf16 units.
     """
-    known = DEVICES[device.type].bf16
-    if known != "yes" and not (known == "ask" and _BF16_UNITS[device.type]()):
+    support = DEVICES[device.type].bf16
+    if support != "yes" and not (support == "ask" and _BF16_UNITS[device.type]()):
         return "fp32"
     return "bf16" if device.type != "cpu" and has_masters(RECIPES["bf16"], layout) else "bf16_autocast"
 

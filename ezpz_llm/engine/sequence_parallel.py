@@ -80,9 +80,9 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
                 raise ValueError("sequence parallelism provides only the logits of the last token (last_only=True)")
             return last_logits(tokens)
         share = tokens.shape[1] // size
-        mine = slice(rank * share, (rank + 1) * share)
+        own_share = slice(rank * share, (rank + 1) * share)
         summed = "rows" if reduction == "rows" else "sum"
-        loss = inner(tokens[:, mine], targets[:, mine], summed, first=rank * share)
+        loss = inner(tokens[:, own_share], targets[:, own_share], summed, first=rank * share)
         if reduction != "mean":
             return loss
         # Divide by the targets of all shares, which may be unevenly distributed.
@@ -95,8 +95,8 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
         tokens = functional.pad(tokens, (0, -tokens.shape[1] % size))
         share = tokens.shape[1] // size
         owner, at = divmod(last, share)
-        mine = tokens[:, rank * share:(rank + 1) * share]
-        logits = inner(mine, first=rank * share, last_only=rank != owner)
+        own_share = tokens[:, rank * share:(rank + 1) * share]
+        logits = inner(own_share, first=rank * share, last_only=rank != owner)
         logits = logits[:, at:at + 1] if rank == owner else torch.zeros_like(logits)
         logits = logits.float().contiguous()
         torch.distributed.all_reduce(logits, group=group)

@@ -115,7 +115,7 @@ class BufferLog:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._before = _size(buckets(engine))
+        self._initial = _size(buckets(engine))
         self._buckets = Size(0, 0)
         self._moved: list[dict[int, Size]] = []
 
@@ -133,11 +133,11 @@ class BufferLog:
         """
         if self._buckets.allocated:
             return {"buffer_bytes": self._buckets.taken,
-                    "buffer_transient_bytes": self._buckets.allocated - self._before.allocated}
+                    "buffer_transient_bytes": self._buckets.allocated - self._initial.allocated}
         state = state_storages(self._engine)
-        most = max((_sum(size for address, size in moved.items() if address not in state) for moved in self._moved),
+        peak = max((_sum(size for address, size in moved.items() if address not in state) for moved in self._moved),
                    default=Size(0, 0))
-        return {"buffer_bytes": most.taken, "buffer_transient_bytes": most.allocated}
+        return {"buffer_bytes": peak.taken, "buffer_transient_bytes": peak.allocated}
 
 
 def _size(storages: Iterable[torch.UntypedStorage]) -> Size:
@@ -150,12 +150,12 @@ def _sum(sizes: Iterable[Size]) -> Size:
 
 
 class DeepSpeedTools:
-    """DeepSpeed's communication logger and FLOPs profiler during one step, to compare with our counts.
+    """DeepSpeed's communication logger and FLOPs profiler during one step, to compare with the counts here.
 
     Does nothing in runs without DeepSpeed.
 
     Args:
-        products: our estimate of the FLOPs of this rank's matmuls in the forward passes of a step; None if the rank
+        products: estimated FLOPs of this rank's matmuls in the forward passes of a step; None if the rank
             does not compute whole layers, which the FLOPs profiler does not support.
     """
 

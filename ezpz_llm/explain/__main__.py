@@ -44,13 +44,13 @@ def main(argv: Sequence[str]) -> int:
     run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()
     diagnosis = diagnose(run_dir)
     if options.counterfactual:
-        again = diagnose(rerun(run_dir, options.yes))
-        diagnosis = replace(diagnosis, counterfactual=again.counterfactual)
+        rerun_diagnosis = diagnose(rerun(run_dir, options.yes))
+        diagnosis = replace(diagnosis, counterfactual=rerun_diagnosis.counterfactual)
     if options.json:
         print(json.dumps(diagnosis.as_record(), indent=2))
     else:
         print(diagnosis_text(diagnosis, terminal_width(), colour=wants_colour()), end="")
-    # With --json, standard output must contain nothing else.
+    # With --json, standard output must contain only the JSON.
     notes = sys.stderr if options.json else sys.stdout
     if options.html:
         write_file(options.html, explain_page(diagnosis), "--html")

@@ -22,7 +22,7 @@ _CULPRIT = 0.6
 _SLOWER = 0.03
 """Minimum relative excess over the median rank's own time to be reported as slow."""
 _OUTSIDE = 0.5
-"""Share of the excess outside of operators above which Python is named as the reason."""
+"""Share of the excess outside of operators above which Python is reported as the reason."""
 _LEAST_BYTES = 1e4
 """Minimum buffer size for a data rate: smaller collectives are dominated by latency."""
 _PHASES = ("data", "forward", "backward", "optimizer", "idle")
@@ -64,10 +64,10 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
     candidates = _between(wall, run)
     if split is not None and (steps := sum(map(split.mean, IN_STEP))) > 0:
         scale = wall["training"] / steps
-        candidates += [(kind, what, seconds * scale, advice)
-                       for kind, what, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
-    causes = [Cause(kind, what, seconds, seconds / whole, tuple(advice))
-              for kind, what, seconds, advice in candidates if seconds > 0]
+        candidates += [(kind, text, seconds * scale, advice)
+                       for kind, text, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
+    causes = [Cause(kind, text, seconds, seconds / whole, tuple(advice))
+              for kind, text, seconds, advice in candidates if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
 
@@ -89,28 +89,28 @@ def phase_causes(phases: Mapping[str, float], steps: int, wall: Mapping[str, flo
 def _waiting(split: Split, run: Mapping[str, Any]) -> Iterator[Found]:
     """Yield waiting for a slow rank, if there is one, and the remaining waiting. Seconds over all traced steps."""
     count = len(split.ranks)
-    blamed = {rank.rank: sum(other.waited_for.get(rank.rank, 0.0) for other in split.ranks) / count
+    blamed = {rank.rank: sum(waiter.waited_for.get(rank.rank, 0.0) for waiter in split.ranks) / count
               for rank in split.ranks}
     waited = sum(blamed.values())
     slow = split.straggler
-    others = [rank for rank in split.ranks if rank is not slow]
+    other_ranks = [rank for rank in split.ranks if rank is not slow]
     saved = 0.0
-    if others and waited:
-        usual = statistics.median(rank.own_s for rank in others)
+    if other_ranks and waited:
+        usual = statistics.median(rank.own_s for rank in other_ranks)
         if blamed[slow.rank] > _CULPRIT * waited and slow.own_s > (1 + _SLOWER) * usual:
             # Without the slow rank, the others would still wait for the next slowest.
-            saved = (slow.own_s - max(rank.own_s for rank in others)) * slow.steps
-            what, advice = _slow_rank(slow, others)
-            yield "slow_rank", what, saved, advice
-    kind, what = (("bubble", "pipeline stages wait for each other") if run["layout"].pp > 1 else
-                  ("waiting", "ranks wait for each other in collectives, without a single slow rank"))
-    yield kind, what, max(0.0, waited - saved), against_waiting(run)
+            saved = (slow.own_s - max(rank.own_s for rank in other_ranks)) * slow.steps
+            description, advice = _slow_rank(slow, other_ranks)
+            yield "slow_rank", description, saved, advice
+    kind, description = (("bubble", "pipeline stages wait for each other") if run["layout"].pp > 1 else
+                         ("waiting", "ranks wait for each other in collectives, without a single slow rank"))
+    yield kind, description, max(0.0, waited - saved), against_waiting(run)
 
 
-def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]]:
+def _slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[str, list[str]]:
     def excess(name: str) -> float:
         # Median over steps, so that a single stalled step does not decide which phase is slow.
-        return slow.usual(name) - statistics.median(rank.usual(name) for rank in others)
+        return slow.usual(name) - statistics.median(rank.usual(name) for rank in other_ranks)
 
     by_phase = {phase: excess(phase) for phase in _PHASES}
     phase = max(by_phase, key=by_phase.__getitem__)
@@ -150,10 +150,10 @@ def _within(split: Split, run: Mapping[str, Any],
         yield ("communication", f"exposed {label}: data transfer{rate}", seconds,
                against_communication(label, dict(run), dict(deepspeed)))
     yield "data", "waiting for data", split.mean("data"), list(AGAINST_DATA)
-    host = min(rank.host_s for rank in split.ranks)
+    python_s = min(rank.host_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the CPU"
-    yield ("host", where, host + idle,
+    yield ("host", where, python_s + idle,
            [*([] if compile_is_no_option(run) else ["--compile true"]),
             "a larger --micro-batch-size, so that operators take longer than their Python calls",
             "profile/host.html shows the Python call tree"])
@@ -195,12 +195,12 @@ def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[Found]:
     ]
 
 
-def _less_often(option: str, what: str, config: Mapping[str, Any]) -> list[str]:
+def _less_often(option: str, event: str, config: Mapping[str, Any]) -> list[str]:
     """Advise a larger interval, or a longer run if the interval exceeds its steps."""
     every = config.get(option.removeprefix("--").replace("-", "_")) or 0
     if 0 < every < config.get("steps", every + 1):
         return [f"{option} above {every}"]
-    return [f"a longer run, in which the {what} after the last step is a smaller share"]
+    return [f"a longer run, in which the {event} after the last step is a smaller share"]
 
 
 _OF_ALL = 0.8
@@ -270,12 +270,12 @@ def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
     precision = run["precision"] if run["precision"] in tuple(RECIPES) else "fp32"
     need = total(memory_per_rank(whole, model, run["world_size"], optimizer, precision), "device") + cast
     more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer, precision), "device")
-    there = run["memory_bytes"]
-    if there is None:
+    memory = run["memory_bytes"]
+    if memory is None:
         return [f"--ds-config zero2 gathers once per step; its states need {more / 1e9:.3g} GB more per rank"]
-    if need > _OF_ALL * there:
-        return [f"zero2 would not fit: its states need {need / 1e9:.3g} GB of {there / 1e9:.3g} GB per rank"]
-    return [f"--ds-config zero2 would fit: its states need {need / 1e9:.3g} GB of {there / 1e9:.3g} GB per rank"]
+    if need > _OF_ALL * memory:
+        return [f"zero2 would not fit: its states need {need / 1e9:.3g} GB of {memory / 1e9:.3g} GB per rank"]
+    return [f"--ds-config zero2 would fit: its states need {need / 1e9:.3g} GB of {memory / 1e9:.3g} GB per rank"]
 
 
 def against_optimizer(run: dict[str, Any]) -> list[str]:

@@ -78,19 +78,19 @@ def rerun(run_dir: Path, yes: bool) -> Path:
                         where=f"precision {record['precision']} of {run_dir}",
                         instead="a run in bf16, which takes the same time")
     folder = run_dir / f"counterfactual-{time.strftime('%Y%m%d-%H%M%S')}"
-    words = command(record, folder)
-    print(f"--counterfactual starts:\n  {shlex.join(words)}", file=sys.stderr, flush=True)
-    if not yes and not _says_yes():
+    arguments = command(record, folder)
+    print(f"--counterfactual starts:\n  {shlex.join(arguments)}", file=sys.stderr, flush=True)
+    if not yes and not _is_confirmed():
         raise UserError("not confirmed, so nothing was started", where="--counterfactual",
                         instead="--counterfactual --yes, to start without asking")
-    code = run_launch(words, output=sys.stderr)
+    code = run_launch(arguments, output=sys.stderr)
     if not list(RunDir(folder).profile.glob("counterfactual-rank*.json")):
         raise UserError(f"the counterfactual run ended with exit code {code}", where=str(folder),
                         instead=f"ezpz-llm why {folder}", exit_code=code or 1)
     return folder
 
 
-def _says_yes() -> bool:
+def _is_confirmed() -> bool:
     if not sys.stdin.isatty():
         return False
     print("Start it? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -105,16 +105,16 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
     Raises:
         UserError: the record has no trainer configuration or no world size.
     """
-    ranks, hosts = record["environment"].get("world_size"), record["launch"].get("ranks_per_host")
+    ranks, counts = record["environment"].get("world_size"), record["launch"].get("ranks_per_host")
     config, sources = record.get("config"), record.get("sources")
     if not isinstance(ranks, int) or not isinstance(config, dict) or not isinstance(sources, dict):
         raise UserError("run.json has no trainer configuration", where=str(folder.parent))
     chosen = {name: value for name, value in config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
               and ValueSource.read(str(sources.get(name, DEFAULT))).origin not in _NOT_CHOSEN}
-    is_even = isinstance(hosts, list) and all(isinstance(count, int) for count in hosts) and len(set(hosts)) == 1
-    per_host = ["--ppn", str(hosts[0])] if is_even else []
-    return launch_words(["-n", str(ranks), *per_host, "--run-dir", str(folder)], [
+    is_even = isinstance(counts, list) and all(isinstance(count, int) for count in counts) and len(set(counts)) == 1
+    ppn = ["--ppn", str(counts[0])] if is_even else []
+    return launch_words(["-n", str(ranks), *ppn, "--run-dir", str(folder)], [
         sys.executable, "-m", "ezpz_llm.explain.without_collectives",
         *(f"{option_of(name)}={_word(value)}" for name, value in chosen.items())])
 

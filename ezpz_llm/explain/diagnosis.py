@@ -31,7 +31,7 @@ def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
     """Return measurements of the same steps by other tools.
 
     `collectives`: the number per step according to DeepSpeed's logger (logged) and to the traces (issued). `flops`:
-    of the matmuls in a step's forward passes on rank 0, according to DeepSpeed's profiler and to our formula.
+    of the matmuls in a step's forward passes on rank 0, according to DeepSpeed's profiler and to ezpz_llm.
     `host`: seconds by package from pyinstrument's profile of rank 0.
     """
     checks: dict[str, Any] = {}
@@ -58,8 +58,8 @@ def check_sentences(checks: dict[str, Any]) -> list[str]:
                      "DeepSpeed.")
     if flops := checks.get("flops"):
         lines.append(f"DeepSpeed's FLOPs profiler counted {flops['deepspeed']:.6g} FLOPs in the matmuls of rank "
-                     f"0's forward passes, {flops['ratio']:.4f} times our estimate of {flops['ours']:.6g}."
-                     + _why_more(flops["ratio"]))
+                     f"0's forward passes, {flops['ratio']:.4f} times ezpz_llm's estimate of {flops['ours']:.6g}."
+                     + _explain_excess(flops["ratio"]))
     if host := checks.get("host"):
         whole = sum(host.values())
         shares = ", ".join(f"{seconds / whole:.1%} {name}" for name, seconds in
@@ -69,10 +69,10 @@ def check_sentences(checks: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _why_more(ratio: float) -> str:
+def _explain_excess(ratio: float) -> str:
     if ratio < 1.001:
         return ""
-    return (" It includes matmuls of the backward pass that run during a forward pass: those of the head if the "
+    return (" It includes matmuls of the backward pass that run during a forward pass: the head's matmuls if the "
             "loss is computed in chunks, and recomputed activations.")
 
 
@@ -115,13 +115,13 @@ def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Map
                                              for note in notes))
         if bucket := bucket_bytes(run["layout"], run["model"], deepspeed, split.device):
             expected["buffers"] = bucket
-    there = [size for kind, size in measured.items() if size is not None and not record["elsewhere"].get(kind)]
-    measured["other"] = max(0, record["peak"] - sum(there)) if notes else None
+    sizes = [size for kind, size in measured.items() if size is not None and not record["elsewhere"].get(kind)]
+    measured["other"] = max(0, record["peak"] - sum(sizes)) if notes else None
     return Memory({kind: expected.get(kind) for kind in measured}, measured, record["peak"])
 
 
 OWN_LAYOUT = "of its own"
-"""Layout shown for a program that does not use one of our layouts."""
+"""Layout shown for a program that does not use a layout of ezpz_llm."""
 _SHOWN_CAUSES = 8
 _WORTH_SAYING = 0.002
 """Minimum share of the run for a cause to be shown."""
@@ -151,7 +151,7 @@ class Diagnosis:
     counterfactual: tuple[Taken, ...] = ()
     """Step times with and without collectives by rank, of this run or of its rerun."""
     is_foreign: bool = False
-    """True if the run is not one of our trainer."""
+    """True if another program than ezpz_llm's trainer wrote the run."""
     times: StepTimes | None = None
     """Step times of rank 0's steady steps, traced or not."""
     load: MachineLoad | None = None
@@ -160,8 +160,8 @@ class Diagnosis:
     @property
     def untraced(self) -> list[int]:
         """Ranks without a trace (not written yet, or lost), if others have one."""
-        there = {rank.rank for rank in self.split.ranks} if self.split else set(range(self.ranks))
-        return [rank for rank in range(self.ranks) if rank not in there]
+        traced = {rank.rank for rank in self.split.ranks} if self.split else set(range(self.ranks))
+        return [rank for rank in range(self.ranks) if rank not in traced]
 
     @property
     def opening(self) -> list[str]:
@@ -248,7 +248,7 @@ def _against_low_share(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return facts for advice: model, layout, batch, optimizer, ranks, device and its memory, configuration.
 
-    The model is None for other programs; layout and batch are empty unless the program uses one of our layouts.
+    The model is None for other programs; layout and batch are empty unless the program uses a layout of ezpz_llm.
 
     Raises:
         UserError: layout.json is missing or damaged.

@@ -37,26 +37,26 @@ def within(intervals: Sequence[Interval], start: float, end: float) -> list[Inte
     return [(max(a, start), min(b, end)) for a, b in intervals[first:last]]
 
 
-def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+def subtract(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Return the difference of two sets."""
     difference, j = [], 0
-    for start, end in one:
-        while j < len(other) and other[j][1] <= start:
+    for start, end in first:
+        while j < len(second) and second[j][1] <= start:
             j += 1
         k = j
-        while k < len(other) and other[k][0] < end:
-            if start < other[k][0]:
-                difference.append((start, other[k][0]))
-            start = max(start, other[k][1])
+        while k < len(second) and second[k][0] < end:
+            if start < second[k][0]:
+                difference.append((start, second[k][0]))
+            start = max(start, second[k][1])
             k += 1
         if start < end:
             difference.append((start, end))
     return difference
 
 
-def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Return the intersection of two sets."""
-    return subtract(one, subtract(one, other))
+    return subtract(first, subtract(first, second))
 
 
 def bridge(intervals: Sequence[Interval], gap: float, apart: Sequence[float] = ()) -> list[Interval]:
@@ -64,8 +64,8 @@ def bridge(intervals: Sequence[Interval], gap: float, apart: Sequence[float] = (
     bridged: list[Interval] = []
     for start, end in intervals:
         if bridged and start - bridged[-1][1] < gap:
-            before = bridged[-1][1]
-            if bisect_left(apart, before) == bisect_right(apart, start):
+            previous_end = bridged[-1][1]
+            if bisect_left(apart, previous_end) == bisect_right(apart, start):
                 bridged[-1] = (bridged[-1][0], end)
                 continue
         bridged.append((start, end))
@@ -80,7 +80,7 @@ def total(intervals: Iterable[Interval]) -> float:
 class Event(NamedTuple):
     """Trace event with a duration; times in microseconds.
 
-    Device events have the `correlation` of their launch on the CPU. `args` are other arguments that we use.
+    Device events have the `correlation` of their launch on the CPU. `args` are the other arguments that are used.
     """
 
     name: str
@@ -150,25 +150,25 @@ def named(flights: Sequence[Flight], steps: dict[int, Interval],
           collectives: Sequence[dict[str, Any]]) -> tuple[Flight, ...]:
     """Return the flights that begin in steps, sorted by start, with groups and sizes from the counted step.
 
-    If a step has other collectives than the counted step, its flights keep only what the trace says.
+    If a step has other collectives than the counted step, its flights have only the data of the trace.
 
     Args:
         flights: flights in the order of their calls.
         collectives: collectives of the counted step, in order; see engine/step_trace.py.
     """
-    labelled: list[Flight] = []
+    labeled: list[Flight] = []
     for number, (start, end) in sorted(steps.items()):
-        own = [flight for flight in flights if start <= flight.start < end]
-        same = len(own) == len(collectives) and all(
-            _may_be(flight.kind, kind_of(call["kind"])) for flight, call in zip(own, collectives, strict=True))
-        for i, flight in enumerate(own):
+        in_step = [flight for flight in flights if start <= flight.start < end]
+        same = len(in_step) == len(collectives) and all(
+            _may_be(flight.kind, kind_of(call["kind"])) for flight, call in zip(in_step, collectives, strict=True))
+        for i, flight in enumerate(in_step):
             flight = replace(flight, step=number)
             if same:
                 call = collectives[i]
                 flight = replace(flight, kind=kind_of(call["kind"]), group=call["axes"], size=call["bytes"],
                                  ranks=tuple(call["ranks"]), peer=call.get("peer"))
-            labelled.append(flight)
-    return tuple(sorted(labelled, key=lambda flight: flight.start))
+            labeled.append(flight)
+    return tuple(sorted(labeled, key=lambda flight: flight.start))
 
 
 def _may_be(traced: str, counted: str) -> bool:
@@ -194,10 +194,10 @@ def operators(events: Sequence[Event], main: int | str, span: Span) -> list[Inte
     """
     threads = grouped((event.tid, event) for event in events if event.cat == _OPERATORS)
     computing: list[Interval] = []
-    for thread, own in threads.items():
-        if thread == main or any(event.name.startswith(_AUTOGRAD) for event in own):
-            begins = sorted(event.ts for event in own)
-            computing += [span(event) for event in own if computes(event) or _is_leaf(event, begins)]
+    for thread, thread_events in threads.items():
+        if thread == main or any(event.name.startswith(_AUTOGRAD) for event in thread_events):
+            begins = sorted(event.ts for event in thread_events)
+            computing += [span(event) for event in thread_events if computes(event) or _is_leaf(event, begins)]
     return union(computing)
 
 
@@ -227,8 +227,8 @@ def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], 
     for kind, (start, end) in calls:
         is_paired = kind in ("send", "recv")
         waiting = lists[is_paired]
-        chosen = next((i for i, (other, work) in enumerate(waiting)
-                       if work[0] >= start and (other == kind or not is_paired)), None)
+        chosen = next((i for i, (work_kind, work) in enumerate(waiting)
+                       if work[0] >= start and (work_kind == kind or not is_paired)), None)
         if chosen is not None:
             end = max(end, waiting.pop(chosen)[1][1])
             # Earlier works began before this call, so no later call can match them either.

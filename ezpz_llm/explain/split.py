@@ -2,7 +2,7 @@
 
 Every moment is assigned to one part, in this order: work between steps; exposed communication (collectives in
 flight while nothing computes); the phases; the rest. If several collectives are in flight, the moment is assigned
-to the one that was called first.
+to the collective that was called first.
 """
 
 from __future__ import annotations
@@ -209,11 +209,11 @@ def _parts(trace: RankTrace) -> _Parts:
                   {name: total(assigned[name]) for name in CATEGORIES}, pieces, by_step)
 
 
-def _split(parts: _Parts, known: Sequence[Wait | None]) -> RankSplit:
+def _split(parts: _Parts, waits: Sequence[Wait | None]) -> RankSplit:
     trace = parts.trace
     waited_for: dict[int, float] = defaultdict(float)
     waited = []
-    for piece, wait in zip(parts.pieces, known, strict=True):
+    for piece, wait in zip(parts.pieces, waits, strict=True):
         seconds = 0.0 if wait is None else total(intersect(piece, wait.spans))
         waited.append(seconds)
         if wait is not None and seconds:
@@ -288,7 +288,7 @@ def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
 
 def _keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
     """Yield a key for each flight that identifies the collective on all of its ranks: step, ranks, number."""
-    seen: Counter[Any] = Counter()
+    counts: Counter[Any] = Counter()
     for flight in flights:
         ranks, place = flight.ranks, "all"
         if flight.kind in PAIRED:
@@ -296,8 +296,8 @@ def _keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
             way = () if flight.peer is None else (rank, flight.peer)
             ranks, place = way if flight.kind == "send" else way[::-1], "->"
         key = (flight.step, ranks, place)
-        yield (*key, seen[key]) if ranks else None
-        seen[key] += 1
+        yield (*key, counts[key]) if ranks else None
+        counts[key] += 1
 
 
 _SLOW = 0.5
@@ -328,10 +328,10 @@ def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
         rates: dict[str, float] = {}
         for link in links:
             rates[link[way]] = max(rates.get(link[way], 0.0), link["rate"])
-        for host, rate in rates.items():
-            others = [other for name, other in rates.items() if name != host]
-            if others and rate < _SLOW * statistics.median(others):
-                slow.append(SlowLink(f"{host} {verb}", host, rate, statistics.median(others)))
+        for hostname, rate in rates.items():
+            other_rates = [other_rate for name, other_rate in rates.items() if name != hostname]
+            if other_rates and rate < _SLOW * statistics.median(other_rates):
+                slow.append(SlowLink(f"{hostname} {verb}", hostname, rate, statistics.median(other_rates)))
     return min(slow, key=lambda link: link.rate / link.usual, default=None)
 
 
@@ -351,17 +351,17 @@ def common_clock(traces: Sequence[RankTrace], collectives: Collection[Collective
     """
     first = traces[0]
     zeros = {trace.rank: trace.began - first.began for trace in traces}
-    hosts = {trace.rank: trace.host for trace in traces}
+    nodes = {trace.rank: trace.host for trace in traces}
     together = sorted((collective for collective in collectives if collective[0][1].kind == "all_reduce"),
                       key=lambda collective: min(flight.end - flight.start for _, flight in collective))
     ahead = {first.host: 0.0}
-    for host in set(hosts.values()) - {first.host}:
+    for hostname in set(nodes.values()) - {first.host}:
         offsets = []
         for collective in together:
-            here, there = ([zeros[rank] + flight.end for rank, flight in collective if hosts[rank] == node]
-                           for node in (first.host, host))
-            if here and there:
-                offsets.append(max(there) - max(here))
+            ends, node_ends = ([zeros[rank] + flight.end for rank, flight in collective if nodes[rank] == node]
+                               for node in (first.host, hostname))
+            if ends and node_ends:
+                offsets.append(max(node_ends) - max(ends))
         trusted = offsets[:max(1, len(offsets) // _TRUSTED)]
-        ahead[host] = statistics.median(trusted) if trusted else 0.0
-    return {rank: zero - ahead[hosts[rank]] for rank, zero in zeros.items()}
+        ahead[hostname] = statistics.median(trusted) if trusted else 0.0
+    return {rank: zero - ahead[nodes[rank]] for rank, zero in zeros.items()}

@@ -17,7 +17,7 @@ _ENOUGH_TO_DRIFT = 8
 _PAUSE = 3.0
 """Ratio to the median above which a step is a pause."""
 _DRIFT = 1.1
-"""Minimum ratio of the last quarter's mean to that of the first."""
+"""Minimum ratio of the last quarter's mean to the first quarter's."""
 _UNSTEADY = 1.25
 """Minimum ratio of the 90th to the 10th percentile. Idle machines have 1.1 or less."""
 _LOW = 0.2
@@ -74,19 +74,19 @@ def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace
         ranks: world size.
         can_trace: False for other programs, which have no --trace-steps.
     """
-    kept = steady(rows)
-    kept = kept[np.isfinite(kept.column("step_time_s"))]
-    if len(kept) < _ENOUGH or whole_s <= 0:
+    timed = steady(rows)
+    timed = timed[np.isfinite(timed.column("step_time_s"))]
+    if len(timed) < _ENOUGH or whole_s <= 0:
         return []
-    return [Cause(kind, what, seconds, seconds / whole_s, advice)
-            for kind, what, seconds, advice in _candidates(rows, kept, ranks, can_trace) if seconds > 0]
+    return [Cause(kind, text, seconds, seconds / whole_s, advice)
+            for kind, text, seconds, advice in _candidates(rows, timed, ranks, can_trace) if seconds > 0]
 
 
-def _candidates(rows: History, kept: History, ranks: int,
+def _candidates(rows: History, steady_rows: History, ranks: int,
                 can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
-    times = kept.column("step_time_s")
+    times = steady_rows.column("step_time_s")
     median = float(np.median(times))
-    first = rows[rows.steps < kept.steps[0]].column("step_time_s")
+    first = rows[rows.steps < steady_rows.steps[0]].column("step_time_s")
     first = first[np.isfinite(first)]
     yield ("first_steps", f"the first {len(first)} steps are slower than the median step",
            float(np.sum(first - median)) if len(first) else 0.0,
@@ -99,7 +99,7 @@ def _candidates(rows: History, kept: History, ranks: int,
                ("check if a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
                 "check for other jobs on the nodes and for file systems that stall: ezpz-llm doctor, "
                 "launch --preflight"))
-    calm = kept[~paused]
+    calm = steady_rows[~paused]
     times = calm.column("step_time_s")
     quarters = np.array_split(times, 4)
     begin, end = float(np.mean(quarters[0])), float(np.mean(quarters[-1]))

@@ -89,10 +89,10 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
         if key != "traceEvents":
             members[key] = text.value()
             continue
-        for read in text.items():
-            if not isinstance(read, dict) or read.get("ph") != "X" or read.get("cat") not in LOOKED_AT:
+        for entry in text.items():
+            if not isinstance(entry, dict) or entry.get("ph") != "X" or entry.get("cat") not in LOOKED_AT:
                 continue
-            event = _event(read, threads, where)
+            event = _event(entry, threads, where)
             if event.cat in LAUNCHES:
                 launches[event.correlation] = event.ts
                 continue
@@ -110,34 +110,34 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
     return {**members, "traceEvents": events, "launches": launches}
 
 
-def _event(read: dict[str, Any], threads: dict[int | str, int | str], where: str) -> Event:
+def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: str) -> Event:
     kinds_of: dict[str, Any] = {"name": str, "ts": _NUMBER, "dur": _NUMBER, "tid": _ID}
-    values: list[Any] = [read.get(key) for key in kinds_of]
+    values: list[Any] = [entry.get(key) for key in kinds_of]
     for (key, kinds), value in zip(kinds_of.items(), values, strict=True):
         if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MOST_US < value < _MOST_US):
             raise UserError(f"{key} of an event is {shown(value)}", where=where, instead=_AGAIN)
     name, ts, dur, tid = values
     # Millions of events share a few names and threads: keep each string once.
-    event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(read["cat"]))
-    arguments = read.get("args")
+    event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(entry["cat"]))
+    arguments = entry.get("args")
     if event.cat not in (*DEVICE, *LAUNCHES) or not isinstance(arguments, dict):
         return event
     correlation = arguments.get("correlation")
-    known = {key: arguments[key] for key, kind in _ARGUMENTS.items() if isinstance(arguments.get(key), kind)}
+    valid = {key: arguments[key] for key, kind in _ARGUMENTS.items() if isinstance(arguments.get(key), kind)}
     return event._replace(correlation=correlation if isinstance(correlation, _ID) else None,
-                          args=known or event.args)
+                          args=valid or event.args)
 
 
 def _limited(file: TextIO, where: str) -> Callable[[int], str]:
     """Return a function that reads the next characters of a trace, up to MOST_CHARACTERS."""
-    left = MOST_CHARACTERS
+    remaining = MOST_CHARACTERS
 
     def read(size: int) -> str:
         """Read the next `size` characters."""
-        nonlocal left
+        nonlocal remaining
         part = file.read(size)
-        left -= len(part)
-        if left < 0:
+        remaining -= len(part)
+        if remaining < 0:
             raise UserError(f"this trace is larger than {MOST_CHARACTERS >> 30} GiB (unpacked)", where=where,
                             instead=_FEWER)
         return part
@@ -182,7 +182,7 @@ def read_trace(path: Path) -> RankTrace:
     """Read a `trace-rankNNNN.json.gz`.
 
     Raises:
-        UserError: the file is damaged, or was not written by our trainer.
+        UserError: the file is damaged, or was not written by ezpz_llm's trainer.
     """
     return rank_trace(load_trace(path), where=str(path))
 

@@ -78,8 +78,8 @@ def _checked(global_batch: int, micro_batch: int, accumulation: int, dp_size: in
         return Batch(global_batch, micro_batch, accumulation, dp_size)
     problem = (f"a global batch of {global_batch} is not micro batch {micro_batch} x accumulation {accumulation} x "
              f"{dp_size} data-parallel ranks = {product}")
-    ranks, rest = divmod(global_batch, micro_batch * accumulation)
-    if rest == 0 and dp_size == 1:
+    ranks, remainder = divmod(global_batch, micro_batch * accumulation)
+    if remainder == 0 and dp_size == 1:
         # With a world size of 1, the program was almost certainly started without its launcher.
         raise UserError(problem, where=where, instead=f"start {ranks} ranks (launch -n {ranks} …), or set only two "
                                                       "of the three numbers")

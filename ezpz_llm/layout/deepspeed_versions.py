@@ -79,9 +79,9 @@ def require_support(layout: Layout) -> None:
                            (stage == 3, _STAGE_3), (is_pipeline, _PIPELINE),
                            (offloaded[0] is not None, _OFFLOAD_OPTIMIZER), ("nvme" in offloaded, _NVME)):
         for module in names if is_used else ():
-            words = _words(module)
+            source_words = _source_words(module)
             for name in names[module]:
-                if not words.issuperset(name.split(".")):
+                if not source_words.issuperset(name.split(".")):
                     raise _missing_name(f"{module}.{name}", layout)
 
 
@@ -104,7 +104,7 @@ def _incorrect(problem: str, layout: Layout, version: str, layout_option: str) -
 
 
 @functools.cache
-def _words(module: str) -> frozenset[str]:
+def _source_words(module: str) -> frozenset[str]:
     """Return the words in a module's source; none if there is no such module."""
     package, *names = module.split(".")
     spec = importlib.util.find_spec(package)
@@ -117,9 +117,9 @@ def _words(module: str) -> frozenset[str]:
 
 
 def _missing_name(name: str, layout: Layout) -> UserError:
-    version, wanted = installed("deepspeed"), tested_range("deepspeed")
+    version, supported = installed("deepspeed"), tested_range("deepspeed")
     if version is None:
         return UserError("deepspeed is not installed in this Python", where=sys.executable,
-                         instead=f"pip install '{wanted}', or --ds-config ddp or fsdp2")
+                         instead=f"pip install '{supported}', or --ds-config ddp or fsdp2")
     return UserError(f"deepspeed {version} has no {name}, which layout {layout.name} uses", where=sys.executable,
-                     instead=f"pip install '{wanted}', the range that ezpz_llm is tested with")
+                     instead=f"pip install '{supported}', the range that ezpz_llm is tested with")

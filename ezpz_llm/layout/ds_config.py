@@ -50,8 +50,8 @@ class Table:
 @functools.cache
 def table() -> Table:
     """Return the table that comes with the package."""
-    read = read_json(Path(__file__).with_name("deepspeed_keys.json"))
-    return Table(read["deepspeed"], read["keys"], read["aliases"])
+    stored = read_json(Path(__file__).with_name("deepspeed_keys.json"))
+    return Table(stored["deepspeed"], stored["keys"], stored["aliases"])
 
 
 def newer_deepspeed() -> str | None:
@@ -156,11 +156,11 @@ def load(name_or_path: str) -> DsConfig:
     if not isinstance(values, dict):
         raise UserError("a ds_config must be a JSON object", where=str(path),
                         instead='{"zero_optimization": {"stage": 1}}')
-    ours = values.pop(OUR_BLOCK, {})
+    block = values.pop(OUR_BLOCK, {})
     warnings: list[str] = []
     values = _checked(values, table().keys, path, "", warnings)
-    _block(ours, OUR_KEYS, path, OUR_BLOCK, warnings)
-    return DsConfig(path.stem, path, values, ours, tuple(warnings))
+    _block(block, OUR_KEYS, path, OUR_BLOCK, warnings)
+    return DsConfig(path.stem, path, values, block, tuple(warnings))
 
 
 def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
@@ -177,13 +177,13 @@ def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
     return value
 
 
-def _checked(values: Mapping[str, Any], known: Keys, path: Path, prefix: str,
+def _checked(values: Mapping[str, Any], keys: Keys, path: Path, prefix: str,
              warnings: list[str]) -> dict[str, Any]:
     """Return a block with aliases replaced by DeepSpeed's primary keys and values converted as DeepSpeed does."""
     aliases = table().aliases.get(prefix.rstrip("."), {})
     checked: dict[str, Any] = {}
-    for written, value in values.items():
-        key = aliases.get(written, written)
+    for spelling, value in values.items():
+        key = aliases.get(spelling, spelling)
         place = prefix + key
         if key in checked:
             names = sorted(name for name in values if aliases.get(name, name) == key)
@@ -192,20 +192,20 @@ def _checked(values: Mapping[str, Any], known: Keys, path: Path, prefix: str,
         if place in REMOVED:
             raise UserError(f"DeepSpeed 0.19 has removed {REMOVED[place]}", where=f"{place} in {path}",
                             instead="delete the key")
-        if key not in known:
-            _unknown_key(key, known, path, prefix, warnings)
+        if key not in keys:
+            _unknown_key(key, keys, path, prefix, warnings)
             checked[key] = value
-        elif isinstance(kind := known[key], str):
+        elif isinstance(kind := keys[key], str):
             checked[key] = _value(value, kind, path, place)
         elif value is not None:  # DeepSpeed treats null as a missing block
             checked[key] = _block(value, kind, path, place, warnings)
     return checked
 
 
-def _unknown_key(key: str, known: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
+def _unknown_key(key: str, keys: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
     """Raise the error for an unknown key, or warn if the installed DeepSpeed is newer than the table."""
-    everywhere = [*known, *(() if prefix else (OUR_BLOCK,))]
-    error = unknown("key", key, everywhere, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
+    valid = [*keys, *(() if prefix else (OUR_BLOCK,))]
+    error = unknown("key", key, valid, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
     newer = newer_deepspeed()
     if newer is None or prefix.startswith(OUR_BLOCK):
         raise error
@@ -222,9 +222,9 @@ def _value(value: Any, kind: str, path: Path, place: str) -> Any:
         raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed requires {error}", where=str(path)) from None
 
 
-def _block(value: Any, known: Keys, path: Path, place: str, warnings: list[str]) -> dict[str, Any]:
+def _block(value: Any, keys: Keys, path: Path, place: str, warnings: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{place} is {json.dumps(value)}, not a block", where=str(path),
                         instead='"zero_optimization": {"stage": 1}' if place == "zero_optimization" else
                         f'"{place}": {{…}}')
-    return _checked(value, known, path, place + ".", warnings)
+    return _checked(value, keys, path, place + ".", warnings)

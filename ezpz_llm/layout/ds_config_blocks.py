@@ -46,7 +46,7 @@ class Given:
     """Settings of a run in a block, by the names of TrainConfig.
 
     `values` are set in the block, `defaults` are DeepSpeed's defaults for missing keys, `of_peak` are learning
-    rates as fractions of the peak. Keys with the value "auto" are in none of them; the run sets them.
+    rates as fractions of the peak. Keys with the value "auto" are omitted; the run sets them.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -61,9 +61,9 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
     Raises:
         UserError: it is not AdamW, or has a parameter that AdamW here does not support.
     """
-    given = Given()
+    result = Given()
     if not block:
-        return given
+        return result
     where = f"optimizer in {config.path}"
     kind, params = block.get("type"), _params(block, where)
     if kind is None:
@@ -79,21 +79,21 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
         _check_parameter(name, value, where)
     for name in ("lr", "eps", "weight_decay"):
         if name in params:
-            given.values[name] = float(number(params[name], f"optimizer.params.{name}", config))
+            result.values[name] = float(number(params[name], f"optimizer.params.{name}", config))
     if "betas" in params:
-        given.values.update(_betas(params["betas"], config))
+        result.values.update(_betas(params["betas"], config))
     defaults = {**ADAM_DEFAULTS, **({"weight_decay": TORCH_ADAM_DECAY} if params.get("torch_adam") is True else {})}
     for name, value in defaults.items():
         key = "betas" if name.startswith("beta") else name
-        if name not in given.values and f"optimizer.params.{key}" not in autos:
-            given.defaults[name] = value
+        if name not in result.values and f"optimizer.params.{key}" not in autos:
+            result.defaults[name] = value
     without_effect = [name for name in params if name in _WITHOUT_EFFECT]
     if block.get("legacy_fusion"):
         without_effect.append("legacy_fusion")
     if without_effect:
-        given.notes.append(f"{', '.join(without_effect)} of the optimizer in {config.path.name}: ignored, because "
-                           "the layout and --optimizer choose the implementation of AdamW")
-    return given
+        result.notes.append(f"{', '.join(without_effect)} of the optimizer in {config.path.name}: ignored, because "
+                            "the layout and --optimizer choose the implementation of AdamW")
+    return result
 
 
 def _params(block: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -110,9 +110,9 @@ def _check_parameter(name: str, value: Any, where: str) -> None:
     if name in _FIXED and value != _FIXED[name]:
         raise UserError(f"{name} is {json.dumps(value)}; supported: {json.dumps(_FIXED[name])}", where=where,
                         instead=f"delete the key to use {json.dumps(_FIXED[name])}")
-    known = (*_READ, *_FIXED, *_WITHOUT_EFFECT)
-    if name not in known:
-        raise unknown("parameter", name, known, where=where)
+    supported = (*_READ, *_FIXED, *_WITHOUT_EFFECT)
+    if name not in supported:
+        raise unknown("parameter", name, supported, where=where)
 
 
 def _betas(value: Any, config: DsConfig) -> dict[str, float]:
@@ -129,27 +129,27 @@ def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], conf
     Raises:
         UserError: an unsupported type or parameter, or a number that DeepSpeed rejects.
     """
-    given = Given()
+    result = Given()
     if not block:
-        return given
+        return result
     where = f"scheduler in {config.path}"
     kind, params = block.get("type"), _params(block, where)
     if kind is None:
         raise UserError("the scheduler has no type", where=where, instead=f'"type": {_or(_SCHEDULERS)}')
     if kind not in _SCHEDULERS:
-        why = f" ({_UNSUPPORTED[kind]})" if kind in _UNSUPPORTED else ""
-        raise UserError(f"the scheduler is {kind}{why}; supported: {', '.join(_SCHEDULERS)}", where=where,
+        reason = f" ({_UNSUPPORTED[kind]})" if kind in _UNSUPPORTED else ""
+        raise UserError(f"the scheduler is {kind}{reason}; supported: {', '.join(_SCHEDULERS)}", where=where,
                         instead=f'"type": {_or(_SCHEDULERS)}, or delete the block and pass --schedule')
-    known = _SCHEDULERS[kind]
+    supported = _SCHEDULERS[kind]
     for name in params:
-        if name not in known:
-            raise unknown("parameter", name, known, where=where)
+        if name not in supported:
+            raise unknown("parameter", name, supported, where=where)
     if params.get("last_batch_iteration", -1) != -1:
         raise UserError(f"last_batch_iteration is {json.dumps(params['last_batch_iteration'])}", where=where,
                         instead="delete the key: a resumed run continues the schedule at its step")
-    given.values["schedule"] = kind
-    _read_schedule(given, params, autos, config, kind)
-    return given
+    result.values["schedule"] = kind
+    _read_schedule(result, params, autos, config, kind)
+    return result
 
 
 _STEPS = {"warmup_num_steps": "warmup_steps", "total_num_steps": "decay_steps"}
@@ -157,7 +157,7 @@ _RATES = {"warmup_min_lr": "warmup_min_lr", "warmup_max_lr": "lr"}
 _RATIOS = {"warmup_min_ratio": ("warmup_min_lr", 0.0), "cos_min_ratio": ("min_lr", COS_MIN_RATIO)}
 
 
-def _read_schedule(given: Given, params: Mapping[str, Any], autos: Collection[str], config: DsConfig,
+def _read_schedule(settings: Given, params: Mapping[str, Any], autos: Collection[str], config: DsConfig,
                    kind: str) -> None:
     for key in _SCHEDULERS[kind]:
         place = f"scheduler.params.{key}"
@@ -165,29 +165,29 @@ def _read_schedule(given: Given, params: Mapping[str, Any], autos: Collection[st
             steps = number(params[key], place, config, whole=True)
             if steps < 1:
                 raise UserError(f"{place} is {steps}", where=str(config.path), instead="1 or more")
-            given.values[_STEPS[key]] = steps
+            settings.values[_STEPS[key]] = steps
         elif key in _RATES and params.get(key) is not None:
-            given.values[_RATES[key]] = float(number(params[key], place, config))
+            settings.values[_RATES[key]] = float(number(params[key], place, config))
         elif key in _RATIOS and place not in autos:
             name, default = _RATIOS[key]
             if key not in params:
-                given.notes.append(f"{place} is missing in {config.path.name}: using DeepSpeed's default, "
-                                   f"{default:g}")
-            given.of_peak[name] = float(number(params.get(key, default), place, config))
+                settings.notes.append(f"{place} is missing in {config.path.name}: using DeepSpeed's default, "
+                                      f"{default:g}")
+            settings.of_peak[name] = float(number(params.get(key, default), place, config))
         elif key == "warmup_type" and key in params:
             if params[key] not in ("log", "linear"):
                 raise UserError(f"{place} is {json.dumps(params[key])}", where=str(config.path),
                                 instead='"log" or "linear"')
-            given.values[key] = params[key]
+            settings.values[key] = params[key]
         elif key == "total_num_steps" and place not in autos:
             raise UserError(f"{kind} requires total_num_steps", where=str(config.path),
                             instead='"total_num_steps": "auto" for all steps of the run, or a number of steps')
     missing = {"warmup_steps": "warmup_num_steps", "warmup_type": "warmup_type", "warmup_min_lr": "warmup_min_lr"}
     for name, key in missing.items():
-        if key in _SCHEDULERS[kind] and name not in given.values and f"scheduler.params.{key}" not in autos:
-            given.defaults[name] = WARMUP_DEFAULTS[name]
-    if kind == "WarmupDecayLR" and "lr" not in given.values and "scheduler.params.warmup_max_lr" not in autos:
-        given.defaults["lr"] = DECAY_LR_PEAK
+        if key in _SCHEDULERS[kind] and name not in settings.values and f"scheduler.params.{key}" not in autos:
+            settings.defaults[name] = WARMUP_DEFAULTS[name]
+    if kind == "WarmupDecayLR" and "lr" not in settings.values and "scheduler.params.warmup_max_lr" not in autos:
+        settings.defaults["lr"] = DECAY_LR_PEAK
 
 
 def _or(names: Collection[str]) -> str:
@@ -201,7 +201,7 @@ _BLOCKS = ("bf16", "bfloat16", "fp16", "torch_autocast")
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """Settings of fp16's dynamic loss scale; the defaults are those of torch.amp.GradScaler.
+    """Settings of fp16's dynamic loss scale; the defaults are the same as torch.amp.GradScaler's.
 
     An overflow halves the scale, except for the first `hysteresis` - 1 overflows since it last rose (with
     `consecutive`: the first in a row). `window` steps without overflow double it. An overflow below `least` ends

@@ -31,7 +31,7 @@ class _Rule:
 
     key: str
     allowed: tuple[Any, ...]
-    why: str
+    reason: str
 
 
 _OFF = (False, None)
@@ -128,39 +128,39 @@ def split_ds_config(config: DsConfig) -> RunOverrides:
     if autos:
         overrides.notes.append(f"\"auto\" in {config.path.name} is set by the run or by DeepSpeed: "
                             f"{', '.join(autos)}")
-    rest = overrides.rest
+    remaining = overrides.rest
     for name, key in BATCH_KEYS.items():
-        if (value := rest.pop(key, None)) is not None:
+        if (value := remaining.pop(key, None)) is not None:
             overrides.batch[name] = number(value, key, config, whole=True)
-    if (clip := rest.pop("gradient_clipping", None)) is not None:
+    if (clip := remaining.pop("gradient_clipping", None)) is not None:
         overrides.clip = number(clip, "gradient_clipping", config)
-    overrides.precision = read_precision(rest, autos, config)
-    overrides.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
-    overrides.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
+    overrides.precision = read_precision(remaining, autos, config)
+    overrides.optimizer = read_optimizer(remaining.get("optimizer"), autos, config)
+    overrides.scheduler = read_scheduler(remaining.get("scheduler"), autos, config)
     overrides.notes += [*overrides.precision.notes, *overrides.optimizer.notes, *overrides.scheduler.notes]
-    for name, dtype in (("grad_accum_dtype", rest.get("data_types", {}).get("grad_accum_dtype")),
-                        ("reduce_dtype", rest.get("communication_data_type"))):
+    for name, dtype in (("grad_accum_dtype", remaining.get("data_types", {}).get("grad_accum_dtype")),
+                        ("reduce_dtype", remaining.get("communication_data_type"))):
         if dtype is not None:
             overrides.gradients[name] = dtype
-    pipeline = rest.get("pipeline", {})
+    pipeline = remaining.get("pipeline", {})
     overrides.recompute = pipeline.get("activation_checkpoint_interval")
     if pipeline.get("partition") == "uniform":
         overrides.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are balanced by "
                             "parameters, which gives equal blocks the same number per stage")
-    overrides.notes += [f"{key} of {config.path.name}: {what}" for key, what in _WITHOUT_EFFECT.items()
-                     if rest.pop(key, None) not in (None, False, {})]
+    overrides.notes += [f"{key} of {config.path.name}: {note}" for key, note in _WITHOUT_EFFECT.items()
+                     if remaining.pop(key, None) not in (None, False, {})]
     for name, key in (("csv_monitor", "output_path"), ("tensorboard", "output_path"),
                       ("flops_profiler", "output_file")):
-        if rest.get(name, {}).get("enabled") and (path := rest[name].get(key)):
+        if remaining.get(name, {}).get("enabled") and (path := remaining[name].get(key)):
             overrides.notes.append(f"{name} of {config.path.name} writes to {path}, outside the run directory; "
                                 f"delete {key} to write into the run directory")
     for name, value in translated_degrees(config).items():
-        key, what = _DEGREES[name]
-        overrides.notes.append(f"{key} {value} of {config.path.name} becomes {name} {value}: {what}")
+        key, note = _DEGREES[name]
+        overrides.notes.append(f"{key} {value} of {config.path.name} becomes {name} {value}: {note}")
     for key in ("activation_checkpointing", "bf16", "bfloat16", "communication_data_type", "data_types", "fp16",
                 "optimizer", "pipeline", "scheduler", "sequence_parallel_size", "tensor_parallel",
                 "torch_autocast"):
-        rest.pop(key, None)  # the rules allowed only what the run does anyway, or ezpz_llm's own layers do it
+        remaining.pop(key, None)  # the rules allowed only what the run does anyway, or ezpz_llm's own layers do it
     return overrides
 
 
@@ -176,10 +176,10 @@ def translated_degrees(config: DsConfig) -> dict[str, int]:
         if value in (_ABSENT, None, "auto") or (value == 0 and name == "tp"):
             continue
         value = number(value, key, config, whole=True)
-        ours = config.ours.get(name, value)
-        if value < 1 or ours != value:
-            other = "" if ours == value else f', and {name} in "ezpz_llm" is {ours}'
-            raise UserError(f"{key} is {value}{other}", where=str(config.path),
+        degree = config.ours.get(name, value)
+        if value < 1 or degree != value:
+            contradiction = "" if degree == value else f', and {name} in "ezpz_llm" is {degree}'
+            raise UserError(f"{key} is {value}{contradiction}", where=str(config.path),
                             instead=f'"{name}": N in "ezpz_llm", without {key}')
         if value > 1 and name not in config.ours:
             degrees[name] = value
@@ -193,7 +193,7 @@ def _apply_rules(config: DsConfig) -> None:
             continue
         allowed = " or ".join(json.dumps(choice) for choice in rule.allowed if choice is not None) or "no value"
         raise UserError(f"{rule.key} is {json.dumps(value)}; supported here: {allowed}", where=str(config.path),
-                        instead=f"delete the key ({rule.why})")
+                        instead=f"delete the key ({rule.reason})")
 
 
 _ABSENT = object()

@@ -70,7 +70,7 @@ def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, wo
                        for block in _BLOCKS if block in zero}}
     if layout.zero.offload_optimizer == "nvme":
         block = zero["offload_optimizer"]
-        # Buffers for the sub-group in memory, the one being read ahead, and the one being written.
+        # Buffers for the sub-group in memory, the sub-group being read ahead, and the sub-group being written.
         _at_least(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
                   "a sub-group has weights, gradients and two moments")
     if layout.zero.offload_param == "nvme":
@@ -88,10 +88,10 @@ def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, wo
     return zero
 
 
-def _at_least(block: dict[str, Any], key: str, minimum: int, where: str, why: str) -> None:
+def _at_least(block: dict[str, Any], key: str, minimum: int, where: str, reason: str) -> None:
     """Set a missing value to the minimum, and reject a smaller one."""
     if block.setdefault(key, minimum) < minimum:
-        raise UserError(f"{key} is {block[key]:.0f} and must be at least {minimum}: {why}", where=where,
+        raise UserError(f"{key} is {block[key]:.0f} and must be at least {minimum}: {reason}", where=where,
                         instead="delete the key to use the computed value")
 
 
@@ -151,10 +151,11 @@ def _smaller_buckets(layout: Layout, model: ModelConfig | None) -> dict[str, tup
     """Return a bucket size with which reductions begin early in the backward pass."""
     if model is None:
         return {"reduce_bucket_size": (_MAX_OVERLAPPED, "100 MB of fp32, reduced during the backward pass")}
-    kept = held_parameters(layout, model, 0)
-    size = min(kept, max(_MIN_OVERLAPPED, min(_MAX_OVERLAPPED, kept // _BUCKETS_PER_PASS)))
-    why = "an eighth of a rank's model" if size == kept // _BUCKETS_PER_PASS else f"{4 * size / 1e6:.3g} MB of fp32"
-    return {"reduce_bucket_size": (size, f"{why}, reduced during the backward pass")}
+    count = held_parameters(layout, model, 0)
+    size = min(count, max(_MIN_OVERLAPPED, min(_MAX_OVERLAPPED, count // _BUCKETS_PER_PASS)))
+    reason = (f"{4 * size / 1e6:.3g} MB of fp32" if size != count // _BUCKETS_PER_PASS else
+              "an eighth of a rank's model")
+    return {"reduce_bucket_size": (size, f"{reason}, reduced during the backward pass")}
 
 
 def _avoid_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:
@@ -173,9 +174,9 @@ def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, st
                           ("reduce_bucket_size", "allgather_bucket_size"), (_MAX_BUCKET, "200 MB of fp32"))
     if model is not None:
         shapes = parameter_shapes(model)
-        kept = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
-        if kept < _MAX_BUCKET:
-            sizes = dict.fromkeys(sizes, (kept, "a rank's whole model"))
+        elements = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+        if elements < _MAX_BUCKET:
+            sizes = dict.fromkeys(sizes, (elements, "a rank's whole model"))
         if layout.zero.stage == 3:
             block = sum(prod(shape) for name, shape in shapes.items() if name.startswith("transformer.h.0."))
             sizes["stage3_prefetch_bucket_size"] = (

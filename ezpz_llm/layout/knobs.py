@@ -217,9 +217,9 @@ def check_shard_within(case: Case) -> Found:
                       "number of ranks per node", ("shard_within", "ranks"), ("shard_within", "ranks"))
 
 
-def _shard(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _shard(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     stage, share = layout.shard_stage(), -(-whole // peers)
-    states = dict(kept)
+    states = dict(states)
     sharded: tuple[tuple[Kind, int], ...] = (("parameters", 3), ("gradients", 2), ("optimizer", 1))
     for kind, since in sharded:
         if stage >= since:
@@ -233,36 +233,36 @@ def _shard(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -
 _OFFLOADED: Mapping[str, Where] = {"cpu": "host", "nvme": "files"}
 
 
-def _offload_optimizer(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _offload_optimizer(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     if layout.zero.offload_optimizer is None:
-        return dict(kept)
+        return dict(states)
     place = _OFFLOADED[layout.zero.offload_optimizer]
-    moved: dict[Kind, State] = {kind: replace(state, where=place) for kind, state in kept.items()
+    moved: dict[Kind, State] = {kind: replace(state, where=place) for kind, state in states.items()
                                 if kind in ("optimizer", "copy")}
     # DeepSpeed keeps offloaded gradients in CPU memory even if the optimizer state is in files.
-    return {**kept, "gradients": State("host", 4, -(-whole // peers)), **moved}
+    return {**states, "gradients": State("host", 4, -(-whole // peers)), **moved}
 
 
-def _offload_param(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _offload_param(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     if layout.zero.offload_param is None:
-        return dict(kept)
-    return {**kept, "parameters": replace(kept["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
+        return dict(states)
+    return {**states, "parameters": replace(states["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
 
 
-def _second_copy(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _second_copy(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     size = layout.zero.hpz_partition_size
     if size == 1:
-        return dict(kept)
+        return dict(states)
     place: Where = "device" if layout.zero.offload_param is None else "host"
     # The copy has the parameters' dtype.
-    return {**kept, "secondary": State(place, kept["parameters"].itemsize, -(-whole // min(size, peers)))}
+    return {**states, "secondary": State(place, states["parameters"].itemsize, -(-whole // min(size, peers)))}
 
 
-def _shard_in_groups(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _shard_in_groups(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     size = layout.zero.shard_within
     if size is None:
-        return dict(kept)
-    return {kind: replace(state, elements=-(-whole // min(size, peers))) for kind, state in kept.items()}
+        return dict(states)
+    return {kind: replace(state, elements=-(-whole // min(size, peers))) for kind, state in states.items()}
 
 
 def _shard_traffic(volume: Mapping[str, int], layout: Layout, micro_steps: int, peers: int) -> dict[str, int]:
@@ -325,11 +325,11 @@ SIZES = frozenset({
 
 def uncertified(values: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return the keys of a ds_config's block "zero_optimization" that no certificate covers."""
-    known = {knob.key.split(".")[1] for knob in KNOBS} | SIZES | {"cpu_offload"}
+    certified = {knob.key.split(".")[1] for knob in KNOBS} | SIZES | {"cpu_offload"}
     return [*(f"{knob.name} {knob.shown(layout)}" for knob in KNOBS
               if not knob.certified and knob.is_set(layout)),
             *(key for key, value in values.get("zero_optimization", {}).items()
-              if key not in known and value is not None)]
+              if key not in certified and value is not None)]
 
 
 def knob_rows() -> list[tuple[str, ...]]:

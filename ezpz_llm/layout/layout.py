@@ -119,10 +119,10 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
         UserError: an invalid value, or two that contradict each other.
     """
     place = f"{OUR_BLOCK} in {config.path}"
-    given = {"tp": tp, "pp": pp, "sp": sp}
+    arguments = {"tp": tp, "pp": pp, "sp": sp}
     translated = translated_degrees(config)
     degrees = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         where = place if value is None else f"--{name}"
         value = config.ours.get(name, translated.get(name, 1)) if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -143,17 +143,17 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     return Layout(config.name, engine, options, partition=partition, **degrees)
 
 
-def _shard_within(config: DsConfig, given: int | None, place: str) -> int | None:
-    value, where = (config.ours.get("shard_within"), place) if given is None else (given, "--shard-within")
+def _shard_within(config: DsConfig, argument: int | None, place: str) -> int | None:
+    value, where = (config.ours.get("shard_within"), place) if argument is None else (argument, "--shard-within")
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
         raise UserError(f"shard_within is {json.dumps(value)}", where=where,
                         instead="the number of ranks per node, 2 or more")
     return value
 
 
-def _choice(value: Any, name: str, known: tuple[str, ...], where: str) -> Any:
-    if value not in known:
-        raise unknown(name, str(value), known, where=where)
+def _choice(value: Any, name: str, choices: tuple[str, ...], where: str) -> Any:
+    if value not in choices:
+        raise unknown(name, str(value), choices, where=where)
     return value
 
 
@@ -194,15 +194,15 @@ def rank_map(layout: Layout, places: Places) -> str:
     degrees = layout.degrees(ends[-1])
     axes = [axis for axis in AXES if axis == "dp" or getattr(degrees, axis) > 1]
     ranks = range(ends[-1])
-    left_out = len(ranks) - _ROWS
-    shown = [*ranks[:_ROWS // 2], *ranks[-(_ROWS // 2):]] if left_out > 0 else ranks
+    omitted = len(ranks) - _ROWS
+    shown = [*ranks[:_ROWS // 2], *ranks[-(_ROWS // 2):]] if omitted > 0 else ranks
     rows = [("rank", *axes, "host")]
     for rank in shown:
         place = degrees.coordinates(rank)
-        host = places[bisect_right(ends, rank)][0]
-        rows.append((str(rank), *(str(place[axis]) for axis in axes), host))
-    if left_out > 0:
-        rows.insert(1 + _ROWS // 2, (f"… {left_out} more", *[""] * (len(axes) + 1)))
+        hostname = places[bisect_right(ends, rank)][0]
+        rows.append((str(rank), *(str(place[axis]) for axis in axes), hostname))
+    if omitted > 0:
+        rows.insert(1 + _ROWS // 2, (f"… {omitted} more", *[""] * (len(axes) + 1)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [("  " + "  ".join(map(str.ljust, row, widths))).rstrip() for row in rows]
     return "\n".join([f"ranks of {layout.describe(ends[-1])}", *lines])
@@ -222,10 +222,10 @@ def crossing(layout: Layout, places: Places, can_run: Callable[[int, int], bool]
     if not split:
         return None
     first, last = split[0] * layout.tp, split[0] * layout.tp + layout.tp - 1
-    hosts = [places[bisect_right(ends, rank)][0] for rank in (first, last)]
+    hostnames = [places[bisect_right(ends, rank)][0] for rank in (first, last)]
     text = (f"warning: {counted(len(split), 'tensor-parallel group')} of {layout.tp} span"
             f"{'s' if len(split) == 1 else ''} several nodes, such as ranks {first} to {last} on "
-            f"{' and '.join(hosts)}")
+            f"{' and '.join(hostnames)}")
     suggestions = _suggest_sizes(layout, places, can_run)
     return f"{text}\n  instead: {' or '.join(suggestions)}" if suggestions else text
 

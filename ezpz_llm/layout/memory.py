@@ -47,16 +47,16 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     layout = computed_as(layout, precision)
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
-    kept: Mapping[Kind, State] = {"parameters": State("device", 4, whole), "gradients": State("device", 4, whole),
-                                  "optimizer": State("device", OPTIMIZERS[optimizer].state_bytes, whole)}
+    states: Mapping[Kind, State] = {"parameters": State("device", 4, whole), "gradients": State("device", 4, whole),
+                                    "optimizer": State("device", OPTIMIZERS[optimizer].state_bytes, whole)}
     if RECIPES[precision].has_masters and layout.engine != "fsdp2":  # its shards are the master weights
-        kept = {**kept, "parameters": State("device", 2, whole), "copy": State("device", 4, whole)}
+        states = {**states, "parameters": State("device", 2, whole), "copy": State("device", 4, whole)}
     if gradients.accumulated == "bf16":
-        kept = {**kept, "gradients": State("device", 2, whole)}
+        states = {**states, "gradients": State("device", 2, whole)}
     for knob in KNOBS:
         if knob.memory is not None:
-            kept = knob.memory(kept, layout, whole, peers)
-    return tuple(Part(kind, state.where, state.itemsize * state.elements) for kind, state in kept.items())
+            states = knob.memory(states, layout, whole, peers)
+    return tuple(Part(kind, state.where, state.itemsize * state.elements) for kind, state in states.items())
 
 
 def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
@@ -65,8 +65,8 @@ def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
     A pipeline stage keeps copies for each micro batch in flight, as many as there are stages from it to the last.
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
-    most = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
-    return Part("cast", "device", cast_bytes(layout, model, most))
+    max_blocks = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
+    return Part("cast", "device", cast_bytes(layout, model, max_blocks))
 
 
 def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
@@ -112,7 +112,7 @@ def bucket_bytes(layout: Layout, model: ModelConfig, given: Mapping[str, Any], d
         return 0  # gradients are reduced in place, see pipeline_engine.py
     table = model.padded_vocab_size * model.n_embd // layout.tp
     in_bf16 = given.get("communication_data_type") == "bf16" if zero["stage"] == 3 else "bf16" in given
-    most = 0
+    maximum = 0
     for stage in range(layout.pp):
         elements = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET))
         if layout.pp > 1 and model.tied and stage in (0, layout.pp - 1):
@@ -122,8 +122,8 @@ def bucket_bytes(layout: Layout, model: ModelConfig, given: Mapping[str, Any], d
         elif zero["stage"] < 3:
             # DeepSpeed turns overlap off in a pipeline.
             elements *= 2 if layout.pp > 1 else 1 + bool(zero.get("overlap_comm"))
-        most = max(most, (2 if in_bf16 else 4) * elements)
-    return most
+        maximum = max(maximum, (2 if in_bf16 else 4) * elements)
+    return maximum
 
 
 def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:
@@ -151,7 +151,7 @@ class Pass:
 
     `recompute` is the trainer's setting, `score_bytes` the bytes of attention scores kept per layer
     (model/attention_kernels.py), `chunk` the number of tokens whose logits exist at the same time (0: all).
-    `blockwise` is True if attention uses our own CPU kernel.
+    `blockwise` is True if attention uses ezpz_llm's CPU kernel.
     """
 
     micro_batch: int
@@ -167,7 +167,7 @@ class Pass:
 def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
     """Return the bytes of activations on the rank that keeps most.
 
-    A pipeline stage keeps those of the micro batches in flight after it.
+    A pipeline stage keeps the activations of the micro batches in flight after it.
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
     return max(_stage(layout, model, work, range(bounds[stage], bounds[stage + 1]), stage)
@@ -177,14 +177,14 @@ def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
 def _stage(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage: int) -> int:
     tokens = work.micro_batch * model.block_size // layout.sp
     whole = tokens * block_bytes(model, layout.tp, work) + work.score_bytes // layout.tp
-    again = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
-    kept = (len(blocks) - again) * whole + again * _stream_itemsize(work) * model.n_embd * tokens
+    recomputed = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
+    size = (len(blocks) - recomputed) * whole + recomputed * _stream_itemsize(work) * model.n_embd * tokens
     if RECIPES[work.precision].autocast:
-        kept += cast_bytes(layout, model, len(blocks) - again)
-    kept *= min(layout.pp - stage, work.accumulation)
-    if again:
-        kept += whole  # the block that is being recomputed
-    return int(kept) + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
+        size += cast_bytes(layout, model, len(blocks) - recomputed)
+    size *= min(layout.pp - stage, work.accumulation)
+    if recomputed:
+        size += whole  # the block that is being recomputed
+    return int(size) + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
 
 
 def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:

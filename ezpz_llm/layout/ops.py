@@ -104,8 +104,8 @@ def _processor() -> str:
     lines = {line.split(":")[0].strip(): line for line in first}
     if not lines:
         return platform.processor() or "unknown"
-    known = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
-    return hashlib.sha256(known.encode()).hexdigest()[:8]
+    identity = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
 def _installed_ops() -> frozenset[str]:
@@ -139,11 +139,11 @@ def build(name: str) -> None:
     _check_tools()
     if name == "async_io":
         _check_libaio()
-    for other in BUILT_ON.get(name, ()):
-        if not is_built(other):
-            build(other)
+    for dependency in BUILT_ON.get(name, ()):
+        if not is_built(dependency):
+            build(dependency)
     Heartbeat(os.environ).beat(BUILDING)
-    with _build_lock_held(name):
+    with _hold_build_lock(name):
         _remove_unfinished(name)
         _compile(name)
     print(f"{name} is built: {built_library(name)}", flush=True)
@@ -153,8 +153,8 @@ def lock_holder(lock: Path) -> int | None:
     """Return the id of a process that works in the lock's folder; without one, the lock is stale."""
     folder = str(lock.parent)
     for process in psutil.process_iter(["cmdline", "cwd"]):
-        words = process.info["cmdline"] or []
-        if process.pid != os.getpid() and (process.info["cwd"] == folder or any(folder in word for word in words)):
+        argv = process.info["cmdline"] or []
+        if process.pid != os.getpid() and (process.info["cwd"] == folder or any(folder in word for word in argv)):
             return process.pid
     return None
 
@@ -173,11 +173,11 @@ def _check_libaio() -> None:
     """Check for libaio; DeepSpeed's own check fails with a traceback that does not say what to install."""
     program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
     with tempfile.TemporaryDirectory() as folder:
-        words = [*_compiler(), "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
-        done = subprocess.run(words, input=program, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+        command = [*_compiler(), "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
+        result = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
         raise UserError("libaio and its header, which the op async_io needs, are missing",
-                        where=next((line for line in done.stderr.splitlines() if "error" in line), None),
+                        where=next((line for line in result.stderr.splitlines() if "error" in line), None),
                         instead="apt-get install libaio-dev (dnf install libaio-devel); without root, set CPATH "
                                 "and LIBRARY_PATH to a copy of libaio", exit_code=1)
 
@@ -192,7 +192,7 @@ def _search_path() -> str:
 
 
 @contextmanager
-def _build_lock_held(name: str) -> Iterator[None]:
+def _hold_build_lock(name: str) -> Iterator[None]:
     """Hold a file lock on the op; the system releases it however this process ends."""
     ops_dir().mkdir(parents=True, exist_ok=True)
     with open(ops_dir() / f"{name}.holder", "a+") as file:
@@ -229,7 +229,7 @@ def _remove_unfinished(name: str) -> None:
 def _compile(name: str) -> None:
     """Compile the op with DeepSpeed's builder in a subprocess, then move it into the cache."""
     log = ops_dir() / f"{name}.log"
-    loads = "".join(f"load_op({other!r}); " for other in BUILT_ON.get(name, ()))
+    loads = "".join(f"load_op({dependency!r}); " for dependency in BUILT_ON.get(name, ()))
     program = (f"from deepspeed.accelerator import get_accelerator as a; "
                f"from ezpz_llm.engine.deepspeed_import import load_op; {loads}"
                f"a().create_op_builder({OPS[name]!r}).load(verbose=True)")

@@ -112,10 +112,10 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
         raise UserError(f"DeepSpeed's stage 0 does not accumulate {name} gradients in fp32", where=where,
                         instead=f"--ds-config ddp{degrees}, which does and also shards nothing, or "
                                 f"--precision {name}_autocast")
-    why = ": DeepSpeed's fp16 uses its own loss scale" if engine == "deepspeed" and recipe.scales_loss else ""
+    reason = ": DeepSpeed's fp16 uses its own loss scale" if engine == "deepspeed" and recipe.scales_loss else ""
     if recipe.products == "bf16":
-        why = f" (deepspeed {installed('deepspeed')}; 0.19.8 supports it)"
-    raise UserError(f"engine {engine} does not support {name} (with fp32 master weights) yet{why}",
+        reason = f" (deepspeed {installed('deepspeed')}; 0.19.8 supports it)"
+    raise UserError(f"engine {engine} does not support {name} (with fp32 master weights) yet{reason}",
                     where=where,
                     instead=f"--precision {name}_autocast: fp32 parameters, forward pass in {name}")
 
@@ -133,9 +133,9 @@ def check_gradients(gradients: GradientDtypes, name: str | None, layout: Layout,
     for key, dtype in (("grad_accum_dtype", gradients.accumulated), ("reduce_dtype", gradients.reduced)):
         if dtype not in get_args(GradientDtype):
             raise unknown("gradient dtype", dtype, get_args(GradientDtype), where=f"{key} ({sources[key]})")
-        why = None if dtype == "fp32" else _reason_against_bf16(key, name, layout)
-        if why is not None:
-            raise UserError(f"{key} is bf16, but {why}", where=f"{key} ({sources[key]})",
+        reason = None if dtype == "fp32" else _reason_against_bf16(key, name, layout)
+        if reason is not None:
+            raise UserError(f"{key} is bf16, but {reason}", where=f"{key} ({sources[key]})",
                             instead="--precision bf16, or fp32" if name != "bf16" else "fp32")
 
 
@@ -148,7 +148,7 @@ def _reason_against_bf16(key: str, name: str | None, layout: Layout) -> str | No
     if layout.engine == "ddp":
         return "ddp accumulates into gradients of the fp32 master weights, so bf16 would save no memory"
     if layout.engine == "fsdp2":
-        return "fsdp2 accumulates reduced gradients into those of its fp32 shards"
+        return "fsdp2 accumulates reduced gradients into the gradients of its fp32 shards"
     if layout.pp > 1:
         return "DeepSpeed accumulates pipeline gradients in an fp32 buffer"
     if layout.zero.offload_optimizer is not None:

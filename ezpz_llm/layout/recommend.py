@@ -54,15 +54,15 @@ def choices(model: ModelConfig, world_size: int, micro_batch: int, ranks_per_nod
     grids = [Layout(f"zero{stage}", "deepspeed", ZeroOptions(stage), tp, pp, sp)
              for stage in _STAGE_ORDER for tp, pp, sp in product(sizes, repeat=3)
              if not world_size % (tp * pp * sp)]
-    by_words: dict[str, Choice] = {}
+    by_flags: dict[str, Choice] = {}
     for layout in (*shipped_layouts(), *grids):
         used, _, problem = validate(Case(layout, world_size, model))
-        words = selection(used) if problem is None else None
+        flags = selection(used) if problem is None else None
         in_node = ranks_per_node is None or layout.tp == 1 or ranks_per_node % layout.tp == 0
-        if words is not None and in_node and words not in by_words:
+        if flags is not None and in_node and flags not in by_flags:
             sizes_of = {name: _device_bytes(used, model, world_size, micro_batch, name, memory) for name in RECIPES}
-            by_words[words] = Choice(words, used, sizes_of)
-    return sorted(by_words.values(), key=lambda choice: _order(choice.layout))
+            by_flags[flags] = Choice(flags, used, sizes_of)
+    return sorted(by_flags.values(), key=lambda choice: _order(choice.layout))
 
 
 def _order(layout: Layout) -> tuple[object, ...]:
@@ -93,11 +93,11 @@ def recommendation(legal: list[Choice], memory: float, command: str) -> str:
         memory: bytes of a device.
         command: the words before the layout's options.
     """
-    most = USABLE * memory
-    best = next((choice for choice in legal if choice.recipe(most)), None)
+    usable = USABLE * memory
+    best = next((choice for choice in legal if choice.recipe(usable)), None)
     if best is None:
         return "No layout fits. Use more ranks, --micro-batch-size 1, --recompute 1, or a smaller model."
-    recipe = best.recipe(most)
+    recipe = best.recipe(usable)
     size = best.bytes[recipe or ""] or 0
     return (f"Recommended: {command} {best.words} --precision {recipe}\n"
             f"             estimated {size / 1e9:.3g} GB of {memory / 1e9:.3g} GB per device")
@@ -105,10 +105,10 @@ def recommendation(legal: list[Choice], memory: float, command: str) -> str:
 
 def choices_text(legal: list[Choice], memory: float, title: str, *, rich: bool) -> str:
     """Return the table of layouts, the fitting ones first."""
-    most = USABLE * memory
-    fitting = sorted(legal, key=lambda choice: choice.recipe(most) is None)
+    usable = USABLE * memory
+    fitting = sorted(legal, key=lambda choice: choice.recipe(usable) is None)
     rows = [[choice.words, *("-" if size is None else f"{size / 1e9:.3g}" for size in choice.bytes.values()),
-             choice.recipe(most) or "does not fit"] for choice in fitting[:_SHOWN]]
-    left = len(fitting) - len(rows)
+             choice.recipe(usable) or "does not fit"] for choice in fitting[:_SHOWN]]
+    omitted = len(fitting) - len(rows)
     return table(title, ("select with", *RECIPES, "fits in"), rows, rich=rich) + (
-        f"  ({left} more; omit --memory to list all legal layouts)\n" if left > 0 else "")
+        f"  ({omitted} more; omit --memory to list all legal layouts)\n" if omitted > 0 else "")

@@ -315,28 +315,28 @@ class _Inputs:
                                    key=lambda pair: pair[1].origin.rank):
             if numbers[name] is not None:
                 levels.setdefault(source, {})[name] = numbers[name]
-        known: dict[str, int] = {}
+        chosen: dict[str, int] = {}
         used: dict[str, ValueSource] = {}
         notes = []
         for source, level in levels.items():
             # Keep the micro batch before the other numbers: it was chosen for the memory.
             for name in BATCH_KEYS:
-                if name not in level or name in known:
+                if name not in level or name in chosen:
                     continue
-                if len(known) == 2 and set(used.values()) != {source}:
-                    if getattr(self.solved(known, used, dp_size), name) != level[name]:
-                        winners = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
+                if len(chosen) == 2 and set(used.values()) != {source}:
+                    if getattr(self.solved(chosen, used, dp_size), name) != level[name]:
+                        winners = ", ".join(f"{other} {chosen[other]} ({used[other]})" for other in chosen)
                         notes.append(f"{name} {level[name]} of {source} is overridden by {winners}")
                     continue
-                known[name], used[name] = level[name], source
-        batch = self.solved(known, used, dp_size)
-        given = " and ".join(used) or "the default"
-        return batch, {**dict.fromkeys(BATCH_KEYS, ValueSource(Origin.DERIVED, given)), **used}, notes
+                chosen[name], used[name] = level[name], source
+        batch = self.solved(chosen, used, dp_size)
+        inputs = " and ".join(used) or "the default"
+        return batch, {**dict.fromkeys(BATCH_KEYS, ValueSource(Origin.DERIVED, inputs)), **used}, notes
 
-    def solved(self, known: Mapping[str, int], used: Mapping[str, ValueSource], dp_size: int) -> Batch:
+    def solved(self, chosen: Mapping[str, int], used: Mapping[str, ValueSource], dp_size: int) -> Batch:
         where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
-        return solve_batch(known.get("global_batch"), known.get("micro_batch"), known.get("accumulation"), dp_size,
-                           default_micro_batch=self.request.default_micro_batch, where=where)
+        return solve_batch(chosen.get("global_batch"), chosen.get("micro_batch"), chosen.get("accumulation"),
+                           dp_size, default_micro_batch=self.request.default_micro_batch, where=where)
 
 
 def check_precision(precision: str | None, source: ValueSource, device: str | None) -> None:
@@ -356,10 +356,10 @@ def check_precision(precision: str | None, source: ValueSource, device: str | No
                         where=f"precision ({source})", instead="--precision bf16_autocast or fp32")
 
 
-def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,
+def _for_deepspeed(keys: dict[str, Any], layout: Layout, batch: Batch, clip: float,
                    device: str | None) -> dict[str, Any]:
     """Return DeepSpeed's configuration: the user's blocks and the run's numbers."""
-    zero = {**rest.get("zero_optimization", {}), "stage": layout.zero.stage}
+    zero = {**keys.get("zero_optimization", {}), "stage": layout.zero.stage}
     if device in DEVICES and not DEVICES[device].overlaps:
         zero["overlap_comm"] = False
     return {
@@ -367,10 +367,10 @@ def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: flo
         "train_batch_size": batch.global_batch * layout.sp,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
-        # In stage 0 our engine clips itself, because DeepSpeed does not return the gradient norm.
+        # In stage 0, the engine here clips gradients itself, because DeepSpeed does not return the gradient norm.
         "gradient_clipping": clip if layout.zero.stage else 0.0,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # enabled, it synchronizes the device twice per step
-        **rest,
+        **keys,
         "zero_optimization": zero,
     }

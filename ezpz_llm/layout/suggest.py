@@ -62,17 +62,17 @@ def alternatives(case: Case, problem: Problem) -> list[Case]:
 def as_cli_flags(case: Case, choice: Case) -> str:
     """Return the options or edits that turn `case` into `choice`."""
     parts = []
-    before, after = case.layout, choice.layout
-    if before.at_degrees() == after.at_degrees():
-        parts += [f"--{name} {getattr(after, name)}" for name in DEGREE_NAMES
-                  if getattr(before, name) != getattr(after, name)]
-    elif before.with_zero(shard_within=None) == after.with_zero(shard_within=None):
-        size = after.zero.shard_within
+    current, suggested = case.layout, choice.layout
+    if current.at_degrees() == suggested.at_degrees():
+        parts += [f"--{name} {getattr(suggested, name)}" for name in DEGREE_NAMES
+                  if getattr(current, name) != getattr(suggested, name)]
+    elif current.with_zero(shard_within=None) == suggested.with_zero(shard_within=None):
+        size = suggested.zero.shard_within
         parts.append("no shard_within" if size is None else f"--shard-within {size}")
     elif case.shipped:
-        parts.append(selection(after) or "")
+        parts.append(selection(suggested) or "")
     else:
-        parts += _edits(before, after)
+        parts += _edits(current, suggested)
     if choice.world_size != case.world_size:
         parts.append(f"{choice.world_size} ranks")
     if case.model is not None and choice.model is not None:
@@ -89,8 +89,8 @@ def selection(layout: Layout) -> str | None:
     """
     named = [other for other in shipped_layouts() if other.at_degrees() == layout.at_degrees()]
     if not named and layout.zero.shard_within is not None:
-        words = selection(layout.with_zero(shard_within=None))
-        return words and f"{words} --shard-within {layout.zero.shard_within}"
+        options = selection(layout.with_zero(shard_within=None))
+        return options and f"{options} --shard-within {layout.zero.shard_within}"
     if not named:
         return None
     flags = [[f"--{name} {getattr(layout, name)}" for name in DEGREE_NAMES
@@ -107,19 +107,19 @@ def shipped_layouts() -> tuple[Layout, ...]:
     return tuple(read_layout(ds_config.load(name)) for name in ds_config.names())
 
 
-def _edits(before: Layout, after: Layout) -> list[str]:
+def _edits(current: Layout, suggested: Layout) -> list[str]:
     """Return the changes to a user's own ds_config."""
     edits = []
-    if after.engine != before.engine:
-        edits.append(f'"engine": "{after.engine}"')
-    if (after.zero.stage or 0) != (before.zero.stage or 0):
-        edits.append(f'"stage": {after.zero.stage or 0}')
+    if suggested.engine != current.engine:
+        edits.append(f'"engine": "{suggested.engine}"')
+    if (suggested.zero.stage or 0) != (current.zero.stage or 0):
+        edits.append(f'"stage": {suggested.zero.stage or 0}')
     for knob in KNOBS[1:]:
-        value = getattr(after.zero, knob.field)
-        if value != getattr(before.zero, knob.field):
-            edits.append(f'"{knob.name}": {json.dumps(value)}' if knob.is_set(after) else f"no {knob.name}")
-    edits += [f"--{name} {getattr(after, name)}" for name in DEGREE_NAMES
-              if getattr(after, name) != getattr(before, name)]
+        value = getattr(suggested.zero, knob.field)
+        if value != getattr(current.zero, knob.field):
+            edits.append(f'"{knob.name}": {json.dumps(value)}' if knob.is_set(suggested) else f"no {knob.name}")
+    edits += [f"--{name} {getattr(suggested, name)}" for name in DEGREE_NAMES
+              if getattr(suggested, name) != getattr(current, name)]
     return [" and ".join(edits)]
 
 
@@ -198,9 +198,9 @@ def _vary_several(case: Case) -> Iterator[Case]:
 
     near = sorted((degrees for degrees in product(sizes, repeat=len(DEGREE_NAMES))
                    if case.world_size % math.prod(degrees) == 0), key=distance)
-    other = [replace(case.layout, engine="deepspeed", zero=ZeroOptions(stage))
-             for stage in _near_stages(case.layout)]
-    for layout in (case.layout, _with_stage_only(case.layout), *other):
+    deepspeed_layouts = [replace(case.layout, engine="deepspeed", zero=ZeroOptions(stage))
+                         for stage in _near_stages(case.layout)]
+    for layout in (case.layout, _with_stage_only(case.layout), *deepspeed_layouts):
         for degrees in near:
             yield _with(replace(case, layout=layout), **dict(zip(DEGREE_NAMES, degrees, strict=True)))
 

@@ -62,7 +62,7 @@ class ValueSource:
 
     @classmethod
     def of_run(cls, path: object, before: ValueSource) -> ValueSource:
-        """Return the source of a value that a resumed run keeps, whose source was `before`."""
+        """Return the source of a value that a resumed run keeps; `before` is its original source."""
         return cls(Origin.RUN, f"{path}{_TYPED if before.is_typed else ''}")
 
     @property

@@ -106,10 +106,10 @@ def _activate_flash3(device: torch.device) -> None:
     import torch
     from torch.nn import attention
 
-    there = surroundings(device)
-    if there.capability is None or there.capability[0] != 9:
+    support = surroundings(device)
+    if support.capability is None or support.capability[0] != 9:
         raise _rejected(f"requires a Hopper GPU (compute capability 9), but {device} is not one")
-    if not there.can_activate:
+    if not support.can_activate:
         raise _rejected(f"is not supported by torch {torch.__version__}", "upgrade torch")
     attention.activate_flash_attention_impl("FA3")
     torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper, torch would prefer cuDNN's kernel

@@ -20,7 +20,7 @@ class AttentionKernel:
     """Attention kernel and its memory for scores."""
 
     name: str
-    """"blockwise_attention" (ours, for CPUs), or torch's "flash_attention", "efficient_attention",
+    """"blockwise_attention" (this module's, for CPUs), or torch's "flash_attention", "efficient_attention",
     "cudnn_attention", "overrideable" (of the device) or "math"."""
     score_bytes: int
     """Bytes of a layer's scores that the math kernel keeps for the backward pass (B H T^2 values); 0 for others."""
@@ -28,7 +28,7 @@ class AttentionKernel:
 
 def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
                      dtype: torch.dtype, explicit: bool = False) -> AttentionKernel:
-    """Return the kernel for training with `micro_batch` full sequences: ours, or torch's choice.
+    """Return the kernel for training with `micro_batch` full sequences: the blockwise one, or torch's choice.
 
     fp32, dropout or grouped-query attention may rule out the fast kernels.
 

@@ -89,15 +89,15 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self._equal_heads())
         if self.intermediate_size == 0:
             object.__setattr__(self, "intermediate_size", _intermediate_size(self.mlp, self.n_embd))
-        for name, most in _COUNTS.items():
+        for name, maximum in _COUNTS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name} is {shown(value)}: it must be an integer of at least 1", where="model")
-            if value > most:
-                raise UserError(f"{name} is {shown(value)}: it must be at most {most:,}", where="model")
-        for name, known in _CHOICES.items():
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
-                raise unknown(f"{name} of a model", str(getattr(self, name)), known, where="model")
+            if value > maximum:
+                raise UserError(f"{name} is {shown(value)}: it must be at most {maximum:,}", where="model")
+        for name, choices in _CHOICES.items():
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
+                raise unknown(f"{name} of a model", str(getattr(self, name)), choices, where="model")
         for name in ("dropout", "norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1e12:
@@ -210,10 +210,10 @@ def get_model_config(name: str, **overrides: Any) -> ModelConfig:
     """
     if name not in _SHAPES:
         raise unknown("model", name, _SHAPES, where="--model")
-    known = {field.name for field in fields(ModelConfig)}
+    names = {field.name for field in fields(ModelConfig)}
     changes = {key: value for key, value in overrides.items() if value is not None}
-    for key in changes.keys() - known:
-        raise unknown("setting of a model", key, known, where=f"model {name}")
+    for key in changes.keys() - names:
+        raise unknown("setting of a model", key, names, where=f"model {name}")
     shape = dict(_SHAPES[name])
     if "n_embd" in changes and "intermediate_size" in shape:
         shape["intermediate_size"] = round(shape["intermediate_size"] * changes["n_embd"] / shape["n_embd"])

@@ -32,18 +32,18 @@ class Columns:
         """Return targets (N) as indices into this rank's columns (0 for others), and a mask of local targets."""
         return own_rows(targets, self.rank * width, width)
 
-    def join(self, normaliser: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, normalizer: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the ranks' log-sum-exp and target logit, (N) each in fp32, to those of all columns.
 
         Uses one small all-gather, with two numbers per token and rank.
         """
         if self.ranks == 1:
-            return normaliser, chosen
-        mine = torch.stack((normaliser, chosen))
-        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-        torch.distributed.all_gather(parts, mine, group=self.group)
-        normalisers, chosen = torch.stack(parts, dim=1)  # each (R, N)
-        return torch.logsumexp(normalisers, dim=0), chosen.sum(dim=0)
+            return normalizer, chosen
+        local = torch.stack((normalizer, chosen))
+        parts = [torch.empty_like(local) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, local, group=self.group)
+        normalizers, chosen = torch.stack(parts, dim=1)  # each (R, N)
+        return torch.logsumexp(normalizers, dim=0), chosen.sum(dim=0)
 
 
 def own_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

@@ -35,16 +35,16 @@ def rotation_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Return the rotary frequencies theta^(-2i/D) (Su et al. 2021, arXiv:2104.09864), (D/2,) in fp32.
 
     `rope_factor` applies the rule of Llama 3.1 (github.com/meta-llama/llama-models, apply_scaling in model.py):
-    frequencies of fewer than `rope_low` turns within `rope_context` are divided by the factor, those of more than
-    `rope_high` turns are unchanged, and in between the two are interpolated linearly in the number of turns.
+    frequencies of fewer than `rope_low` turns within `rope_context` are divided by the factor, frequencies of more
+    than `rope_high` turns are unchanged, and in between the two are interpolated linearly in the number of turns.
     """
     frequencies = config.rope_theta ** (
         -torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim)
     if config.rope_factor == 1:
         return frequencies
     turns = config.rope_context * frequencies / (2 * math.pi)
-    kept = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / config.rope_factor
+    share = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+    return share * frequencies + (1 - share) * frequencies / config.rope_factor
 
 
 def rotation_tables(length: int, frequencies: Tensor, first: int = 0) -> Rotation:
@@ -101,7 +101,7 @@ class CausalProduct(nn.Module):
     """Causal scaled dot-product attention, the part of attention without parameters.
 
     Attributes:
-        explicit: compute the definition with all scores in memory, instead of torch's choice or our kernel.
+        explicit: compute the definition with all scores in memory, instead of torch's or the blockwise kernel.
     """
 
     def __init__(self, dropout: float) -> None:

@@ -170,6 +170,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """
     named = list(model.named_parameters())
     decayed = [(name, p) for name, p in named if decays(p.shape)]
-    others = [(name, p) for name, p in named if not decays(p.shape)]
+    undecayed = [(name, p) for name, p in named if not decays(p.shape)]
     return [{"params": [p for _, p in group], "names": [name for name, _ in group], "weight_decay": decay}
-            for group, decay in ((decayed, weight_decay), (others, 0.0))]
+            for group, decay in ((decayed, weight_decay), (undecayed, 0.0))]

@@ -70,20 +70,20 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float, columns: Columns) -> Tensor:
         index, inside = columns.own(targets, logits.shape[-1])
-        own = torch.logsumexp(logits.float(), dim=-1)
+        lse = torch.logsumexp(logits.float(), dim=-1)
         chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
-        normaliser, chosen = columns.join(own, chosen)
+        normalizer, chosen = columns.join(lse, chosen)
         counted = targets != IGNORED
-        ctx.save_for_backward(logits, normaliser, index, inside, counted)
+        ctx.save_for_backward(logits, normalizer, index, inside, counted)
         ctx.z_loss = z_loss
-        return (normaliser - chosen) * counted
+        return (normalizer - chosen) * counted
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, normaliser, index, inside, counted = ctx.saved_tensors
-        result = logits.float().sub(normaliser[:, None]).exp_()
+        logits, normalizer, index, inside, counted = ctx.saved_tensors
+        result = logits.float().sub(normalizer[:, None]).exp_()
         if ctx.z_loss:
-            result.mul_((1 + 2 * ctx.z_loss * normaliser)[:, None])
+            result.mul_((1 + 2 * ctx.z_loss * normalizer)[:, None])
         result.scatter_add_(1, index[:, None], -inside[:, None].float())
         return result.mul_((grad * counted)[:, None]).to(logits.dtype), None, None, None
 
@@ -152,19 +152,19 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = torch.mm(rows, cast.t(), out=buffer.logits[:len(rows)])
             index, inside = task.columns.own(flat[part], len(weight))
             chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
-            own = buffer.normaliser(logits, index, gradients.wanted)
-            normaliser, chosen = task.columns.join(own, chosen)
-            losses[part] = (normaliser - chosen) * counted[part]
-            if gradients.wanted:
+            lse = buffer.normalizer(logits, index, gradients.needed)
+            normalizer, chosen = task.columns.join(lse, chosen)
+            losses[part] = (normalizer - chosen) * counted[part]
+            if gradients.needed:
                 factor = None
                 if task.z_loss or task.columns.ranks > 1:
-                    factor = torch.exp(own - normaliser) * (1 + 2 * task.z_loss * normaliser)
-                gradients.add(part, buffer.gradient(logits, own, factor, index, inside), rows, cast, counted[part])
+                    factor = torch.exp(lse - normalizer) * (1 + 2 * task.z_loss * normalizer)
+                gradients.add(part, buffer.gradient(logits, lse, factor, index, inside), rows, cast, counted[part])
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(gradients.hidden, gradients.weight,
                               counted.sum() if task.reduction == "mean" else None)
         loss = reduced(losses, targets, task.reduction)
-        if not gradients.wanted:
+        if not gradients.needed:
             ctx.mark_non_differentiable(loss)
         return loss
 
@@ -188,9 +188,9 @@ class _Buffer:
         # On CPU, allocating memory of this size would take as long as the computation.
         self._softmax = torch.empty(self._rows, columns) if device.type == "cpu" else None
 
-    def normaliser(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
+    def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
         """Return the log-sum-exp (n) of logits (n, V/R) in fp32; with `gradients`, overwrite logits by softmax."""
-        own, chosen = torch.empty(len(logits), device=logits.device), self._chosen[:len(logits)]
+        result, chosen = torch.empty(len(logits), device=logits.device), self._chosen[:len(logits)]
         for start in range(0, len(logits), self._rows):
             rows = slice(start, start + self._rows)
             block = logits[rows]
@@ -201,19 +201,19 @@ class _Buffer:
                 softmax = self._softmax[:len(block)].copy_(block)
                 torch.softmax(softmax, dim=-1, out=softmax)
             # The largest probability is at least 1 / columns, so its logarithm does not underflow.
-            own[rows] = largest - softmax.amax(dim=-1).log()
+            result[rows] = largest - softmax.amax(dim=-1).log()
             if gradients:
                 chosen[rows] = softmax.gather(1, index[rows, None])[:, 0]
                 block.copy_(softmax)
-        return own
+        return result
 
-    def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
+    def gradient(self, logits: Tensor, lse: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
         """Compute the gradient of each token's loss with respect to its logits, in place.
 
         Args:
-            own: the result of `normaliser`.
+            lse: log-sum-exp of these columns, from `normalizer`.
             factor: factor of the softmax of these columns, (n); None for 1.
-            index, inside: the target's column, and whether it is on this rank.
+            index, inside: the target's column, and True if the column is on this rank.
         """
         chosen = self._chosen[:len(logits)]
         if factor is not None:
@@ -233,11 +233,11 @@ class _CompiledBuffer:
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
 
-    def normaliser(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
-        return _compiled(_normaliser)(logits)
+    def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
+        return _compiled(_normalizer)(logits)
 
-    def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
-        return _compiled(_gradient)(logits, own, torch.ones_like(own) if factor is None else factor,
+    def gradient(self, logits: Tensor, lse: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
+        return _compiled(_gradient)(logits, lse, torch.ones_like(lse) if factor is None else factor,
                                     torch.where(inside, index, -1))
 
 
@@ -246,12 +246,12 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=True)  # since the last chunk may be smaller
 
 
-def _normaliser(logits: Tensor) -> Tensor:
+def _normalizer(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits.float(), dim=-1)
 
 
-def _gradient(logits: Tensor, own: Tensor, factor: Tensor, index: Tensor) -> Tensor:
-    softmax = torch.exp(logits.float() - own[:, None]) * factor[:, None]
+def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, index: Tensor) -> Tensor:
+    softmax = torch.exp(logits.float() - lse[:, None]) * factor[:, None]
     columns = torch.arange(logits.shape[1], device=logits.device)
     return logits.copy_(torch.where(columns == index[:, None], softmax - 1, softmax))
 
@@ -274,7 +274,7 @@ class _Gradients:
         self._empty = True
 
     @property
-    def wanted(self) -> bool:
+    def needed(self) -> bool:
         return self.hidden is not None or self.weight is not None
 
     def add(self, part: slice, logits: Tensor, rows: Tensor, weight: Tensor, counted: Tensor) -> None:
@@ -291,9 +291,9 @@ class _Gradients:
         rows = rows * counted[:, None]  # cheaper than clearing rows of the logits
         if self._cast is not None:
             for start in range(0, len(self.weight), self._rows):
-                own = self.weight[start:start + self._rows]
-                product = torch.mm(logits[:, start:start + self._rows].t(), rows, out=self._cast[:len(own)])
-                own.copy_(product) if self._empty else own.add_(product)
+                block = self.weight[start:start + self._rows]
+                product = torch.mm(logits[:, start:start + self._rows].t(), rows, out=self._cast[:len(block)])
+                block.copy_(product) if self._empty else block.add_(product)
         elif self._empty:
             torch.mm(logits.t(), rows, out=self.weight)
         else:

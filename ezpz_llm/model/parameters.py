@@ -88,8 +88,7 @@ TpRule = Literal["column", "row", "vocabulary", "head", "replicated", "summed"]
 """Tensor-parallel rules of a parameter. "column": sharded by outputs, each part of its rows separately. "row":
 sharded by inputs; the layer's outputs are summed. "vocabulary", "head": sharded by vocabulary rows. "replicated":
 replicated and used on whole activations, so that every rank computes the same gradient. "summed": replicated but
-used
-on this rank's heads or hidden units, so that gradients are summed over the tensor-parallel ranks."""
+used on this rank's heads or hidden units, so that gradients are summed over the tensor-parallel ranks."""
 
 DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
     "C": lambda model: model.n_embd, "C_q": lambda model: model.q_width, "C_kv": lambda model: model.kv_width,
@@ -203,7 +202,7 @@ def add_to_block(*rows: Parameter) -> None:
         ValueError: the table already has a row with this name.
     """
     for row in rows:
-        if row.name in {known.name for known in BLOCK}:
+        if row.name in {present.name for present in BLOCK}:
             raise ValueError(f"{row.name} is in the table of parameters already")
         BLOCK.append(row)
 

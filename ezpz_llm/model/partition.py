@@ -45,7 +45,7 @@ def stage_bounds(config: ModelConfig, stages: int, by: Partition) -> tuple[int, 
     """Return the bounds of stages: stage s computes blocks [bounds[s], bounds[s + 1]).
 
     Each stage has at least one block, and the largest load is minimal. Because every stage has a block, it has
-    parameters of both decay groups, and so takes part in the optimizer's reductions, which run once per group.
+    parameters of both decay groups, and so participates in the optimizer's reductions, which run once per group.
 
     Raises:
         UserError: there are fewer blocks than stages.
@@ -83,9 +83,9 @@ def _best(blocks: int, stages: int,
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # by number of blocks in the stages so far
     for stage in range(stages):
         extended: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for done, (cost, bounds) in best.items():
-            for stop in range(done + 1, blocks - (stages - stage - 1) + 1):
-                candidate = (extend(cost, stage, stop - done), (*bounds, stop))
+        for assigned, (cost, bounds) in best.items():
+            for stop in range(assigned + 1, blocks - (stages - stage - 1) + 1):
+                candidate = (extend(cost, stage, stop - assigned), (*bounds, stop))
                 extended[stop] = min(candidate, extended.get(stop, candidate))
         best = extended
     return best[blocks]

@@ -150,13 +150,13 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
     check_divisible(model.config, size)
     share = Share(rank, size)
     for name, module in list(model.named_modules()):
-        own = dict(module.named_parameters(recurse=False))
-        rows = {key: _with_rule(f"{name}.{key}") for key in own}
+        parameters = dict(module.named_parameters(recurse=False))
+        rows = {key: _with_rule(f"{name}.{key}") for key in parameters}
         if "weight" in rows and rows["weight"].is_sharded:
             parts = [share.of(*part) for part in _consecutive(rows["weight"].parts(model.config))]
             model.set_submodule(name, _sharded(name, module, rows["weight"].tp, parts, share, group))
         else:
-            for key, parameter in own.items():
+            for key, parameter in parameters.items():
                 _place_whole(f"{name}.{key}", parameter, share)
     if model.config.tied:
         model.lm_head.weight = model.transformer["wte"].weight

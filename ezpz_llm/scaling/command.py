@@ -45,13 +45,13 @@ def main(argv: Sequence[str]) -> int:
         submit_points(study, folder, [point for point in study.points if point.name in names], options.submit)
         return 0
     if runs:
-        again = typable(f"ezpz-llm scale --study {folder}")
+        resume_command = typable(f"ezpz-llm scale --study {folder}")
         try:
             run_all(study, folder, runs)
         except Cut as cut:
-            print(f"not finished: {cut}\n  continue with: {again}", flush=True)
+            print(f"not finished: {cut}\n  continue with: {resume_command}", flush=True)
         except (KeyboardInterrupt, SystemExit):
-            print(f"interrupted; continue with: {again}", file=sys.stderr, flush=True)
+            print(f"interrupted; continue with: {resume_command}", file=sys.stderr, flush=True)
             raise
     return _conclude(study, folder, options)
 

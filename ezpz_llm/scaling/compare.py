@@ -82,10 +82,10 @@ def compare(first: Findings, second: Findings) -> Comparison:
     pairs = []
     for key in common:
         a, b = points_a[key], points_b[key]
-        before, after = _efficiency(first, a), _efficiency(second, b)
+        efficiency_a, efficiency_b = _efficiency(first, a), _efficiency(second, b)
         work = b.first.step_tokens / a.first.step_tokens
         pairs.append(Pair(a, b, ratio(a.step_time, b.step_time, work),
-                          (before, after) if before and after else None))
+                          (efficiency_a, efficiency_b) if efficiency_a and efficiency_b else None))
     alone = (tuple(point.name for key, point in points_a.items() if key not in points_b),
              tuple(point.name for key, point in points_b.items() if key not in points_a))
     settings = _differences(first, second, [(points_a[key].name, points_b[key].name) for key in common])
@@ -131,7 +131,7 @@ def _key(point: Measured) -> tuple[str, str, int, int]:
 
 
 def _efficiency(findings: Findings, point: Measured) -> Estimate | None:
-    curve = next((curve for curve in findings.curves if any(other is point for other in curve.points)), None)
+    curve = next((curve for curve in findings.curves if any(measured is point for measured in curve.points)), None)
     return curve.efficiency(point) if curve and point is not curve.base else None
 
 

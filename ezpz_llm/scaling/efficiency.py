@@ -177,8 +177,8 @@ class Measured:
     @property
     def mfu(self) -> float | None:
         """Median MFU over the runs, as a fraction."""
-        known = [repeat.mfu for repeat in self.good if repeat.mfu is not None]
-        return statistics.median(known) if known else None
+        values = [repeat.mfu for repeat in self.good if repeat.mfu is not None]
+        return statistics.median(values) if values else None
 
     @property
     def peak_device_bytes(self) -> int | None:

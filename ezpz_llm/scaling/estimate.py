@@ -40,7 +40,7 @@ def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earl
             largest point.
     """
     measured = [seconds for point in study.points for repeat in range(study.repeats)
-                if (seconds := _lasted_s(folder, point, repeat)) is not None]
+                if (seconds := _duration_s(folder, point, repeat)) is not None]
     speed = None if measured else newest_speed(earlier, study.points[0].command)
     if measured:
         seconds_of = dict.fromkeys((point.name for point, _ in runs), statistics.mean(measured))
@@ -51,8 +51,8 @@ def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earl
     else:
         return f"unknown: no run of this model in {earlier}/. Start one point first: --point {study.points[0].name}"
     total_s = sum(seconds_of[point.name] for point, _ in runs)
-    most = max((point.nodes for point, _ in runs), default=0)
-    node_s = sum(seconds_of[point.name] * (point.nodes if in_jobs else most) for point, _ in runs)
+    max_nodes = max((point.nodes for point, _ in runs), default=0)
+    node_s = sum(seconds_of[point.name] * (point.nodes if in_jobs else max_nodes) for point, _ in runs)
     return f"{clock_with_days(math.ceil(total_s))} in total, {node_s / 3600:.3g} node-hours ({source})"
 
 
@@ -81,7 +81,7 @@ def _expected_s(point: Point, speed: Speed) -> float:
     return speed.startup_s + steps * point.global_batch * speed.block_size / (speed.tokens_per_second * point.ranks)
 
 
-def _lasted_s(folder: Path, point: Point, repeat: int) -> float | None:
+def _duration_s(folder: Path, point: Point, repeat: int) -> float | None:
     """Return the duration of a repeat in seconds; None unless it succeeded."""
     record = read_record(run_dir_of(folder, point, repeat))
     ended, started = record.get("exit") or {}, (record.get("launch") or {}).get("started")

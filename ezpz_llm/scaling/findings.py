@@ -74,14 +74,14 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
     """
     study, repeats = read_study(folder), read_repeats(folder)
     if not any(repeat.error is None for repeat in repeats):
-        why = next((f": {repeat.error}" for repeat in repeats if repeat.error), "")
-        raise UserError(f"no run of the study succeeded{why}", where=str(folder),
+        reason = next((f": {repeat.error}" for repeat in repeats if repeat.error), "")
+        raise UserError(f"no run of the study succeeded{reason}", where=str(folder),
                         instead=f"ezpz-llm scale --study {folder} to continue it")
     good = {repeat.ds_config: folder / repeat.run_dir for repeat in reversed(repeats) if repeat.error is None}
     shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
-    own = is_own_script(study.points[0].command)
-    why = "the layout of {} is unknown" if own else "the run directories of {} are missing"
-    unshaped = [f"{why.format(name)}: fitting it like ddp" for name in good if name not in shapes]
+    is_script = is_own_script(study.points[0].command)
+    reason = "the layout of {} is unknown" if is_script else "the run directories of {} are missing"
+    unshaped = [f"{reason.format(name)}: fitting it like ddp" for name in good if name not in shapes]
     runs = grouped((repeat.point, folder / repeat.run_dir) for repeat in repeats if repeat.error is None)
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
@@ -112,7 +112,7 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
         if at:
             raise
         return Extrapolation(name, None, f"{error.found}; {error.instead}")
-    predictions, refused = [], []
+    predictions, rejections = [], []
     for curve in curves:
         # By default, twice the largest size and the limit of extrapolation, if the curve has points there.
         largest, possible = curve.size(curve.points[-1]), sizes_to_speak_of(curve)
@@ -120,9 +120,9 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
             try:
                 predictions.append(predict(fit, curve, size))
             except UserError as error:
-                refused.append(error)
-    if refused and not predictions:
-        raise refused[0]
+                rejections.append(error)
+    if rejections and not predictions:
+        raise rejections[0]
     targets = [find_target(fit, curve, target) for curve in curves]
     return Extrapolation(name, fit, "", tuple(predictions), tuple(targets),
-                         tuple(f"{error.where}: {error.found}" for error in refused))
+                         tuple(f"{error.where}: {error.found}" for error in rejections))

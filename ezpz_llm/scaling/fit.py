@@ -297,9 +297,9 @@ def _fit_models(table: np.ndarray, times: np.ndarray, errors: np.ndarray, normal
 def _combinations() -> list[tuple[int, ...]]:
     """Return the indices of the terms of every model."""
     work, serial, divided, bandwidth, tree, ring = range(len(TERMS))
-    others = (work, serial, divided, bandwidth)
-    return [(*some, *latency) for size in range(1, 5) for some in itertools.combinations(others, size)
-            if {work, serial} & set(some) for latency in ((), (tree,), (ring,))]
+    choices = (work, serial, divided, bandwidth)
+    return [(*chosen, *latency) for size in range(1, 5) for chosen in itertools.combinations(choices, size)
+            if {work, serial} & set(chosen) for latency in ((), (tree,), (ring,))]
 
 
 @dataclass(frozen=True)
@@ -378,11 +378,11 @@ def _problem(curve: Curve, size: int) -> UserError | None:
     repeat = base.first
     micro_batches = {point.first.micro_batch for point in curve.points}
     # If micro batches differ between points, the trainer chose them and may choose 1 elsewhere.
-    least = micro_batches.pop() if len(micro_batches) == 1 else 1
+    micro_batch = micro_batches.pop() if len(micro_batches) == 1 else 1
     dp = repeat.global_batch / (repeat.micro_batch * repeat.accumulation) * size / smallest
-    if curve.mode == "strong" and (dp != int(dp) or repeat.global_batch % (least * int(dp))):
-        return UserError(f"a global batch of {repeat.global_batch} in micro batches of {least} cannot be divided "
-                         f"over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
+    if curve.mode == "strong" and (dp != int(dp) or repeat.global_batch % (micro_batch * int(dp))):
+        return UserError(f"a global batch of {repeat.global_batch} in micro batches of {micro_batch} cannot be "
+                         f"divided over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
                          instead="a size that divides the batch, or a study with another --global-batch-size")
     return None
 
@@ -465,10 +465,10 @@ def explain_predicted(fit: Fit, prediction: Prediction) -> str | None:
     if prediction.efficiency_band[0] <= 1:
         return f"within the noise: its band begins at {prediction.efficiency_band[0]:.1%}"
     curve = prediction.curve
-    before, base = fit.parts(setting_of(curve, curve.base, fit.shape)), curve.base
+    base_parts, base = fit.parts(setting_of(curve, curve.base, fit.shape)), curve.base
     work = base.tokens_per_second_per_device * base.step_time.value * prediction.ranks / (
         prediction.tokens_per_second * prediction.seconds)
-    gains = {part: seconds - prediction.parts.get(part, 0.0) * work for part, seconds in before.items()}
+    gains = {part: seconds - prediction.parts.get(part, 0.0) * work for part, seconds in base_parts.items()}
     part, gain = max(gains.items(), key=lambda item: item[1])
     if gain * 2 < base.step_time.value - prediction.seconds * work:
         return f"not explained: the baseline {base.name} is slower than the fit; do not use this number"
@@ -500,10 +500,10 @@ def _parts(base: Measured, point: Measured) -> list[str]:
     work = base.first.step_tokens / base.ranks * point.ranks / point.first.step_tokens
     gains = {part: before[part] - after[part] * work for part in before}
     gain = base.step_time.value - point.step_time.value * work
-    why = {"optimizer": "its state is sharded over more ranks", "data": "each rank reads less",
-           "compute": "smaller tensors fit into the caches, or the smallest point ran on slower or hotter cores"}
+    causes = {"optimizer": "its state is sharded over more ranks", "data": "each rank reads less",
+              "compute": "smaller tensors fit into the caches, or the smallest point ran on slower or hotter cores"}
     return [f"{part} takes {seconds * 1e3:.1f} ms per step less for the same tokens"
-            + (f" ({why[part]})" if part in why else "")
+            + (f" ({causes[part]})" if part in causes else "")
             for part, seconds in sorted(gains.items(), key=lambda item: -item[1]) if seconds > max(gain, 0) / 10]
 
 

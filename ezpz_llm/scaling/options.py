@@ -68,17 +68,17 @@ class Options:
     help: bool = False
 
 
-def _list(convert: Callable[[str], object], what: str) -> Callable[[str], tuple]:
-    def read(text: str) -> tuple:
+def _list(convert: Callable[[str], object], description: str) -> Callable[[str], tuple]:
+    def convert_list(text: str) -> tuple:
         try:
             values = tuple(convert(part.strip()) for part in text.split(","))
         except ValueError as error:
-            raise ValueError(what) from error
+            raise ValueError(description) from error
         if len(set(values)) < len(values):
-            raise ValueError(f"{what}, each once")
+            raise ValueError(f"{description}, each once")
         return values
 
-    return read
+    return convert_list
 
 
 def _name(text: str) -> str:
@@ -124,17 +124,17 @@ def parse(words: Sequence[str]) -> Options:
     Raises:
         UserError: an option is unknown, a value is missing or invalid, or the command is not a training run.
     """
-    values, rest = split_options(words, _OPTIONS, EXAMPLE + " {option}")
+    values, command_words = split_options(words, _OPTIONS, EXAMPLE + " {option}")
     if values.get("help"):
         return Options(help=True)
-    if not rest:
+    if not command_words:
         return _options_to_continue(values)
     if bool(values.get("nodes")) == bool(values.get("ranks")):
         raise UserError("a study requires sizes" if "nodes" not in values else "sizes both in nodes and in ranks",
                         where="--nodes, --ranks", instead="--nodes 1,2,4, or --ranks 1,2 on one node (for the "
                         "results of a study: ezpz-llm scale report D, ezpz-llm scale compare A B)")
     _check_layouts(values)
-    launch, launch_words = _split_launch(tuple(rest))
+    launch, launch_words = _split_launch(tuple(command_words))
     command = launch.command
     if is_own_script(command):
         _check_own_script(values)
@@ -202,9 +202,9 @@ def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...
     if target.module not in (_TRAINER, None):
         raise UserError(f"a study runs {_TRAINER} or your own script, not {' '.join(launch.command[:3])}",
                         instead=EXAMPLE)
-    for option, why in (("--run-dir", "each run gets its own"), ("--resume", "each run starts at step 1")):
+    for option, reason in (("--run-dir", "each run gets its own"), ("--resume", "each run starts at step 1")):
         if value_of(target.arguments, option) is not None:
-            raise UserError(f"{option} is not supported in a study: {why}", where="the command after --",
+            raise UserError(f"{option} is not supported in a study: {reason}", where="the command after --",
                             instead="leave it out")
     launch_words = arguments[:len(arguments) - len(launch.command)]
     return launch, launch_words[:-1] if launch_words[-1:] == ("--",) else launch_words

@@ -47,15 +47,15 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
     if not findings.curves:
         raise UserError(f"study {findings.name} has no layout measured at two sizes", where="STUDY",
                         instead="ezpz-llm scale report STUDY to see what is missing")
-    written = []
+    paths = []
     for mode in dict.fromkeys(curve.mode for curve in findings.curves):
         curves = [curve for curve in findings.curves if curve.mode == mode]
-        written += write_figure(folder, f"scaling-{mode}", _panels(curves, findings), width)
-        written.append(folder / f"scaling-{mode}.tex")
-        write_file(written[-1], latex_table(curves))
-    written.append(folder / "paragraph.tex")
-    write_file(written[-1], "\n\n".join(paragraph(findings, curve) for curve in findings.curves) + "\n")
-    return written
+        paths += write_figure(folder, f"scaling-{mode}", _panels(curves, findings), width)
+        paths.append(folder / f"scaling-{mode}.tex")
+        write_file(paths[-1], latex_table(curves))
+    paths.append(folder / "paragraph.tex")
+    write_file(paths[-1], "\n\n".join(paragraph(findings, curve) for curve in findings.curves) + "\n")
+    return paths
 
 
 def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:

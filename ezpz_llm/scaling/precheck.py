@@ -54,7 +54,7 @@ def find_sizes(options: Options, env: Mapping[str, str]) -> list[Size]:
         raise UserError("--submit does not support --ranks", where="--ranks, --submit",
                         instead="--nodes with --submit; for --ranks one reservation of one node is enough")
     if options.ranks:
-        return [_on_one_host(ranks, options, env) for ranks in sorted(options.ranks)]
+        return [_on_one_node(ranks, options, env) for ranks in sorted(options.ranks)]
     if options.submit is not None:
         return [_in_a_job(nodes, options, env) for nodes in sorted(options.nodes)]
     return [_in_reservation(nodes, options, env) for nodes in sorted(options.nodes)]
@@ -90,8 +90,8 @@ def _in_reservation(nodes: int, options: Options, env: Mapping[str, str]) -> Siz
                         instead=f"--nodes up to {len(allocation.hosts)}, a larger reservation, "
                                 '--submit "--time 1:00:00", or --ranks 1,2 on one node')
     hosts = tuple(host.name for host in allocation.hosts[:nodes])
-    words = (*options.launch_words, *carving(allocation, hosts), *options.command)
-    plan = build_plan(parse_launch(("--dry-run", *words)), env)
+    arguments = (*options.launch_words, *carving(allocation, hosts), *options.command)
+    plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
     return _sized(f"n{nodes}", nodes, len(plan.ranks), options, _threads(plan))
 
 
@@ -101,11 +101,11 @@ def _in_a_job(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
     return _sized(f"n{nodes}", nodes, job.placement.world_size, options)
 
 
-def _on_one_host(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
+def _on_one_node(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
     allocation = reservation(options.hosts, options.launch_words, env)
-    words = (*without(options.launch_words, "--ppn"), *carving(allocation, (allocation.hosts[0].name,)), "-n",
-             str(ranks), *options.command)
-    plan = build_plan(parse_launch(("--dry-run", *words)), env)
+    arguments = (*without(options.launch_words, "--ppn"), *carving(allocation, (allocation.hosts[0].name,)), "-n",
+                 str(ranks), *options.command)
+    plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
     return _sized(f"r{ranks}", 1, ranks, options, _threads(plan))
 
 
@@ -115,11 +115,11 @@ def _threads(plan: LaunchPlan) -> int | None:
 
 
 def _sized(label: str, nodes: int, ranks: int, options: Options, threads: int | None = None) -> Size:
-    per_host, rest = divmod(ranks, nodes)
-    words = (*options.launch_words, "-n", str(ranks))
-    if not rest:
-        words = (*without(words, "--ppn"), "--ppn", str(per_host))
-    return Size(label, nodes, ranks, words, threads)
+    per_node, remainder = divmod(ranks, nodes)
+    arguments = (*options.launch_words, "-n", str(ranks))
+    if not remainder:
+        arguments = (*without(arguments, "--ppn"), "--ppn", str(per_node))
+    return Size(label, nodes, ranks, arguments, threads)
 
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "tp2", "pp2")
@@ -166,8 +166,8 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
     Raises:
         UserError: a size is not available, or a layout or batch cannot run at one of the sizes.
     """
-    for words in (options.command, options.launch_words):
-        if has_secret(words, env):
+    for arguments in (options.command, options.launch_words):
+        if has_secret(arguments, env):
             raise UserError("the command contains a secret, which the study's files would store",
                             where="the command after --", instead="set it in the environment")
     sizes = find_sizes(options, env)
@@ -177,7 +177,7 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
     if options.what == "layouts" and len(commands) < 2:
         raise UserError(f"a comparison requires two layouts, not only {', '.join(commands)}",
                         where="--what layouts",
-                        instead="--ds-config zero1,zero3, or no --ds-config at all to compare those that can run")
+                        instead="--ds-config zero1,zero3, or omit --ds-config to compare all layouts that can run")
     mode = options.mode or ("strong" if options.what == "layouts" else "weak")
     candidates: list[_Candidate] = []
     if mode in ("weak", "both"):
@@ -216,7 +216,7 @@ def _commands(options: Options, sizes: Sequence[Size],
         if value_of(command, option) is None:
             command += (option, value)
     if options.what == "layouts" and not options.ds_configs and value_of(command, "--ds-config") is None:
-        return _commands_that_can_run(command, sizes[0].ranks, directory)
+        return _runnable_commands(command, sizes[0].ranks, directory)
     if not options.ds_configs:
         return {ask(command, sizes[0].ranks, directory, "the command").layout: command}, []
     commands = {Path(name).stem: (*command, "--ds-config", name) for name in options.ds_configs}
@@ -226,17 +226,17 @@ def _commands(options: Options, sizes: Sequence[Size],
     return commands, []
 
 
-def _commands_that_can_run(command: tuple[str, ...], ranks: int,
-                           directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def _runnable_commands(command: tuple[str, ...], ranks: int,
+                       directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     commands, notes = {}, []
     for layout in LAYOUTS:
-        words = (*command, "--ds-config", layout)
+        candidate = (*command, "--ds-config", layout)
         try:
-            ask(words, ranks, directory, layout)
+            ask(candidate, ranks, directory, layout)
         except UserError as error:
             notes.append(f"omitted: {error.found}")
         else:
-            commands[layout] = words
+            commands[layout] = candidate
     if not commands:
         raise UserError("; ".join(notes), where="--what layouts",
                         instead="--ds-config with layouts that can run here")
@@ -246,16 +246,16 @@ def _commands_that_can_run(command: tuple[str, ...], ranks: int,
 def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Candidate]:
     """Return the weak-scaling points: each rank keeps its batch of the smallest size."""
     base = ask(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
-    words = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
-             _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
-    return [_Candidate("weak", layout, size, words) for size in sizes]
+    fixed_batch = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
+                   _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
+    return [_Candidate("weak", layout, size, fixed_batch) for size in sizes]
 
 
 def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
             directory: Path) -> tuple[list[_Candidate], str]:
     """Return the strong-scaling points and a note on the global batch.
 
-    The global batch is the command's, or by default that of the largest size.
+    The global batch is the command's, or by default the largest size's.
     """
     first = next(iter(commands.values()))
     typed = value_of(first, *_GLOBAL_BATCH)
@@ -304,15 +304,15 @@ def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answe
         what: name of the command in error messages.
 
     Raises:
-        UserError: the check fails. The message contains that of the check.
+        UserError: the check fails. The message contains the check's error.
     """
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
-    done = run_check(command, ranks, env, "--json", cwd=directory, what=f"the check of {what}")
+    process = run_check(command, ranks, env, "--json", cwd=directory, what=f"the check of {what}")
     try:
-        report = as_dataclass(CheckReport, parse_json(done.stdout, what), what)
+        report = as_dataclass(CheckReport, parse_json(process.stdout, what), what)
     except UserError as error:  # it crashed before it could print a report
-        raise UserError(f"{what} cannot run: {(done.stderr or done.stdout).strip()}") from error
-    if done.returncode or report.layout is None:
+        raise UserError(f"{what} cannot run: {(process.stderr or process.stdout).strip()}") from error
+    if process.returncode or report.layout is None:
         raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,
                         instead=report.instead)
     return Answer(report.layout, report.global_batch or 0, report.micro_batch or 0, report.accumulation or 0)

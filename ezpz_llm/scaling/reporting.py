@@ -132,13 +132,13 @@ def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
         return row
     time, steps, split = point.step_time, point.steps, point.split or {}
     low, high = time.interval or (None, None)
-    rank, host, _ = point.slowest
+    rank, hostname, _ = point.slowest
     row |= {"step_time_s": time.value, "step_time_low_s": low, "step_time_high_s": high,
             "step_median_s": steps.median, "step_10_percent_s": steps.low, "step_90_percent_s": steps.high,
             "tokens_per_second": point.tokens_per_second,
             "tokens_per_second_per_device": point.tokens_per_second_per_device, "mfu": point.mfu,
             "peak_device_bytes": point.peak_device_bytes, "peak_host_bytes": point.peak_host_bytes,
-            **{f"{part}_s": split.get(part) for part in SPLIT}, "slowest_rank": rank, "slowest_host": host,
+            **{f"{part}_s": split.get(part) for part in SPLIT}, "slowest_rank": rank, "slowest_host": hostname,
             "first_loss": repeat.first_loss, "last_loss": repeat.last_loss}
     if curve is None:
         return row

@@ -72,10 +72,10 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
     """
     allocation = reservation(study.hosts, study.points[0].launch, os.environ)
     hosts = tuple(host.name for host in allocation.hosts)
-    most = max((point for point, _ in runs), key=lambda point: point.nodes)
-    if most.nodes > len(hosts):
+    largest = max((point for point, _ in runs), key=lambda point: point.nodes)
+    if largest.nodes > len(hosts):
         fitting = dict.fromkeys(point.name for point, _ in runs if point.nodes <= len(hosts))
-        raise UserError(f"point {most.name} requires {most.nodes} nodes, but there are {len(hosts)}",
+        raise UserError(f"point {largest.name} requires {largest.nodes} nodes, but there are {len(hosts)}",
                         where=allocation.source,
                         instead=f"--point {','.join(fitting)}" if fitting else "a larger reservation")
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -83,42 +83,42 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
     for number, (point, repeat) in enumerate(runs, 1):
         from_env = os.environ.get(ENDS_AT_VARIABLE)
         ends_at = allocation.ends_at or (float(from_env) if from_env else None)
-        left_s = math.inf if ends_at is None else ends_at - time.time()
-        if longest + _RESERVE_S + min(_RESERVE_SHARE * left_s, _LONGEST_RESERVE_S) > left_s:
+        remaining_s = math.inf if ends_at is None else ends_at - time.time()
+        if longest + _RESERVE_S + min(_RESERVE_SHARE * remaining_s, _LONGEST_RESERVE_S) > remaining_s:
             raise Cut("not enough time left in the reservation for another run")
         began = time.monotonic()
         chosen = carve(hosts, point.nodes, repeat)
         point_dir = run_dir_of(folder, point, repeat).path.parent
         point_dir.mkdir(parents=True, exist_ok=True)
-        with locked(point_dir, 0) as is_ours:
-            if not is_ours:
+        with locked(point_dir, 0) as is_locked:
+            if not is_locked:
                 raise UserError(f"another process is running point {point.name}", where=str(point_dir),
                                 instead="wait for it, or choose other points with --point")
-            done = _run_repeat(study, folder, point, repeat, carving(allocation, chosen))
+            result = _run_repeat(study, folder, point, repeat, carving(allocation, chosen))
         longest = max(longest, time.monotonic() - began)
-        print(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(done, study, chosen)}", flush=True)
+        print(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(result, study, chosen)}", flush=True)
 
 
 def _run_repeat(study: Study, folder: Path, point: Point, repeat: int, part: tuple[str, ...]) -> Repeat:
     """Run one repeat and append its line. A run that finished without its line is only measured."""
     run_dir = run_dir_of(folder, point, repeat)
-    known = {(finished.point, finished.repeat) for finished in read_repeats(folder)}
+    finished_repeats = {(finished.point, finished.repeat) for finished in read_repeats(folder)}
     if run_dir.path.exists():
         _wait_for_exit(run_dir)
-        if (point.name, repeat) not in known and (done := measure(folder, point, repeat)) is not None:
-            add_repeat(folder, done)
-            return done
+        if (point.name, repeat) not in finished_repeats and (result := measure(folder, point, repeat)) is not None:
+            add_repeat(folder, result)
+            return result
         _rename_attempt(run_dir.path)
     output = run_dir.path.with_suffix(".txt")
     _launch(study, point, ("--run-dir", str(run_dir.path), *part), output)
-    done = measure(folder, point, repeat)
-    if done is None:
+    result = measure(folder, point, repeat)
+    if result is None:
         record = read_record(run_dir)
         if record.get("exit") is not None:
             raise Cut(record.get("stopped") or record["exit"]["cause"])
-        done = _repeat(folder, point, repeat, error=_launch_error(output))
-    add_repeat(folder, done)
-    return done
+        result = _repeat(folder, point, repeat, error=_launch_error(output))
+    add_repeat(folder, result)
+    return result
 
 
 def _wait_for_exit(run_dir: RunDir) -> None:
@@ -144,10 +144,10 @@ def _launch(study: Study, point: Point, options: Sequence[str], output: Path) ->
     """Start launch with its output in a file, and wait until it exits."""
     has_limit = value_of(point.launch, "--idle-timeout", "--timeout-idle") is not None
     limit = () if has_limit else ("--idle-timeout", _IDLE_S)
-    words = launch_words([*point.launch, *options, *limit], point.command)
+    command = launch_words([*point.launch, *options, *limit], point.command)
     threads = {} if study.threads is None else {THREADS_VARIABLE: str(study.threads)}
     with output.open("wb") as file:
-        run_launch(words, variables=threads, cwd=study.directory, output=file)
+        run_launch(command, variables=threads, cwd=study.directory, output=file)
 
 
 def _launch_error(output: Path) -> str:
@@ -156,18 +156,18 @@ def _launch_error(output: Path) -> str:
     return (errors or lines or ["launch failed without output"])[-1].removeprefix("error: ") + f" (see {output})"
 
 
-def _summary(done: Repeat, study: Study, hosts: Sequence[str]) -> str:
+def _summary(repeat: Repeat, study: Study, hosts: Sequence[str]) -> str:
     width = max(len(point.name) for point in study.points)
-    name = f"{done.point:<{width}}  run {done.repeat}"
+    name = f"{repeat.point:<{width}}  run {repeat.repeat}"
     if study.unit == "nodes":
         name += f"  on {','.join(hosts[:4])}{',…' if len(hosts) > 4 else ''}"
-    if done.error is not None or not done.tokens_per_second:
-        return f"{name}  FAILED: {done.error}"
-    step_s = done.step_tokens / done.tokens_per_second
-    text = f"{name}  {step_s * 1e3:8.1f} ms/step  {short_number(done.tokens_per_second):>6} tok/s"
-    if done.first_loss is None or done.last_loss is None or done.last_loss >= done.first_loss:
+    if repeat.error is not None or not repeat.tokens_per_second:
+        return f"{name}  FAILED: {repeat.error}"
+    step_s = repeat.step_tokens / repeat.tokens_per_second
+    text = f"{name}  {step_s * 1e3:8.1f} ms/step  {short_number(repeat.tokens_per_second):>6} tok/s"
+    if repeat.first_loss is None or repeat.last_loss is None or repeat.last_loss >= repeat.first_loss:
         return f"{text}  the loss did not decrease: throughput is not meaningful"
-    return f"{text}  loss {done.first_loss:.2f} to {done.last_loss:.2f}"
+    return f"{text}  loss {repeat.first_loss:.2f} to {repeat.last_loss:.2f}"
 
 
 def _exit_on_signal(number: int, frame: object) -> None:
@@ -189,12 +189,12 @@ def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Se
                    "--name", point.name, "--run-dir", str(folder / "points" / point.name / "job"), "--",
                    "ezpz-llm", "scale", "--study", str(folder), "--point", point.name]
         print(f"{point.name}:", flush=True)
-        done = subprocess.run(command, cwd=study.directory, stdin=subprocess.DEVNULL, check=False)
-        if done.returncode:
+        process = subprocess.run(command, cwd=study.directory, stdin=subprocess.DEVNULL, check=False)
+        if process.returncode:
             raise UserError(f"submit failed for {point.name}; the {number} jobs before it are queued", exit_code=1,
                             where="ezpz-llm submit, above",
                             instead="fix the error, then ezpz-llm scale --study "
-                                    f'{folder} --point {",".join(left.name for left in points[number:])} '
+                                    f'{folder} --point {",".join(remaining.name for remaining in points[number:])} '
                                     '--submit "…"')
 
 
@@ -216,30 +216,30 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     if record.get("stopped"):
         return None
     rows = list(read_lines(run_dir.metrics))
-    kept = untraced(rows, run_dir)
-    own = is_own_script(point.command)
-    if len(kept) < _LEAST_STEPS:
-        fix = "run more steps, and call ezpz_llm.record(…) in each" if own else "increase --steps"
+    steps = untraced(rows, run_dir)
+    is_script = is_own_script(point.command)
+    if len(steps) < _LEAST_STEPS:
+        fix = "run more steps, and call ezpz_llm.record(…) in each" if is_script else "increase --steps"
         return _repeat(study, point, repeat,
-                       error=f"{len(kept)} steady steps, but a measurement needs {_LEAST_STEPS}: {fix}")
-    mfu = _mfu(kept)
+                       error=f"{len(steps)} steady steps, but a measurement needs {_LEAST_STEPS}: {fix}")
+    mfu = _mfu(steps)
     if mfu is not None and mfu > 1:
         return _repeat(study, point, repeat, error="more than half of the steps have an MFU above 100 %, which is "
                                                    "impossible (the run's output has the numbers)")
-    if own:
-        tokens = [row["tokens_per_second"] * row["step_time_s"] for row in kept if "tokens_per_second" in row]
+    if is_script:
+        tokens = [row["tokens_per_second"] * row["step_time_s"] for row in steps if "tokens_per_second" in row]
         if not tokens:
             return _repeat(study, point, repeat, error="its steps have neither tokens nor samples: call "
                                                        "ezpz_llm.record(step, loss=…, tokens=…)")
         batch = {"global_batch": point.ranks, "micro_batch": 1, "accumulation": 1,
                  "block_size": round(statistics.median(tokens) / point.ranks)}
-        return _as_repeat(study, point, repeat, record, batch, rows, kept, mfu)
+        return _as_repeat(study, point, repeat, record, batch, rows, steps, mfu)
     layout = read_layout(run_dir.layout)
     if layout is None:
         return _repeat(study, point, repeat, error=f"{run_dir.layout} is missing, so the batch is unknown")
     batch = {name: layout["batch"][name] for name in ("global_batch", "micro_batch", "accumulation")}
     batch["block_size"] = record["model"]["block_size"]
-    return _as_repeat(study, point, repeat, record, batch, rows, kept, mfu)
+    return _as_repeat(study, point, repeat, record, batch, rows, steps, mfu)
 
 
 def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -253,21 +253,21 @@ def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]
 
 def _last_traced(trace: Path) -> int:
     """Return the last step in a trace, read in chunks; 0 if it has none."""
-    last, rest = 0, b""
+    last, buffer = 0, b""
     with open_regular(trace) as packed, gzip.open(packed) as file:
         while part := file.read(1 << 20):
-            rest += part
-            last = max([last, *(int(step) for step in re.findall(rb'"step (\d{1,15})"', rest))])
+            buffer += part
+            last = max([last, *(int(step) for step in re.findall(rb'"step (\d{1,15})"', buffer))])
             # A step's name may be split between two chunks.
-            rest = rest[-32:]
+            buffer = buffer[-32:]
     return last
 
 
 def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], batch: dict[str, int],
-               rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
+               rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
     memory = record.get("memory") or {}  # missing in runs of the library
-    times = tuple(row["step_time_s"] for row in kept)
+    times = tuple(row["step_time_s"] for row in steps)
     is_cpu = record["environment"]["device"]["type"] == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
     split = _split(run_dir, point.ranks)
@@ -296,10 +296,10 @@ def _repeat(study: Path, point: Point, repeat: int, **measured: Any) -> Repeat:
     return Repeat(**{"point": point.name, "repeat": repeat, "run_dir": str(run_dir), **planned, **measured})
 
 
-def _mfu(kept: Sequence[dict[str, Any]]) -> float | None:
+def _mfu(rows: Sequence[dict[str, Any]]) -> float | None:
     """Return the median MFU; None if no step has one. The trainer omits values above 1: count them as infinite."""
-    known = [row.get("mfu", math.inf) for row in kept]
-    return None if min(known) == math.inf else statistics.median(known)
+    values = [row.get("mfu", math.inf) for row in rows]
+    return None if min(values) == math.inf else statistics.median(values)
 
 
 def _split(run_dir: RunDir, ranks: int) -> Split | None:

@@ -236,7 +236,7 @@ def provenance_of(run_dirs: Sequence[Path]) -> Provenance:
     records = [read_record(RunDir(run_dir)) for run_dir in run_dirs]
     record = records[0]
     launch, environment = record.get("launch") or {}, record.get("environment") or {}
-    commands = [shlex.join(words) for words in (launch.get("typed"), launch.get("argv")) if words]
+    commands = [shlex.join(command) for command in (launch.get("typed"), launch.get("argv")) if command]
     device = environment.get("device") or {}
     hosts = [" ".join((record.get("environment") or {}).get("hosts") or (record.get("launch") or {}).get("hosts")
                       or ()) for record in records]

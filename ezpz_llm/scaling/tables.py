@@ -83,12 +83,12 @@ def split_table(points: Sequence[Measured]) -> Table:
     rows = []
     for point in points:
         split = point.split
-        rank, host, times = point.slowest
+        rank, hostname, times = point.slowest
         total = sum(split.values()) if split else 0.0
         rows.append((point.name, *(f"{split[part] * 1e3:.1f}" if split else "-" for part in SPLIT),
                      f"{split['exposed_communication'] / total:.0%}" if split and total else "-",
                      f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory(point.peak_device_bytes),
-                     _memory(point.peak_host_bytes), f"{rank} {host} ({times}/{len(point.good)})"))
+                     _memory(point.peak_host_bytes), f"{rank} {hostname} ({times}/{len(point.good)})"))
     return Table("Step-time breakdown (ms, mean over ranks in the traced steps, which the results above exclude)",
                  ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
                   "CPU GiB", "slowest rank"), tuple(rows))
@@ -151,12 +151,12 @@ def fit_notes(extrapolation: Extrapolation) -> list[str]:
         terms = "the serial and work terms" if modes == {"weak"} else "the serial and bandwidth terms"
         notes.append(f"{modes.pop()} scaling alone cannot separate {terms}; --mode both can")
     if fit.rivals:
-        others = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
+        rivals = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
         more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
-        notes.append(f"other models fit these points as well: {others}{more}. The band includes them all")
+        notes.append(f"other models fit these points as well: {rivals}{more}. The band includes them all")
     notes += [f"{predicted.curve.name} at {predicted.size} {predicted.curve.unit}: {predicted.efficiency:.1%} is "
-              f"above 100 %: {why}"
-              for predicted in extrapolation.predictions if (why := explain_predicted(fit, predicted))]
+              f"above 100 %: {reason}"
+              for predicted in extrapolation.predictions if (reason := explain_predicted(fit, predicted))]
     return [*notes, *extrapolation.refused]
 
 
@@ -203,5 +203,5 @@ def curve_notes(curve: Curve) -> tuple[str, ...]:
 
 def study_notes(findings: Findings) -> list[str]:
     """Return the notes of the whole study."""
-    left = f"{counted(findings.missing, 'run')} left to run; continue with {typable('ezpz-llm scale --study D')}"
-    return [*findings.notes, *([left] if findings.missing > 0 else [])]
+    note = f"{counted(findings.missing, 'run')} left to run; continue with {typable('ezpz-llm scale --study D')}"
+    return [*findings.notes, *([note] if findings.missing > 0 else [])]

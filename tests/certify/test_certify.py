@@ -40,17 +40,17 @@ from ezpz_llm.layout.suggest import shipped_layouts
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 
 
-def planned(*words: str, world_size: int | None = None):
-    return plan(parser().parse_args(words), world_size)
+def planned(*arguments: str, world_size: int | None = None):
+    return plan(parser().parse_args(arguments), world_size)
 
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = ("import sys; from ezpz_llm.certify.__main__ import main; "
                "code = main(['--check', '--layouts', 'ddp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=scaled(60), check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                             timeout=scaled(60), check=False)
+    assert process.returncode == 0, process.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -78,7 +78,7 @@ def test_quick_has_every_layout_in_both_shapes_and_each_kind_in_bf16() -> None:
 def test_quick_reports_a_bf16_case_as_missing_if_its_op_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: False)
     work = planned("--quick", "--layouts", "ddp,zero3_offload_optimizer")
-    assert [(one.case.dtype, one.illegal) for one in work.skipped] == [("fp32", False)] * 2 + [("bf16", False)]
+    assert [(skip.case.dtype, skip.illegal) for skip in work.skipped] == [("fp32", False)] * 2 + [("bf16", False)]
 
 
 def test_quick_prints_what_it_omits() -> None:
@@ -93,7 +93,7 @@ def test_quick_prints_what_it_omits() -> None:
 def test_every_case_has_the_same_batch_size() -> None:
     cases, skipped = divide([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
                              for world in natural_worlds(name)], "cpu")
-    assert all(not one.illegal for one in skipped)
+    assert all(not entry.illegal for entry in skipped)
     for case in cases:
         batch = resolve_case(case, "cpu").batch
         assert batch.global_batch == recipe.GLOBAL_BATCH
@@ -131,11 +131,11 @@ def test_if_nothing_can_run_the_error_names_world_sizes() -> None:
 def test_an_illegal_world_size_is_skipped_with_its_reason() -> None:
     work = planned("--layouts", "ddp,tp2", "--world", "1")
     assert {case.layout for case in work.cases} == {"ddp"}
-    assert all(one.illegal and "cannot be divided" in one.reason for one in work.skipped)
+    assert all(entry.illegal and "cannot be divided" in entry.reason for entry in work.skipped)
     assert all_passed([{"passed": True}], work.skipped)
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--layouts", "zero5"], "zero5"), (["--model", "tiny-gpt3"], "tiny-gpt3"), (["--dtype", "fp64"], "fp64"),
     (["--world", "two"], "two"), (["--world", "0"], "0"), (["--steps", "1"], "--steps 1 is too few"),
     (["--inject-fault", "gradients-x3"], "gradients-x3"), (["--layouts", ","], "empty"),
@@ -150,9 +150,9 @@ def test_an_illegal_world_size_is_skipped_with_its_reason() -> None:
     (["--layouts", "ddp", "--dtype", "fp32", "--inject-fault", "stale-masters"], "no master weights"),
     (["--layouts", "ddp,tp2", "--world", "2", "--inject-fault", "beta2"], "into ddp on 1 rank only"),
 ])
-def test_invalid_options_are_rejected(words: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        planned(*words)
+        planned(*arguments)
     assert message in str(caught.value)
 
 
@@ -201,23 +201,24 @@ def test_one_model_has_a_padded_vocabulary_of_odd_size() -> None:
 def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
     """Return the numbers of a layout and a reference that differ only by rounding."""
     names = {"transformer.wte.weight": 6144, "transformer.h.0.ln_1.weight": 64}
-    theirs = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
-              "noise": {"loss": 1e-6, "norm": [1e-7, 1e-6], "gradient": dict.fromkeys(names, 1e-7),
-                        "weight": dict.fromkeys(names, 1e-6)},
-              "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0),
-              "movement": dict(zip(names, (0.01, 0.0), strict=True))}
+    expected = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
+                "noise": {"loss": 1e-6, "norm": [1e-7, 1e-6], "gradient": dict.fromkeys(names, 1e-7),
+                          "weight": dict.fromkeys(names, 1e-6)},
+                "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0),
+                "movement": dict(zip(names, (0.01, 0.0), strict=True))}
     def rows(difference: float) -> dict:
         return {name: {"elements": numel, "difference": difference, "ranks": {0: 0.0, 1: difference}}
                 for name, numel in names.items()}
 
-    ours = {"losses": [4.5, 4.400001], "held_out": 4.3, "norms": [(1.0, 1.0), (2.0, 2.000001)], "first": rows(0.0),
-            "gradient": rows(1e-8), "weight": rows(2e-6),
-            "copy": {"weight of transformer.wte.weight": {"compared": 96, "apart": 0, "where": ""}}}
-    return ours, theirs
+    actual = {"losses": [4.5, 4.400001], "held_out": 4.3, "norms": [(1.0, 1.0), (2.0, 2.000001)],
+              "first": rows(0.0),
+              "gradient": rows(1e-8), "weight": rows(2e-6),
+              "copy": {"weight of transformer.wte.weight": {"compared": 96, "apart": 0, "where": ""}}}
+    return actual, expected
 
 
-def judged(ours: verdict.Numbers, theirs: verdict.Numbers) -> list[str]:
-    return verdict.failures(verdict.findings(ours, theirs, 4, "fp32"))
+def judged(actual: verdict.Numbers, expected: verdict.Numbers) -> list[str]:
+    return verdict.failures(verdict.findings(actual, expected, 4, "fp32"))
 
 
 def test_rounding_passes() -> None:
@@ -235,41 +236,42 @@ def test_rounding_of_the_decay_factor_on_each_step_passes() -> None:
     for _ in range(steps):
         multiplied.mul_(1 - rate * decay)
         added -= rate * decay * added
-    _, theirs = numbers()
-    theirs.update(losses=[4.5] * steps, weight=dict.fromkeys(theirs["weight"], weights.norm().item()))
-    theirs["noise"]["weight"] = dict.fromkeys(theirs["weight"], 0.0)
+    _, expected = numbers()
+    expected.update(losses=[4.5] * steps, weight=dict.fromkeys(expected["weight"], weights.norm().item()))
+    expected["noise"]["weight"] = dict.fromkeys(expected["weight"], 0.0)
     apart = (multiplied - added).norm().item()
-    bound = verdict._least_weight(theirs)("transformer.wte.weight")
+    bound = verdict._min_weight_bound(expected)("transformer.wte.weight")
     assert 2.0 ** -24 * weights.norm().item() < apart <= bound, (apart, bound)
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda ours: ours["losses"].__setitem__(1, 4.41), "loss at step 2 differs by 0.01"),
-    (lambda ours: ours["losses"].__setitem__(0, math.nan), "loss at step 1"),
-    (lambda ours: ours.update(held_out=4.4), "loss after the last step"),
-    (lambda ours: ours["norms"].__setitem__(0, (1.0, 2.0)), "2 on rank 1, 2 times the reference's"),
-    (lambda ours: ours["gradient"]["transformer.wte.weight"].update(difference=0.5),
+    (lambda actual: actual["losses"].__setitem__(1, 4.41), "loss at step 2 differs by 0.01"),
+    (lambda actual: actual["losses"].__setitem__(0, math.nan), "loss at step 1"),
+    (lambda actual: actual.update(held_out=4.4), "loss after the last step"),
+    (lambda actual: actual["norms"].__setitem__(0, (1.0, 2.0)), "2 on rank 1, 2 times the reference's"),
+    (lambda actual: actual["gradient"]["transformer.wte.weight"].update(difference=0.5),
      "gradient of transformer.wte.weight differs by 1,"),
-    (lambda ours: ours["weight"]["transformer.h.0.ln_1.weight"].update(ranks={0: 0.0, 1: math.inf}),
+    (lambda actual: actual["weight"]["transformer.h.0.ln_1.weight"].update(ranks={0: 0.0, 1: math.inf}),
      "weights of transformer.h.0.ln_1.weight on rank 1"),
-    (lambda ours: ours["first"]["transformer.wte.weight"].update(ranks={0: 0.0, 2: 1e-9}), "initial weights of"),
-    (lambda ours: ours["gradient"]["transformer.wte.weight"].update(elements=3072), "3072 of 6144"),
-    (lambda ours: ours["weight"].pop("transformer.wte.weight"), "0 of 6144"),
-    (lambda ours: ours["copy"]["weight of transformer.wte.weight"].update(apart=1, where=" on ranks 0 and 3"),
+    (lambda actual: actual["first"]["transformer.wte.weight"].update(ranks={0: 0.0, 2: 1e-9}),
+     "initial weights of"),
+    (lambda actual: actual["gradient"]["transformer.wte.weight"].update(elements=3072), "3072 of 6144"),
+    (lambda actual: actual["weight"].pop("transformer.wte.weight"), "0 of 6144"),
+    (lambda actual: actual["copy"]["weight of transformer.wte.weight"].update(apart=1, where=" on ranks 0 and 3"),
      "the weight of transformer.wte.weight on ranks 0 and 3 is not bitwise equal: 1 of 96 blocks"),
 ])
 def test_failures_name_the_tensor_and_the_difference(change, message: str) -> None:
-    ours, theirs = numbers()
-    change(ours)
-    assert message in "\n".join(judged(ours, theirs))
+    actual, expected = numbers()
+    change(actual)
+    assert message in "\n".join(judged(actual, expected))
 
 
 def test_among_several_failures_the_one_nearest_to_the_loss_is_named() -> None:
     """Independent of the ratios, because failures propagate from the loss backwards."""
-    ours, theirs = numbers()
+    actual, expected = numbers()
     for name, difference in (("transformer.wte.weight", 0.4), ("transformer.h.0.ln_1.weight", 0.1)):
-        ours["gradient"][name].update(difference=difference)
-    line, = judged(ours, theirs)
+        actual["gradient"][name].update(difference=difference)
+    line, = judged(actual, expected)
     assert line.startswith("backward: gradient of transformer.h.0.ln_1.weight differs by 0.2,")
     assert line.endswith("(and 1 more)")
     names = ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight", "transformer.h.10.ln_1.weight",
@@ -280,31 +282,31 @@ def test_among_several_failures_the_one_nearest_to_the_loss_is_named() -> None:
 
 def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
     """A wrong gradient comes before a wrong gradient norm."""
-    ours, theirs = numbers()
-    ours["weight"]["transformer.wte.weight"].update(difference=9.0)
-    ours["norms"][0] = (1.0, 2.0)
-    ours["gradient"]["transformer.h.0.ln_1.weight"].update(difference=0.1)
-    ours["losses"][1] = 5.0
-    assert [line.partition(": ")[0] for line in judged(ours, theirs)] == [
+    actual, expected = numbers()
+    actual["weight"]["transformer.wte.weight"].update(difference=9.0)
+    actual["norms"][0] = (1.0, 2.0)
+    actual["gradient"]["transformer.h.0.ln_1.weight"].update(difference=0.1)
+    actual["losses"][1] = 5.0
+    assert [line.partition(": ")[0] for line in judged(actual, expected)] == [
         "forward", "backward", "reduction", "optimizer"]
-    assert list(verdict.findings(ours, theirs, 4, "fp32")) == list(verdict.PHASES)[:-1]
+    assert list(verdict.findings(actual, expected, 4, "fp32")) == list(verdict.PHASES)[:-1]
 
 
 def test_sensitivity_is_the_bound_relative_to_the_effect_of_the_steps() -> None:
-    _, theirs = numbers()
-    assert verdict.sight(theirs)["loss"] == pytest.approx(1e-5 / 0.1)
-    assert verdict.sight(theirs)["weights_largest"] == math.inf, "weights that do not move have no sensitivity"
-    theirs["movement"]["transformer.h.0.ln_1.weight"] = 0.005
-    sight = verdict.sight(theirs)
+    _, expected = numbers()
+    assert verdict.sight(expected)["loss"] == pytest.approx(1e-5 / 0.1)
+    assert verdict.sight(expected)["weights_largest"] == math.inf, "weights that do not move have no sensitivity"
+    expected["movement"]["transformer.h.0.ln_1.weight"] = 0.005
+    sight = verdict.sight(expected)
     assert sight["weights_largest"] == pytest.approx(5e-6 / 0.005)
     assert sight["weights"] == pytest.approx((5e-6 / 0.01 + 5e-6 / 0.005) / 2)
 
 
 def test_among_several_ranks_the_first_beyond_the_bound_is_named() -> None:
-    ours, theirs = numbers()
-    ours["norms"][1] = (2.0, 2.2, 9.0)
-    ours["weight"]["transformer.wte.weight"].update(ranks={0: 1e-6, 1: 0.5, 3: 8.0})
-    reduction, optimizer = judged(ours, theirs)
+    actual, expected = numbers()
+    actual["norms"][1] = (2.0, 2.2, 9.0)
+    actual["weight"]["transformer.wte.weight"].update(ranks={0: 1e-6, 1: 0.5, 3: 8.0})
+    reduction, optimizer = judged(actual, expected)
     assert "2.2 on rank 1, 1.1 times the reference's" in reduction
     assert optimizer.startswith("optimizer: weights of transformer.wte.weight on rank 1 differs by 0.062,")
 
@@ -320,9 +322,9 @@ def test_a_case_with_a_missing_op_does_not_pass() -> None:
 
 
 def test_a_record_is_json_with_one_line_per_result() -> None:
-    kept = {"passed": True, "results": [{"layout": "ddp", "losses": [1.0, 2.0]}, {"layout": "zero1"}]}
-    assert json.loads(as_json(kept)) == kept
-    assert as_json(kept).count("\n") == 7
+    certificate = {"passed": True, "results": [{"layout": "ddp", "losses": [1.0, 2.0]}, {"layout": "zero1"}]}
+    assert json.loads(as_json(certificate)) == certificate
+    assert as_json(certificate).count("\n") == 7
     assert json.loads(as_json({"passed": False, "results": []})) == {"passed": False, "results": []}
     assert '"bound": null' in as_json({"passed": False, "results": [{"bound": math.inf}]})
 
@@ -392,13 +394,13 @@ def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layo
 @pytest.mark.xfail(strict=True, reason="the committed certificate is outdated; remove this mark after renewing it")
 def test_the_committed_certificate_matches_the_current_recipe() -> None:
     """Compares recipe, bounds, precisions and kinds of findings, without which it would not apply to this code."""
-    kept = committed()
+    record = committed()
     today = json.loads(json.dumps(basis(recipe.STEPS)))
-    assert {key: kept[key] for key in today} == today
-    assert {one["dtype"] for one in kept["results"]} == set(recipe.DTYPES)
-    assert {kind for one in kept["results"] for kind in one["worst"]} == set(verdict.PHASES)
+    assert {key: record[key] for key in today} == today
+    assert {result["dtype"] for result in record["results"]} == set(recipe.DTYPES)
+    assert {kind for result in record["results"] for kind in result["worst"]} == set(verdict.PHASES)
     cases, _ = divide(all_cases(ds_config.names(), None, recipe.MODELS, recipe.DTYPES), None)
-    assert ({(one["layout"], one["world"], one["model"], one["dtype"]) for one in kept["results"]}
+    assert ({(result["layout"], result["world"], result["model"], result["dtype"]) for result in record["results"]}
             >= {(case.layout, case.world, case.model, case.dtype) for case in cases})
 
 
@@ -406,19 +408,19 @@ def test_the_committed_certificate_matches_computed_numbers_and_docs(tmp_path: P
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed numbers must not have changed, whichever ops are built, and the docs must show the certificate."""
     monkeypatch.setattr(ops, "is_built", lambda name: True)
-    kept = committed()
-    assert kept["passed"]
+    certificate = committed()
+    assert certificate["passed"]
     uncertified = {layout.name for layout in shipped_layouts()
                    if any(knob.is_set(layout) and not knob.certified for knob in KNOBS)}
-    assert {one["layout"] for one in kept["results"]} == set(ds_config.names()) - uncertified
-    for one in kept["results"]:
-        case = Case(one["layout"], one["world"], one["model"], one["dtype"])
+    assert {result["layout"] for result in certificate["results"]} == set(ds_config.names()) - uncertified
+    for result in certificate["results"]:
+        case = Case(result["layout"], result["world"], result["model"], result["dtype"])
         config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
         again = computed(resolved, config, case.world)
-        assert {key: one[key] for key in again} == again
+        assert {key: result[key] for key in again} == again
     page = tmp_path / "layouts.md"
     shutil.copy(ROOT / "docs" / "reference" / "layouts.md", page)
-    write_docs(kept, page)
+    write_docs(certificate, page)
     assert page.read_text() == (ROOT / "docs" / "reference" / "layouts.md").read_text()
 
 
@@ -426,18 +428,19 @@ def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
     page = tmp_path / "layouts.md"
     page.write_text("# Layouts\n\nprose\n")
     sight = {"loss": 0.0123, "weights": 0.04, "weights_largest": 0.2}
-    kept = {"command": "ezpz-llm certify", "date": "2026-01-02", "references": {"tiny-gpt2 bf16": {"sight": sight}},
-            "seconds": 130.0,
-            "environment": {"versions": {"torch": "2.13"}},
-            "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
-            "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
-                         "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
-                         "memory": [{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
-                         "arithmetic": [{"bytes": 16, "where": "device"}],
-                         "collectives": [{"ranks": [0, 1], "kinds": {"all_reduce": {"count": 1, "bytes": 8}}}]}]}
-    write_docs(kept, page)
+    record = {"command": "ezpz-llm certify", "date": "2026-01-02",
+              "references": {"tiny-gpt2 bf16": {"sight": sight}},
+              "seconds": 130.0,
+              "environment": {"versions": {"torch": "2.13"}},
+              "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
+              "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
+                           "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
+                           "memory": [{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
+                           "arithmetic": [{"bytes": 16, "where": "device"}],
+                           "collectives": [{"ranks": [0, 1], "kinds": {"all_reduce": {"count": 1, "bytes": 8}}}]}]}
+    write_docs(record, page)
     page.write_text(page.read_text() + "after\n")
-    write_docs({**kept, "date": "2026-01-03"}, page)
+    write_docs({**record, "date": "2026-01-03"}, page)
     text = page.read_text()
     assert text.startswith("# Layouts\n\nprose\n")
     assert text.endswith("after\n")
@@ -447,7 +450,7 @@ def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
     assert "| tiny-gpt2 bf16 | 0.012 | 0.04 | 0.2 |" in text
     assert "1 of 1 cases passed in 2 minutes" in text
     with pytest.raises(UserError, match="found no page to update"):
-        write_docs(kept, tmp_path / "missing.md")
+        write_docs(record, tmp_path / "missing.md")
 
 
 def test_a_reference_with_a_zero_gradient_is_rejected() -> None:

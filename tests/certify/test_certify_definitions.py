@@ -47,14 +47,14 @@ def previous_samples(session: Any) -> Iterator[Any]:
     session.position = position
 
 
-@pytest.mark.parametrize(("topic", "of", "name", "fault", "why"), [
+@pytest.mark.parametrize(("topic", "of", "name", "fault", "reason"), [
     (schedule_rates, SCHEDULES, "wsd", SCHEDULES["constant"], "wsd, a linear warm-up of 0 steps from 0:"),
     (schedule_rates, SCHEDULES, "WarmupLR", SCHEDULES["constant"], "WarmupLR, a linear warm-up of 1 steps"),
     (schedule_rates, SCHEDULES, "sine", SCHEDULES["constant"], "sine: certify has no definition"),
     (tensor_parts, tensor_parts, "common", lambda *parts: iter(()), f"of a tensor {tensor_parts.SHAPE} is not []"),
     (tensor_parts, tensor_parts, "first_element", lambda shape, rank, size: 0, "rank 1 of 2 begins at element 0"),
     (tensor_parts, HostMemory, "copy", lambda memory, shard: shard, "in the background changes with the training"),
-    (tensor_parts, GPT, "_tie", lambda model: None, "the head is not tied to the embedding"),
+    (tensor_parts, GPT, "_tie", lambda model: None, "the head is no longer tied to the embedding"),
     (loss_scaling, LossScale, "update", lambda scale, finite: update_scale(scale, True), "the scale is"),
     (loss_scaling, gradients, "_scale", lambda optimizer, grads, norm, clip, scale: scale_gradients(
         optimizer, grads, norm, clip, 1.0), "factor of the gradients that the optimizer gets"),
@@ -75,7 +75,7 @@ def previous_samples(session: Any) -> Iterator[Any]:
          "a resumed run skips steps with a gradient norm above inf"),
         (GPT, "eval", lambda model: model, "an evaluation of a run with dropout gives"))),
 ])
-def test_a_fault_is_named(topic: Any, of: Any, name: str, fault: Callable[..., Any], why: str,
+def test_a_fault_is_named(topic: Any, of: Any, name: str, fault: Callable[..., Any], reason: str,
                           monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(of, dict):
         monkeypatch.setitem(of, name, fault)
@@ -83,7 +83,7 @@ def test_a_fault_is_named(topic: Any, of: Any, name: str, fault: Callable[..., A
         monkeypatch.setattr(of, name, fault)
     complaint = next(topic.complaints(), None)
     assert complaint is not None
-    assert why in complaint
+    assert reason in complaint
 
 
 def test_checks_that_hang_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,9 @@ def test_a_correct_process_is_within_the_bounds_of_every_phase(alone: Dist, dtyp
     findings = [comparison.finding for comparison in comparisons]
     assert all(math.isfinite(finding.bound) for finding in findings)
     # The bounds must be tight: an error of 1/8 in a gradient or of 1e-3 in the loss must not pass.
-    most = {"fp32": (2e-5, 1e-6), "bf16_autocast": (0.125, 1e-3), "bf16": (0.125, 1e-3)}[dtype]
-    assert max(finding.bound for finding in findings if finding.what.startswith("gradient of")) < most[0]
-    assert max(finding.bound for finding in findings if finding.what == "loss") < most[1] * math.log(96)
+    limits = {"fp32": (2e-5, 1e-6), "bf16_autocast": (0.125, 1e-3), "bf16": (0.125, 1e-3)}[dtype]
+    assert max(finding.bound for finding in findings if finding.what.startswith("gradient of")) < limits[0]
+    assert max(finding.bound for finding in findings if finding.what == "loss") < limits[1] * math.log(96)
     assert spread.loss > 0
 
 
@@ -119,10 +119,10 @@ def test_every_step_that_contributes_to_noise_is_checked(alone: Dist, tmp_path: 
     inner = reference.train
 
     def train(engine: object, *args: object, **options: object) -> object:
-        seen = inner(engine, *args, **options)
+        trajectory = inner(engine, *args, **options)
         if engine.batch.accumulation == 1:
-            seen.norms[1] *= 1.01
-        return seen
+            trajectory.norms[1] *= 1.01
+        return trajectory
 
     monkeypatch.setattr(reference, "train", train)
     with pytest.raises(UserError, match="one process disagrees with itself: tiny-gpt2 fp32 in 1 micro-steps: "

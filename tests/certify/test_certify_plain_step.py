@@ -160,8 +160,8 @@ def test_a_step_is_composed_of_its_parts() -> None:
     clipped = {name: value * (0.1 / (norm + 1e-6)) for name, value in gradients.items()}
     due = plain_step.updated(plain_step.fresh(weights), clipped, 1e-2, numbers)
     assert all(torch.equal(state.weights[name], due.weights[name]) for name in weights)
-    after, _ = plain_step.gradients(state.weights, micro_batches, numbers)
-    assert after < loss
+    loss_after, _ = plain_step.gradients(state.weights, micro_batches, numbers)
+    assert loss_after < loss
 
 
 def test_the_learning_rate_matches_the_cosine_of_the_trainer() -> None:
@@ -179,14 +179,14 @@ def test_rounding_and_reordering_have_the_stated_size(dtype: str) -> None:
     micro_batches, numbers, arithmetic = batches(1), settings_of(config, 1.0), ARITHMETIC[dtype]
     unit = torch.finfo(arithmetic.products).eps / 2
 
-    def apart(ours: dict, theirs: dict) -> float:
-        squares = sum((ours[key] - theirs[key]).square().sum().item() for key in ours)
-        return math.sqrt(squares) / plain_step.global_norm(theirs)
+    def apart(actual: dict, expected: dict) -> float:
+        squares = sum((actual[key] - expected[key]).square().sum().item() for key in actual)
+        return math.sqrt(squares) / plain_step.global_norm(expected)
 
     _, exact = plain_step.gradients(weights, micro_batches, numbers, EXACT)
     _, plain = plain_step.gradients(weights, micro_batches, numbers, arithmetic)
     _, again = plain_step.gradients(weights, micro_batches, numbers, arithmetic)
-    _, other = plain_step.gradients(weights, micro_batches, numbers, arithmetic.reordered(1))
+    _, reordered = plain_step.gradients(weights, micro_batches, numbers, arithmetic.reordered(1))
     assert apart(again, plain) == 0
     assert unit / 10 < apart(plain, exact) < 10 * unit
-    assert arithmetic.errors / 10 < apart(other, plain) < 20 * arithmetic.errors
+    assert arithmetic.errors / 10 < apart(reordered, plain) < 20 * arithmetic.errors

@@ -37,7 +37,7 @@ KEPT_REFERENCES = Path(tempfile.mkdtemp(prefix="certify-references-"))
 atexit.register(shutil.rmtree, KEPT_REFERENCES, ignore_errors=True)
 
 
-def certify(folder: Path, *words: str, timeout: float = 1000, **env: str) -> tuple[int, str, list[dict]]:
+def certify(folder: Path, *arguments: str, timeout: float = 1000, **env: str) -> tuple[int, str, list[dict]]:
     """Run certify; return its exit code, output and results.
 
     References take longer than the cases of most tests, so the first run computes a reference and later runs reuse
@@ -46,20 +46,20 @@ def certify(folder: Path, *words: str, timeout: float = 1000, **env: str) -> tup
     references = folder / "run" / "reference"
     if not env:
         shutil.copytree(KEPT_REFERENCES, references)
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--run-dir",
-                           str(folder / "run"), *words], cwd=folder, env={**ENV, **env}, capture_output=True,
-                          text=True, timeout=timeout, check=False)
+    process = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--run-dir",
+                              str(folder / "run"), *arguments], cwd=folder, env={**ENV, **env}, capture_output=True,
+                             text=True, timeout=timeout, check=False)
     if not env and references.is_dir():
         shutil.copytree(references, KEPT_REFERENCES, dirs_exist_ok=True)
-    kept = folder / "run" / "certify.json"
-    results = json.loads(kept.read_text())["results"] if kept.exists() else []
-    return done.returncode, done.stdout + done.stderr, results
+    record = folder / "run" / "certify.json"
+    results = json.loads(record.read_text())["results"] if record.exists() else []
+    return process.returncode, process.stdout + process.stderr, results
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, dict]]:
     code, output, results = certify(tmp_path_factory.mktemp("quick"), "--quick")
-    return code, output, {f"{one['layout']} {one['model']} {one['dtype']}": one for one in results}
+    return code, output, {f"{result['layout']} {result['model']} {result['dtype']}": result for result in results}
 
 
 GPT2, LLAMA = 841_216, 1_009_920
@@ -142,17 +142,17 @@ def missing_ops(layout: str) -> list[str]:
 def test_every_layout_passes(quick: tuple[int, str, dict[str, dict]]) -> None:
     """Layouts whose op is not built on this machine are missing, and the exit code is 1."""
     code, output, results = quick
-    assert [f"{name}: {one['failures']}" for name, one in results.items() if not one["passed"]] == []
-    left_out = {name for name in ds_config.names() if missing_ops(name)}
-    assert code == bool(left_out), output
+    assert [f"{name}: {result['failures']}" for name, result in results.items() if not result["passed"]] == []
+    unbuilt = {name for name in ds_config.names() if missing_ops(name)}
+    assert code == bool(unbuilt), output
     assert {name for name in results if name.endswith(" fp32")} == {
-        f"{name} {model} fp32" for name in ds_config.names() for model in recipe.MODELS if name not in left_out}
+        f"{name} {model} fp32" for name in ds_config.names() for model in recipe.MODELS if name not in unbuilt}
     assert "--quick omits" in output
     assert "single-process checks passed: rates, parts, loss scale, dropout, sums, trainer" in output
-    for one in results.values():
-        assert min(one["norms"]) > recipe.CLIP
+    for result in results.values():
+        assert min(result["norms"]) > recipe.CLIP
         # The loss decreases by far more than the allowed difference between two runs.
-        assert one["losses"][0] - one["losses"][-1] > max(0.03, 100 * one["worst"]["loss"]["bound"])
+        assert result["losses"][0] - result["losses"][-1] > max(0.03, 100 * result["worst"]["loss"]["bound"])
 
 
 @pytest.mark.full
@@ -179,16 +179,16 @@ def test_results_include_the_expected_traffic(quick: tuple[int, str, dict[str, d
 
 @pytest.mark.full
 def test_measured_memory_matches_the_estimate(quick: tuple[int, str, dict[str, dict]]) -> None:
-    for name, one in quick[2].items():
+    for name, result in quick[2].items():
         # Buckets and FSDP2 shards are padded, and files are read through buffers.
-        allowed = 0.03 if one["layout"] in ("zero2", "fsdp2", "zero3_nvme") else 0.0001
-        held = max(sum(rank.values()) - rank["gathered"] - rank["other"] for rank in one["memory"])
-        arithmetic = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
-        if one["layout"] == "zero3_hpz2":
+        allowed = 0.03 if result["layout"] in ("zero2", "fsdp2", "zero3_nvme") else 0.0001
+        measured = max(sum(rank.values()) - rank["gathered"] - rank["other"] for rank in result["memory"])
+        arithmetic = sum(part["bytes"] for part in result["arithmetic"] if part["where"] != "files")
+        if result["layout"] == "zero3_hpz2":
             # Norms and biases stay gathered, so they have no secondary copy, of which a rank would hold half.
-            shapes = parameter_shapes(recipe.model_config(one["model"])).values()
+            shapes = parameter_shapes(recipe.model_config(result["model"])).values()
             arithmetic -= 4 * sum(shape[0] for shape in shapes if len(shape) == 1) // 2
-        assert held == pytest.approx(arithmetic, rel=allowed), name
+        assert measured == pytest.approx(arithmetic, rel=allowed), name
 
 
 @pytest.mark.full
@@ -196,12 +196,12 @@ def test_injected_faults_are_caught_by_name(tmp_path: Path) -> None:
     code, output, results = certify(tmp_path, "--layouts", "ddp", "--world", "2", "--model", "tiny-gpt2", "--dtype",
                                     "fp32", "--steps", "3", "--inject-fault", ",".join(ON_ONE_LAYOUT))
     assert code == 1, output
-    assert [one["fault"] for one in results] == ON_ONE_LAYOUT
-    for one in results:
-        missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
-        assert not missing, f"{one['fault']}: {missing} not among {one['failures']}"
-        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {one['fault']}:" in output
-    named = {one["fault"]: " ".join(one["failures"]) for one in results}
+    assert [result["fault"] for result in results] == ON_ONE_LAYOUT
+    for result in results:
+        missing = set(FAULTS[result["fault"]].shows) - set(result["kinds"])
+        assert not missing, f"{result['fault']}: {missing} not among {result['failures']}"
+        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {result['fault']}:" in output
+    named = {result["fault"]: " ".join(result["failures"]) for result in results}
     assert "gradient norm at step 1" in named["gradients-x2"]
     assert "2 times the reference's" in named["gradients-x2"]
     assert "loss" not in named["gradients-x2"]  # invisible in the losses of Adam with clipping
@@ -215,10 +215,10 @@ def test_injected_faults_are_caught_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_hpz_gathers_across_groups_once_a_step_and_never_from_a_stale_copy(tmp_path: Path) -> None:
-    words = ("--layouts", "zero3_hpz2", "--world", "4", "--model", "tiny-llama", "--steps", "3")
+    options = ("--layouts", "zero3_hpz2", "--world", "4", "--model", "tiny-llama", "--steps", "3")
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
-    code, output, (result,) = certify(right, *words, "--dtype", "fp32")
+    code, output, (result,) = certify(right, *options, "--dtype", "fp32")
     assert code == 0, output
     (ranks,) = result["collectives"]
     gathers = ranks["kinds"]["all_gather"]["groups"]
@@ -228,9 +228,9 @@ def test_hpz_gathers_across_groups_once_a_step_and_never_from_a_stale_copy(tmp_p
                                   "reduce_scatter": 2 * LLAMA}
 
     wrong.mkdir()
-    code, output, results = certify(wrong, *words, "--dtype", "fp32,bf16", "--inject-fault", "stale-second-copy")
+    code, output, results = certify(wrong, *options, "--dtype", "fp32,bf16", "--inject-fault", "stale-second-copy")
     assert code == 1, output
-    assert {one["dtype"] for one in results} == {"fp32", "bf16"}
+    assert {result["dtype"] for result in results} == {"fp32", "bf16"}
     for result in results:
         assert set(FAULTS["stale-second-copy"].shows) <= set(result["kinds"]), result["failures"]
         assert "loss at step 2" in " ".join(result["failures"])
@@ -238,17 +238,17 @@ def test_hpz_gathers_across_groups_once_a_step_and_never_from_a_stale_copy(tmp_p
 
 @pytest.mark.full
 def test_unrequested_bf16_gradients_are_caught_by_their_bytes(tmp_path: Path) -> None:
-    words = ("--world", "2", "--model", "tiny-gpt2", "--dtype", "bf16", "--steps", "3")
+    arguments = ("--world", "2", "--model", "tiny-gpt2", "--dtype", "bf16", "--steps", "3")
     for number, (layouts, faults) in enumerate((("ddp,fsdp2", "bf16-reduction,stale-masters"),
                                                 ("zero1,zero3", "bf16-reduction,bf16-accumulation,stale-masters"))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        code, output, results = certify(folder, *words, "--layouts", layouts, "--inject-fault", faults)
+        code, output, results = certify(folder, *arguments, "--layouts", layouts, "--inject-fault", faults)
         assert code == 1, output
-        assert {one["fault"] for one in results} == set(faults.split(","))
-        for one in results:
-            missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
-            assert not missing, f"{one['layout']} {one['fault']}: {missing} not in {one['failures']}"
+        assert {result["fault"] for result in results} == set(faults.split(","))
+        for result in results:
+            missing = set(FAULTS[result["fault"]].shows) - set(result["kinds"])
+            assert not missing, f"{result['layout']} {result['fault']}: {missing} not in {result['failures']}"
 
 
 @pytest.mark.full
@@ -261,11 +261,11 @@ def test_replicas_that_drift_minimally_are_noticed(tmp_path: Path, layouts: str,
     code, output, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--model", "tiny-gpt2",
                                     "--dtype", dtype, "--steps", "3", "--inject-fault", "drifting-copy")
     assert code == 1, output
-    assert [one["layout"] for one in results] == layouts.split(",")
-    for one in results:
-        assert "copy" in one["kinds"], one["failures"]
-        assert f"the {kind} of transformer." in " ".join(one["failures"]), one["failures"]
-        assert "on ranks 0 and 1 is not bitwise equal" in " ".join(one["failures"])
+    assert [result["layout"] for result in results] == layouts.split(",")
+    for result in results:
+        assert "copy" in result["kinds"], result["failures"]
+        assert f"the {kind} of transformer." in " ".join(result["failures"]), result["failures"]
+        assert "on ranks 0 and 1 is not bitwise equal" in " ".join(result["failures"])
 
 
 @pytest.mark.full
@@ -276,9 +276,10 @@ def test_unmarked_tensor_parallel_parameters_are_caught_by_the_norm(tmp_path: Pa
     assert code == 1, output
 
     assert len(results) == 3
-    for one in results:
-        assert "gradient norm at step 1" in " ".join(one["failures"])
-        assert not {"cover", "first", "gradient"} & set(one["kinds"]), one["failures"]  # only the norm is wrong
+    for result in results:
+        assert "gradient norm at step 1" in " ".join(result["failures"])
+        # Only the norm is wrong.
+        assert not {"cover", "first", "gradient"} & set(result["kinds"]), result["failures"]
 
 
 @pytest.mark.full
@@ -297,7 +298,7 @@ def test_a_layout_that_crashes_fails_and_the_others_continue(tmp_path: Path) -> 
     code, output, results = certify(tmp_path, "--layouts", f"{broken},ddp", "--world", "2", "--model", "tiny-gpt2",
                                     "--dtype", "fp32")
     assert code == 1, output
-    assert [one["passed"] for one in results] == [False, True]
+    assert [result["passed"] for result in results] == [False, True]
     assert "reduce_bucket_size" in " ".join(results[0]["failures"])
     assert "1 of 2 cases passed: same results as a single process" in output
 
@@ -330,15 +331,15 @@ def test_if_the_single_process_is_wrong_the_certificate_says_so_and_no_layout_is
     """certify.json is written in this case too."""
     faulty = faulty_copy(tmp_path, "engine/base.py", "loss += micro_loss.detach() / accumulation",
                          "loss = micro_loss.detach()")
-    words = ("--layouts", "ddp", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json",
-             "out/kept.json")
+    options = ("--layouts", "ddp", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json",
+               "out/kept.json")
     if started == "alone":
-        code, output, results = certify(tmp_path, *words, "--world", "2", **faulty)
+        code, output, results = certify(tmp_path, *options, "--world", "2", **faulty)
         assert results == []
     else:
-        done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", *words,
-                      timeout=200, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", **faulty)
-        code, output = done.returncode, done.stdout + done.stderr
+        run = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", *options,
+                     timeout=200, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", **faulty)
+        code, output = run.returncode, run.stdout + run.stderr
     assert code == 1, output
     headline = "one process disagrees with the definition of the step: tiny-gpt2 fp32: forward, step 1"
     assert f"\n{headline}" in output, output
@@ -346,10 +347,10 @@ def test_if_the_single_process_is_wrong_the_certificate_says_so_and_no_layout_is
     assert "could not be computed" not in output
     assert "Traceback" not in output
     for path in ("run/certify.json", "out/kept.json"):
-        kept = json.loads((tmp_path / path).read_text())
-        assert not kept["passed"]
-        assert kept["refused"]["why"].startswith(headline)
-        assert kept["recipe"]["steps"] == 3
+        certificate = json.loads((tmp_path / path).read_text())
+        assert not certificate["passed"]
+        assert certificate["refused"]["why"].startswith(headline)
+        assert certificate["recipe"]["steps"] == 3
 
 
 @pytest.mark.full
@@ -368,15 +369,15 @@ def test_loaded_weights_that_do_not_reach_the_parameters_are_noticed(tmp_path: P
 
 @pytest.mark.full
 def test_ranks_of_a_launch_certify_the_cases_that_fit(tmp_path: Path) -> None:
-    done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", "--layouts",
-                  "zero1", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json", "out/kept.json",
-                  timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 1 case passed: same results as a single process" in done.stdout
-    kept = json.loads((tmp_path / "out" / "kept.json").read_text())
-    assert kept["passed"]
-    assert {"torch", "deepspeed"} <= set(kept["environment"]["versions"])
-    assert kept["recipe"]["seed"] == recipe.SEED
+    process = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", "--layouts",
+                     "zero1", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json", "out/kept.json",
+                     timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "1 of 1 case passed: same results as a single process" in process.stdout
+    certificate = json.loads((tmp_path / "out" / "kept.json").read_text())
+    assert certificate["passed"]
+    assert {"torch", "deepspeed"} <= set(certificate["environment"]["versions"])
+    assert certificate["recipe"]["seed"] == recipe.SEED
 
 
 @pytest.mark.full
@@ -385,7 +386,7 @@ def test_ranks_that_cannot_be_set_up_fail_every_case_at_once(tmp_path: Path) -> 
     code, output, results = certify(tmp_path, "--layouts", "ddp,zero1", "--world", "2", "--model", "tiny-gpt2",
                                     "--dtype", "fp32", GLOO_SOCKET_IFNAME="nosuch0")
     assert code == 1, output
-    assert [one["passed"] for one in results] == [False, False]
+    assert [result["passed"] for result in results] == [False, False]
     assert output.count("2 ranks: 2 cases to certify") == 1
     assert "nosuch0" in output
 
@@ -393,16 +394,16 @@ def test_ranks_that_cannot_be_set_up_fail_every_case_at_once(tmp_path: Path) -> 
 @pytest.mark.full
 def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     marker = f"certify-{uuid.uuid4().hex}"
-    begun = subprocess.Popen([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--layouts", "ddp",
-                              "--world", "2"], cwd=tmp_path, env={**ENV, "EZPZ_LLM_TEST_MARKER": marker},
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--layouts", "ddp",
+                                "--world", "2"], cwd=tmp_path, env={**ENV, "EZPZ_LLM_TEST_MARKER": marker},
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        assert any("reference:" in line for line in begun.stdout)
-        begun.terminate()
-        begun.communicate(timeout=scaled(60))
+        assert any("reference:" in line for line in process.stdout)
+        process.terminate()
+        process.communicate(timeout=scaled(60))
     finally:
-        begun.kill()
-    assert begun.returncode == 143
+        process.kill()
+    assert process.returncode == 143
     assert [path for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, marker)] == []
 
 
@@ -427,7 +428,8 @@ def test_faults_are_caught_in_other_layouts(tmp_path: Path, layouts: str, dtype:
     code, output, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype,
                                     "--inject-fault", ",".join(faults), timeout=1700)
     assert code == 1, output
-    assert {one["fault"] for one in results} == set(faults)
-    for one in results:
-        missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
-        assert not missing, f"{one['layout']} {one['model']} {one['fault']}: {missing} not in {one['failures']}"
+    assert {result["fault"] for result in results} == set(faults)
+    for result in results:
+        missing = set(FAULTS[result["fault"]].shows) - set(result["kinds"])
+        assert not missing, (f"{result['layout']} {result['model']} {result['fault']}: {missing} not in "
+                             f"{result['failures']}")

@@ -20,7 +20,7 @@ def test_the_reader_passes_its_checks() -> None:
     assert list(sample_order.complaints()) == []
 
 
-@pytest.mark.parametrize(("of", "name", "fault", "why"), [
+@pytest.mark.parametrize(("of", "name", "fault", "reason"), [
     (samples, "sample_windows", lambda length, size, seed, i: windows(length, size, 0, i), "have the same order"),
     (samples, "sample_windows", lambda length, size, seed, i: windows(length, size, seed, i % 7),
      "do not occur exactly once"),
@@ -37,7 +37,7 @@ def test_the_reader_passes_its_checks() -> None:
     (ValidationWindows, "batches",
      lambda self, micro, rank, size: list(batches(self, micro, rank, size))[rank > 0:], "batches"),
 ])
-def test_a_fault_of_the_reader_is_named(of: object, name: str, fault: Callable, why: str,
+def test_a_fault_of_the_reader_is_named(of: object, name: str, fault: Callable, reason: str,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of, name, fault)
     samples._places.cache_clear()
@@ -45,7 +45,7 @@ def test_a_fault_of_the_reader_is_named(of: object, name: str, fault: Callable, 
         complaints = list(sample_order.complaints())
     finally:
         samples._places.cache_clear()
-    assert any(why in complaint for complaint in complaints), complaints
+    assert any(reason in complaint for complaint in complaints), complaints
 
 
 def test_certify_ends_before_any_layout_if_samples_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

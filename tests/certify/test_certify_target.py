@@ -56,18 +56,19 @@ def certified(folder: Path, runs: list[str], ranks: int = 2) -> dict[str, dict]:
     return results_of(TESTS / "helpers/target_ranks.py", folder, runs, ranks)
 
 
-def check_passes(found: dict[str, dict]) -> None:
-    for run, report in found.items():
+def check_passes(reports: dict[str, dict]) -> None:
+    for run, report in reports.items():
         assert report["refused"] is None, run
         assert set(report["results"]) == set(run.split(":")[1].split(",")), run
-        for layout, one in report["results"].items():
-            assert one["passed"], (run, layout, one["failures"])
-            assert one["worst"]["gradient"]["compared"] > 10
+        for layout, entry in report["results"].items():
+            assert entry["passed"], (run, layout, entry["failures"])
+            assert entry["worst"]["gradient"]["compared"] > 10
             # Each layout resumes from a checkpoint of the previous one, the first from its own.
-            assert one["resumed_from"] == list(report["results"])[max(0, list(report["results"]).index(layout) - 1)]
-            assert one["dtype"] != "fp32" or one["worst"]["resume"]["value"] <= 5e-7, (run, layout)
+            layouts = list(report["results"])
+            assert entry["resumed_from"] == layouts[max(0, layouts.index(layout) - 1)]
+            assert entry["dtype"] != "fp32" or entry["worst"]["resume"]["value"] <= 5e-7, (run, layout)
             # The bounds are small relative to the effect of the steps.
-            assert one["reference"]["sight"]["weights"] < (1e-3 if one["dtype"] == "fp32" else 0.05)
+            assert entry["reference"]["sight"]["weights"] < (1e-3 if entry["dtype"] == "fp32" else 0.05)
 
 
 def test_correct_trainings_pass(tmp_path: Path) -> None:
@@ -98,21 +99,22 @@ def test_five_models_pass_under_every_layout(tmp_path: Path, name: str) -> None:
         folder = tmp_path / str(ranks)
         folder.mkdir()
         rounded = [layout for layout in chosen if layout not in ("zero0", "tp2")]  # these do not support bf16
-        found = certified(folder, [f"{name}:{','.join(chosen)}:fp32", f"{name}:{','.join(rounded)}:bf16"], ranks)
-        check_passes(found)
-        for run, report in found.items():
-            for layout, one in report["results"].items():
-                print(f"| {run.partition(':')[0]} | {one['dtype']} | {ranks} | {layout} | {one['resumed_from']} |",
-                      " | ".join(f"{one['worst'][kind]['value']:.1e} of {one['worst'][kind]['bound']:.1e}"
+        reports = certified(folder, [f"{name}:{','.join(chosen)}:fp32", f"{name}:{','.join(rounded)}:bf16"], ranks)
+        check_passes(reports)
+        for run, report in reports.items():
+            for layout, case in report["results"].items():
+                print(f"| {run.partition(':')[0]} | {case['dtype']} | {ranks} | {layout} | "
+                      f"{case['resumed_from']} |",
+                      " | ".join(f"{case['worst'][kind]['value']:.1e} of {case['worst'][kind]['bound']:.1e}"
                                  for kind in ("loss", "gradient", "norm", "weight", "resume")), "|")
 
 
 @pytest.mark.full
 def test_a_tp_plan_partitions_a_users_model(tmp_path: Path) -> None:
-    found = certified(tmp_path, ["divisible:zero1,tp2,tp2_zero3:fp32", "divisible:tp2_zero1:bf16",
-                                 "summed_too_little:tp2:fp32"])
-    wrong = found.pop("summed_too_little:tp2:fp32")["results"]["tp2"]
-    check_passes(found)
+    reports = certified(tmp_path, ["divisible:zero1,tp2,tp2_zero3:fp32", "divisible:tp2_zero1:bf16",
+                                   "summed_too_little:tp2:fp32"])
+    wrong = reports.pop("summed_too_little:tp2:fp32")["results"]["tp2"]
+    check_passes(reports)
     assert any(line.startswith("backward: gradient of layers.") for line in wrong["failures"]), wrong["failures"]
 
 
@@ -124,9 +126,9 @@ def test_the_command_certifies_an_example(tmp_path: Path) -> None:
     assert "1 of 1 case passed: same results as a single process" in output
 
 
-def check_named(found: dict[str, dict], faults: dict[str, str]) -> None:
+def check_named(reports: dict[str, dict], faults: dict[str, str]) -> None:
     for name, named in faults.items():
-        report = found[f"{name}:ddp:fp32"]
+        report = reports[f"{name}:ddp:fp32"]
         assert report["refused"] is None, name
         assert not report["results"]["ddp"]["passed"], name
         assert any(line.startswith(named) for line in report["results"]["ddp"]["failures"]), (
@@ -139,10 +141,10 @@ def test_state_that_is_not_saved_or_differs_between_ranks_is_named(tmp_path: Pat
 
 
 def test_faults_in_user_code_are_caught_and_named(tmp_path: Path) -> None:
-    found = certified(tmp_path, [f"{name}:ddp:fp32" for name in (*IN_THE_STEP, *REFUSED)])
-    check_named(found, IN_THE_STEP)
+    reports = certified(tmp_path, [f"{name}:ddp:fp32" for name in (*IN_THE_STEP, *REFUSED)])
+    check_named(reports, IN_THE_STEP)
     for name, named in REFUSED.items():
-        report = found[f"{name}:ddp:fp32"]
+        report = reports[f"{name}:ddp:fp32"]
         assert report["results"] == {}, name
         assert report["refused"]["why"].startswith(named), name
         assert report["refused"]["instead"], name
@@ -151,37 +153,38 @@ def test_faults_in_user_code_are_caught_and_named(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_faults_are_caught_where_parameters_are_sharded(tmp_path: Path) -> None:
     names = ("loss_averaged_twice", "accumulation_not_divided", "equal_masks", "evaluation_that_changes_state")
-    found = certified(tmp_path, [f"{name}:zero3,fsdp2:fp32" for name in names])
+    reports = certified(tmp_path, [f"{name}:zero3,fsdp2:fp32" for name in names])
     for name in names:
         for layout in ("zero3", "fsdp2"):
-            report = found[f"{name}:zero3,fsdp2:fp32"]["results"][layout]
+            report = reports[f"{name}:zero3,fsdp2:fp32"]["results"][layout]
             kind = {"equal_masks": "random", "evaluation_that_changes_state": "evaluation"}.get(name, "norm")
             assert kind in report["kinds"], (name, layout)
 
 
-def command(folder: Path, *words: object) -> tuple[int, str]:
+def command(folder: Path, *arguments: object) -> tuple[int, str]:
     """Run certify; return its exit code and output."""
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", *map(str, words)], cwd=folder, text=True,
-                          env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, timeout=scaled(600), check=False)
-    return done.returncode, done.stdout + done.stderr
+    run = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", *map(str, arguments)], cwd=folder, text=True,
+                         env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, timeout=scaled(600), check=False)
+    return run.returncode, run.stdout + run.stderr
 
 
 @pytest.mark.full
 def test_a_certificate_can_be_rechecked_elsewhere(tmp_path: Path) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    for folder in (here, elsewhere):
+    origin, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (origin, elsewhere):
         folder.mkdir()
         shutil.copy(TARGETS, folder / "mine.py")
-    code, output = command(here, "--target", "mine.py:mlp", "--layouts", "ddp", "--dtype", "fp32", "--device",
+    code, output = command(origin, "--target", "mine.py:mlp", "--layouts", "ddp", "--dtype", "fp32", "--device",
                            "cpu", "--run-dir", "run", "--json", "mine.json")
     assert code == 0, output
     assert "1 of 1 case passed: same results as a single process" in output
-    kept = json.loads((here / "mine.json").read_text())
-    assert kept["target"] == {"path": "mine.py", "function": "mlp", "sha256": find_target(f"{TARGETS}:mlp").sha256}
-    assert kept["recipe"]["seed"]
-    assert kept["environment"]["versions"]["torch"]
-    assert kept["results"][0]["layout"] == "ddp"
-    shutil.copy(here / "mine.json", elsewhere)
+    record = json.loads((origin / "mine.json").read_text())
+    assert record["target"] == {"path": "mine.py", "function": "mlp",
+                                "sha256": find_target(f"{TARGETS}:mlp").sha256}
+    assert record["recipe"]["seed"]
+    assert record["environment"]["versions"]["torch"]
+    assert record["results"][0]["layout"] == "ddp"
+    shutil.copy(origin / "mine.json", elsewhere)
     code, output = command(elsewhere, "--recheck", "mine.json", "--run-dir", "again")
     assert code == 0, output
     assert "the certificate holds on this machine: mine.json" in output
@@ -235,8 +238,8 @@ def test_the_hashed_content_is_the_code_that_runs(tmp_path: Path, monkeypatch: p
     shutil.copy(TARGETS, path)
     file = find_target(f"{path}:mlp")
 
-    def read_and_change(place: Path, most: int) -> bytes:
-        content = read_bytes(place, most)
+    def read_and_change(place: Path, max_bytes: int) -> bytes:
+        content = read_bytes(place, max_bytes)
         path.write_text("raise SystemExit('this was never hashed')")
         return content
 
@@ -249,11 +252,11 @@ def test_the_hashed_content_is_the_code_that_runs(tmp_path: Path, monkeypatch: p
 
 def test_a_recheck_does_not_write_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed certificate was made with --write-docs."""
-    asked = {}
+    requests = {}
 
-    def lead(work: object, options: argparse.Namespace, words: object, began: float) -> None:
-        asked.update(vars(options))
-        passed = [{**one, "passed": True} for one in KEPT["results"]]
+    def lead(work: object, options: argparse.Namespace, arguments: object, began: float) -> None:
+        requests.update(vars(options))
+        passed = [{**result, "passed": True} for result in KEPT["results"]]
         (options.run_dir / "certify.json").write_text(json.dumps({**KEPT, "refused": None, "results": passed}))
 
     monkeypatch.setattr(certify_main, "_lead", lead)
@@ -261,7 +264,7 @@ def test_a_recheck_does_not_write_docs(tmp_path: Path, monkeypatch: pytest.Monke
     path.write_text(json.dumps({**KEPT, "command": "ezpz-llm certify --json other.json --write-docs"}))
     (tmp_path / "run").mkdir()
     assert certify_main.main(["--recheck", str(path), "--run-dir", str(tmp_path / "run")]) == 0
-    assert (asked["write_docs"], asked["json"]) == (False, None)
+    assert (requests["write_docs"], requests["json"]) == (False, None)
 
 
 def test_a_step_function_without_an_optimizer_step_gives_a_message(tmp_path: Path) -> None:
@@ -272,17 +275,17 @@ def test_a_step_function_without_an_optimizer_step_gives_a_message(tmp_path: Pat
     assert "0 of 1 case passed" in output
 
 
-def planned(*words: str):
-    return plan(parser().parse_args(words))
+def planned(*arguments: str):
+    return plan(parser().parse_args(arguments))
 
 
 def test_a_target_is_planned_without_torch() -> None:
     program = ("import sys; from ezpz_llm.certify.__main__ import main; "
                f"code = main(['--check', '--target', '{TARGETS}:mlp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=scaled(60), check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                             timeout=scaled(60), check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_target_is_certified_under_layouts_that_wrap_supports() -> None:
@@ -293,7 +296,7 @@ def test_a_target_is_certified_under_layouts_that_wrap_supports() -> None:
     assert {case.dtype for case in planned("--target", f"{TARGETS}:mlp").cases} == {"fp32", "bf16"}
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--target", "mine.py"], "not of the form FILE.py:FUNCTION"), (["--target", "none.py:mlp"], "No such file"),
     (["--target", f"{TARGETS}:mlq"], "unknown function 'mlq'"),
     (["--target", f"{TARGETS}:mlp", "--layouts", "pp2"], "pp2 splits layers"),
@@ -302,20 +305,20 @@ def test_a_target_is_certified_under_layouts_that_wrap_supports() -> None:
     (["--target", f"{TARGETS}:mlp", "--inject-fault", "gradients-x2"], "--inject-fault does not work with"),
 
 ])
-def test_invalid_target_options_are_rejected(words: list[str], message: str) -> None:
+def test_invalid_target_options_are_rejected(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        planned(*words)
+        planned(*arguments)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("kept", "message"), [
+@pytest.mark.parametrize(("record", "message"), [
     ({"command": "ls"}, "not a certificate"),
     ({"command": "ezpz-llm certify", "date": "", "passed": False, "environment": {}, "results": []},
      "not every case of this certificate passed"),
 ])
-def test_an_incomplete_certificate_is_rejected(tmp_path: Path, kept: dict[str, object], message: str) -> None:
+def test_an_incomplete_certificate_is_rejected(tmp_path: Path, record: dict[str, object], message: str) -> None:
     path = tmp_path / "kept.json"
-    path.write_text(json.dumps(kept))
+    path.write_text(json.dumps(record))
     with pytest.raises(UserError, match=message):
         read_certificate(path)
 

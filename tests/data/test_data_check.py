@@ -67,19 +67,19 @@ def test_tokenizer_is_not_on_this_machine(tmp_path: Path) -> None:
     for name in ("train", "val"):
         ids.astype(np.uint16).tofile(tmp_path / "nano" / f"{name}.bin")
     (tmp_path / "a.txt").write_text("some text " * 1000)
-    ours = prepare(str(tmp_path / "a.txt"), out=tmp_path / "ours", progress=False)
-    manifest = json.loads((ours / "manifest.json").read_text())
-    (ours / "manifest.json").write_text(json.dumps(manifest | {
+    shards = prepare(str(tmp_path / "a.txt"), out=tmp_path / "ours", progress=False)
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps(manifest | {
         "tokenizer": {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}}))
-    for corpus, *more in ([prefix, "--tokenizer", "gpt2"], [tmp_path / "nano"], [ours]):
+    for corpus, *more in ([prefix, "--tokenizer", "gpt2"], [tmp_path / "nano"], [shards]):
         with pytest.raises(UserError, match=GPT2_IS_MISSING):
             check(corpus, *more)
-    for corpus, *more in ([prefix, "--tokenizer", "gpt2"], [ours]):
+    for corpus, *more in ([prefix, "--tokenizer", "gpt2"], [shards]):
         assert check(corpus, *more, "--sample-tokens", "0", "--block-size", "32") == 0
-    (ours / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": {
+    (shards / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": {
         "name": "own", "kind": "tokenizers", "fingerprint": "0" * 64, "vocab_size": 257, "end_of_text": 256}}))
     with pytest.raises(UserError, match=r"the tokenizer\.json of the tokenizer own.* is missing|pip install"):
-        check(ours)
+        check(shards)
 
 
 def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 def test_prepared_vocabulary_larger_than_the_models(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 1000)
-    ours = prepare(str(tmp_path / "a.txt"), out=tmp_path / "ours", progress=False)
-    manifest = json.loads((ours / "manifest.json").read_text())
-    (ours / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": 60_000}))
+    shards = prepare(str(tmp_path / "a.txt"), out=tmp_path / "ours", progress=False)
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": 60_000}))
     with pytest.raises(UserError, match="the tokenizer has 60000 tokens, more than gpt2-124m's 50257"):
-        check(ours, "--model", "gpt2-124m", "--block-size", "32")
+        check(shards, "--model", "gpt2-124m", "--block-size", "32")

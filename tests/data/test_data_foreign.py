@@ -49,13 +49,13 @@ def unchanged(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_build_nanogpt(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cache: Path) -> None:
     folder, train, val = nanogpt_shards
-    before = unchanged(folder)
+    times = unchanged(folder)
     check_corpus(str(folder), "bytes", 16)
     assert not cache.exists()
     index = prepare(str(folder), "bytes", progress=False)
     assert index.parent == cache / "shards"
     assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
-    assert unchanged(folder) == before
+    assert unchanged(folder) == times
     data = TokenData.open(index)
     np.testing.assert_array_equal(data.split("train")[:], train)
     np.testing.assert_array_equal(data.split("val")[:], val)
@@ -294,10 +294,10 @@ for step in range(16):
     batches.micro_batches(64 * step)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True,
-                          timeout=scaled(120))
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 64 * 1024  # kB
+    process = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True,
+                             timeout=scaled(120))
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 64 * 1024  # kB
 
 
 @pytest.mark.parametrize("entry", [{"tokens": 10**9}, {"offset": 10**9}, {"tokens": 5, "offset": 8}])

@@ -55,9 +55,9 @@ def tokens(*texts: str) -> list[int]:
 
 def tokens_of(path: Path) -> list[int]:
     """Return the tokens of a corpus of one file, read in tasks of a few documents."""
-    read = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(path)), size=64)]
-    assert sum(part.source_bytes for part in read) == path.stat().st_size
-    return np.concatenate([part.tokens for part in read]).tolist()
+    encoded = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(path)), size=64)]
+    assert sum(part.source_bytes for part in encoded) == path.stat().st_size
+    return np.concatenate([part.tokens for part in encoded]).tolist()
 
 
 def error_of(path: Path, content: bytes | None = None) -> str:
@@ -118,10 +118,10 @@ def test_json_array_of_objects(tmp_path: Path, packed: object) -> None:
     for indent in (None, 2):
         content = json.dumps([{"text": text} for text in texts], indent=indent, ensure_ascii=False)
         (tmp_path / "a.json").write_bytes(packed(BOM + content.encode()))
-        read = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(tmp_path / "a.json")),
-                                                                            size=300_000)]
-        assert len(read) > 2
-        assert np.concatenate([part.tokens for part in read]).tolist() == tokens(*texts)
+        parts = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(tmp_path / "a.json")),
+                                                                             size=300_000)]
+        assert len(parts) > 2
+        assert np.concatenate([part.tokens for part in parts]).tolist() == tokens(*texts)
     for content, message in (('[{"text": "a"}, {"text": "b"', "not a complete JSON array in UTF-8"),
                              ('[{"text": "a"}, {text: "b"}]', "item 1"),
                              ('[{"text": "a"}] {}', "more text follows the JSON value"),
@@ -148,17 +148,17 @@ def test_zstd_requires_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def _archive(kind: str) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode=f"w:{kind}") as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=f"w:{kind}") as archive:
         archive.addfile(tarfile.TarInfo("a.txt"), None)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def _zip(name: str) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(name, "")
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 IDS = np.random.default_rng(1).integers(0, 50_257, 4000).astype(np.uint16)
@@ -231,9 +231,9 @@ def test_byte_order_marks_are_dropped_and_counted(tmp_path: Path, capsys: pytest
     (folder / "b.jsonl").write_bytes(BOM + lines(["zwei"]))
     (folder / "c.txt.gz").write_bytes(gzip.compress(BOM + b"drei"))
     (folder / "d.txt").write_bytes(BOM)
-    made = prepare(str(folder), val_fraction=0.0)
-    assert TokenData.open(made).split("train")[:].tolist() == tokens("eins \ufeff", "zwei", "drei")
-    assert read_manifest(made)["source"]["byte_order_marks"] == 4
+    shards = prepare(str(folder), val_fraction=0.0)
+    assert TokenData.open(shards).split("train")[:].tolist() == tokens("eins \ufeff", "zwei", "drei")
+    assert read_manifest(shards)["source"]["byte_order_marks"] == 4
     assert "dropped 4 byte-order marks at the start of files" in capsys.readouterr().err
 
 
@@ -246,8 +246,8 @@ def test_special_files_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.Ca
     with socket.socket(socket.AF_UNIX) as server:
         monkeypatch.chdir(folder)  # the path of a Unix socket has at most 107 characters
         server.bind("socket")
-        made = prepare(str(folder), val_fraction=0.0)
-    assert TokenData.open(made).split("train")[:].tolist() == tokens("text")
+        shards = prepare(str(folder), val_fraction=0.0)
+    assert TokenData.open(shards).split("train")[:].tolist() == tokens("text")
     notes = capsys.readouterr().err
     assert f"{folder / 'pipe'} (a FIFO)" in notes
     assert f"{folder / 'socket'} (a socket)" in notes
@@ -261,29 +261,29 @@ def test_text_key(tmp_path: Path) -> None:
         prepare(str(tmp_path / "a.jsonl"), progress=False)
     assert 'line 1 has no "text"' in str(caught.value)
     assert "--text-key NAME" in str(caught.value)
-    made = prepare(str(tmp_path / "a.jsonl"), text_key="content", val_fraction=0.0, progress=False)
-    assert TokenData.open(made).split("train")[:].tolist() == tokens("one", "two")
-    facts = read_manifest(made)
+    shards = prepare(str(tmp_path / "a.jsonl"), text_key="content", val_fraction=0.0, progress=False)
+    assert TokenData.open(shards).split("train")[:].tolist() == tokens("one", "two")
+    facts = read_manifest(shards)
     assert facts["source"]["text_key"] == "content"
     assert "--text-key content" in facts["command"]
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "x", "b": "y"}\n')
     assert len({prepare(str(tmp_path / "a.jsonl"), text_key=key, progress=False) for key in "ab"}) == 2
     (tmp_path / "b.json").write_text('[{"a": "x"}]')
-    mixed = f"{tmp_path / 'a.jsonl'}=1,{tmp_path / 'b.json'}=1,{made}=1"
+    mixed = f"{tmp_path / 'a.jsonl'}=1,{tmp_path / 'b.json'}=1,{shards}=1"
     assert len(TokenData.open(prepare(mixed, text_key="a", progress=False)).parts) == 3
     with pytest.raises(UserError, match="already prepared"):
-        check_corpus(str(made), text_key="a")
-    # The trainer takes it too: only with it are the shards the ones that are there, and too few.
+        check_corpus(str(shards), text_key="a")
+    # The trainer has the option too. Only with it does it find the prepared shards, which have too few tokens.
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "' + b"x" * 99 + b'", "b": "y"}\n')
     prepare(str(tmp_path / "a.jsonl"), text_key="a", progress=False)
-    words = ["--corpus", str(tmp_path / "a.jsonl"), "--global-batch-size", "4"]
-    assert check_run(parse([*words, "--text-key", "b"]), 1).config.text_key == "b"
+    arguments = ["--corpus", str(tmp_path / "a.jsonl"), "--global-batch-size", "4"]
+    assert check_run(parse([*arguments, "--text-key", "b"]), 1).config.text_key == "b"
     with pytest.raises(UserError, match="90 tokens are too few"):
-        check_run(parse([*words, "--text-key", "a"]), 1)
+        check_run(parse([*arguments, "--text-key", "a"]), 1)
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"content": ["p"], "text": [1]}), tmp_path / "c.parquet")
-    made = prepare(str(tmp_path / "c.parquet"), text_key="content", val_fraction=0.0, progress=False)
-    assert TokenData.open(made).split("train")[:].tolist() == tokens("p")
+    shards = prepare(str(tmp_path / "c.parquet"), text_key="content", val_fraction=0.0, progress=False)
+    assert TokenData.open(shards).split("train")[:].tolist() == tokens("p")
 
 
 def _broken_folder(folder: Path) -> Path:
@@ -306,9 +306,9 @@ def test_broken_documents_are_skipped_and_counted_up_to_a_limit(tmp_path: Path, 
     with pytest.raises(Interrupted, match="one broken document more than --max-broken 4 allows") as caught:
         prepare(str(folder), workers=workers, max_broken=4, progress=False)
     assert "--max-broken 40" in caught.value.instead
-    made = prepare(str(folder), workers=workers, max_broken=5, val_fraction=0.0)
-    assert TokenData.open(made).split("train")[:].tolist() == tokens("one", "two", "three", "four")
-    broken = read_manifest(made)["source"]["broken"]
+    shards = prepare(str(folder), workers=workers, max_broken=5, val_fraction=0.0)
+    assert TokenData.open(shards).split("train")[:].tolist() == tokens("one", "two", "three", "four")
+    broken = read_manifest(shards)["source"]["broken"]
     assert broken["documents"] == 5
     for place, error in zip(("a.jsonl:2: ", "a.jsonl:3: ", "a.jsonl:4: ", "b.txt: ", "c.json: "), broken["first"],
                             strict=True):
@@ -316,7 +316,7 @@ def test_broken_documents_are_skipped_and_counted_up_to_a_limit(tmp_path: Path, 
     assert "offset 5,000,001" in broken["first"][3]
     assert "skipped 5 broken documents" in capsys.readouterr().err
     # Existing shards are used without --max-broken.
-    assert prepare(str(folder), val_fraction=0.0, progress=False) == made
+    assert prepare(str(folder), val_fraction=0.0, progress=False) == shards
     chars = prepare(str(folder), "char", max_broken=5, progress=False)
     assert set(TokenData.open(chars).tokenizer.characters) == set("onetwothreefour")
 
@@ -336,7 +336,7 @@ def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tokenize_corpus, "say", messages.append)
     prepare(str(folder), out=tmp_path / "out", max_broken=99)
     assert any("resuming after" in line for line in messages)
-    facts = [read_manifest(made) for made in (whole, tmp_path / "out")]
+    facts = [read_manifest(shards) for shards in (whole, tmp_path / "out")]
     assert facts[0]["source"]["broken"]["documents"] == 30
     for name in ("source", "splits", "documents"):
         assert facts[0][name] == facts[1][name]
@@ -346,11 +346,11 @@ def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: 
 def test_names_too_long_for_a_path_are_user_errors(tmp_path: Path) -> None:
     """Names of a corpus, a mixture and a tokenizer; a long name of an existing file works."""
     long = "x" * 320
-    for words in ([f"{long}=1"], [f"{long}=0.7,{long}2=0.3"], [f"/{long}"], ["stdlib", "--tokenizer", long]):
-        done = subprocess.run([sys.executable, "-m", "ezpz_llm.data", "prepare", *words], cwd=tmp_path,
-                              capture_output=True, text=True, timeout=scaled(60))
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert "Traceback" not in done.stderr
-        assert done.stderr.startswith(("error: unknown corpus", "error: no such corpus", "error: unknown tok"))
+    for arguments in ([f"{long}=1"], [f"{long}=0.7,{long}2=0.3"], [f"/{long}"], ["stdlib", "--tokenizer", long]):
+        process = subprocess.run([sys.executable, "-m", "ezpz_llm.data", "prepare", *arguments], cwd=tmp_path,
+                                 capture_output=True, text=True, timeout=scaled(60))
+        assert (process.returncode, process.stdout) == (2, ""), process.stderr
+        assert "Traceback" not in process.stderr
+        assert process.stderr.startswith(("error: unknown corpus", "error: no such corpus", "error: unknown tok"))
     (tmp_path / ("y" * 250)).write_text("text " * 50)
     assert prepare(str(tmp_path / ("y" * 250)), progress=False).is_dir()

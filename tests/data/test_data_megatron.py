@@ -27,20 +27,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
 
 
-def documents(count: int, seed: int = 1, least: int = 1) -> list[np.ndarray]:
+def documents(count: int, seed: int = 1, min_tokens: int = 1) -> list[np.ndarray]:
     draw = np.random.default_rng(seed)
-    return [draw.integers(0, 256, draw.integers(least, 60)) for _ in range(count)]
+    return [draw.integers(0, 256, draw.integers(min_tokens, 60)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
 def test_tokens_are_read_in_place(tmp_path: Path, dtype: str) -> None:
     texts = documents(500)
     prefix = write_megatron(tmp_path / "my_text_document", texts, dtype)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("my_*")}
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("my_*")}
     folders = {prepare(str(tmp_path / name), "bytes", progress=False)
                for name in ("my_text_document", "my_text_document.bin", "my_text_document.idx")}
     folder, = folders
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("my_*")} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("my_*")} == times
     assert not list(folder.glob("*.bin"))
     data, whole = TokenData.open(folder), np.concatenate(texts)
     train, val = data.split("train"), data.split("val")
@@ -170,9 +170,9 @@ def test_manifest_with_invalid_file_names_is_a_user_error(tmp_path: Path, name: 
         extracts(data, block_size=8, seed=1, samples=[0])
     whole["splits"]["val"]["shards"][0]["file"] = name
     (folder / "manifest.json").write_text(json.dumps(whole))
-    for read in (TokenData.open, verify):
+    for open_folder in (TokenData.open, verify):
         with pytest.raises(UserError, match="is missing; the manifest expects"):
-            read(folder)
+            open_folder(folder)
 
 
 @pytest.mark.full

@@ -44,21 +44,22 @@ def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
 def test_each_sample_of_each_stream_comes_once(weights: list[float], seed: int, block: int) -> None:
     """Each block has each stream's share of its next samples; computing one index alone gives the same sample."""
     counts = shares([str(weight) for weight in weights], weights)
-    which, own = draw(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
+    streams, indices = draw(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
     for part, count in enumerate(counts):
-        np.testing.assert_array_equal(np.sort(own[which == part]), np.arange(block * count, (block + 1) * count))
-    single_which, single_own = draw(counts, seed, np.array([block * BLOCK + 77]))
-    assert (single_which[0], single_own[0]) == (which[77], own[77])
+        np.testing.assert_array_equal(np.sort(indices[streams == part]),
+                                      np.arange(block * count, (block + 1) * count))
+    single_stream, single_index = draw(counts, seed, np.array([block * BLOCK + 77]))
+    assert (single_stream[0], single_index[0]) == (streams[77], indices[77])
 
 
 def test_streams_are_interleaved_and_seeds_differ() -> None:
     counts = shares(["a", "b"], [0.7, 0.3])
-    which, _ = draw(counts, 1, np.arange(20 * BLOCK))
+    streams, _ = draw(counts, 1, np.arange(20 * BLOCK))
     assert counts == (2867, 1229)
-    for stretch in np.split(which, 80):
+    for stretch in np.split(streams, 80):
         assert 0.24 < stretch.mean() < 0.36  # not one stream after the other
-    assert not np.array_equal(which[:BLOCK], which[BLOCK:2 * BLOCK])
-    assert not np.array_equal(which[:BLOCK], draw(counts, 2, np.arange(BLOCK))[0])
+    assert not np.array_equal(streams[:BLOCK], streams[BLOCK:2 * BLOCK])
+    assert not np.array_equal(streams[:BLOCK], draw(counts, 2, np.arange(BLOCK))[0])
 
 
 def stream_of(first: int, length: int, path: Path) -> TokenStream:
@@ -77,9 +78,9 @@ def test_streams_of_one_length_have_orders_of_their_own(tmp_path: Path) -> None:
     """Streams with a common order would always have the same positions of two texts in a batch."""
     halves = Mixture(tuple(stream_of(0, 5000, tmp_path / name) for name in "ab"), (BLOCK // 2, BLOCK // 2))
     samples = np.arange(BLOCK)
-    which, own = draw(halves.counts, 3, samples)
+    streams, indices = draw(halves.counts, 3, samples)
     _, starts = places(halves, 16, 3, samples)
-    first, second = (starts[which == part][np.argsort(own[which == part])] for part in (0, 1))
+    first, second = (starts[streams == part][np.argsort(indices[streams == part])] for part in (0, 1))
     assert (first == second).mean() < 0.01
 
 
@@ -109,29 +110,29 @@ def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None
                                   np.sort(sample_windows(5000, 16, 3, np.arange(3072))))
 
 
-@pytest.mark.parametrize(("most", "expected"), [(None, (4999, 1699)), (1000, (750, 250)), (4, (3, 1))])
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, (4999, 1699)), (1000, (750, 250)), (4, (3, 1))])
 @pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (3, 2), (5, 4)])
-def test_validation_uses_each_streams_share(mixture: Mixture, most: int | None, expected: tuple[int, int],
+def test_validation_uses_each_streams_share(mixture: Mixture, max_tokens: int | None, expected: tuple[int, int],
                                                    micro: int, ranks: int) -> None:
-    windows = ValidationWindows(mixture, 16, most)
+    windows = ValidationWindows(mixture, 16, max_tokens)
     assert windows.predictions == sum(expected)
     batches = [entry for rank in range(ranks) for entry in windows.batches(micro, rank, ranks)]
     targets = np.concatenate([entry[1] for entry in batches])
     tokens = np.concatenate([entry[0] for entry in batches])
     counted = targets != IGNORED
-    wanted = [*range(1, expected[0] + 1), *range(10_001, 10_001 + expected[1])]
-    np.testing.assert_array_equal(targets[counted], wanted)
+    expected_targets = [*range(1, expected[0] + 1), *range(10_001, 10_001 + expected[1])]
+    np.testing.assert_array_equal(targets[counted], expected_targets)
     np.testing.assert_array_equal(tokens[counted] + 1, targets[counted])
 
 
 def test_a_mixture_is_named_by_its_parts(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text("some words of text\n" * 500)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{number}"}) + "\n" for number in range(2000)))
-    words = f"{tmp_path / 'a.txt'}=0.7, {tmp_path / 'b.jsonl'}=0.3"
-    check_corpus(words)
-    folder = prepare(words, progress=False)
-    assert prepare(words, progress=False) == folder
-    check_corpus(words, None, 64)
+    corpus = f"{tmp_path / 'a.txt'}=0.7, {tmp_path / 'b.jsonl'}=0.3"
+    check_corpus(corpus)
+    folder = prepare(corpus, progress=False)
+    assert prepare(corpus, progress=False) == folder
+    check_corpus(corpus, None, 64)
     check_corpus(str(folder), "bytes", 64)
     data = TokenData.open(folder)
     parts = [TokenData.open(prepare(str(tmp_path / name), progress=False)) for name in ("a.txt", "b.jsonl")]
@@ -143,8 +144,8 @@ def test_a_mixture_is_named_by_its_parts(tmp_path: Path, cache: Path) -> None:
     mean = sum(count / count.sum() * weight / 4096 for count, weight in zip(shared, (2867, 1229), strict=True))
     assert data.unigram_entropy == pytest.approx(entropy(mean))
     assert data.fingerprint not in (parts[0].fingerprint, parts[1].fingerprint)
-    other = prepare(words.replace("0.7", "0.8"), progress=False)
-    assert TokenData.open(other).fingerprint != data.fingerprint
+    reweighted = prepare(corpus.replace("0.7", "0.8"), progress=False)
+    assert TokenData.open(reweighted).fingerprint != data.fingerprint
     np.testing.assert_array_equal(data.first_tokens(3), parts[0].split("train")[:3])
     assert data.tokenizer.name == "bytes"
 
@@ -155,7 +156,7 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     chars = prepare(str(a), "char", progress=False)
     mixed = prepare(f"{a}=1,{b}=1", progress=False)
-    for words, tokenizer, message in [
+    for corpus, tokenizer, message in [
         (f"{a}=0.7,{a}=0.3", None, "is given more than once"),
         (f"{a}=1,{tmp_path / 'x' / '..' / 'a.txt'}=1", None, "is given more than once"),
         (f"{a}=1,{b}=0.0001", None, "the minimum is 1 in 4096"),
@@ -165,13 +166,13 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
         (f"{mixed}=1,{b}=1", None, "a mixture cannot be part of another"),
     ]:
         with pytest.raises(UserError, match=message):
-            prepare(words, tokenizer, progress=False)
+            prepare(corpus, tokenizer, progress=False)
     # A mixture as a part could contain itself.
     stored = json.loads((mixed / "manifest.json").read_text())
     (mixed / "manifest.json").write_text(json.dumps(stored | {"parts": [{"folder": str(mixed), "weight": 1}]}))
-    for read in (TokenData.open, verify):
+    for open_folder in (TokenData.open, verify):
         with pytest.raises(UserError, match="a mixture cannot be part of another"):
-            read(mixed)
+            open_folder(mixed)
     np.save(prepare(str(b), progress=False) / "counts.npy", np.ones(3, np.int64))
     with pytest.raises(UserError, match=r"these counts are int64 \(3,\); expected int64 \(257,\)"):
         prepare(f"{a}=1,{b}=2", progress=False)
@@ -179,7 +180,7 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
         prepare(f"{a}=1,{b}=1", out=tmp_path / "out", progress=False)
 
 
-@pytest.mark.parametrize(("words", "found", "instead"), [
+@pytest.mark.parametrize(("corpus", "message", "instead"), [
     ("a.txt=0.7,b.txt", "b.txt has no weight", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt,b.txt", "a.txt has no weight; b.txt has no weight", "--corpus a.txt=0.5,b.txt=0.5"),
     ("stdlib,b.txt=3", "stdlib has no weight", "--corpus stdlib=1,b.txt=3"),
@@ -200,26 +201,26 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     ("m=0.5,a.txt", "a.txt has no weight", "--corpus m=0.5,a.txt=0.5"),  # Megatron's m.bin and m.idx
     ("a.txt=0.5,no,such.txt=0.5", "no has no weight", "ln -s PATH NAME"),
 ])
-def test_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, found: str,
+def test_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, message: str,
                                          instead: str) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt", "lr=0.1", "m.idx"):
         (tmp_path / name).write_text("some words of text\n" * 500)
     for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
         with pytest.raises(UserError) as caught:
-            act(words)
-        assert found in caught.value.found
+            act(corpus)
+        assert message in caught.value.found
         assert instead in caught.value.instead
-        assert caught.value.where == f"--corpus {words}"
+        assert caught.value.where == f"--corpus {corpus}"
 
 
 def test_paths_with_commas_and_equals_signs_are_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b,c,d.txt", "lr=0.1,x=2.txt", "e=5"):
         (tmp_path / name).write_text("some words of text\n" * 500)
-    words = "a.txt=1e-1, b,c,d.txt=2,lr=0.1,x=2.txt=3,e=5=.5"
-    assert find_mixture(words) == [("a.txt", 0.1), ("b,c,d.txt", 2.0), ("lr=0.1,x=2.txt", 3.0), ("e=5", 0.5)]
-    assert len(TokenData.open(prepare(words, progress=False)).parts) == 4
+    corpus = "a.txt=1e-1, b,c,d.txt=2,lr=0.1,x=2.txt=3,e=5=.5"
+    assert find_mixture(corpus) == [("a.txt", 0.1), ("b,c,d.txt", 2.0), ("lr=0.1,x=2.txt", 3.0), ("e=5", 0.5)]
+    assert len(TokenData.open(prepare(corpus, progress=False)).parts) == 4
     monkeypatch.setenv("HOME", str(tmp_path))
-    for words in ("b,c,d.txt", "e=5", "~/b,c,d.txt", "~/e=5", "no,such.txt", "no=such.txt", "run=3/no.txt"):
-        assert find_mixture(words) is None
+    for corpus in ("b,c,d.txt", "e=5", "~/b,c,d.txt", "~/e=5", "no,such.txt", "no=such.txt", "run=3/no.txt"):
+        assert find_mixture(corpus) is None

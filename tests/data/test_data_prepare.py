@@ -40,12 +40,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def data(*words: object, code: int = 0, **kwargs: object) -> subprocess.CompletedProcess[str]:
+def data(*arguments: object, code: int = 0, **kwargs: object) -> subprocess.CompletedProcess[str]:
     """Run `ezpz-llm data`; check its exit code, and that it prints no traceback."""
-    done = subprocess.run([*DATA, *map(str, words)], capture_output=True, text=True, timeout=scaled(60), **kwargs)
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == code, done.stderr
-    return done
+    run = subprocess.run([*DATA, *map(str, arguments)], capture_output=True, text=True, timeout=scaled(60),
+                         **kwargs)
+    assert "Traceback" not in run.stderr, run.stderr
+    assert run.returncode == code, run.stderr
+    return run
 
 
 def file_at_hand(name: str) -> Path:
@@ -119,8 +120,8 @@ def test_writing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, lengths
     assert [entry["tokens"] for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
     names = [file["file"] for entry in entries for file in entry["shards"]]
     assert sorted(names) == sorted(path.name for path in folder.iterdir())
-    written = b"".join((folder / name).read_bytes() for name in names)
-    assert written == stream.tobytes()
+    content = b"".join((folder / name).read_bytes() for name in names)
+    assert content == stream.tobytes()
 
 
 def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, documents: Path) -> None:
@@ -130,14 +131,14 @@ def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, document
         for number in range(60_000):
             file.write(json.dumps({"text": f"document {number} " + "x" * (number % 97)}) + "\n")
     assert len(list(tasks(find_corpus(str(documents))))) > 2
-    one = prepare(str(documents), out=tmp_path / "one", workers=1, progress=False)
+    single = prepare(str(documents), out=tmp_path / "one", workers=1, progress=False)
     two = prepare(str(documents), out=tmp_path / "two", workers=2, progress=False)
-    facts = [read_manifest(folder) for folder in (one, two)]
+    facts = [read_manifest(folder) for folder in (single, two)]
     assert facts[0]["splits"] == facts[1]["splits"]
     assert facts[0]["unigram_entropy"] == facts[1]["unigram_entropy"]
     assert facts[0]["documents"] == 60_006
     np.testing.assert_array_equal(
-        all_tokens(one)[:10_001], np.array([256, *("long " * 2000).encode()]))
+        all_tokens(single)[:10_001], np.array([256, *("long " * 2000).encode()]))
     with (documents / "n.jsonl").open("a") as file:
         file.write('{"txt": 1}\n')
     with pytest.raises(UserError, match='line 60001 has no "text"'):  # an error in a worker process
@@ -150,9 +151,9 @@ def test_pieces_of_any_size_join_to_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text.encode())
     for size in (1, 3, 16, 64, 10_000):
         pieces = [piece for task in tasks(find_corpus(str(tmp_path)), size=size) for piece in task.pieces]
-        read = [entry for piece in pieces for entry in texts(piece)]
-        assert "".join(text for _, text in read) == text
-        assert [begins for begins, _ in read] == [True] + [False] * (len(read) - 1)
+        entries = [entry for piece in pieces for entry in texts(piece)]
+        assert "".join(text for _, text in entries) == text
+        assert [begins for begins, _ in entries] == [True] + [False] * (len(entries) - 1)
         assert len(pieces) > 1 or size == 10_000
 
 
@@ -237,7 +238,7 @@ def test_bad_corpora_are_rejected(tmp_path: Path, cache: Path, name: str, conten
 def test_invalid_names_and_numbers(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("text")
-    for words, message in [
+    for arguments, message in [
         (["shakespear"], "did you mean shakespeare"),
         ([tmp_path / "missing.txt"], "no such corpus file or folder"),
         ([tmp_path / "folder"], "the folder contains no non-empty files"),
@@ -249,7 +250,7 @@ def test_invalid_names_and_numbers(tmp_path: Path) -> None:
         ([tmp_path / "a.txt", "--out", tmp_path / "a.txt" / "out"], "cannot write here: File exists"),
         ([tmp_path / "a.txt", "--out", tmp_path], "this folder contains other files"),
     ]:
-        assert message in data("prepare", *words, code=2).stderr
+        assert message in data("prepare", *arguments, code=2).stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "folder"]
 
 
@@ -257,22 +258,22 @@ def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path
     (tmp_path / "a b.txt").write_text("some text " * 100)
     out = tmp_path / "out"
     data("prepare", tmp_path / "a b.txt", "--out", out)
-    before = (out / "train_000000.bin").read_bytes()
+    content = (out / "train_000000.bin").read_bytes()
     os.truncate(out / "train_000000.bin", 1001)
     again = ["prepare", tmp_path / "a b.txt", "--out", out]
-    for words in (["verify", out], ["show", out], ["prepare", out], again):
-        error = data(*words, code=2).stderr
+    for arguments in (["verify", out], ["show", out], ["prepare", out], again):
+        error = data(*arguments, code=2).stderr
         assert "train_000000.bin has 1,001 bytes; the manifest expects 1,800 bytes" in error
     command = error.split("create the folder again: ")[1].strip()
     repair = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=scaled(60))
     assert repair.returncode == 0
-    assert (out / "train_000000.bin").read_bytes() == before
+    assert (out / "train_000000.bin").read_bytes() == content
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     os.truncate(copy / "train_000000.bin", 1001)
     assert data("show", copy, code=2).stderr.strip().endswith(f"--out '{copy}'" if " " in str(copy)
                                                               else f"--out {copy}")
-    (out / "train_000000.bin").write_bytes(before[:-1] + b"\x07")
+    (out / "train_000000.bin").write_bytes(content[:-1] + b"\x07")
     assert "has sha256" in data("verify", out, code=2).stderr
     (out / "val_000000.bin").unlink()
     with pytest.raises(UserError, match=r"val_000000\.bin is missing"):
@@ -327,8 +328,8 @@ def test_full_disk_before_the_first_save_leaves_no_files(tmp_path: Path) -> None
 
 def test_concurrent_processes_create_one_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words of text\n" * 300_000)
-    words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
-    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    argv = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
+    running = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     ended = [process.communicate(timeout=scaled(60)) for process in running]
     assert [process.returncode for process in running] == [0] * 4, ended
     assert {out.strip() for out, _ in ended} == {str(tmp_path / "out")}
@@ -346,9 +347,9 @@ def test_kill_during_preparation(tmp_path: Path, how: signal.Signals) -> None:
     with (tmp_path / "a.txt").open("w") as file:
         for _ in range(40):
             file.write("some words of text\n" * 60_000)
-    words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--workers", "2"]
+    command = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--workers", "2"]
     marker = {**os.environ, "EZPZ_LLM_TEST_MARKER": str(tmp_path)}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=marker)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=marker)
     deadline = time.monotonic() + scaled(30)
     while not list(tmp_path.glob(".out.partial-*/train_*")):
         assert process.poll() is None, process.communicate()
@@ -367,7 +368,7 @@ def test_kill_during_preparation(tmp_path: Path, how: signal.Signals) -> None:
         assert len(hidden) == 1
     else:
         assert all((folder / JOURNAL).exists() for folder in hidden)  # kept only if it can be resumed
-    again = data(*words[3:])
+    again = data(*command[3:])
     assert again.stdout.strip() == str(tmp_path / "out")
     assert verify(tmp_path / "out") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
@@ -390,11 +391,11 @@ def test_help_is_fast_and_torch_free() -> None:
     began = cpu_seconds()
     assert "--val-fraction" in data("prepare", "--help").stdout
     assert cpu_seconds() - began < scaled(1)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.__main__;"
          "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
         capture_output=True, text=True, timeout=scaled(60))
-    assert done.stdout.strip() == "[]", done.stderr
+    assert process.stdout.strip() == "[]", process.stderr
 
 
 def test_check_reports_a_cache_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,9 @@ def test_ten_billion_tokens_cost_no_memory() -> None:
     assert len(np.unique(starts)) == 4096
 
 
-def step_of(stream: TokenStream, consumed: int, dp_size: int, micro: int, **other: int) -> np.ndarray:
+def step_of(stream: TokenStream, consumed: int, dp_size: int, micro: int, **options: int) -> np.ndarray:
     """Return the first tokens of a step's windows, over ranks and micro batches in order."""
-    settings = {"block_size": 16, "seed": 3, "global_batch": 24} | other
+    settings = {"block_size": 16, "seed": 3, "global_batch": 24} | options
     firsts = []
     for rank in range(dp_size):
         batches = Batches(stream, micro_batch=micro, dp_rank=rank, dp_size=dp_size, **settings)
@@ -121,9 +121,9 @@ def test_a_step_is_the_same_for_any_ranks_and_micro_batch(stream: TokenStream, c
 @settings(max_examples=25, deadline=None)
 def test_resume_continues_from_any_position(stream: TokenStream, cut: int, batch: int) -> None:
     """Resuming with another global batch size continues the sample sequence of an uninterrupted run."""
-    before = step_of(stream, cut, 2, 3, global_batch=6)
-    after = step_of(stream, cut + 6, 2, batch // 2, global_batch=batch)
-    np.testing.assert_array_equal(np.concatenate([before, after]),
+    first = step_of(stream, cut, 2, 3, global_batch=6)
+    second = step_of(stream, cut + 6, 2, batch // 2, global_batch=batch)
+    np.testing.assert_array_equal(np.concatenate([first, second]),
                                   sample_windows(len(stream), 16, 3, np.arange(cut, cut + 6 + batch)))
 
 
@@ -142,14 +142,14 @@ def test_short_streams(tmp_path: Path) -> None:
         step_of(tiny, 0, 1, 1, block_size=17, global_batch=1)
 
 
-@pytest.mark.parametrize(("length", "block", "most"), [
+@pytest.mark.parametrize(("length", "block", "max_tokens"), [
     (5000, 16, None), (5000, 64, None), (65, 16, None), (66, 16, None), (2, 16, None), (5000, 16, 1000),
     (5000, 16, 1001), (100, 16, 10**9)])
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (4, 1), (3, 2), (5, 4)])
-def test_validation_holds_each_prediction_once(tmp_path: Path, length: int, block: int, most: int | None,
+def test_validation_holds_each_prediction_once(tmp_path: Path, length: int, block: int, max_tokens: int | None,
                                                micro: int, ranks: int) -> None:
-    windows = ValidationWindows(stream_of(np.arange(length), tmp_path, 700), block, most)
-    expected = min(length - 1, most or length)
+    windows = ValidationWindows(stream_of(np.arange(length), tmp_path, 700), block, max_tokens)
+    expected = min(length - 1, max_tokens or length)
     assert windows.predictions == expected
     assert len(windows) == -(-expected // block)
     shares = [list(windows.batches(micro, rank, ranks)) for rank in range(ranks)]

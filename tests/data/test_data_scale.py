@@ -77,9 +77,9 @@ def tokens_of(texts: Sequence[str]) -> np.ndarray:
     return np.concatenate([[256, *text.encode()] for text in texts if text])
 
 
-def all_tokens(folder: Path, first: str = "train", then: str = "val") -> np.ndarray:
+def all_tokens(folder: Path, first: str = "train", second: str = "val") -> np.ndarray:
     opened = TokenData.open(folder)
-    return np.concatenate([opened.split(first)[:], opened.split(then)[:]])
+    return np.concatenate([opened.split(first)[:], opened.split(second)[:]])
 
 
 def shards(folder: Path) -> dict[str, bytes]:
@@ -121,10 +121,10 @@ def test_killed_at_every_operation(tmp_path: Path) -> None:
     (source / "a.txt").write_text(words(3, 4000))
     (source / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(documents(80))))
     script = HELPERS / "data_kills.py"
-    done = subprocess.run([sys.executable, script, source, folder], capture_output=True, text=True,
-                          timeout=scaled(120))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    process = subprocess.run([sys.executable, script, source, folder], capture_output=True, text=True,
+                             timeout=scaled(120))
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
     assert report["operations"] > 25
     assert [result for result in report["results"] if not result["same"]] == []
     assert report["left"] == ["often", "whole"]
@@ -150,22 +150,22 @@ def test_kill_with_workers_and_resume(mixed: Path, tmp_path: Path, how: signal.S
         assert "Traceback" not in stderr
         assert not out.exists()
     assert "resuming after" in stderr
-    other = out.with_name(f".{out.name}.partial-another-host")
-    partial(out).rename(other)
-    os.utime(other / JOURNAL, (time.time() - 3600,) * 2)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
-    assert done.returncode == 0, done.stderr
-    assert "resuming after" in done.stderr
+    hidden = out.with_name(f".{out.name}.partial-another-host")
+    partial(out).rename(hidden)
+    os.utime(hidden / JOURNAL, (time.time() - 3600,) * 2)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    assert result.returncode == 0, result.stderr
+    assert "resuming after" in result.stderr
     assert shards(out) == shards(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "out", "whole"]
 
 
 def test_work_in_progress_on_another_node_is_not_touched(mixed: Path, tmp_path: Path) -> None:
-    other = tmp_path / ".out.partial-another-host"
-    other.mkdir()
-    (other / JOURNAL).write_text("{}")
+    hidden = tmp_path / ".out.partial-another-host"
+    hidden.mkdir()
+    (hidden / JOURNAL).write_text("{}")
     prepare(str(mixed), out=tmp_path / "out", progress=False)
-    assert (other / JOURNAL).exists()
+    assert (hidden / JOURNAL).exists()
 
 
 def test_work_that_cannot_be_resumed_is_restarted(mixed: Path, tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_work_that_cannot_be_resumed_is_restarted(mixed: Path, tmp_path: Path) -
             os.truncate(hidden / "train_000000.bin", 1000)
         else:
             (hidden / "train_000000.bin").unlink()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
-        assert done.returncode == 0, done.stderr
-        assert "resuming after" not in done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
+        assert process.returncode == 0, process.stderr
+        assert "resuming after" not in process.stderr
         actual, expected = shards(tmp_path / "out"), shards(whole)
         assert {name: actual[name] for name in actual if name.endswith(".bin")} == {
             name: expected[name] for name in expected if name.endswith(".bin")}
@@ -214,16 +214,16 @@ def test_full_disk_keeps_the_completed_part(mixed: Path, small_disk: Path, tmp_p
     assert sum(map(len, shards(whole).values())) > 3e6
     command = [*HASTY, "prepare", str(mixed), "--out", str(small_disk / "out"), "--shard-tokens", "100000"]
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
-        assert done.returncode == 2
-        assert "cannot write here: No space left on device; the completed part is kept" in done.stderr
-        assert "free disk space, and run the same command again: it continues where it stopped" in done.stderr
-        assert "Traceback" not in done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+        assert process.returncode == 2
+        assert "cannot write here: No space left on device; the completed part is kept" in process.stderr
+        assert "free disk space, and run the same command again: it continues where it stopped" in process.stderr
+        assert "Traceback" not in process.stderr
         assert not (small_disk / "out").exists()
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
-    assert done.returncode == 0, done.stderr
-    assert "resuming after" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    assert process.returncode == 0, process.stderr
+    assert "resuming after" in process.stderr
     assert shards(small_disk / "out") == shards(whole)
 
 
@@ -240,19 +240,19 @@ def test_reading_can_resume_after_any_task(mixed: Path, size: int) -> None:
     (mixed / "h.txt.gz").write_bytes(gzip.compress(words(5, 900).encode()))
     (mixed / "i.json").write_text(json.dumps([{"text": text} for text in documents(30)], indent=1))
     corpus, tokenizer = find_corpus(str(mixed)), get_tokenizer("bytes")
-    read = list(tasks(corpus, size=size))
-    assert sum(task.source_bytes for task in read) == corpus.size
-    encoded = [encode_task(task, tokenizer) for task in read]
+    read_tasks = list(tasks(corpus, size=size))
+    assert sum(task.source_bytes for task in read_tasks) == corpus.size
+    encoded = [encode_task(task, tokenizer) for task in read_tasks]
     whole = np.concatenate([part.tokens for part in encoded])
     expected = [words(3, 300), *documents(40), *documents(30), "x" * 3000, *documents(50), *documents(9),
                 *documents(20), "end", words(5, 900), *documents(30)]
     np.testing.assert_array_equal(whole, tokens_of(expected))
-    done = np.cumsum([part.tokens.size for part in encoded])
-    for number in range(0, len(read), max(1, len(read) // 30)):
-        rest = list(tasks(corpus, json.loads(json.dumps(read[number].after)), size))
-        resumed = np.concatenate([np.empty(0, int), *(encode_task(other, tokenizer).tokens for other in rest)])
-        np.testing.assert_array_equal(resumed, whole[done[number]:])
-    lines = {(piece.path.name, piece.line) for task in read for piece in task.pieces
+    ends = np.cumsum([part.tokens.size for part in encoded])
+    for number in range(0, len(read_tasks), max(1, len(read_tasks) // 30)):
+        remaining = list(tasks(corpus, json.loads(json.dumps(read_tasks[number].after)), size))
+        resumed = np.concatenate([np.empty(0, int), *(encode_task(task, tokenizer).tokens for task in remaining)])
+        np.testing.assert_array_equal(resumed, whole[ends[number]:])
+    lines = {(piece.path.name, piece.line) for task in read_tasks for piece in task.pieces
              if hasattr(piece, "line") and piece.is_jsonl}
     assert size > 700 or {line for name, line in lines if name == "b.jsonl"} >= {1, 40}
 
@@ -343,23 +343,23 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
                       row_group_size=150)
     corpus = find_corpus(f"hf:{folder}")
     tokenizer, expected = get_tokenizer("bytes"), tokens_of(texts)
-    read = list(tasks(corpus, size=1 << 14))
-    encoded = [encode_task(task, tokenizer) for task in read]
+    read_tasks = list(tasks(corpus, size=1 << 14))
+    encoded = [encode_task(task, tokenizer) for task in read_tasks]
     np.testing.assert_array_equal(np.concatenate([part.tokens for part in encoded]), expected)
-    done = np.cumsum([part.tokens.size for part in encoded])
-    for number in range(0, len(read), 6):
-        after = json.loads(json.dumps(read[number].after))
-        rest = [encode_task(other, tokenizer).tokens for other in tasks(corpus, after, size=1 << 14)]
-        np.testing.assert_array_equal(np.concatenate(rest), expected[done[number]:])
+    ends = np.cumsum([part.tokens.size for part in encoded])
+    for number in range(0, len(read_tasks), 6):
+        position = json.loads(json.dumps(read_tasks[number].after))
+        remaining = [encode_task(task, tokenizer).tokens for task in tasks(corpus, position, size=1 << 14)]
+        np.testing.assert_array_equal(np.concatenate(remaining), expected[ends[number]:])
     out = tmp_path / "out"
     command = [*HASTY, "prepare", f"hf:{folder}", "--tokenizer", "bytes", "--out", str(out), "--val-tokens", "9000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(process, partial(out) / JOURNAL, 300)
     process.kill()
     process.communicate(timeout=scaled(60))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
-    assert done.returncode == 0, done.stderr
-    assert "resuming after" in done.stderr
+    ends = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    assert ends.returncode == 0, ends.stderr
+    assert "resuming after" in ends.stderr
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), expected)
     assert read_manifest(out)["documents"] == sum(map(bool, texts))
     assert read_manifest(out)["splits"]["val"]["tokens"] == 9000
@@ -383,16 +383,16 @@ def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
         environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "no_proxy": "127.0.0.1",
                         "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
         command = [*HASTY, "prepare", "fineweb-edu", "--tokenizer", "bytes", "--val-tokens", "5000", "--download"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
-        assert done.returncode == 2, done.stderr
-        assert "cannot read the data set" in done.stderr
-        assert "Traceback" not in done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
+        assert process.returncode == 2, process.stderr
+        assert "cannot read the data set" in process.stderr
+        assert "Traceback" not in process.stderr
         withheld.clear()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
-        assert done.returncode == 0, done.stderr
-        assert "resuming after" in done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
+        assert process.returncode == 0, process.stderr
+        assert "resuming after" in process.stderr
         assert not [line for line in requests if "/data/000.parquet" in line]
-    out = Path(done.stdout.strip())
+    out = Path(process.stdout.strip())
     assert out.name.startswith("fineweb-edu-sample-10BT-bytes-")
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), tokens_of(texts))
     assert read_manifest(out)["source"]["revision"] == COMMIT

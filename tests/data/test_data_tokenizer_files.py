@@ -40,9 +40,9 @@ def test_text_in_many_pieces_has_the_same_ids_as_in_the_library(tmp_path: Path, 
     file, text = trained(family), mixed_text(90_000)
     (tmp_path / "a.txt").write_text(text, newline="")
     tokenizer = load(file)
-    read = list(tasks(find_corpus(str(tmp_path / "a.txt")), size=3_000, cut=tokenizer.cut))
-    assert len(read) > 15
-    ids = np.concatenate([encode_task(task, tokenizer).tokens for task in read])
+    read_tasks = list(tasks(find_corpus(str(tmp_path / "a.txt")), size=3_000, cut=tokenizer.cut))
+    assert len(read_tasks) > 15
+    ids = np.concatenate([encode_task(task, tokenizer).tokens for task in read_tasks])
     end = tokenizer.end_of_text
     np.testing.assert_array_equal(ids, [end, *own_ids(file, text)])
     lines = [part for part in text.split("\n\n")[:200] if part]
@@ -64,14 +64,14 @@ def test_10_mb_of_mixed_scripts(tmp_path: Path, family: str) -> None:
 def test_shards_include_a_copy_of_the_tokenizer(tmp_path: Path, family: str) -> None:
     file = trained(family)
     (tmp_path / "a.txt").write_text(mixed_text(20_000))
-    made = prepare(str(tmp_path / "a.txt"), str(file), out=tmp_path / "shards", progress=False)
-    facts = read_manifest(made)
+    shards = prepare(str(tmp_path / "a.txt"), str(file), out=tmp_path / "shards", progress=False)
+    facts = read_manifest(shards)
     name = KINDS[facts["tokenizer"]["kind"]]
     assert facts["tokenizer"] == entry_of_file(file)
-    assert (made / name).read_bytes() == file.read_bytes()
+    assert (shards / name).read_bytes() == file.read_bytes()
     assert (facts["vocab_size"], facts["end_of_text"]) == (load(file).vocab_size, load(file).end_of_text)
     assert str(file) in facts["command"]
-    moved = made.rename(tmp_path / "moved")
+    moved = shards.rename(tmp_path / "moved")
     tokenizer = TokenData.open(moved).tokenizer
     ids = tokenizer.encode("the learning rate")
     assert tokenizer.decode(ids) == "the learning rate"
@@ -113,13 +113,13 @@ def test_fingerprint_is_independent_of_how_the_file_was_saved(tmp_path: Path) ->
 
 def test_tokenizer_that_did_not_make_the_shards_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(mixed_text(20_000))
-    made = prepare(str(tmp_path / "a.txt"), str(trained("unigram")), progress=False)
-    for other in (str(trained("SentencePiece BPE")), "bytes"):
+    shards = prepare(str(tmp_path / "a.txt"), str(trained("unigram")), progress=False)
+    for tokenizer in (str(trained("SentencePiece BPE")), "bytes"):
         with pytest.raises(UserError, match="this folder was prepared with the tokenizer unigram"):
-            check_corpus(str(made), other)
+            check_corpus(str(shards), tokenizer)
     plain = prepare(str(tmp_path / "a.txt"), "bytes", progress=False)
     with pytest.raises(UserError, match="must have the same tokenizer; these have unigram-700 and bytes"):
-        prepare(f"{made}=1,{plain}=1", progress=False)
+        prepare(f"{shards}=1,{plain}=1", progress=False)
 
 
 def test_files_without_a_tokenizer_are_rejected(tmp_path: Path) -> None:
@@ -153,12 +153,12 @@ def test_missing_library_is_reported_with_its_extra(tmp_path: Path, family: str)
               "importlib.util.find_spec = lambda name: None if name == 'tokenizers' else find(name)\n"
               "from ezpz_llm.base.errors import run_command\nfrom ezpz_llm.data.__main__ import main\n"
               "raise SystemExit(run_command(main))")
-    done = subprocess.run([sys.executable, "-c", script, "prepare", "a.txt", "--tokenizer", str(file), "--check"],
-                          capture_output=True, text=True, timeout=scaled(60), cwd=tmp_path)
+    result = subprocess.run([sys.executable, "-c", script, "prepare", "a.txt", "--tokenizer", str(file), "--check"],
+                            capture_output=True, text=True, timeout=scaled(60), cwd=tmp_path)
     extra = "tokenizers" if file.suffix == ".json" else "sentencepiece"
-    assert done.returncode == 2
-    assert f"pip install 'ezpz_llm[{extra}]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert f"pip install 'ezpz_llm[{extra}]'" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.full
@@ -170,10 +170,10 @@ def test_killed_at_every_operation(tmp_path: Path, family: str) -> None:
     folder.mkdir()
     (source / "a.txt").write_text(mixed_text(24_000))
     (source / "b.jsonl").write_text("".join(json.dumps({"text": mixed_text(200, n)}) + "\n" for n in range(40)))
-    done = subprocess.run([sys.executable, HELPERS / "data_kills.py", source, folder, trained(family)],
-                          capture_output=True, text=True, timeout=scaled(300))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    process = subprocess.run([sys.executable, HELPERS / "data_kills.py", source, folder, trained(family)],
+                             capture_output=True, text=True, timeout=scaled(300))
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
     assert report["operations"] > 25
     assert trained(family).name in report["names"]
     assert [result for result in report["results"] if not result["same"]] == []

@@ -83,8 +83,8 @@ def test_split_that_starts_within_a_document(tmp_path: Path) -> None:
     documents = texts(800)
     data = our_shards(tmp_path, documents, val_tokens=1010)
     owners = [number for number, text in enumerate(documents) for _ in range(len(text) + 1)][1010:]
-    rest = "".join("\0" + text for text in documents)[1010:].split("\0")
-    check(data, [number - owners[0] for number in owners], [rest[0], *(text[:47] for text in rest[1:])])
+    remaining = "".join("\0" + text for text in documents)[1010:].split("\0")
+    check(data, [number - owners[0] for number in owners], [remaining[0], *(text[:47] for text in remaining[1:])])
 
 
 def test_megatron_documents_by_the_index(tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ def test_position_follows_the_runs_records(tmp_path: Path, capsys: pytest.Captur
     data = our_shards(tmp_path, texts(800))
     # Resumed after step 2 with twice the batch.
     run = run_of(tmp_path, data, [4, 4, 8, 8], steps=4, samples_consumed=24)
-    read = which(capsys, run, 3)
-    assert (read["first"], read["stop"]) == (8, 16)
-    assert {extract["sample"] for extract in read["extracts"]} == set(range(8, 16))
-    assert [e.document for e in extracts(data, T, SEED, range(8, 16))] == [e["document"] for e in read["extracts"]]
+    step = which(capsys, run, 3)
+    assert (step["first"], step["stop"]) == (8, 16)
+    assert {extract["sample"] for extract in step["extracts"]} == set(range(8, 16))
+    assert [e.document for e in extracts(data, T, SEED, range(8, 16))] == [e["document"] for e in step["extracts"]]
     # Rollbacks from step 5 to 2 and from step 4 to 2 skip the samples in between.
     back = [{"from_step": 5, "to_step": 2, "samples_passed_over": 12},
             {"from_step": 4, "to_step": 2, "samples_passed_over": 20}]
@@ -147,18 +147,18 @@ def test_records_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Two steps of 4 samples, then two steps of 8 in the same run directory."""
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(400)))
     run = tmp_path / "run"
-    for words in (("--steps", "2", "--global-batch-size", "4"),
-                  ("--steps", "4", "--global-batch-size", "8", "--resume", str(run))):
-        done = subprocess.run(
+    for options in (("--steps", "2", "--global-batch-size", "4"),
+                    ("--steps", "4", "--global-batch-size", "8", "--resume", str(run))):
+        process = subprocess.run(
             [sys.executable, "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "1", "--block-size", "24",
              "--corpus", str(tmp_path / "mine.jsonl"), "--ds-config", "ddp", "--precision", "fp32", "--device",
              "cpu", "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--run-dir", str(run),
-             *words], env=clean_env(OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(tmp_path / "cache")),
+             *options], env=clean_env(OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(tmp_path / "cache")),
             capture_output=True, text=True, timeout=scaled(200), check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
     reads = [which(capsys, run, step) for step in (1, 2, 3, 4)]
-    assert [(read["first"], read["stop"]) for read in reads] == [(0, 4), (4, 8), (8, 16), (16, 24)]
-    assert all(extract["corpus"] == str(tmp_path / "mine.jsonl") for read in reads for extract in read["extracts"])
+    assert [(step["first"], step["stop"]) for step in reads] == [(0, 4), (4, 8), (8, 16), (16, 24)]
+    assert all(extract["corpus"] == str(tmp_path / "mine.jsonl") for step in reads for extract in step["extracts"])
 
 
 def test_lines_are_safe_for_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,13 +75,13 @@ def weights(folder: Path, tokenizer: Tokenizer | None, vocab_size: int = 0) -> P
     return folder
 
 
-def train(*words: object) -> RunPlan:
+def train(*arguments: object) -> RunPlan:
     """Run the check of `ezpz_llm.train` and return its plan."""
-    return check_run(parse([*map(str, words), "--global-batch-size", "4"]), 1)
+    return check_run(parse([*map(str, arguments), "--global-batch-size", "4"]), 1)
 
 
-def evaluated(*words: object) -> None:
-    evaluate.main(["val", *map(str, words), "--check"])
+def evaluated(*arguments: object) -> None:
+    evaluate.main(["val", *map(str, arguments), "--check"])
 
 
 def test_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
@@ -89,8 +89,8 @@ def test_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
     folder = weights(place / "hf", char())
     plan = train("--init-from", folder, "--corpus", "text.txt")
     assert (plan.config.tokenizer, str(plan.sources["tokenizer"])) == (str(folder), "weights to begin with")
-    made = prepare("text.txt", str(folder), progress=False)
-    assert read_manifest(made)["tokenizer"] == to_entry(char())
+    shards = prepare("text.txt", str(folder), progress=False)
+    assert read_manifest(shards)["tokenizer"] == to_entry(char())
     evaluated(folder, "--corpus", "text.txt")
     # Shards with the same characters, prepared without the weights, are used as they are.
     plain = prepare("other.txt", "char", progress=False)
@@ -155,11 +155,11 @@ def test_unknown_and_unsupported_tokenizers_are_rejected_by_name(place: Path) ->
 def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     """gpt2 is recognized without vocab.bpe in exports of ezpz_llm and transformers, unless a merge differs."""
     file = vocab_bpe()
-    ours = {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
+    entry = {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
     provide_gpt2(file.parent)
     folder = weights(place / "hf", get_tokenizer("gpt2"))
     (place / "cache/tiktoken/vocab.bpe").unlink()
-    assert choose(str(folder)).entry == ours
+    assert choose(str(folder)).entry == entry
     with pytest.raises(UserError, match="is not on this machine"):  # and not encoded as bytes
         train("--init-from", folder, "--corpus", "text.txt")
     with pytest.raises(UserError, match="is not on this machine"):
@@ -167,12 +167,12 @@ def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     stored = json.loads((folder / "tokenizer.json").read_text())
     merges = stored["model"]["merges"]
     stored["model"]["merges"] = [merge.split(" ") for merge in merges]  # as newer versions write them
-    assert recognise(stored) == ours
+    assert recognise(stored) == entry
     stored["model"]["merges"] = [merges[1], merges[0], *merges[2:]]
     assert recognise(stored) is None
     stored["model"]["merges"] = merges
     stored["added_tokens"].append({"id": 50257, "content": "<pad>", "special": True})
-    assert recognise(stored) == ours
+    assert recognise(stored) == entry
     stored["pre_tokenizer"]["add_prefix_space"] = True
     assert recognise(stored) is None
     transformers = pytest.importorskip("transformers")
@@ -180,10 +180,10 @@ def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
                   ["model"]["vocab"].items()}
     assert len(vocabulary) == len(read_merges(file.read_text("utf-8")))
     (place / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 50256}))
-    theirs = transformers.GPT2TokenizerFast.from_pretrained(place, vocab_file=str(place / "vocab.json"),
-                                                            merges_file=str(file))
-    theirs.save_pretrained(place / "theirs")
-    assert choose(str(place / "theirs")).entry == ours
+    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(place, vocab_file=str(place / "vocab.json"),
+                                                               merges_file=str(file))
+    tokenizer.save_pretrained(place / "theirs")
+    assert choose(str(place / "theirs")).entry == entry
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,10 +192,10 @@ def test_weights_with_a_tokenizer_of_another_library(place: Path, family: str) -
     file = trained(family)
     folder = weights(place / "hf", None, vocab_size=700)
     copy_files(file, folder)
-    words = train("--init-from", folder, "--corpus", "text.txt").config.tokenizer
-    assert words == str(folder)
-    made = prepare("text.txt", words, progress=False)
-    assert read_manifest(made)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]
+    folder_name = train("--init-from", folder, "--corpus", "text.txt").config.tokenizer
+    assert folder_name == str(folder)
+    prepared = prepare("text.txt", folder_name, progress=False)
+    assert read_manifest(prepared)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]
     evaluated(folder, "--corpus", "text.txt")
     shards = prepare("text.txt", "bytes", progress=False)
     with pytest.raises(UserError, match=r"the weights' tokenizer is hf \((tokenizers|sentencepiece), \d+ tokens, .*"
@@ -214,9 +214,9 @@ def test_an_exported_tokenizer_is_loaded_by_transformers(place: Path) -> None:
     file, text = trained("byte-level BPE"), "the learning rate, naïve  日本語\n"
     end, note = write_tokenizer(entry_of_file(file), 32, place / "out", file.parent)
     assert (end, note) == (1, None)
-    theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
-    assert theirs(text, add_special_tokens=False)["input_ids"] == own_ids(file, text)
-    assert (theirs.eos_token, theirs.eos_token_id, theirs.model_max_length) == ("<|endoftext|>", 1, 32)
+    loaded = transformers.AutoTokenizer.from_pretrained(place / "out")
+    assert loaded(text, add_special_tokens=False)["input_ids"] == own_ids(file, text)
+    assert (loaded.eos_token, loaded.eos_token_id, loaded.model_max_length) == ("<|endoftext|>", 1, 32)
     end, note = write_tokenizer(entry_of_file(file), 32, place / "none", place)
     assert end is None
     assert "is missing (copy the tokenizer.json with the fingerprint" in str(note)
@@ -240,14 +240,14 @@ def test_warnings_for_a_loss_above_chance_and_for_another_tokenizer(
         place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Confident random weights, in training and in evaluation."""
     folder = weights(place / "hf", char(), vocab_size=300)
-    words = [sys.executable, "-m", "ezpz_llm.train", "--init-from", str(folder), "--corpus", "text.txt",
-             "--tokenizer", "bytes", "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--profile",
-             "false", "--precision", "fp32", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp"]
-    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=scaled(150), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "ezpz_llm.train", "--init-from", str(folder), "--corpus", "text.txt",
+               "--tokenizer", "bytes", "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--profile",
+               "false", "--precision", "fp32", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp"]
+    process = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=scaled(150), check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     both = "the weights' tokenizer is char (28 characters, "
-    assert f"warning    {both}" in done.stdout
-    assert f"of the loaded weights is above ln V = {math.log(300):.2f}" in done.stdout
+    assert f"warning    {both}" in process.stdout
+    assert f"of the loaded weights is above ln V = {math.log(300):.2f}" in process.stdout
     assert evaluate.main(["val", str(folder), "--corpus", "text.txt", "--device", "cpu", "--run-dir", "at"]) == 0
     assert read_record(RunDir(place / "at"))["evaluation"]["val"]["tokenizer"] == "char"
     stderr = capsys.readouterr().err
@@ -263,17 +263,17 @@ def test_a_run_keeps_its_tokenizer(place: Path, family: str, capsys: pytest.Capt
     """Generation, export and evaluation from a run's checkpoint work after its shards are deleted."""
     file = trained(family)
     (place / "mixed.txt").write_text(mixed_text(60_000))
-    words = [sys.executable, "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "1", "--n-embd", "32",
-             "--block-size", "32", "--corpus", "mixed.txt", "--tokenizer", str(file), "--steps", "2", "--profile",
-             "false", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp", "--prompt", "the learning"]
+    command = [sys.executable, "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "1", "--n-embd", "32",
+               "--block-size", "32", "--corpus", "mixed.txt", "--tokenizer", str(file), "--steps", "2", "--profile",
+               "false", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp", "--prompt", "the learning"]
     env = ENV | {"EZPZ_LLM_CACHE": str(place / "cache")}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=scaled(150), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(150), check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     shutil.rmtree(place / "cache")
     assert generate.main(["run", "--prompt", "the learning", "--tokens", "4", "--device", "cpu"]) == 0
     assert "the learning" in capsys.readouterr().out
     export(find_source("run", "here"), place / "out")
     assert (place / "out" / file.name).read_bytes() == file.read_bytes()
     assert train("--init-from", "run", "--corpus", "text.txt").config.tokenizer != "bytes"
-    made = prepare("text.txt", str(find_source("run", "here").folder), progress=False)
-    assert read_manifest(made)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]
+    shards = prepare("text.txt", str(find_source("run", "here").folder), progress=False)
+    assert read_manifest(shards)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]

@@ -26,11 +26,11 @@ LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
     folder = tmp_path_factory.mktemp("eight")
-    done = subprocess.run(
+    process = subprocess.run(
         [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder), *LAYOUTS],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True,
         timeout=scaled(500), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     return json.loads((folder / "results.json").read_text())
 
 
@@ -57,8 +57,8 @@ def test_resumed_run_equals_an_uninterrupted_one(results: dict[str, Any], layout
     assert result["restored"] < 1e-6
     again, ahead = result[f"{layout} adamw_8bit"]
     assert again == pytest.approx(ahead, abs=1e-5)
-    other, ahead = result["ddp adamw"]
-    assert other == pytest.approx(ahead, abs=0.02)
+    losses, ahead = result["ddp adamw"]
+    assert losses == pytest.approx(ahead, abs=0.02)
 
 
 @pytest.mark.parametrize(("layout", "world", "word"), [

@@ -25,13 +25,13 @@ def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_missing_private_name_of_torch_is_reported_at_import():
-    done = python("import torch; del torch._fused_sdp_choice\n"
-                  "from ezpz_llm.train import main\nfrom ezpz_llm.base.errors import run_command\n"
-                  "sys.exit(run_command(main, ['--steps', '1', '--device', 'cpu']))")
-    assert done.returncode == 2, done.stderr
+    process = python("import torch; del torch._fused_sdp_choice\n"
+                     "from ezpz_llm.train import main\nfrom ezpz_llm.base.errors import run_command\n"
+                     "sys.exit(run_command(main, ['--steps', '1', '--device', 'cpu']))")
+    assert process.returncode == 2, process.stderr
     version = importlib.metadata.version("torch")
-    assert f"error: torch {version} has no torch._fused_sdp_choice, which ezpz_llm uses" in done.stderr
-    assert "pip install 'torch" in done.stderr
+    assert f"error: torch {version} has no torch._fused_sdp_choice, which ezpz_llm uses" in process.stderr
+    assert "pip install 'torch" in process.stderr
 
 
 def test_find_returns_existing_names():
@@ -45,7 +45,7 @@ def test_find_returns_existing_names():
 def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
     """DeepSpeed would use its backend "ccl", and compile it, whatever torch's process group uses."""
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
-    done = python(f"""
+    process = python(f"""
 import os, torch, torch.distributed as dist
 os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed prints its choice on import
 from ezpz_llm.engine import optimizer_state
@@ -64,8 +64,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
 print(type(deepspeed.comm.comm.cdb).__name__)
 """, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [{"cpu": "gloo", "xpu": "xccl"}[accelerator], "TorchBackend"]
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.split() == [{"cpu": "gloo", "xpu": "xccl"}[accelerator], "TorchBackend"]
 
 
 def test_collectives_can_be_stubbed_twice_in_a_group_bound_to_a_device():

@@ -30,9 +30,9 @@ def run_ranks(folder: Path, runs: list[str], ranks: int, timeout: float = 240) -
     if ranks > 1:
         command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), *command]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 def read(folder: Path, run: str) -> dict:
@@ -151,11 +151,11 @@ def test_fp16_skips_overflowing_steps_on_all_ranks(request: pytest.FixtureReques
                                                          layout: str) -> None:
     fixture = request.getfixturevalue(runs)
     folder = fixture[0] if runs == "two_ranks" else fixture
-    ddp, ours = read(folder, "fp16_autocast:ddp+overflow"), read(folder, f"fp16_autocast:{layout}+overflow")
-    assert ours["skipped"] == ddp["skipped"] == ours["norms"].count(float("inf")) > 0
-    assert ours["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16_autocast"])
-    assert ours["ranks_agree"]
-    assert ours["losses"][-1] < ours["losses"][0] - 0.3
+    ddp, result = read(folder, "fp16_autocast:ddp+overflow"), read(folder, f"fp16_autocast:{layout}+overflow")
+    assert result["skipped"] == ddp["skipped"] == result["norms"].count(float("inf")) > 0
+    assert result["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16_autocast"])
+    assert result["ranks_agree"]
+    assert result["losses"][-1] < result["losses"][0] - 0.3
 
 
 def test_deepspeed_is_quiet(two_ranks: tuple[Path, str]) -> None:

@@ -67,9 +67,9 @@ def train(engine: Engine, steps: int = 8) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("accumulation", [2, 4, 16])
 def test_accumulation_is_the_full_batch(tmp_path, accumulation: int) -> None:
     losses, norms = train(make(tmp_path))
-    ours = train(make(tmp_path, accumulation=accumulation))
-    assert ours[0] == pytest.approx(losses, rel=1e-6)
-    assert ours[1] == pytest.approx(norms, rel=1e-5)
+    actual = train(make(tmp_path, accumulation=accumulation))
+    assert actual[0] == pytest.approx(losses, rel=1e-6)
+    assert actual[1] == pytest.approx(norms, rel=1e-5)
     assert min(norms) > 0.1  # clipping is at work
     assert losses[-1] < losses[0]
 
@@ -85,26 +85,26 @@ def stepped_on(net: Net, kind: str, clip: float, loss_scale: float = 1.0) -> tup
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_unfused"])
 def test_the_norm_and_the_clipping_are_torchs(kind: str) -> None:
-    theirs = Net()
-    theirs(torch.ones(4, 8), torch.ones(4, 1)).backward()
-    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1).item()
+    reference = Net()
+    reference(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1).item()
     # A loss scale is undone before clipping.
     for loss_scale in (1.0, 1024.0):
         norm, gradients = stepped_on(Net(), kind, 0.1, loss_scale)
         assert norm == pytest.approx(expected, rel=1e-6)
-        for gradient, parameter in zip(gradients, theirs.parameters(), strict=True):
+        for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_unfused"])
 def test_without_clipping_gradients_are_unchanged(kind: str) -> None:
-    theirs = Net()
-    theirs(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    reference = Net()
+    reference(torch.ones(4, 8), torch.ones(4, 1)).backward()
     # Powers of two and norms below the limit change nothing either.
     for clip, loss_scale in ((0.0, 1.0), (0.0, 1024.0), (1e3, 1024.0)):
         _, gradients = stepped_on(Net(), kind, clip, loss_scale)
         assert all(torch.equal(gradient, parameter.grad)
-                   for gradient, parameter in zip(gradients, theirs.parameters(), strict=True))
+                   for gradient, parameter in zip(gradients, reference.parameters(), strict=True))
 
 
 def test_the_loss_scale_halves_on_overflow_and_grows_when_it_may() -> None:
@@ -115,9 +115,9 @@ def test_the_loss_scale_halves_on_overflow_and_grows_when_it_may() -> None:
         assert scale.scale == 32768.0
         scale.update(finite=True)
     assert (scale.scale, scale.good_steps) == (65536.0, 0)
-    other = LossScale(DynamicScale())
-    other.load_state_dict(scale.state_dict())
-    assert other.scale == scale.scale
+    restored = LossScale(DynamicScale())
+    restored.load_state_dict(scale.state_dict())
+    assert restored.scale == scale.scale
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16_autocast", torch.bfloat16)])

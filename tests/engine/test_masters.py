@@ -91,11 +91,11 @@ def test_steps_smaller_than_a_rounding_are_kept_by_the_masters(tmp_path) -> None
 
 def test_rank_holds_18_bytes_per_parameter(tmp_path) -> None:
     gc.collect()
-    before = live_storages()
+    storages = live_storages()
     engine = make(tmp_path)
     backward(engine)
     engine.step(1e-3)
-    measured = live_tensor_memory(engine, before)
+    measured = live_tensor_memory(engine, storages)
     size = parameter_count(CONFIG)
     assert {kind: measured[kind] for kind in ("parameters", "gradients", "moments", "master")} == {
         "parameters": 2 * size, "gradients": 4 * size, "moments": 8 * size, "master": 4 * size}
@@ -109,11 +109,11 @@ def test_any_recipe_resumes_from_any_other(tmp_path, saved: str, loaded: str) ->
     backward(source)
     source.step(1e-3)
     from_state, to_state = source.training_state(), target.training_state()
-    for theirs, ours in zip(from_state.slices(), to_state.slices(), strict=True):
-        assert theirs.name == ours.name
-        for kind, tensor in ours.tensors.items():
+    for from_slice, to_slice in zip(from_state.slices(), to_state.slices(), strict=True):
+        assert from_slice.name == to_slice.name
+        for kind, tensor in to_slice.tensors.items():
             assert tensor.dtype == torch.float32
-            tensor.copy_(theirs.tensors[kind])
+            tensor.copy_(from_slice.tensors[kind])
     to_state.loaded(from_state.optimizer_step)
     norms = []
     for engine in (source, target):

@@ -67,9 +67,9 @@ def trained(folder: Path, *runs: str) -> Path:
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder),
                *references, *runs]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(400), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (done.stdout + done.stderr).splitlines()
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(400), check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = (process.stdout + process.stderr).splitlines()
     unexpected = [line for line in lines if not line.startswith(("gpt2:", "llama:"))]
     (folder / "printed.txt").write_text("\n".join(unexpected))
     return folder
@@ -87,13 +87,13 @@ def read(folder: Path, run: str) -> dict:
 def test_every_step_is_that_of_one_process(request: pytest.FixtureRequest, of: str, run: str) -> None:
     folder = request.getfixturevalue(of)
     shape, precision, _ = run.split(":")
-    ours, alone = read(folder, run), read(folder, f"{shape}:{precision}:ddp")
-    assert len(ours["losses"]) == len(ours["norms"]) == STEPS  # one norm per step, since ranks agree
+    result, alone = read(folder, run), read(folder, f"{shape}:{precision}:ddp")
+    assert len(result["losses"]) == len(result["norms"]) == STEPS  # one norm per step, since ranks agree
     assert min(alone["norms"]) > 0.5  # the clip
     assert alone["losses"][-1] < alone["losses"][0] - 0.1
-    assert ours["losses"] == pytest.approx(alone["losses"], abs=LOSS_BOUND[precision], rel=0)
-    assert ours["norms"] == pytest.approx(alone["norms"], rel=NORM_BOUND[precision])
-    per_token = [total / 256 for total in ours["evaluated"]]
+    assert result["losses"] == pytest.approx(alone["losses"], abs=LOSS_BOUND[precision], rel=0)
+    assert result["norms"] == pytest.approx(alone["norms"], rel=NORM_BOUND[precision])
+    per_token = [total / 256 for total in result["evaluated"]]
     assert per_token == pytest.approx([alone["evaluated"][0] / 256] * 2, abs=LOSS_BOUND[precision], rel=0)
 
 
@@ -158,7 +158,7 @@ def ops_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
 
 
-def own(folder: Path, **zero: object) -> str:
+def write(folder: Path, **zero: object) -> str:
     """Write a ds_config that offloads optimizer and parameters to files, with changes."""
     blocks: dict = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
     for key, value in zero.items():
@@ -183,7 +183,7 @@ def own(folder: Path, **zero: object) -> str:
 def test_options_that_deepspeed_would_fail_with_are_rejected(tmp_path: Path, ops_are_built: None, zero: dict,
                                                    message: str) -> None:
     with pytest.raises(UserError, match=message):
-        resolve(Request(own(tmp_path, **zero), world_size=2, model=get_model_config("gpt2-124m")))
+        resolve(Request(write(tmp_path, **zero), world_size=2, model=get_model_config("gpt2-124m")))
 
 
 def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_built: None) -> None:
@@ -199,15 +199,15 @@ def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_built: None) -> N
     long = get_model_config("tiny-gpt2", n_embd=384, n_head=6, block_size=4096)
     assert zero(4, model=model, tp=2)["offload_param"]["buffer_size"] == table // 4
     assert zero(2, model=long, tp=2)["offload_param"]["buffer_size"] == 4096 * 384
-    both = resolve(Request(own(tmp_path, offload_optimizer={"pipeline_read": True}), world_size=2, model=model))
+    both = resolve(Request(write(tmp_path, offload_optimizer={"pipeline_read": True}), world_size=2, model=model))
     assert both.deepspeed["zero_optimization"]["offload_optimizer"]["buffer_count"] == 8
 
 
 def test_precedence_of_the_folder_for_files(tmp_path: Path, ops_are_built: None) -> None:
-    theirs = own(tmp_path, offload_param={"nvme_path": "/theirs"}, offload_optimizer={"nvme_path": "/theirs"})
-    for words, path in ((["--ds-config", "zero3_nvme"], None), (["--ds-config", theirs], "/theirs"),
-                        (["--ds-config", theirs, "--nvme-path", "/ours"], "/ours")):
-        resolved = plan_run(parse(words), 2).resolved
+    file = write(tmp_path, offload_param={"nvme_path": "/theirs"}, offload_optimizer={"nvme_path": "/theirs"})
+    for arguments, path in ((["--ds-config", "zero3_nvme"], None), (["--ds-config", file], "/theirs"),
+                            (["--ds-config", file, "--nvme-path", "/ours"], "/ours")):
+        resolved = plan_run(parse(arguments), 2).resolved
         assert resolved.nvme_path == path
         assert any("--nvme-path DIR" in note for note in resolved.notes) == (path is None)
         assert "nvme_path" not in resolved.deepspeed["zero_optimization"]["offload_param"]
@@ -265,7 +265,7 @@ def test_unusable_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match=r"No space left on device|File too large"):
         prepare(dist, None, owner, numel=2 ** 52)
     monkeypatch.setattr(nvme, "_may_lock_all", lambda: False)
-    monkeypatch.setattr(nvme.resource, "getrlimit", lambda which: (2 ** 16, 2 ** 16))
+    monkeypatch.setattr(nvme.resource, "getrlimit", lambda resource: (2 ** 16, 2 ** 16))
     with pytest.raises(UserError, match=r"lock 0.\d+ GB of memory"):
         prepare(dist, None, owner, numel=10 ** 7)
     assert not dist.run_dir.offloaded.exists()  # although the owner still exists
@@ -288,27 +288,27 @@ def test_folders_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: Pa
                               stdout=subprocess.PIPE, text=True)
     try:
         assert worker.stdout.readline() == "there\n"
-        left, = tmp_path.glob("ezpz-llm-*")
+        remaining, = tmp_path.glob("ezpz-llm-*")
         owner = Owner()
         prepare(alone(tmp_path), str(tmp_path), owner)
-        assert left.exists()
+        assert remaining.exists()
     finally:
         worker.send_signal(signal.SIGKILL)
         worker.wait()
         worker.stdout.close()
     time.sleep(0.1)
-    other = Owner()
-    prepare(alone(tmp_path), str(tmp_path), other)
-    assert not left.exists()
-    del owner, other
+    second_owner = Owner()
+    prepare(alone(tmp_path), str(tmp_path), second_owner)
+    assert not remaining.exists()
+    del owner, second_owner
     assert list(tmp_path.glob("ezpz-llm-*")) == []
 
 
 def test_launch_removes_offloaded_files_of_killed_ranks(tmp_path: Path) -> None:
     program = ("import os, signal; os.makedirs(os.environ['EZPZ_LLM_RUN_DIR'] + '/nvme/rank'); "
                "os.kill(os.getpid(), signal.SIGKILL)")
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"),
-                           sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=scaled(60), check=False)
-    assert "SIGKILL" in done.stderr
+    run = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"),
+                          sys.executable, "-c", program], capture_output=True, text=True,
+                         timeout=scaled(60), check=False)
+    assert "SIGKILL" in run.stderr
     assert not RunDir(tmp_path / "run").offloaded.exists()

@@ -55,8 +55,8 @@ def _env(tmp_path: Path) -> dict[str, str]:
     return clean_env(PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
 
 
-def _train(cwd: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *words], cwd=cwd, env=env,
+def _train(cwd: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *arguments], cwd=cwd, env=env,
                           text=True, capture_output=True, timeout=scaled(500), check=False)
 
 

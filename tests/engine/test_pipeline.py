@@ -41,10 +41,10 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 def run_ranks(folder: Path, ranks: int, runs: list[str]) -> str:
     """Run `pipeline_ranks.py`, assert that it succeeds, and return its output."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run([*command, *runs], env=ENV, capture_output=True, text=True,
-                          timeout=scaled(240), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    process = subprocess.run([*command, *runs], env=ENV, capture_output=True, text=True,
+                             timeout=scaled(240), check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 def read(folder: Path, run: str) -> dict:
@@ -92,8 +92,8 @@ def test_balance_minimizes_the_heaviest_stage(blocks, stages, block, first, last
     assert bounds[0] == 0
     assert bounds[-1] == blocks
     assert all(start < stop for start, stop in itertools.pairwise(bounds))
-    least = min(heaviest((0, *cuts, blocks)) for cuts in itertools.combinations(range(1, blocks), stages - 1))
-    assert heaviest(bounds) == pytest.approx(least)
+    minimum = min(heaviest((0, *cuts, blocks)) for cuts in itertools.combinations(range(1, blocks), stages - 1))
+    assert heaviest(bounds) == pytest.approx(minimum)
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "gpt2-124m", "llama3-8b"])
@@ -139,7 +139,7 @@ def test_consecutive_stages_equal_the_model(shape: str, tied: bool) -> None:
 def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
     config = replace(get_model_config("tiny-gpt2", n_layer=4, n_embd=64), dropout=0.2)
     tokens = torch.randint(0, config.vocab_size, (2, 64))
-    kept, gradients = {}, {}
+    saved_bytes, gradients = {}, {}
     for every in (0, 2, 1):
         model = GPT(config)
         init_weights(model, config, 3)
@@ -153,13 +153,13 @@ def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
         torch.manual_seed(5)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             loss = model(tokens, tokens)
-        kept[every] = size[0]
+        saved_bytes[every] = size[0]
         loss.backward()
         gradients[every] = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
-    assert kept[1] < 0.3 * kept[0]
-    assert kept[2] == pytest.approx((kept[0] + kept[1]) / 2, rel=0.02)
+    assert saved_bytes[1] < 0.3 * saved_bytes[0]
+    assert saved_bytes[2] == pytest.approx((saved_bytes[0] + saved_bytes[1]) / 2, rel=0.02)
 
 
 def test_recomputed_blocks_can_be_compiled() -> None:
@@ -226,14 +226,14 @@ def test_two_stages_equal_one_process(two_ranks: tuple[Path, str], run: str) -> 
     folder, _ = two_ranks
     reference = ":".join(run.split(":")[:2]) + ":ddp"
     assert_same(folder, run, reference)
-    ours, theirs = read(folder, run), read(folder, reference)
+    result, expected = read(folder, run), read(folder, reference)
     bound = 1e-5 if ":fp32:" in run else 2e-3
-    assert ours["loss_sum"] == pytest.approx(theirs["loss_sum"], rel=bound)
-    ours_logits, logits = torch.tensor(ours["logits"]), torch.tensor(theirs["logits"])
-    assert (ours_logits - logits).abs().max() <= 10 * bound * logits.abs().max()
-    assert ours["logits_agree"]
-    assert min(theirs["norms"]) > 0.5  # clipping is at work
-    assert theirs["losses"][-1] < theirs["losses"][0]
+    assert result["loss_sum"] == pytest.approx(expected["loss_sum"], rel=bound)
+    actual_logits, logits = torch.tensor(result["logits"]), torch.tensor(expected["logits"])
+    assert (actual_logits - logits).abs().max() <= 10 * bound * logits.abs().max()
+    assert result["logits_agree"]
+    assert min(expected["norms"]) > 0.5  # clipping is at work
+    assert expected["losses"][-1] < expected["losses"][0]
 
 
 @pytest.mark.full
@@ -266,9 +266,9 @@ def test_unsummed_gradients_of_a_tied_embedding_are_detected(two_ranks: tuple[Pa
 
 @pytest.mark.full
 def test_recomputation_draws_the_same_dropout(two_ranks: tuple[Path, str]) -> None:
-    kept, again = (read(two_ranks[0], f"gpt2:fp32:pp2+dropout{more}") for more in ("", "+recompute"))
-    assert kept["losses"] == again["losses"]
-    assert kept["losses"] != read(two_ranks[0], "gpt2:fp32:pp2")["losses"]
+    stored, recomputed = (read(two_ranks[0], f"gpt2:fp32:pp2+dropout{more}") for more in ("", "+recompute"))
+    assert stored["losses"] == recomputed["losses"]
+    assert stored["losses"] != read(two_ranks[0], "gpt2:fp32:pp2")["losses"]
 
 
 @pytest.mark.full
@@ -279,9 +279,9 @@ def test_checkpoints_move_into_and_out_of_a_pipeline(two_ranks: tuple[Path, str]
 
 @pytest.mark.full
 def test_fp16_skips_overflowing_steps_in_all_stages(two_ranks: tuple[Path, str]) -> None:
-    ddp, ours = (read(two_ranks[0], f"gpt2:fp16_autocast:{layout}+overflow") for layout in ("ddp", "pp2"))
-    assert ours["skipped"] == ddp["skipped"] == ours["norms"].count(float("inf")) > 0
-    assert ours["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16_autocast"])
+    ddp, result = (read(two_ranks[0], f"gpt2:fp16_autocast:{layout}+overflow") for layout in ("ddp", "pp2"))
+    assert result["skipped"] == ddp["skipped"] == result["norms"].count(float("inf")) > 0
+    assert result["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16_autocast"])
 
 
 @pytest.mark.full
@@ -308,10 +308,10 @@ def test_four_ranks_equal_one_process(four_ranks: Path, run: str) -> None:
     # Two pipelines halve the micro batch; in bf16, matmuls of other sizes round differently.
     reference = f"{shape}:{precision}:ddp{'+small' if precision == 'bf16' else ''}"
     assert_same(four_ranks, run, reference)
-    ours, theirs = read(four_ranks, run), read(four_ranks, reference)
-    assert ours["loss_sum"] == pytest.approx(theirs["loss_sum"], rel=1e-5 if precision == "fp32" else 2e-3)
-    assert ours["logits_agree"]
-    assert ours["table_differs"] in (0, None)
+    result, expected = read(four_ranks, run), read(four_ranks, reference)
+    assert result["loss_sum"] == pytest.approx(expected["loss_sum"], rel=1e-5 if precision == "fp32" else 2e-3)
+    assert result["logits_agree"]
+    assert result["table_differs"] in (0, None)
 
 
 @pytest.mark.slow
@@ -324,11 +324,11 @@ def test_run_reports_idle_time_of_stages(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     small = ["--n-layer", "4", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
              "--sample-tokens", "9", "--gradient-accumulation-steps", "4", "--profile", "false", "--recompute", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
          "ezpz_llm.train", "--ds-config", "pp2", "--steps", "20", "--eval-every", "10", *small, "--verbose"],
         env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(150), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     lines = list(read_lines(RunDir(run_dir).metrics))
     assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
@@ -340,8 +340,8 @@ def test_run_reports_idle_time_of_stages(tmp_path: Path) -> None:
     assert len(bubble["idle"]) == 2
     # On two cores that run other processes as well, stages idle longer, and hardly ever less.
     assert all(0.1 < idle < 0.9 for idle in bubble["idle"])
-    assert re.search(r"Pipeline stages idle .*: \d+\.\d%, \d+\.\d%; .*\n.* is 20\.0%", done.stdout)
-    assert "sample after step 20" in done.stdout
+    assert re.search(r"Pipeline stages idle .*: \d+\.\d%, \d+\.\d%; .*\n.* is 20\.0%", process.stdout)
+    assert "sample after step 20" in process.stdout
     assert (run_dir / "plots" / "loss.txt").exists()
     assert checkpoint.find(run_dir).name == "step-00000020"
 

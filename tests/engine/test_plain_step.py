@@ -84,8 +84,8 @@ def test_three_steps_equal_the_reference(tmp_path: Path, shape: str, accumulatio
     assert {name: differences[name] for name in LARGEST if not differences[name] < LARGEST[name]} == {}
 
 
-@pytest.mark.parametrize(("fault", "seen"), [
+@pytest.mark.parametrize(("fault", "symptoms"), [
     ("half-the-micro-batches", {"loss", "norm", "weights"}), ("last-loss", {"loss"}), ("beta2", {"weights"})])
-def test_wrong_step_is_detected(tmp_path: Path, fault: str, seen: set[str]) -> None:
+def test_wrong_step_is_detected(tmp_path: Path, fault: str, symptoms: set[str]) -> None:
     differences = apart(tmp_path, "gpt2", 4, NOT_CLIPPED, fault)
-    assert seen <= {name for name in LARGEST if differences[name] > 10 * LARGEST[name]}
+    assert symptoms <= {name for name in LARGEST if differences[name] > 10 * LARGEST[name]}

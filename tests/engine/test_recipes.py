@@ -28,46 +28,46 @@ IN_BF16: tuple[tuple[str, GradientDtype, GradientDtype], ...] = (("ddp", "fp32",
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     runs = [f"{precision}:{layout}" for layout in LAYOUTS for precision in ("bf16", "bf16_autocast")]
     runs += [f"bf16:{layout}:{added}:{reduced}" for layout, added, reduced in IN_BF16]
     return results_of(HELPERS / "recipe_ranks.py", tmp_path_factory.mktemp("recipes"), runs, 2)
 
 
-def issued(found: dict[str, Any], run: str) -> dict[str, int]:
+def issued(results: dict[str, Any], run: str) -> dict[str, int]:
     """Return bytes by kind, after checking that all groups have two ranks."""
-    kinds = found[run]["collectives"]
+    kinds = results[run]["collectives"]
     assert all(set(kind["groups"]) == {"2"} for kind in kinds.values())
     return {kind: counts["bytes"] for kind, counts in kinds.items() if kind != "scalars"}
 
 
-def test_ddp_reduces_gradients_once_a_step_in_fp32(found: dict[str, Any]) -> None:
-    assert issued(found, "bf16:ddp") == {"all_reduce": 4 * SIZE}
-    assert issued(found, "bf16_autocast:ddp")["all_reduce"] == 4 * SIZE
+def test_ddp_reduces_gradients_once_a_step_in_fp32(results: dict[str, Any]) -> None:
+    assert issued(results, "bf16:ddp") == {"all_reduce": 4 * SIZE}
+    assert issued(results, "bf16_autocast:ddp")["all_reduce"] == 4 * SIZE
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "zero1", "zero2", "zero3"])
-def test_gathers_are_half_of_autocasts(found: dict[str, Any], layout: str) -> None:
-    low, wide = (found[f"{precision}:{layout}"]["collectives"]["all_gather"]
+def test_gathers_are_half_of_autocasts(results: dict[str, Any], layout: str) -> None:
+    low, wide = (results[f"{precision}:{layout}"]["collectives"]["all_gather"]
                  for precision in ("bf16", "bf16_autocast"))
     assert (2 * low["bytes"], low["count"]) == (wide["bytes"], wide["count"])
     assert low["bytes"] > 0
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2"])
-def test_deepspeeds_stage_2_reduces_each_micro_step_in_fp32(found: dict[str, Any], layout: str) -> None:
-    low = issued(found, f"bf16:{layout}")
+def test_deepspeeds_stage_2_reduces_each_micro_step_in_fp32(results: dict[str, Any], layout: str) -> None:
+    low = issued(results, f"bf16:{layout}")
     assert low == {"all_reduce": 4 * SIZE * ACCUMULATION, "all_gather": 2 * SIZE}
 
 
-def test_zero3_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
-    assert issued(found, "bf16:zero3")["reduce_scatter"] == 4 * SIZE * ACCUMULATION
+def test_zero3_reduces_each_micro_step_in_fp32(results: dict[str, Any]) -> None:
+    assert issued(results, "bf16:zero3")["reduce_scatter"] == 4 * SIZE * ACCUMULATION
 
 
 @pytest.mark.parametrize("layout", ["ddp,tp2", "tp2_zero3"])
-def test_tensor_parallel_sums_are_half_of_autocasts(found: dict[str, Any], layout: str) -> None:
+def test_tensor_parallel_sums_are_half_of_autocasts(results: dict[str, Any], layout: str) -> None:
     """These two ranks hold different parts of the model, so they reduce no gradients."""
-    low, wide = (found[f"{precision}:{layout}"]["collectives"]["all_reduce"]
+    low, wide = (results[f"{precision}:{layout}"]["collectives"]["all_reduce"]
                  for precision in ("bf16", "bf16_autocast"))
     assert (2 * low["bytes"], low["count"]) == (wide["bytes"], wide["count"])
     tokens = 8 * CONFIG.block_size
@@ -75,15 +75,15 @@ def test_tensor_parallel_sums_are_half_of_autocasts(found: dict[str, Any], layou
     assert low["bytes"] == (4 * CONFIG.n_layer + 2) * a_sum
 
 
-def test_sequence_parallel_exchanges_are_in_bf16(found: dict[str, Any]) -> None:
+def test_sequence_parallel_exchanges_are_in_bf16(results: dict[str, Any]) -> None:
     # Queries, keys, values and the output, in both passes, as under autocast.
     expected = 2 * CONFIG.n_layer * 4 * 2 * 8 * CONFIG.block_size // 2 * CONFIG.n_embd
     for precision in ("bf16", "bf16_autocast"):
-        assert issued(found, f"{precision}:sp2")["all_to_all"] == expected
+        assert issued(results, f"{precision}:sp2")["all_to_all"] == expected
 
 
-def test_fsdp2_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
-    low = issued(found, "bf16:fsdp2")
+def test_fsdp2_reduces_each_micro_step_in_fp32(results: dict[str, Any]) -> None:
+    low = issued(results, "bf16:fsdp2")
     assert low["reduce_scatter"] == 4 * SIZE * ACCUMULATION
     assert set(low) == {"all_gather", "reduce_scatter"}
 
@@ -91,46 +91,46 @@ def test_fsdp2_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("layout", "parameters", "gradients", "moments", "master"), [
     ("ddp", 2, 4, 8, 4), ("fsdp2", 4 / 2, 4 / 2, 8 / 2, 0), ("zero1", 2, 4 / 2, 8 / 2, 4 / 2),
     ("zero2", 2, 4 / 2, 8 / 2, 4 / 2), ("zero3", 2 / 2, 4 / 2, 8 / 2, 4 / 2)])
-def test_bytes_per_parameter_on_two_ranks(found: dict[str, Any], layout: str, parameters: float, gradients: float,
+def test_bytes_per_parameter_on_two_ranks(results: dict[str, Any], layout: str, parameters: float, gradients: float,
                                         moments: float, master: float) -> None:
-    held = found[f"bf16:{layout}"]["held"]
+    sizes = results[f"bf16:{layout}"]["held"]
     expected = {"parameters": parameters, "gradients": gradients, "moments": moments, "master": master}
-    assert {kind: held[kind] for kind in expected} == {kind: each * SIZE for kind, each in expected.items()}
+    assert {kind: sizes[kind] for kind in expected} == {kind: each * SIZE for kind, each in expected.items()}
     arithmetic = memory_per_rank(resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16")
     assert total(arithmetic, "device") == sum(expected.values()) * SIZE
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
-def test_memory_table_agrees_with_the_estimate(found: dict[str, Any], layout: str) -> None:
+def test_memory_table_agrees_with_the_estimate(results: dict[str, Any], layout: str) -> None:
     """The table measures gradients at the start of the step, the rest after the last evaluation."""
-    seen = found[f"bf16:{layout}"]
+    result = results[f"bf16:{layout}"]
     parts = {part.kind: part.bytes for part in memory_per_rank(
         resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16")}
-    assert seen["held"]["gradients"] == parts["gradients"]
-    assert seen["parameters at end"] == parts["parameters"]
-    assert seen["master at end"] == parts.get("copy", 0)
+    assert result["held"]["gradients"] == parts["gradients"]
+    assert result["parameters at end"] == parts["parameters"]
+    assert result["master at end"] == parts.get("copy", 0)
 
 
 @pytest.mark.parametrize(("layout", "added", "reduced"), IN_BF16)
-def test_gradients_are_accumulated_and_reduced_in_the_requested_dtypes(found: dict[str, Any], layout: str,
+def test_gradients_are_accumulated_and_reduced_in_the_requested_dtypes(results: dict[str, Any], layout: str,
                                                               added: GradientDtype, reduced: GradientDtype) -> None:
-    asked = issued(found, f"bf16:{layout}:{added}:{reduced}")
+    requested = issued(results, f"bf16:{layout}:{added}:{reduced}")
     itemsize = {"fp32": 4, "bf16": 2}
     kind = "reduce_scatter" if layout in ("fsdp2", "zero3") else "all_reduce"
-    plain = issued(found, f"bf16:{layout}")
-    assert asked.pop(kind) == itemsize[reduced] * SIZE * (1 if layout == "ddp" else ACCUMULATION)
-    assert asked == {other: size for other, size in plain.items() if other != kind}
-    seen, before = found[f"bf16:{layout}:{added}:{reduced}"], found[f"bf16:{layout}"]
+    plain = issued(results, f"bf16:{layout}")
+    assert requested.pop(kind) == itemsize[reduced] * SIZE * (1 if layout == "ddp" else ACCUMULATION)
+    assert requested == {name: size for name, size in plain.items() if name != kind}
+    result, default = results[f"bf16:{layout}:{added}:{reduced}"], results[f"bf16:{layout}"]
     parts = {part.kind: part.bytes for part in memory_per_rank(
         resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16",
         gradients=GradientDtypes(added, reduced))}
     # Stages 1 and 2 keep a whole copy of a parameter that straddles both ranks, unless they accumulate in fp32.
     straddling = max(map(prod, parameter_shapes(CONFIG).values())) if layout in ("zero1", "zero2") else 0
-    assert 0 <= seen["held"]["gradients"] - parts["gradients"] <= (2 * straddling if added == "bf16" else 0)
+    assert 0 <= result["held"]["gradients"] - parts["gradients"] <= (2 * straddling if added == "bf16" else 0)
     assert parts["gradients"] == itemsize[added] * SIZE // (1 if layout == "ddp" else 2)
-    assert seen["losses"] == pytest.approx(before["losses"], abs=4e-3)
-    assert seen["norm"] == pytest.approx(before["norm"], rel=3e-2)
-    assert seen["norm"] != before["norm"]
+    assert result["losses"] == pytest.approx(default["losses"], abs=4e-3)
+    assert result["norm"] == pytest.approx(default["norm"], rel=3e-2)
+    assert result["norm"] != default["norm"]
 
 
 @pytest.mark.parametrize(("device", "has_bf16", "ds_config", "precision"), [

@@ -51,9 +51,9 @@ def test_values_are_those_of_one_process(started: tuple[int, dict[str, Any]]) ->
     assert list(results) == possible(RUNS[ranks])
     for run, result in results.items():
         assert result["wrong"] == [], run
-        held = sum((Counter(rank) for rank in result["held"]), Counter())
-        second = held.pop("second copy", 0)
-        assert held == Counter(result["parameters"]), run
+        elements = sum((Counter(rank) for rank in result["held"]), Counter())
+        second = elements.pop("second copy", 0)
+        assert elements == Counter(result["parameters"]), run
         if "+hpz" in run:
             groups = ranks // int(run.partition("+hpz")[2])
             total = sum(result["parameters"].values())
@@ -69,9 +69,9 @@ def test_rank_holds_its_share_and_one_block(started: tuple[int, dict[str, Any]])
         result = results[f"big:{layout}"]
         share = 4 * sum(result["parameters"].values()) / ranks
         assert share > 2 * block  # otherwise the test could not detect a whole model
-        for after, peak, resident in zip(result["after"], result["peak"], result["resident"], strict=True):
-            assert abs(after - copies * share) < 0.01 * share + SLACK
-            assert peak - after <= block
+        for resting, peak, resident in zip(result["after"], result["peak"], result["resident"], strict=True):
+            assert abs(resting - copies * share) < 0.01 * share + SLACK
+            assert peak - resting <= block
             # Resident pages include memory of libraries and memory kept by the allocator. A whole model would add
             # the other ranks' shares.
             assert resident < copies * share + block + (ranks - 1) * share

@@ -25,8 +25,8 @@ def four_ranks(tmp_path_factory) -> dict[str, dict]:
     layouts = possible(list(LAYOUTS))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "4", sys.executable, str(SCRIPT), str(folder), *layouts]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(300), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(300), check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return Results({layout: json.loads((folder / f"{layout}.json").read_text()) for layout in layouts})
 
 

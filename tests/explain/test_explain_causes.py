@@ -101,13 +101,13 @@ def links(slow=None, hosts=("a", "b", "c", "d"), receives=False):
     return measured
 
 
-@pytest.mark.parametrize(("measured", "what"), [
+@pytest.mark.parametrize(("measured", "description"), [
     (links("c"), "c sends"), (links("a", receives=True), "a receives"), (links(), None), ([], None),
     (links("a", hosts=("a", "b")), "a sends"),
 ])
-def test_the_node_with_a_slow_link_is_named(measured, what):
+def test_the_node_with_a_slow_link_is_named(measured, description):
     slow = slow_link(measured)
-    assert (slow and slow.what) == what
+    assert (slow and slow.what) == description
 
 
 def test_a_slow_link_accounts_for_its_share_of_the_transfer():
@@ -189,13 +189,13 @@ def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(t
                           "compile": "run.yaml", "lr": "default", "corpus": "command line",
                           "x=y --z": "command line",
                           "min_lr": "a tenth of lr"}}
-    words = command(record, tmp_path)
-    assert words[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
-    assert words[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
-    assert words[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
-    assert all(word.startswith("--") for word in words[13:]), "the record supplies only values of options"
-    assert "--corpus=--run-dir=b; id" in words
-    assert not [word for word in words[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
+    arguments = command(record, tmp_path)
+    assert arguments[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
+    assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
+    assert arguments[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
+    assert all(word.startswith("--") for word in arguments[13:]), "the record supplies only values of options"
+    assert "--corpus=--run-dir=b; id" in arguments
+    assert not [word for word in arguments[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
     for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
         with pytest.raises(UserError, match="no trainer configuration"):
             command({**record, **broken}, tmp_path)

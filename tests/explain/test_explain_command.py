@@ -21,26 +21,26 @@ SMALL = ["--n-layer", "4", "--n-head", "2", "--n-embd", "128", "--block-size", "
          "false", "--eval-tokens", "1024", "--sample-tokens", "0", "--save-every", "-1", "--ds-config", "zero1"]
 
 
-def explain(*words: str, cwd, timeout=170):
-    return subprocess.run([sys.executable, "-m", "ezpz_llm.explain", *words], env=ENV, cwd=cwd, timeout=timeout,
+def explain(*arguments: str, cwd, timeout=170):
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.explain", *arguments], env=ENV, cwd=cwd, timeout=timeout,
                           capture_output=True, text=True, check=False)
 
 
 def launched(folder):
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "run", "--", sys.executable,
                "-m", "ezpz_llm.train", *SMALL]
-    done = subprocess.run(command, env=ENV, cwd=folder, capture_output=True, text=True,
-                          timeout=scaled(120), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, env=ENV, cwd=folder, capture_output=True, text=True,
+                             timeout=scaled(120), check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder / "run"
 
 
 @pytest.mark.full
 def test_steps_of_a_run_are_repeated_without_collectives(tmp_path):
     run_dir = launched(tmp_path)
-    done = explain("run", "--counterfactual", "--yes", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    times_of_ranks = json.loads(done.stdout)["counterfactual"]
+    process = explain("run", "--counterfactual", "--yes", "--json", cwd=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    times_of_ranks = json.loads(process.stdout)["counterfactual"]
     assert [times["rank"] for times in times_of_ranks] == [0, 1]
     for times in times_of_ranks:
         assert 0 < times["stubbed_s"] < times["real_s"] < 5
@@ -53,9 +53,9 @@ def test_steps_of_a_run_are_repeated_without_collectives(tmp_path):
     assert len(list(RunDir(again).profile.glob("trace-rank*.json.gz"))) == 2
     assert not list((again / "checkpoints").glob("step*"))
     text = explain(str(again), cwd=tmp_path).stdout
-    for words in ("measured by removing collectives", "exposed share in traces", "Cross-checks with other tools",
-                  "times our estimate"):
-        assert words in text
+    for phrase in ("measured by removing collectives", "exposed share in traces", "Cross-checks with other tools",
+                   "times ezpz_llm's estimate"):
+        assert phrase in text
 
 
 @pytest.mark.parametrize(("record", "message"), [
@@ -76,8 +76,8 @@ RECORD = {"launch": {"typed": ["launch", "sh", "-c", "id > PWNED"]}, "environmen
 
 
 def test_nothing_starts_without_confirmation_or_from_the_run_of_another_user(tmp_path, monkeypatch, capsys):
-    def run(*words, **_):
-        raise AssertionError(words)
+    def run(*arguments, **_):
+        raise AssertionError(arguments)
 
     monkeypatch.setattr(subprocess, "run", run)
     path = tmp_path / "run.json"

@@ -67,12 +67,12 @@ def test_kinds_are_recognized_by_kernel_names(kernel, kind):
 def test_arguments_of_the_profiler_give_kind_size_and_ranks():
     trace = MadeUp(device="cuda")
     a_step(trace)
-    known = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000,
-             "dtype": "BFloat16", "Process Group Ranks": "[0, 1]"}
-    nccl(trace, "Generic", 15, 4, 6, **known)
+    arguments = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000,
+                 "dtype": "BFloat16", "Process Group Ranks": "[0, 1]"}
+    nccl(trace, "Generic", 15, 4, 6, **arguments)
     rank = trace.read().flights[0]
     assert (rank.kind, rank.size, rank.ranks) == ("all_gather", 2000, (0, 1))
-    nccl(trace, "Generic", 21, 4, 7, **{**known, "Process Group Ranks": "[0, 1, 2, ..., 63]"})
+    nccl(trace, "Generic", 21, 4, 7, **{**arguments, "Process Group Ranks": "[0, 1, 2, ..., 63]"})
     assert trace.read().flights[1].ranks == ()
 
 

@@ -23,10 +23,10 @@ def is_a_set(intervals):
 
 
 @given(ANY, ANY)
-def test_arithmetic_matches_that_of_sets(one, other):
-    a, b = union(one), union(other)
-    assert points(a) == points(one)
-    for result, expected in ((a, points(one)), (intersect(a, b), points(a) & points(b)),
+def test_arithmetic_matches_that_of_sets(first, second):
+    a, b = union(first), union(second)
+    assert points(a) == points(first)
+    for result, expected in ((a, points(first)), (intersect(a, b), points(a) & points(b)),
                              (subtract(a, b), points(a) - points(b))):
         assert is_a_set(result)
         assert points(result) == expected

@@ -48,8 +48,8 @@ def test_buckets_of_a_bf16_model_have_its_dtype_or_that_of_reduced_gradients(
         stage: int, reduced: GradientDtype, itemsize: int) -> None:
     zero = {"stage": stage, "reduce_bucket_size": 50_000_000}
     for recipe, expected in (("bf16", itemsize), ("bf16_autocast", 4)):
-        given = {"zero_optimization": zero, **deepspeed_blocks(recipe, GradientDtypes("fp32", reduced))}
-        assert bucket_bytes(ZERO2, MODEL, given, "cuda") == expected * 50_000_000
+        config = {"zero_optimization": zero, **deepspeed_blocks(recipe, GradientDtypes("fp32", reduced))}
+        assert bucket_bytes(ZERO2, MODEL, config, "cuda") == expected * 50_000_000
 
 
 def test_memory_that_was_never_written_to_does_not_count():
@@ -66,9 +66,9 @@ def test_each_cross_check_has_a_sentence():
     text = " ".join(check_sentences({
         "collectives": {"logged": 4, "issued": 5.0}, "flops": {"deepspeed": 2.2e9, "ours": 2e9, "ratio": 1.1},
         "host": {"torch": 3.0, "deepspeed": 0.25, "ezpz_llm": 0.5, "other": 0.25}}))
-    for words in ("counted 4 of the 5 collectives", "1.1000 times our estimate of 2e+09. It includes",
-                  "75.0% of its time in torch", "12.5% ezpz_llm, 6.2% deepspeed, 6.2% other"):
-        assert words in text
+    for phrase in ("counted 4 of the 5 collectives", "1.1000 times ezpz_llm's estimate of 2e+09. It includes",
+                   "75.0% of its time in torch", "12.5% ezpz_llm, 6.2% deepspeed, 6.2% other"):
+        assert phrase in text
     assert "It includes" not in check_sentences({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})[0]
     assert check_sentences({}) == []
 
@@ -83,7 +83,7 @@ def test_each_cross_check_has_a_sentence():
 def test_wrong_types_are_reported_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / name).write_text(text)
-    read = crosschecks if name == "host.json" else counterfactual.taken
+    reader = crosschecks if name == "host.json" else counterfactual.taken
     with pytest.raises(UserError, match=says) as error:
-        read(tmp_path, None)
+        reader(tmp_path, None)
     assert error.value.where == str(tmp_path / "profile" / name)

@@ -86,12 +86,12 @@ def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
         for row in (table.columns, *table.rows, *([table.footer] if table.footer else [])):
             assert all(f">{escape(cell)}</t" in page for cell in row), row
             assert all(cell in text for cell in row), row
-    words = " ".join(re.sub("<[^>]*>", " ", unescape(page)).split())
+    page_text = " ".join(re.sub("<[^>]*>", " ", unescape(page)).split())
     lines = [f"{cause.share:.1%}, {cause.seconds:.2f} s {cause.what}" for cause in diagnosis.shown_causes]
     assert diagnosis.causes[0].kind == "slow_rank"
-    places = [words.index(line) for line in lines]
+    places = [page_text.index(line) for line in lines]
     assert places == sorted(places), "the most expensive cause comes first"
-    assert all(f"Try: {line}" in words for cause in diagnosis.shown_causes for line in cause.advice)
+    assert all(f"Try: {line}" in page_text for cause in diagnosis.shown_causes for line in cause.advice)
     widths = re.findall(r'class="bar" aria-hidden="true"><i style="width:([\d.]+)%', page)
     lengths = [100 * cause.seconds / diagnosis.causes[0].seconds for cause in diagnosis.shown_causes]
     assert [float(width) for width in widths] == pytest.approx(lengths, abs=0.01)
@@ -162,7 +162,7 @@ BARS = """[...document.querySelectorAll(".bars i, .bar i")].map(one => getComput
 PAPER_COLOUR = "getComputedStyle(document.body).backgroundColor"
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, second: str) -> float:
     """Return the contrast of two colors, by WCAG 2.2."""
     def light(colour: str) -> float:
         """Return the relative luminance."""
@@ -170,7 +170,7 @@ def contrast(one: str, other: str) -> float:
         linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in shares]
         return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    low, high = sorted((light(one), light(other)))
+    low, high = sorted((light(first), light(second)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -188,9 +188,9 @@ def test_the_page_in_a_real_browser(run, browser, tmp_path):
         drawn = browser.evaluate(BARS)
         assert len(drawn) > 40
         assert min(contrast(colour, paper) for colour in drawn) >= 3, "graphics"
-        cut = """[...document.querySelectorAll("*")].filter(one =>
+        clipped = """[...document.querySelectorAll("*")].filter(one =>
             one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "hidden")"""
-        assert browser.evaluate(f"{cut}.length") == 0
+        assert browser.evaluate(f"{clipped}.length") == 0
         assert only_the_file(browser)
         assert [message for message in browser.messages if message["method"] in (
             "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")] == []
@@ -218,18 +218,18 @@ def test_prints_are_white_with_all_bars_and_tables(run, browser, tmp_path):
 def test_figures_for_a_paper(tmp_path, capsys, ranks, inches):
     run = traced_run(tmp_path / "run", ranks)
     assert main([str(run), "--figures", str(tmp_path / "figures")]) == 0
-    written = [tmp_path / "figures" / f"step.{form}" for form in ("pdf", "svg", "png")]
-    assert "figures: " + ", ".join(map(str, written)) in capsys.readouterr().out
-    assert written[0].read_bytes().startswith(b"%PDF")
-    assert b"/Type3" not in written[0].read_bytes()
-    assert written[2].read_bytes()[16:20] == int(inches * 300).to_bytes(4, "big")  # width in a PNG's header
+    paths = [tmp_path / "figures" / f"step.{form}" for form in ("pdf", "svg", "png")]
+    assert "figures: " + ", ".join(map(str, paths)) in capsys.readouterr().out
+    assert paths[0].read_bytes().startswith(b"%PDF")
+    assert b"/Type3" not in paths[0].read_bytes()
+    assert paths[2].read_bytes()[16:20] == int(inches * 300).to_bytes(4, "big")  # width in a PNG's header
 
 
 def test_standard_output_has_only_json(run, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run), "--json", "--html", "page.html"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=True)
-    assert json.loads(done.stdout)["ranks"] == 4
-    assert done.stderr == "\npage: page.html\n"
+    process = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run), "--json", "--html", "page.html"],
+                             cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=True)
+    assert json.loads(process.stdout)["ranks"] == 4
+    assert process.stderr == "\npage: page.html\n"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 

@@ -46,17 +46,17 @@ def train(folder: Path, *jobs: str, timeout: float = 280) -> Path:
     """Train these jobs on two ranks and return their parent directory."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(RANKS), str(folder), *jobs]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-6000:]
     return folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    before = processor_seconds()
+    start = processor_seconds()
     folder = train(tmp_path_factory.mktemp("explained"), *LAYOUTS, SLOW_RANK, SLOW_LOADER, LATE_CHECKPOINT)
-    everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
-    (folder / "share_of_others").write_text(str(1 - ours / everybody))
+    machine, own_s = (end_s - start_s for end_s, start_s in zip(processor_seconds(), start, strict=True))
+    (folder / "share_of_others").write_text(str(1 - own_s / machine))
     return folder
 
 
@@ -120,15 +120,15 @@ def _check_notes(job, rank):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("job", "kind", "words"), [
+@pytest.mark.parametrize(("job", "kind", "parts"), [
     (SLOW_RANK, "slow_rank", ("rank 1", "in forward", "outside of operators")),
     (SLOW_LOADER, "data", ("waiting for data",)),
     (LATE_CHECKPOINT, "checkpoints", ("waits for checkpoints",)),
 ])
-def test_an_injected_delay_is_the_first_cause(runs, job, kind, words):
+def test_an_injected_delay_is_the_first_cause(runs, job, kind, parts):
     first = diagnose(runs / job).causes[0]
     assert first.kind == kind
-    assert all(word in first.what for word in words)
+    assert all(word in first.what for word in parts)
 
 
 @pytest.mark.full
@@ -165,8 +165,8 @@ def test_the_command_prints_text_and_json(runs):
     env = {**os.environ, "COLUMNS": "80"}
     text = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3")], env=env,
                           timeout=scaled(60), capture_output=True, text=True, check=True).stdout
-    for words in ("you could save", "try: ", "exposed all_gather (dp)", "Ranks, ms per step", "slowest"):
-        assert words in text
+    for phrase in ("you could save", "try: ", "exposed all_gather (dp)", "Ranks, ms per step", "slowest"):
+        assert phrase in text
     record = json.loads(subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3"), "--json"],
                                        timeout=scaled(60), capture_output=True, text=True, check=True).stdout)
     assert [rank["rank"] for rank in record["split"]["ranks"]] == [0, 1]
@@ -202,12 +202,12 @@ def test_missing_and_damaged_files_are_reported(runs, tmp_path, capsys):
     assert diagnose(whole).as_record()["split"]["untraced"] == []
     (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')
     for path in (run_dir.layout, run_dir.profile / "host.json", run_dir.metrics):
-        before = path.read_text()
-        path.write_text("{\n" + before)
+        content = path.read_text()
+        path.write_text("{\n" + content)
         with pytest.raises(UserError, match="this is not JSON") as error:
             diagnose(tmp_path / "a")
         assert error.value.where.startswith(str(path))
-        path.write_text(before)
+        path.write_text(content)
     assert explain([str(tmp_path / "a")]) == 0
     run_dir.layout.unlink()
     with pytest.raises(UserError, match=r"layout\.json is missing"):
@@ -224,9 +224,9 @@ def test_removing_collectives_agrees_with_the_traces(tmp_path, recording):
     """
     more = "+steps=132+trace-steps=48+turns=64+block-size=256+micro-batch=8"
     jobs = {name.partition("+")[0]: name + more for name in LAYOUTS}
-    shares, before = {}, processor_seconds()
+    shares, start = {}, processor_seconds()
     train(tmp_path, *jobs.values(), timeout=900)
-    everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+    machine, own_s = (end_s - start_s for end_s, start_s in zip(processor_seconds(), start, strict=True))
     for name, job in jobs.items():
         ranks = taken(tmp_path / job, split_run(tmp_path / job))
         shares[name] = {"removed": [round(times.removed_share, 4) for times in ranks],
@@ -238,7 +238,7 @@ def test_removing_collectives_agrees_with_the_traces(tmp_path, recording):
             "date": time.strftime("%Y-%m-%d"),
             "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2, 8 sequences of 256 tokens "
                     "at a time",
-            "processor_share_of_others": round(1 - ours / everybody, 3), "layouts": shares}, indent=1) + "\n")
+            "processor_share_of_others": round(1 - own_s / machine, 3), "layouts": shares}, indent=1) + "\n")
     for name, entry in shares.items():
         difference = sum(entry["removed"]) / 2 - sum(entry["exposed"]) / 2
         assert abs(difference) < 0.05, (name, entry)

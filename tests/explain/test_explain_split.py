@@ -164,8 +164,8 @@ def test_clocks_of_a_pipeline_on_two_nodes_are_aligned_by_all_reduces(ahead_ms, 
     calls = ("all_reduce", "all_reduce", "all_reduce")
     first = MadeUp(0, [half(0, "send"), *(of_all(kind, [0, 1]) for kind in calls)], host="node0")
     last = MadeUp(1, [half(1, "recv"), *(of_all(kind, [0, 1]) for kind in calls)], host=host, offset_ms=ahead_ms)
-    for trace, before in ((first, 5), (last, 0)):
-        at = a_step(trace, data=before, forward=1, backward=40)  # rank 1 receives 5 ms before the send
+    for trace, lead_ms in ((first, 5), (last, 0)):
+        at = a_step(trace, data=lead_ms, forward=1, backward=40)  # rank 1 receives 5 ms before the send
         if trace is first:
             trace.collective("send", "send", at, 1)
         else:

@@ -43,38 +43,38 @@ def even() -> np.ndarray:
 
 
 def test_steps_of_equal_length_have_no_cause():
-    found = causes(even())
-    assert all(cause.share < 0.002 for cause in found.values()), found
+    by_kind = causes(even())
+    assert all(cause.share < 0.002 for cause in by_kind.values()), by_kind
 
 
 def test_a_shared_machine_shows_in_the_spread():
-    found = causes(np.where(np.arange(STEPS) % 2, 0.1, 0.2))
-    assert list(found) == ["unsteady"]
-    assert found["unsteady"].share == pytest.approx(1 / 3, abs=0.02)
-    assert "by a factor of 2 (100 to 200 ms), mostly in backward" in found["unsteady"].what
+    by_kind = causes(np.where(np.arange(STEPS) % 2, 0.1, 0.2))
+    assert list(by_kind) == ["unsteady"]
+    assert by_kind["unsteady"].share == pytest.approx(1 / 3, abs=0.02)
+    assert "by a factor of 2 (100 to 200 ms), mostly in backward" in by_kind["unsteady"].what
 
 
 def test_steps_that_vary_in_data_loading_name_that_phase():
     data = np.where(np.arange(STEPS) % 2, 0.001, 0.101)
-    found = causes(0.1 + data, data)
-    assert "mostly in data" in found["unsteady"].what
-    assert "file system" in found["unsteady"].advice[0]
+    by_kind = causes(0.1 + data, data)
+    assert "mostly in data" in by_kind["unsteady"].what
+    assert "file system" in by_kind["unsteady"].advice[0]
 
 
 def test_drift_is_not_counted_twice():
-    found = causes(np.linspace(0.1, 0.2, STEPS))
-    assert found["drift"].seconds + found["unsteady"].seconds < 0.06 * STEPS
-    assert "steps become slower: 11" in found["drift"].what
+    by_kind = causes(np.linspace(0.1, 0.2, STEPS))
+    assert by_kind["drift"].seconds + by_kind["unsteady"].seconds < 0.06 * STEPS
+    assert "steps become slower: 11" in by_kind["drift"].what
 
 
 def test_pauses_and_first_steps_are_separate_causes():
     times = even()
     times[100] = times[150] = 2.0
     times[0] = 5.0
-    found = causes(times)
-    assert {"pauses", "first_steps"} <= set(found)
-    assert found["pauses"].seconds == pytest.approx(3.8, abs=0.02)
-    assert found["first_steps"].seconds == pytest.approx(4.9, abs=0.02)
+    by_kind = causes(times)
+    assert {"pauses", "first_steps"} <= set(by_kind)
+    assert by_kind["pauses"].seconds == pytest.approx(3.8, abs=0.02)
+    assert by_kind["first_steps"].seconds == pytest.approx(4.9, abs=0.02)
 
 
 def test_few_steps_have_no_causes():
@@ -146,10 +146,10 @@ def test_the_largest_cause_is_printed_first(tmp_path):
     wall = {"set-up": 5.0, "training": float(times.sum()), "evaluation": 0.03 * float(times.sum())}
     run_dir.record.write_text(json.dumps({
         "config": {}, "environment": {"world_size": 2}, "summary": {"wall": wall, "ceiling_share": 0.069}}))
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run_dir.path)], capture_output=True,
-                          text=True, timeout=scaled(60), check=False)
-    assert done.returncode == 0, done.stderr
-    text = " ".join(done.stdout.split())
+    process = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run_dir.path)], capture_output=True,
+                             text=True, timeout=scaled(60), check=False)
+    assert process.returncode == 0, process.stderr
+    text = " ".join(process.stdout.split())
     assert "164 to 382 ms for the middle 80 %. Steps reach 6.9% of the measured matmul peak." in text
-    places = [text.index(words) for words in ("6.9%", "1. ", "steps vary by a factor of 2.3", "evaluation")]
+    places = [text.index(phrase) for phrase in ("6.9%", "1. ", "steps vary by a factor of 2.3", "evaluation")]
     assert places == sorted(places)

@@ -36,9 +36,9 @@ def test_the_result_does_not_depend_on_the_chunk_size(tmp_path: Path, monkeypatc
     whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": events,
              "ezpz_llm": {"rank": 0}, "empty": {}}
     loaded = load_trace(_write(tmp_path / "t.json.gz", json.dumps(whole, indent=indent)))
-    kept = [Event("aten::mm", 5.5, 1.25, 2, "cpu_op"), Event("aten::mm", 5.5, 1.25, 2, "kernel", 3),
-            Event("aten::add", 5.5, 1.25, 3, "cpu_op")]
-    assert loaded == {**whole, "traceEvents": kept, "launches": {3: 5.5}}
+    expected = [Event("aten::mm", 5.5, 1.25, 2, "cpu_op"), Event("aten::mm", 5.5, 1.25, 2, "kernel", 3),
+                Event("aten::add", 5.5, 1.25, 3, "cpu_op")]
+    assert loaded == {**whole, "traceEvents": expected, "launches": {3: 5.5}}
     assert load_trace(_write(tmp_path / "t.json.gz", "{}")) == {"traceEvents": [], "launches": {}}
 
 
@@ -51,9 +51,9 @@ def test_a_decompression_bomb_uses_little_memory(tmp_path: Path) -> None:
         file.write(json.dumps(EVENT) + "]}")
     tracemalloc.start()
     assert len(load_trace(path)["traceEvents"]) == 1
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 20e6
+    assert peak < 20e6
 
 
 def test_an_event_uses_little_memory(tmp_path: Path) -> None:
@@ -63,9 +63,9 @@ def test_an_event_uses_little_memory(tmp_path: Path) -> None:
         "traceEvents": [{**STEP, "tid": 1000}, *events], "ezpz_llm": {"rank": 0, "device": "cpu"}}))
     tracemalloc.start()
     assert len(read_trace(path).operators) == len(events)
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 400 * len(events) + 4e6
+    assert peak < 400 * len(events) + 4e6
 
 
 def test_traces_beyond_the_limits_are_rejected(tmp_path: Path, monkeypatch) -> None:

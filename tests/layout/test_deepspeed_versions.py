@@ -47,11 +47,11 @@ def test_a_missing_name_fails_only_the_layouts_that_use_it(tmp_path: Path) -> No
 def test_other_engines_work_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_versions.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(deepspeed_versions, "installed", lambda name: None)
-    deepspeed_versions._words.cache_clear()
+    deepspeed_versions._source_words.cache_clear()
     with pytest.raises(UserError, match="deepspeed is not installed"):
         resolve(Request("zero1", world_size=4))
     assert resolve(Request("fsdp2", world_size=4)).layout.name == "fsdp2"
-    deepspeed_versions._words.cache_clear()
+    deepspeed_versions._source_words.cache_clear()
 
 
 @pytest.mark.parametrize(("version", "layout", "problem"), [
@@ -67,6 +67,6 @@ def test_layouts_that_an_old_version_computes_incorrectly_are_rejected(
     metadata = tmp_path / f"deepspeed-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
-    done = check(tmp_path, *layout)
-    assert done.returncode == (2 if problem else 0), done.stderr
-    assert (problem or "") in done.stderr
+    result = check(tmp_path, *layout)
+    assert result.returncode == (2 if problem else 0), result.stderr
+    assert (problem or "") in result.stderr

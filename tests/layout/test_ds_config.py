@@ -34,16 +34,16 @@ NEEDS_TABLE_VERSION = pytest.mark.skipif(not SAME, reason=f"the table is for Dee
 
 
 @pytest.fixture
-def own(tmp_path: Path):
+def read(tmp_path: Path):
     """Resolve a ds_config given by its values or its text."""
-    def own(values: dict[str, Any] | str | bytes, **given: Any) -> Resolved:
+    def read(values: dict[str, Any] | str | bytes, **request: Any) -> Resolved:
         path = tmp_path / "mine.json"
         if isinstance(values, bytes):
             path.write_bytes(values)
         else:
             path.write_text(values if isinstance(values, str) else json.dumps(values))
-        return resolve(Request(str(path), world_size=given.pop("world_size", 2), **given))
-    return own
+        return resolve(Request(str(path), world_size=request.pop("world_size", 2), **request))
+    return read
 
 
 ANNOTATED = """\ufeff{
@@ -58,8 +58,8 @@ ANNOTATED = """\ufeff{
 """
 
 
-def test_comments_trailing_commas_and_a_byte_order_mark_are_allowed(own) -> None:
-    resolved = own(ANNOTATED.encode())
+def test_comments_trailing_commas_and_a_byte_order_mark_are_allowed(read) -> None:
+    resolved = read(ANNOTATED.encode())
     assert (resolved.layout.zero.stage, resolved.clip) == (2, 0.5)
     assert resolved.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5_000_000
     assert resolved.deepspeed["csv_monitor"]["job_name"] == 'a // b # c /* d */, } " e'
@@ -67,7 +67,7 @@ def test_comments_trailing_commas_and_a_byte_order_mark_are_allowed(own) -> None
     assert [len(line) for line in plain.splitlines()] == [len(line) for line in ANNOTATED.splitlines()]
 
 
-@pytest.mark.parametrize(("text", "words"), [
+@pytest.mark.parametrize(("text", "message"), [
     ('{\n// one\n"zero_optimization": {"stage": 1}\n"fp16": {}}', "line 4, column 1"),
     ('{"fp16": {"enabled": false}, # no }\n"bf16" {}}', "line 2, column 8"),
     ("{zero_optimization: {}}", "names and strings in double quotes"),
@@ -78,14 +78,14 @@ def test_comments_trailing_commas_and_a_byte_order_mark_are_allowed(own) -> None
     ('{"fp16": {},, }', "not JSON"),
     ('{"fp16": {}, // once\n"fp16": {}}', "duplicate key"),
 ])
-def test_invalid_json_is_rejected_with_line_and_column(own, text: str, words: str) -> None:
+def test_invalid_json_is_rejected_with_line_and_column(read, text: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
-        own(text)
-    assert words in str(raised.value), raised.value
+        read(text)
+    assert message in str(raised.value), raised.value
 
 
-def test_aliases_of_a_key_are_read_as_the_primary_key(own) -> None:
-    resolved = own({"zero_optimization": {
+def test_aliases_of_a_key_are_read_as_the_primary_key(read) -> None:
+    resolved = read({"zero_optimization": {
         "stage": 3, "max_live_parameters": 5, "max_reuse_distance": 6, "prefetch_bucket_size": 7,
         "param_persistence_threshold": 8, "gather_16bit_weights_on_model_save": True}})
     zero = resolved.deepspeed["zero_optimization"]
@@ -94,10 +94,10 @@ def test_aliases_of_a_key_are_read_as_the_primary_key(own) -> None:
         "stage3_param_persistence_threshold": 8, "stage3_gather_16bit_weights_on_model_save": True}
     assert "stage3_prefetch_bucket_size" not in resolved.explain()  # ezpz_llm does not choose it
     with pytest.raises(UserError, match="two names for the same setting"):
-        own({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}})
+        read({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}})
 
 
-@pytest.mark.parametrize(("values", "words"), [
+@pytest.mark.parametrize(("values", "message"), [
     ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; DeepSpeed requires a whole number > 0"),
     ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "DeepSpeed requires true or false"),
     ({"zero_optimization": {"stage": 3, "sub_group_size": 1.5}}, "requires a whole number"),
@@ -105,31 +105,31 @@ def test_aliases_of_a_key_are_read_as_the_primary_key(own) -> None:
     ({"zero_optimization": True}, '"zero_optimization": {"stage": 1}'),
     ({"fp16": {"initial_scale_power": "high"}}, "initial_scale_power"),
 ])
-def test_values_that_deepspeed_rejects_are_rejected(own, values: dict[str, Any], words: str) -> None:
+def test_values_that_deepspeed_rejects_are_rejected(read, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as raised:
-        own(values)
-    assert words in str(raised.value), raised.value
+        read(values)
+    assert message in str(raised.value), raised.value
 
 
-def test_a_null_block_counts_as_missing(own) -> None:
-    resolved = own({"zero_optimization": {"stage": 3, "offload_optimizer": None}, "fp16": None})
+def test_a_null_block_counts_as_missing(read) -> None:
+    resolved = read({"zero_optimization": {"stage": 3, "offload_optimizer": None}, "fp16": None})
     assert resolved.layout.zero.offload_optimizer is None
 
 
-def test_an_unknown_key_is_a_warning_under_a_newer_deepspeed(own, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_is_a_warning_under_a_newer_deepspeed(read, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"zero_optimization": {"stage": 1, "overlap_com": True}, "brand_new": {"a": 1}}
     with pytest.raises(UserError, match="unknown key"):
-        own(values)
+        read(values)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.0")
-    resolved = own(values)
+    resolved = read(values)
     assert "did you mean overlap_comm" in resolved.warnings[0]
     assert "brand_new of mine.json is unknown to DeepSpeed" in resolved.warnings[1]
     assert resolved.deepspeed["brand_new"] == {"a": 1}
     assert resolved.deepspeed["zero_optimization"]["overlap_com"] is True
     with pytest.raises(UserError, match="removed"):
-        own({"elasticity": {}})
+        read({"elasticity": {}})
     with pytest.raises(UserError, match="motor"):
-        own({"ezpz_llm": {"motor": "torch"}})
+        read({"ezpz_llm": {"motor": "torch"}})
 
 
 @NEEDS_TABLE_VERSION
@@ -156,16 +156,16 @@ def test_values_are_converted_as_deepspeed_converts_them() -> None:
     for kind, key in checked.items():
         for value in (0, 1, -1, 2, 2e8, 1.5, True, False, None, "5", "5e8", "true", "no", "maybe", [1], {}):
             try:
-                theirs = getattr(DeepSpeedZeroConfig(**{key: value}), names.get(key, key))
+                expected = getattr(DeepSpeedZeroConfig(**{key: value}), names.get(key, key))
             except ValidationError:
-                theirs = ValidationError
+                expected = ValidationError
             try:
-                ours = convert(value, kind)
+                actual = convert(value, kind)
             except ValueError:
-                ours = ValidationError
+                actual = ValidationError
             if key == "overlap_comm" and value is None:
-                theirs = None  # depends on the stage
-            assert (ours, type(ours)) == (theirs, type(theirs)), (key, kind, value)
+                expected = None  # depends on the stage
+            assert (actual, type(actual)) == (expected, type(expected)), (key, kind, value)
 
 
 @NEEDS_TABLE_VERSION
@@ -182,7 +182,7 @@ def test_deepspeed_parses_the_resolved_configuration(name: str, monkeypatch: pyt
     assert parsed.train_batch_size == 8
 
 
-@pytest.mark.parametrize(("values", "precision", "words"), [
+@pytest.mark.parametrize(("values", "precision", "message"), [
     ({"bf16": {"enabled": False}, "fp16": {"enabled": False}}, "fp32", "no precision is enabled"),
     ({"fp16": {"enabled": False}}, "fp32", "no precision is enabled"),
     ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, "fp32", "no precision is enabled"),
@@ -201,21 +201,21 @@ def test_deepspeed_parses_the_resolved_configuration(name: str, monkeypatch: pyt
       }, "bf16_autocast", "covers the whole forward pass"),
     ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp32", ""),
 ])
-def test_the_precision_of_a_ds_config(own, values: dict[str, Any], precision: str, words: str) -> None:
-    resolved = own(values)
+def test_the_precision_of_a_ds_config(read, values: dict[str, Any], precision: str, message: str) -> None:
+    resolved = read(values)
     assert resolved.precision == precision
-    assert words in " ".join(resolved.notes)
-    assert bool(resolved.notes) == bool(words) or precision == "fp32"
-    assert own(values, precision="fp16_autocast").precision == "fp16_autocast"  # the command line comes first
+    assert message in " ".join(resolved.notes)
+    assert bool(resolved.notes) == bool(message) or precision == "fp32"
+    assert read(values, precision="fp16_autocast").precision == "fp16_autocast"  # the command line comes first
 
 
-def test_the_fp16_block_sets_the_loss_scale(own) -> None:
+def test_the_fp16_block_sets_the_loss_scale(read) -> None:
     block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4,
              "min_loss_scale": 2, "consecutive_hysteresis": True}
     ddp = {"engine": "ddp"}
-    assert own({"fp16": block, "ezpz_llm": ddp}).loss_scale == DynamicScale(4096.0, 500, 4, 2, True)
-    assert own({"fp16": {"enabled": True}, "ezpz_llm": ddp}).loss_scale == DynamicScale(65536.0, 1000, 2, 1, False)
-    assert own({}, precision="fp16_autocast").loss_scale == DynamicScale()
+    assert read({"fp16": block, "ezpz_llm": ddp}).loss_scale == DynamicScale(4096.0, 500, 4, 2, True)
+    assert read({"fp16": {"enabled": True}, "ezpz_llm": ddp}).loss_scale == DynamicScale(65536.0, 1000, 2, 1, False)
+    assert read({}, precision="fp16_autocast").loss_scale == DynamicScale()
 
 
 @NEEDS_TABLE_VERSION
@@ -231,37 +231,37 @@ def test_the_loss_scale_changes_as_in_deepspeed(settings: DynamicScale) -> None:
     draw = random.Random(0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(comm, "get_rank", lambda: 1)  # it prints only on rank 0
-        theirs = DynamicLossScaler(settings.start, settings.window, settings.least, settings.hysteresis,
-                                   settings.consecutive)
-        ours = LossScale(settings)
+        expected = DynamicLossScaler(settings.start, settings.window, settings.least, settings.hysteresis,
+                                     settings.consecutive)
+        actual = LossScale(settings)
         for _ in range(200):
             finite = draw.random() < 0.7
             try:
-                theirs.update_scale(not finite)
+                expected.update_scale(not finite)
             except Exception:
                 with pytest.raises(UserError, match="diverged"):
-                    ours.update(finite)
+                    actual.update(finite)
                 return
-            ours.update(finite)
-            assert ours.scale == theirs.cur_scale
+            actual.update(finite)
+            assert actual.scale == expected.cur_scale
 
 
-def test_settings_of_the_run_override_deepspeeds_defaults(own) -> None:
+def test_settings_of_the_run_override_deepspeeds_defaults(read) -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "eps": "auto"}}}
-    resolved = own(values, sources=ValueSource.read_all({"beta2": "recipe of gpt2-124m"}))
+    resolved = read(values, sources=ValueSource.read_all({"beta2": "recipe of gpt2-124m"}))
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
     assert "beta1 0.9, beta2 0.999, weight_decay 0.01" in " ".join(resolved.notes)
     assert "torch_adam of the optimizer" in " ".join(resolved.notes)
-    resolved = own(values, sources=ValueSource.read_all({"beta2": "run.yaml", "lr": "run.yaml",
-                                                         "weight_decay": "command line"}))
+    resolved = read(values, sources=ValueSource.read_all({"beta2": "run.yaml", "lr": "run.yaml",
+                                                          "weight_decay": "command line"}))
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9}
 
 
-def test_a_schedule_on_the_command_line_overrides_the_file(own) -> None:
+def test_a_schedule_on_the_command_line_overrides_the_file(read) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
               "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 7}}}
-    assert own(values).adam["lr"] == 3e-4
-    resolved = own(values, sources={"schedule": COMMAND_LINE})
+    assert read(values).adam["lr"] == 3e-4
+    resolved = read(values, sources={"schedule": COMMAND_LINE})
     assert (resolved.adam["lr"], resolved.adam.keys() & {"schedule", "warmup_steps"}) == (1e-4, set())
     assert "is ignored: --schedule overrides it" in " ".join(resolved.notes)
 
@@ -285,9 +285,9 @@ def test_defaults_equal_deepspeeds() -> None:
 
     for kind, decay in ((FusedAdam, 0.0), (DeepSpeedCPUAdam, 0.0),
                         (torch.optim.AdamW, ds_config_blocks.TORCH_ADAM_DECAY)):
-        theirs = defaults(kind)
-        assert (theirs["lr"], *theirs["betas"], theirs["eps"]) == tuple(ds_config_blocks.ADAM_DEFAULTS.values())[:4]
-        assert theirs["weight_decay"] == decay
+        adam = defaults(kind)
+        assert (adam["lr"], *adam["betas"], adam["eps"]) == tuple(ds_config_blocks.ADAM_DEFAULTS.values())[:4]
+        assert adam["weight_decay"] == decay
     warmup = defaults(lr_schedules.WarmupLR)
     assert {"warmup_steps": warmup["warmup_num_steps"], "warmup_type": warmup["warmup_type"],
             "warmup_min_lr": warmup["warmup_min_lr"]} == ds_config_blocks.WARMUP_DEFAULTS
@@ -299,7 +299,7 @@ def test_defaults_equal_deepspeeds() -> None:
     assert GRADIENT_CLIPPING_DEFAULT == _DEFAULT_CLIP  # without the key, gradients are clipped as by DeepSpeed
 
 
-@pytest.mark.parametrize(("values", "world_size", "words"), [
+@pytest.mark.parametrize(("values", "world_size", "message"), [
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6, "4 does not divide the 6 ranks"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6,
      '"zero_hpz_partition_size": 2 or "zero_hpz_partition_size": 3 or "zero_hpz_partition_size": 6'),
@@ -310,29 +310,29 @@ def test_defaults_equal_deepspeeds() -> None:
     ({"comet": {"enabled": True}}, 1, "delete the key"),
 ])
 def test_settings_that_deepspeed_rejects_on_every_rank_are_rejected_before_the_start(
-        own, values: dict[str, Any], world_size: int, words: str) -> None:
+        read, values: dict[str, Any], world_size: int, message: str) -> None:
     with pytest.raises(UserError) as raised:
-        own(values, world_size=world_size)
-    assert words in str(raised.value), raised.value
+        read(values, world_size=world_size)
+    assert message in str(raised.value), raised.value
 
 
-def test_settings_that_deepspeed_accepts_are_accepted(own) -> None:
+def test_settings_that_deepspeed_accepts_are_accepted(read) -> None:
     for world_size in (1, 2, 4, 8):
-        resolved = own({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, world_size=world_size)
+        resolved = read({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, world_size=world_size)
         assert resolved.deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 8
-    first = own({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 4}, "prescale_gradients": True},
-                world_size=6)
+    first = read({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 4}, "prescale_gradients": True},
+                 world_size=6)
     assert first.deepspeed["prescale_gradients"]
-    whole = own({"zero_optimization": {"stage": 3, "reduce_scatter": False}, "prescale_gradients": True})
+    whole = read({"zero_optimization": {"stage": 3, "reduce_scatter": False}, "prescale_gradients": True})
     assert whole.deepspeed["zero_optimization"]["reduce_scatter"] is False
     assert whole.deepspeed["prescale_gradients"]
-    stages = own({"ezpz_llm": {"pp": 2}, "pipeline": {"partition": "uniform"}, "zero_optimization": {"stage": 1}})
+    stages = read({"ezpz_llm": {"pp": 2}, "pipeline": {"partition": "uniform"}, "zero_optimization": {"stage": 1}})
     assert (stages.layout.pp, stages.layout.zero.stage) == (2, 1)
 
 
-def test_keys_without_effect_are_removed_with_a_note(own) -> None:
-    resolved = own({"checkpoint": {"tag_validation": "Fail"}, "dataloader_drop_last": True,
-                    "seq_parallel_communication_data_type": "bf16", "pipeline": {"partition": "uniform"}})
+def test_keys_without_effect_are_removed_with_a_note(read) -> None:
+    resolved = read({"checkpoint": {"tag_validation": "Fail"}, "dataloader_drop_last": True,
+                     "seq_parallel_communication_data_type": "bf16", "pipeline": {"partition": "uniform"}})
     notes = " ".join(resolved.notes)
     for word in ("layout-neutral form", "whole global batch", "ranks reduce gradients in the same dtype",
                  "partition uniform"):
@@ -351,23 +351,23 @@ def test_a_users_ds_config_sets_the_run_and_output_goes_to_the_run_directory(tmp
       "csv_monitor": {"enabled": true, "job_name": "curves"},
       "zero_optimization": {"stage": 1,},
     }''')
-    here, run_dir = tmp_path / "here", RunDir(tmp_path / "run")
-    here.mkdir()
-    done = subprocess.run(
+    folder, run_dir = tmp_path / "here", RunDir(tmp_path / "run")
+    folder.mkdir()
+    process = subprocess.run(
         [sys.executable, "-m", "ezpz_llm.train", "--ds-config", str(config), "--run-dir", str(run_dir.path),
          "--n-layer", "1", "--n-embd", "32", "--block-size", "32", "--steps", "6", "--micro-batch-size", "2",
          "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false",
-         "--device", "cpu"], cwd=here, capture_output=True, text=True, timeout=scaled(280), check=False,
+         "--device", "cpu"], cwd=folder, capture_output=True, text=True, timeout=scaled(280), check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     record = read_record(run_dir)
     assert record["precision"] == "fp32"
     assert (record["config"]["beta2"], record["config"]["weight_decay"]) == (0.999, 0.01)
     rates = [line["lr"] for line in read_lines(run_dir.metrics)]
     assert rates == pytest.approx([0, 0, 0.0005, 0.001, 0.0015, 0.002])
     assert list(run_dir.path.glob("trackers/deepspeed-csv_monitor/curves/*.csv"))
-    assert list(here.iterdir()) == []
-    assert "no precision is enabled in mine.json" in done.stdout
+    assert list(folder.iterdir()) == []
+    assert "no precision is enabled in mine.json" in process.stdout
 
 
 def test_the_check_rejects_fp16_without_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ def test_the_product_is_right_and_given_sizes_are_kept(
         assert total is not None  # only a total can be contradicted
         return
     assert batch.micro_batch * batch.accumulation * batch.dp_size == batch.global_batch
-    for given_value, solved in ((total, batch.global_batch), (micro, batch.micro_batch),
-                                (accumulation, batch.accumulation)):
-        assert given_value is None or given_value == solved
+    for size, solved in ((total, batch.global_batch), (micro, batch.micro_batch),
+                         (accumulation, batch.accumulation)):
+        assert size is None or size == solved
 
 
 @given(st.integers(1, 2048), SMALL, SMALL)
@@ -54,7 +54,7 @@ def test_a_global_batch_alone_uses_the_largest_micro_batch_that_divides_it() -> 
     assert solve_batch(None, None, None, 3, default_micro_batch=4) == Batch(12, 4, 1, 3)
 
 
-@pytest.mark.parametrize(("numbers", "dp_size", "words"), [
+@pytest.mark.parametrize(("numbers", "dp_size", "parts"), [
     ((512, 8, None), 7, ("512", "504", "560")),  # never rounded to 10 micro-steps
     ((24, 8, None), 2, ("16 or 32", "micro batch 6 or 12")),
     ((24, None, 5), 2, ("20 or 30", "accumulation 4 or 6")),
@@ -66,7 +66,7 @@ def test_a_global_batch_alone_uses_the_largest_micro_batch_that_divides_it() -> 
     ((8, None, -1), 1, ("-1", "1 or more")),
 ])
 def test_contradicting_sizes_are_rejected_with_suggestions(
-        numbers: tuple[int | None, ...], dp_size: int, words: tuple[str, ...]) -> None:
+        numbers: tuple[int | None, ...], dp_size: int, parts: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         solve_batch(*numbers, dp_size, where="--global-batch-size")
-    assert all(word in str(caught.value) for word in (*words, "--global-batch-size"))
+    assert all(word in str(caught.value) for word in (*parts, "--global-batch-size"))

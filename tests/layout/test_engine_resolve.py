@@ -41,9 +41,9 @@ def write(tmp_path: Path):
     return write
 
 
-def rejection(name: str, world_size: int = 2, **given: Any) -> str:
+def rejection(name: str, world_size: int = 2, **settings: Any) -> str:
     with pytest.raises(UserError) as caught:
-        resolve(Request(name, world_size=world_size, **given))
+        resolve(Request(name, world_size=world_size, **settings))
     return str(caught.value)
 
 
@@ -81,7 +81,7 @@ def test_invalid_json_is_reported_with_line_and_column(write) -> None:
     assert "a JSON object" in rejection(write("[1]"))
 
 
-@pytest.mark.parametrize(("values", "words"), [
+@pytest.mark.parametrize(("values", "parts"), [
     ({"zero_optimisation": {"stage": 1}}, ("zero_optimisation", "zero_optimization", "top level")),
     ({"zero_optimization": {"stage": 1, "overlap_com": True}}, ("did you mean overlap_comm", "zero_optim")),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu"}}},
@@ -93,12 +93,12 @@ def test_invalid_json_is_reported_with_line_and_column(write) -> None:
     ({"elasticity": {"enabled": True}}, ("removed elastic training", "delete")),
     ({"zero_optimization": {"mics_shard_size": 2}}, ("removed MiCS",)),
 ])
-def test_unknown_keys_are_rejected(write, values: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_unknown_keys_are_rejected(write, values: dict[str, Any], parts: tuple[str, ...]) -> None:
     message = rejection(write(values))
-    assert all(word in message for word in words), message
+    assert all(word in message for word in parts), message
 
 
-@pytest.mark.parametrize(("values", "given", "words"), [
+@pytest.mark.parametrize(("values", "settings", "parts"), [
     ({"ezpz_llm": {"tp": 0}}, {}, ("tensor-parallel", "at least 1")),
     ({"ezpz_llm": {"pp": "2"}}, {}, ("pipeline-parallel", "whole number")),
     ({"ezpz_llm": {"sp": True}}, {}, ("sequence-parallel", "whole number")),
@@ -150,9 +150,9 @@ def test_unknown_keys_are_rejected(write, values: dict[str, Any], words: tuple[s
     ({"train_batch_size": 9}, {}, ("8 or 10", "mine.json")),
 ])
 def test_unsupported_settings_are_rejected_with_the_reason(
-        write, values: dict[str, Any], given: dict[str, Any], words: tuple[str, ...]) -> None:
-    message = rejection(write(values), **given)
-    assert all(word in message for word in words), message
+        write, values: dict[str, Any], settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    message = rejection(write(values), **settings)
+    assert all(word in message for word in parts), message
 
 
 def test_more_ranks_than_sequences_are_rejected() -> None:
@@ -184,8 +184,8 @@ USER_CONFIG = {
 }
 
 
-def resolve_user_config(write, **given: Any) -> Resolved:
-    return resolve(Request(write(USER_CONFIG), world_size=2, **given))
+def resolve_user_config(write, **settings: Any) -> Resolved:
+    return resolve(Request(write(USER_CONFIG), world_size=2, **settings))
 
 
 def test_a_users_ds_config_is_applied_and_reported(write) -> None:
@@ -275,13 +275,13 @@ def test_bucket_sizes_depend_on_the_model_unless_the_user_sets_them(write) -> No
     # The bucket also holds parameters that tensor parallelism replicates. In a pipeline the largest stage counts.
     for name in ("tp2_zero1", "pp2", "3d"):
         resolved = resolve(Request(name, world_size=8, model=small))
-        held = [held_parameters(resolved.layout, small, stage) for stage in range(resolved.layout.pp)]
-        assert zero_of(resolved)[:2] == (max(held), max(held))
-        assert size / resolved.layout.tp / resolved.layout.pp < max(held) < size
+        stage_parameters = [held_parameters(resolved.layout, small, stage) for stage in range(resolved.layout.pp)]
+        assert zero_of(resolved)[:2] == (max(stage_parameters), max(stage_parameters))
+        assert size / resolved.layout.tp / resolved.layout.pp < max(stage_parameters) < size
     wide = get_model_config("tiny-gpt2", vocab_size=256, n_embd=40_000, n_head=4)
     assert zero_of(resolve(Request("zero3", world_size=2, model=wide)))[3] == 4 * 40_000
-    mine = write({"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": 0}})
-    resolved = resolve(Request(mine, world_size=2, model=large))
+    file = write({"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": 0}})
+    resolved = resolve(Request(file, world_size=2, model=large))
     assert zero_of(resolved) == (7, None, 0, 100_000)
     assert "reduce_bucket_size" not in resolved.explain()
 

@@ -60,10 +60,10 @@ def test_gradient_dtypes_of_a_bf16_block_are_deepspeeds_defaults(tmp_path: Path,
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **values}))
     resolved = resolve(Request(str(path), world_size=2))
     assert (resolved.gradients.accumulated, resolved.gradients.reduced) == expected
-    given = resolved.for_deepspeed(RunDir(tmp_path)) if resolved.deepspeed is not None else None
-    if given is not None:
-        assert given["bf16"] == {"enabled": True}
-        assert (given["data_types"]["grad_accum_dtype"], given["communication_data_type"]) == expected
+    config = resolved.for_deepspeed(RunDir(tmp_path)) if resolved.deepspeed is not None else None
+    if config is not None:
+        assert config["bf16"] == {"enabled": True}
+        assert (config["data_types"]["grad_accum_dtype"], config["communication_data_type"]) == expected
     assert any("DeepSpeed's default, because mine.json" in note for note in resolved.notes) == \
         ("bf16" in expected)
     typed = resolve(Request(str(path), world_size=2, grad_accum_dtype="fp32", reduce_dtype="fp32"))

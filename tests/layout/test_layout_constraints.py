@@ -206,8 +206,8 @@ def test_the_check_fails_with_one_message(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_page_shows_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/reference/layouts.md").read_text()
-    words, shown = re.search(r"\$ python3 -m ezpz_llm.train (.*--check.*)\n((?:.*\n)*?)```", page).groups()
-    assert run_command(main, shlex.split(words)) == 2
+    arguments, shown = re.search(r"\$ python3 -m ezpz_llm.train (.*--check.*)\n((?:.*\n)*?)```", page).groups()
+    assert run_command(main, shlex.split(arguments)) == 2
     assert capsys.readouterr().err.replace(f"{data_dir('ds_configs').parent}/", "") == shown
 
 
@@ -226,32 +226,32 @@ def test_every_shipped_layout_selects_itself() -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path):
+def read(tmp_path: Path):
     """Resolve a ds_config with these values."""
-    def own(values: dict[str, Any], world_size: int = 4, **given: Any) -> Resolved:
+    def read(values: dict[str, Any], world_size: int = 4, **request: Any) -> Resolved:
         path = tmp_path / "mine.json"
         path.write_text(json.dumps(values))
-        return resolve(Request(str(path), world_size=world_size, accumulation=8, model=TINY, **given))
-    return own
+        return resolve(Request(str(path), world_size=world_size, accumulation=8, model=TINY, **request))
+    return read
 
 
-def test_degrees_in_deepspeeds_keys_are_translated(own) -> None:
-    resolved = own({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2},
-                    "pipeline": {"stages": 2, "partition": "best"}})
+def test_degrees_in_deepspeeds_keys_are_translated(read) -> None:
+    resolved = read({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2},
+                     "pipeline": {"stages": 2, "partition": "best"}})
     assert (resolved.layout.tp, resolved.layout.pp, resolved.batch.dp_size) == (2, 2, 1)
     assert not {"tensor_parallel", "pipeline"} & resolved.deepspeed.keys()
     notes = " ".join(resolved.notes)
     assert "tensor_parallel.autotp_size 2 of mine.json becomes tp 2" in notes
     assert "pipeline.stages 2 of mine.json becomes pp 2" in notes
-    resolved = own({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2})
+    resolved = read({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2})
     assert resolved.layout.sp == 2
     assert "sequence_parallel_size" not in resolved.deepspeed
     assert "sequence_parallel_size 2 of mine.json becomes sp 2" in " ".join(resolved.notes)
-    typed = own({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}, sp=4)
+    typed = read({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}, sp=4)
     assert typed.layout.sp == 4
     for degree_1 in ({"tensor_parallel": {"autotp_size": 0}}, {"pipeline": {"stages": "auto"}},
                   {"sequence_parallel_size": 1}):
-        assert own(degree_1).layout == Layout("mine", "deepspeed", ZeroOptions(0))
+        assert read(degree_1).layout == Layout("mine", "deepspeed", ZeroOptions(0))
 
 
 @pytest.mark.parametrize(("values", "message"), [
@@ -263,6 +263,6 @@ def test_degrees_in_deepspeeds_keys_are_translated(own) -> None:
     ({"pipeline": {"partition": "type:Block"}}, "pipeline.partition"),
     ({"pipeline": {"seed_layers": True}}, "seed_layers"),
 ])
-def test_invalid_degrees_in_deepspeeds_keys_are_rejected(own, values: dict[str, Any], message: str) -> None:
+def test_invalid_degrees_in_deepspeeds_keys_are_rejected(read, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        own(values)
+        read(values)

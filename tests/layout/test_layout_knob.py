@@ -46,13 +46,13 @@ def test_hpz_is_noted_and_must_divide_the_ranks(zeropp) -> None:
 
 def test_hpz_changes_the_estimates_of_memory_and_traffic(zeropp) -> None:
     resolved, zero3 = zeropp(8, accumulation=2), resolve(Request("zero3", world_size=8, model=TINY, accumulation=2))
-    held = held_parameters(zero3.layout, TINY, 0)
+    parameters = held_parameters(zero3.layout, TINY, 0)
     more = {part.kind: part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)}
-    assert more.pop("secondary") == 4 * held // 2
+    assert more.pop("secondary") == 4 * parameters // 2
     assert more == {part.kind: part.bytes for part in memory_per_rank(zero3.layout, TINY, 8)}
     volume, whole = (textbook(run.layout, TINY, run.batch) for run in (resolved, zero3))
-    assert whole["all_gather"] == 4 * (4 * held)
-    assert (volume["all_gather"], volume["all_gather (2 ranks)"]) == (4 * held, 3 * (4 * held))
+    assert whole["all_gather"] == 4 * (4 * parameters)
+    assert (volume["all_gather"], volume["all_gather (2 ranks)"]) == (4 * parameters, 3 * (4 * parameters))
 
 
 def test_a_key_that_no_certificate_covers_is_noted(tmp_path: Path) -> None:
@@ -70,15 +70,15 @@ def test_hpz_with_groups_of_two_is_a_shipped_layout(zeropp) -> None:
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16_autocast", 4), ("bf16", 2)])
 def test_the_second_copy_has_the_parameters_dtype(zeropp, precision: str, itemsize: int) -> None:
     layout = zeropp(8).layout
-    held = {part.kind: part.bytes for part in memory_per_rank(layout, TINY, 8, precision=precision)}
-    assert held["secondary"] == itemsize * held_parameters(layout, TINY, 0) // 2
+    sizes = {part.kind: part.bytes for part in memory_per_rank(layout, TINY, 8, precision=precision)}
+    assert sizes["secondary"] == itemsize * held_parameters(layout, TINY, 0) // 2
 
 
 def test_shard_within_changes_the_estimates_of_memory_and_traffic() -> None:
     fsdp2 = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2))
     resolved = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2, shard_within=4))
-    held = held_parameters(fsdp2.layout, TINY, 0)
-    assert sum(part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)) == 16 * held // 4
+    parameters = held_parameters(fsdp2.layout, TINY, 0)
+    assert sum(part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)) == 16 * parameters // 4
     whole = textbook(fsdp2.layout, TINY, fsdp2.batch)
     assert textbook(resolved.layout, TINY, resolved.batch) == {
         "all_gather (4 ranks)": whole["all_gather"], "reduce_scatter (4 ranks)": whole["reduce_scatter"],
@@ -102,7 +102,7 @@ def test_invalid_shard_within_is_rejected(layout: str, world_size: int, within: 
 def test_a_new_layout_keeps_the_options_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ds_configs"
     shutil.copytree(data_dir("ds_configs"), folder)
-    before = [suggest.selection(layout) for layout in suggest.shipped_layouts()]
+    originals = [suggest.selection(layout) for layout in suggest.shipped_layouts()]
     (folder / "zeropp.json").write_text(json.dumps(HPZ4))
     with monkeypatch.context() as patched:
         patched.setattr(ds_config, "data_dir", lambda name: folder)
@@ -110,7 +110,7 @@ def test_a_new_layout_keeps_the_options_of_others(tmp_path: Path, monkeypatch: p
         selections = {layout.name: suggest.selection(layout) for layout in suggest.shipped_layouts()}
     suggest.shipped_layouts.cache_clear()
     assert selections.pop("zeropp") == "--ds-config zeropp"
-    assert list(selections.values()) == before
+    assert list(selections.values()) == originals
 
 
 def test_layouts_compare_by_value_and_round_trip_through_a_record() -> None:

@@ -54,11 +54,11 @@ def test_other_versions_are_tested_with_each_layout_that_needs_no_op() -> None:
 
 def resolved(typed: str, model: str, world: int) -> Resolved:
     """Resolve a run with these words on its command line."""
-    words = shlex.split(typed)
-    given = {name.lstrip("-"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    name = given.pop("ds-config")
+    arguments = shlex.split(typed)
+    options = {name.lstrip("-"): value for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    name = options.pop("ds-config")
     return resolve(Request(name, world_size=world, model=MODELS[model], accumulation=8,
-                           **{degree: int(value) for degree, value in given.items()}))
+                           **{degree: int(value) for degree, value in options.items()}))
 
 
 def test_legal_layouts_resolve_and_illegal_ones_do_not(
@@ -131,12 +131,13 @@ def test_bytes_per_parameter_on_four_ranks(name: str, device: float, host: float
 def test_named_layouts_have_bf16_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     output = json.loads(printed(capsys, "--world", "8", "--model", "gpt2-124m", "--json"))
     count = parameter_count(MODELS["gpt2-124m"])
-    held = {entry["name"]: sum(part["bytes"] for part in entry["memory_bf16"]) / count for entry in output["named"]}
-    assert {name: round(held[name], 2) for name in ("ddp", "zero1", "zero3", "zero3_hpz2", "fsdp2",
+    sizes = {entry["name"]: sum(part["bytes"] for part in entry["memory_bf16"]) / count
+             for entry in output["named"]}
+    assert {name: round(sizes[name], 2) for name in ("ddp", "zero1", "zero3", "zero3_hpz2", "fsdp2",
                                                          "fsdp2_within2")} == {
         "ddp": 18, "zero1": 4, "zero3": 2.25, "zero3_hpz2": 3.25, "fsdp2": 2, "fsdp2_within2": 8}
-    assert held["zero0"] == 0
-    assert (round(held["pp2"], 1), held["zero3_nvme"]) == (5.9, 2.25)
+    assert sizes["zero0"] == 0
+    assert (round(sizes["pp2"], 1), sizes["zero3_nvme"]) == (5.9, 2.25)
     rows = {line.split()[0]: line.split()[-1] for line in printed(
         capsys, "--world", "8", "--model", "gpt2-124m").split("\n\n")[0].splitlines()[2:]}
     assert rows["zero1"] == f"{4 * count / 1e9:.3g}"
@@ -150,43 +151,43 @@ def test_estimated_casts_equal_what_autograd_keeps(tmp_path: Path) -> None:
     FSDP2 keeps as much as DDP, but nothing if parameters are gathered in bf16. ZeRO-3 keeps nothing.
     """
     layouts = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
-    kept = results_of(HELPERS / "cast_ranks.py", tmp_path, [*layouts, "bf16:fsdp2"], 2)
+    casts = results_of(HELPERS / "cast_ranks.py", tmp_path, [*layouts, "bf16:fsdp2"], 2)
     config = MODELS["gpt2-124m"]
     for layout in shipped_layouts():
         if layout.name in layouts:
             count = config.n_layer * block_matrix_count(config)
-            assert cast_per_rank(layout, config).bytes == pytest.approx(2 * kept[layout.name] * count)
-    assert list(kept.values()) == [1, 1, 1, 1, 1, 0, 0]
+            assert cast_per_rank(layout, config).bytes == pytest.approx(2 * casts[layout.name] * count)
+    assert list(casts.values()) == [1, 1, 1, 1, 1, 0, 0]
 
 
 @pytest.mark.full
 def test_estimated_unsharded_state_of_fsdp2_equals_the_measured_one(tmp_path: Path) -> None:
     """Compare with the first of two micro-steps: parameters after its forward pass, gradients after backward."""
-    seen = results_of(HELPERS / "whole_ranks.py", tmp_path, ["fp32", "bf16_autocast", "bf16"], 2)
+    measured = results_of(HELPERS / "whole_ranks.py", tmp_path, ["fp32", "bf16_autocast", "bf16"], 2)
     fsdp2 = next(layout for layout in shipped_layouts() if layout.name == "fsdp2")
     config = CONFIGS["llama"]
-    for precision, (parameters, gradients) in seen.items():
+    for precision, (parameters, gradients) in measured.items():
         assert whole_bytes(fsdp2, config, precision, 1) == parameters
         assert whole_bytes(fsdp2, config, precision, 2) == parameters + gradients
-    assert seen["bf16"][1] == 0 < seen["fp32"][1]
+    assert measured["bf16"][1] == 0 < measured["fp32"][1]
 
 
 def test_each_micro_batch_in_flight_has_its_own_casts() -> None:
-    config, kept = MODELS["tiny-llama"], {}
+    config, casts = MODELS["tiny-llama"], {}
     model = GPT(config)
     autocast_forward(model, torch.device("cpu"), "bf16_autocast")
     matrices = {tuple(parameter.shape) for name, parameter in model.named_parameters() if ".h." in name}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & matrices:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            casts[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     tokens, losses = torch.zeros(1, 23, dtype=torch.long), []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for number in (1, 2):
             losses.append(model(tokens, tokens))
-            elements = sum(tensor.numel() for tensor in kept.values())
+            elements = sum(tensor.numel() for tensor in casts.values())
             assert elements == number * config.n_layer * block_matrix_count(config)
 
 
@@ -209,22 +210,22 @@ def test_invalid_options_are_rejected(argv: tuple[str, ...]) -> None:
 def test_nothing_heavy_is_imported() -> None:
     program = ("import sys; from ezpz_llm.layouts import main; main(['--world', '64', '--model', "
                "'llama3-8b']); sys.exit(bool({'torch', 'deepspeed', 'numpy', 'rich'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", program], timeout=scaled(60), check=False, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", program], timeout=scaled(60), check=False, capture_output=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_the_page_shows_the_output_of_the_command(recording: bool) -> None:
     """Run each command on the page and compare its output."""
     def run(block: re.Match[str]) -> str:
         program = "from ezpz_llm.cli import main; raise SystemExit(main())"
-        done = subprocess.run([sys.executable, "-c", program, *shlex.split(block[1])], capture_output=True,
-                              text=True, timeout=scaled(60), check=True)
-        return f"```\n$ ezpz-llm {block[1]}\n{done.stdout}```\n"
+        process = subprocess.run([sys.executable, "-c", program, *shlex.split(block[1])], capture_output=True,
+                                 text=True, timeout=scaled(60), check=True)
+        return f"```\n$ ezpz-llm {block[1]}\n{process.stdout}```\n"
 
     text = PAGE.read_text()
-    now, blocks = re.subn(r"```\n\$ ezpz-llm (layouts.*)\n(?:.*\n)*?```\n", run, text)
+    updated, blocks = re.subn(r"```\n\$ ezpz-llm (layouts.*)\n(?:.*\n)*?```\n", run, text)
     assert blocks == 2
     if recording:
-        PAGE.write_text(now)
+        PAGE.write_text(updated)
     else:
-        assert now == text, "the output has changed; run python3 benchmarks/record.py layouts-page"
+        assert updated == text, "the output has changed; run python3 benchmarks/record.py layouts-page"

@@ -23,9 +23,9 @@ from ezpz_llm.trainer.plan import RunPlan, check_run
 def plan(public: Public, folder: Path) -> RunPlan:
     """Plan a run of 100 steps with a ds_config, as `launch` does."""
     text = json.dumps(public.values)
-    for plain, written in public.text.items():
+    for plain, value_text in public.text.items():
         assert plain in text
-        text = text.replace(plain, written)
+        text = text.replace(plain, value_text)
     path = folder / "ds_config.json"
     path.write_text(text)
     return check_run(parse(["--ds-config", str(path), "--steps", "100", *public.argv]), public.world_size)
@@ -64,8 +64,8 @@ def test_a_public_ds_config(public: Public, tmp_path: Path, monkeypatch: pytest.
     run = plan(public, tmp_path)
     assert {name: setting(run, name) for name in public.expected} == public.expected
     notes = " ".join(run.resolved.notes)
-    for words in public.notes:
-        assert words in notes, notes
+    for note in public.notes:
+        assert note in notes, notes
 
 
 def test_the_table_has_enough_files_of_each_project() -> None:

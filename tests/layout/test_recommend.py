@@ -28,17 +28,17 @@ def recommended_options(text: str) -> list[str]:
     return shlex.split(match[1])
 
 
-@pytest.mark.parametrize(("model", "world", "memory", "words"), [
+@pytest.mark.parametrize(("model", "world", "memory", "arguments"), [
     ("gpt2-124m", 8, 40, "--ds-config zero1 --precision bf16"),
     ("gpt2-1558m", 8, 24, "--ds-config zero1 --precision bf16"),
     ("gpt2-1558m", 8, 10, "--ds-config zero3 --precision bf16"),
     ("llama3-8b", 64, 80, "--ds-config zero3 --precision bf16"),
 ])
-def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory, words, capsys):
+def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory, arguments, capsys):
     text = printed(capsys, "--world", str(world), "--model", model, "--memory", str(memory),
                    "--micro-batch-size", "1", "--ranks-per-node", "8")
     typed = recommended_options(text)
-    assert " ".join(typed).endswith(words), text
+    assert " ".join(typed).endswith(arguments), text
     plan = check_run(parse(typed), world, "cuda")
     assert plan.resolved.batch.micro_batch == 1
 
@@ -61,8 +61,8 @@ def test_chunks_of_logits_have_the_trainers_size(memory: float, logits: int) -> 
 
 def test_estimates_are_states_and_activations_of_the_recipe():
     model = MODELS["gpt2-1558m"]
-    by_words = {choice.words: choice for choice in choices(model, 8, 2, None, 80e9)}
-    zero2 = by_words["--ds-config zero2"]
+    by_flags = {choice.words: choice for choice in choices(model, 8, 2, None, 80e9)}
+    zero2 = by_flags["--ds-config zero2"]
     for recipe, size in zero2.bytes.items():
         work = Pass(2, 1, recipe, chunk=2 * model.block_size)
         states = total(memory_per_rank(zero2.layout, model, 8, precision=recipe), "device")
@@ -80,8 +80,8 @@ def test_the_output_says_if_nothing_fits(capsys):
     assert "does not fit" in text
 
 
-@pytest.mark.parametrize("words", [["--memory", "80"], ["--memory", "-1", "--world", "8"],
-                                   ["--memory", "80", "--world", "8", "--micro-batch-size", "0"]])
-def test_invalid_numbers_are_rejected(words):
+@pytest.mark.parametrize("arguments", [["--memory", "80"], ["--memory", "-1", "--world", "8"],
+                                       ["--memory", "80", "--world", "8", "--micro-batch-size", "0"]])
+def test_invalid_numbers_are_rejected(arguments):
     with pytest.raises(UserError, match="--memory"):
-        main(words)
+        main(arguments)

@@ -71,12 +71,12 @@ def test_measured_peak_is_reachable_and_measured_in_time():
     began = cpu_seconds()
     flops, size = fastest_product(CPU, torch.float32)
     assert cpu_seconds() - began < scaled(5), "0.4 s on a quiet machine of two cores"
-    left, right = torch.randn(2, size, size).unbind()
+    first, second = torch.randn(2, size, size).unbind()
     deadline = time.monotonic() + scaled(60)
     seconds = []
     for _ in range(10):
         began = time.perf_counter()
-        left @ right
+        first @ second
         seconds.append(time.perf_counter() - began)
     while not 0.2 < flops / (2 * size ** 3 / min(seconds)) < 5:  # other processes may use the core for a while
         assert time.monotonic() < deadline, (flops, size, seconds)
@@ -113,10 +113,10 @@ def test_first_matmul_is_not_part_of_the_time_budget(monkeypatch):
 @pytest.mark.parametrize(("samples", "best", "count"), [
     ([5.0, 5.2, 9.0], 5.2, 2), ([0.1, 5.0, 5.1, 9.0], 5.1, 3), ([0.1, 5.0, 0.2, 3.0, 1.0, 9.0], 5.0, 5)])
 def test_peak_is_the_best_of_several_samples(monkeypatch, samples, best, count):
-    given = iter(samples)
-    monkeypatch.setattr(peaks, "fastest_product", lambda device, dtype: (next(given), 512))
+    remaining = iter(samples)
+    monkeypatch.setattr(peaks, "fastest_product", lambda device, dtype: (next(remaining), 512))
     assert best_sample(CPU, torch.float32) == (best, 512)
-    assert len(samples) - len(list(given)) == count
+    assert len(samples) - len(list(remaining)) == count
 
 
 def test_single_process_is_the_slowest():
@@ -138,10 +138,10 @@ def test_rates_by_both_conventions_and_beside_the_ceiling():
     assert unknown.ceiling_share == pytest.approx(0.5)
     uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
     assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
-    said = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
-    assert said == {"FLOPs": "800M per token, forward and backward (6N + 12 L C T); 700M without the half of "
+    lines = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
+    assert lines == {"FLOPs": "800M per token, forward and backward (6N + 12 L C T); 700M without the half of "
                              "attention that the causal mask hides; torch's FLOP counter agrees",
-                    "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}
+                     "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}
 
 
 def test_final_text_has_both_mfus_and_explains_shares_above_one(tmp_path):

@@ -16,8 +16,8 @@ from ezpz_llm.model.loss import Head, configure_head
 ROUNDING = 2.0 ** -8
 
 
-def apart(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+def apart(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 @pytest.mark.parametrize("shape", ["tiny-gpt2", "tiny-llama"])
@@ -30,8 +30,8 @@ def test_the_gradients_of_a_norm_are_summed_over_4096_tokens_in_fp32(shape: str)
     norm(x).backward(grad)
     exact(x.double()).backward(grad.double())
     assert norm(x).dtype == norm.weight.grad.dtype == torch.bfloat16
-    for ours, expected in zip(norm.parameters(), exact.parameters(), strict=True):
-        assert apart(ours.grad, expected.grad) <= ROUNDING
+    for actual, expected in zip(norm.parameters(), exact.parameters(), strict=True):
+        assert apart(actual.grad, expected.grad) <= ROUNDING
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -76,9 +76,9 @@ def test_bf16_gradients_of_a_model_are_close_to_fp32(shape: str, chunk: int) -> 
         losses.append(loss.item())
         assert loss.dtype == torch.float32
     assert losses[1] == pytest.approx(losses[0], abs=5e-3)
-    for (name, exact), ours in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert ours.grad.dtype == torch.bfloat16
+    for (name, exact), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert actual.grad.dtype == torch.bfloat16
         rows = slice(config.n_embd, 2 * config.n_embd) if name.endswith("c_attn.bias") else slice(0)
-        gradient, expected = ours.grad.float().clone(), exact.grad.clone()
+        gradient, expected = actual.grad.float().clone(), exact.grad.clone()
         gradient[rows], expected[rows] = 0, 0  # the gradient of the keys' biases is only rounding errors
         assert apart(gradient, expected) <= 0.05, name

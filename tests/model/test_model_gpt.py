@@ -145,9 +145,9 @@ def test_attention_is_causal(shape):
     tokens = torch.randint(config.vocab_size, (1, 24))
     changed = tokens.clone()
     changed[0, 10:] = (changed[0, 10:] + 1) % config.vocab_size
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[0, :10], after[0, :10])
-    assert (before[0, 10:] - after[0, 10:]).abs().amin(dim=-1).max() > 1e-4
+    original, changed_output = model(tokens), model(changed)
+    torch.testing.assert_close(original[0, :10], changed_output[0, :10])
+    assert (original[0, 10:] - changed_output[0, 10:]).abs().amin(dim=-1).max() > 1e-4
 
 
 def test_rotary_scores_depend_on_distance_alone():
@@ -190,14 +190,14 @@ def test_llama_state_dict_has_only_parameters():
 
 def test_tying_survives_moves_and_loading():
     config = SHAPES["gpt2"]
-    model, other = randomised(config, 1), randomised(config, 2)
-    other.load_state_dict(model.state_dict())
+    model, second = randomised(config, 1), randomised(config, 2)
+    second.load_state_dict(model.state_dict())
     moves = (lambda m: m, lambda m: m.bfloat16(), lambda m: m.to("meta"), lambda m: m.to_empty(device="cpu"))
     for move in moves:
-        other = move(other)
-        table = other.transformer["wte"].weight
-        assert other.lm_head.weight is table
-        assert sum(p is table for p in other.parameters()) == 1
+        second = move(second)
+        table = second.transformer["wte"].weight
+        assert second.lm_head.weight is table
+        assert sum(p is table for p in second.parameters()) == 1
     assert not any(p is model.lm_head.weight for p in GPT(SHAPES["llama-untied"]).parameters())
 
 
@@ -207,9 +207,9 @@ def test_masked_targets_are_ignored_in_mean_and_sum():
     tokens, targets = torch.randint(97, (2, 24)), torch.randint(97, (2, 24))
     targets[1, 5:] = -100
     nll = -torch.log_softmax(model(tokens), -1)
-    kept = torch.cat((nll[0].gather(-1, targets[0, :, None]), nll[1, :5].gather(-1, targets[1, :5, None])))
-    torch.testing.assert_close(model(tokens, targets), kept.mean())
-    torch.testing.assert_close(model(tokens, targets, reduction="sum"), kept.sum())
+    losses = torch.cat((nll[0].gather(-1, targets[0, :, None]), nll[1, :5].gather(-1, targets[1, :5, None])))
+    torch.testing.assert_close(model(tokens, targets), losses.mean())
+    torch.testing.assert_close(model(tokens, targets, reduction="sum"), losses.sum())
     assert model(tokens, torch.full_like(targets, -100), reduction="sum") == 0
 
 
@@ -259,8 +259,8 @@ def test_attention_can_be_sharded_by_heads():
     total = 0
     for half in range(2):
         part = randomised(config).transformer["h"][0].attn
-        cut = torch.cat([p.chunk(2)[half] for p in whole.c_attn.weight.split((128, 64, 64))])
-        part.c_attn.weight = torch.nn.Parameter(cut)
+        rows = torch.cat([p.chunk(2)[half] for p in whole.c_attn.weight.split((128, 64, 64))])
+        part.c_attn.weight = torch.nn.Parameter(rows)
         part.c_proj.weight = torch.nn.Parameter(whole.c_proj.weight.chunk(2, dim=1)[half])
         total = total + part(x, rotation)
     torch.testing.assert_close(total, whole(x, rotation), rtol=1e-4, atol=1e-4)

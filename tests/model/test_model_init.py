@@ -72,23 +72,23 @@ def test_padding_leaves_the_other_values_as_they_are():
 
 
 def test_decay_groups_of_the_124m(gpt2):
-    decayed, others = decay_groups(gpt2, 0.1)
-    sizes = [[p.numel() for p in group["params"]] for group in (decayed, others)]
+    decayed, undecayed = decay_groups(gpt2, 0.1)
+    sizes = [[p.numel() for p in group["params"]] for group in (decayed, undecayed)]
     assert [len(s) for s in sizes] == [50, 98]
     assert [sum(s) for s in sizes] == [124_354_560, 121_344]
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert len({id(p) for group in (decayed, others) for p in group["params"]}) == 148
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
+    assert len({id(p) for group in (decayed, undecayed) for p in group["params"]}) == 148
     names = dict(gpt2.named_parameters())
-    assert all(names[name] is p for group in (decayed, others)
+    assert all(names[name] is p for group in (decayed, undecayed)
                for name, p in zip(group["names"], group["params"], strict=True))
-    torch.optim.AdamW([decayed, others], lr=1e-3)
+    torch.optim.AdamW([decayed, undecayed], lr=1e-3)
 
 
 def test_decay_groups_without_biases():
     with torch.device("meta"):
         model = GPT(get_model_config("shakespeare-char", n_layer=12, n_head=12, n_embd=768, block_size=1024))
-    decayed, others = ([p.numel() for p in group["params"]] for group in decay_groups(model, 0.1))
-    assert (len(decayed), sum(decayed), len(others), sum(others)) == (50, 85_771_008, 25, 19_200)
+    decayed, undecayed = ([p.numel() for p in group["params"]] for group in decay_groups(model, 0.1))
+    assert (len(decayed), sum(decayed), len(undecayed), sum(undecayed)) == (50, 85_771_008, 25, 19_200)
 
 
 def test_stds_of_the_llama_scheme():
@@ -118,13 +118,13 @@ def test_values_do_not_depend_on_random_state_or_on_the_order_of_construction():
     assert torch.equal(torch.get_rng_state(), state)
 
     torch.manual_seed(2)
-    other = GPT(config)
-    turned = torch.nn.ModuleDict(dict(reversed(list(other.transformer.items()))))
-    other.transformer = turned
-    init_weights(other, other.config, 7)
+    second = GPT(config)
+    turned = torch.nn.ModuleDict(dict(reversed(list(second.transformer.items()))))
+    second.transformer = turned
+    init_weights(second, second.config, 7)
     expected = dict(model.named_parameters())
-    assert [name for name, _ in other.named_parameters()] != list(expected)
-    assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
+    assert [name for name, _ in second.named_parameters()] != list(expected)
+    assert all(torch.equal(p, expected[name]) for name, p in second.named_parameters())
 
 
 def test_parameters_and_seeds_differ():
@@ -153,11 +153,11 @@ def test_any_part_has_the_values_of_the_whole():
         part = whole[tuple(slice(*side) for side in box)]
         assert torch.equal(values(MATRIX, box), part)
         # Under ZeRO-3 with tensor parallelism, a rank has a range of concatenated boxes.
-        other = some_box(chance)
-        flat = torch.cat((part.flatten(), whole[tuple(slice(*side) for side in other)].flatten()))
+        second = some_box(chance)
+        flat = torch.cat((part.flatten(), whole[tuple(slice(*side) for side in second)].flatten()))
         start = chance.randrange(flat.numel())
         target = torch.zeros(chance.randint(0, flat.numel() - start))
-        fill(target, Placement(MATRIX, (600, 1100), (box, other)), start, values)
+        fill(target, Placement(MATRIX, (600, 1100), (box, second)), start, values)
         assert torch.equal(target, flat[start:start + target.numel()])
 
 

@@ -130,9 +130,9 @@ def test_frozen_head_gets_no_gradient():
     head.weight.requires_grad_(False)
     head(x, targets).backward()
     assert head.weight.grad is None
-    other, y, _ = make(4)
-    other(y.detach(), targets).backward()
-    assert other.weight.grad is not None
+    trained, y, _ = make(4)
+    trained(y.detach(), targets).backward()
+    assert trained.weight.grad is not None
 
 
 class Largest(TorchDispatchMode):
@@ -140,16 +140,16 @@ class Largest(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = self.kept = 0
+        self.created = self.saved = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.made = max([self.made, *sizes])
+        self.created = max([self.created, *sizes])
         return result
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.kept = max(self.kept, tensor.numel())
+        self.saved = max(self.saved, tensor.numel())
         return tensor
 
 
@@ -168,22 +168,22 @@ def test_no_tensor_has_the_size_of_all_logits(gradients):
             if gradients:
                 loss.backward()
         sizes[loss_chunk] = watch
-    assert sizes[0].made == tokens * vocabulary
-    assert sizes[chunk].made == chunk * vocabulary
-    assert sizes[chunk].kept <= max(tokens * 8, vocabulary * 8)
+    assert sizes[0].created == tokens * vocabulary
+    assert sizes[chunk].created == chunk * vocabulary
+    assert sizes[chunk].saved <= max(tokens * 8, vocabulary * 8)
 
 
 def largest_allocation(function: Callable[[], object]) -> int:
     """Return the bytes of torch's largest allocation during a call, including allocations inside operations."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
-    todo, most = list(profiled.profiler.kineto_results.experimental_event_tree()), 0
+    todo, largest = list(profiled.profiler.kineto_results.experimental_event_tree()), 0
     while todo:
         event = todo.pop()
         todo += event.children
         if event.tag == _EventType.Allocation:
-            most = max(most, event.typed[1].alloc_size)
-    return most
+            largest = max(largest, event.typed[1].alloc_size)
+    return largest
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -212,10 +212,10 @@ def test_default_chunks_are_equal_and_bounded():
     assert chosen_chunk(2048, 50304, 2 ** 26) == 1024
     assert chosen_chunk(2048, 65, 2 ** 26) == 2048
     assert chosen_chunk(3, 131072, 2 ** 26) == 64
-    for tokens, columns, most in ((16384, 50304, 2 ** 27), (32768, 131072, 2 ** 29), (2000, 50304, 2 ** 26)):
-        chunk = chosen_chunk(tokens, columns, most)
+    for tokens, columns, limit in ((16384, 50304, 2 ** 27), (32768, 131072, 2 ** 29), (2000, 50304, 2 ** 26)):
+        chunk = chosen_chunk(tokens, columns, limit)
         assert chunk % 64 == 0
-        assert chunk * columns <= most
+        assert chunk * columns <= limit
         chunks = math.ceil(tokens / chunk)
         assert tokens - (chunks - 1) * chunk > chunk / 2  # the last chunk is not small
 

@@ -61,7 +61,7 @@ def test_docs_contain_the_table():
 
 def test_new_parameter_needs_only_a_row():
     """Initial weights, weight decay, counts, shapes, memory and FLOPs of QK norm follow from the row."""
-    before = parameter_count(TINY), matrix_parameter_count(TINY), held_parameters(DDP, TINY, 0)
+    counts = parameter_count(TINY), matrix_parameter_count(TINY), held_parameters(DDP, TINY, 0)
     groups = decay_counts(TINY)
     with qk_norm():
         model = assemble(TINY, DDP, ALONE, seed=1)
@@ -72,7 +72,7 @@ def test_new_parameter_needs_only_a_row():
         assert all(bool((gain == 1).all()) for gain in gains)
         assert parameter_shapes(TINY) == {name: tuple(parameter.shape) for name, parameter in named.items()}
         assert (parameter_count(TINY), matrix_parameter_count(TINY),
-                held_parameters(DDP, TINY, 0)) == (before[0] + added, before[1], before[2] + added)
+                held_parameters(DDP, TINY, 0)) == (counts[0] + added, counts[1], counts[2] + added)
         assert decay_counts(TINY) == [groups[0], (groups[1][0] + len(gains), groups[1][1] + added)]
         undecayed = {id(parameter) for parameter in decay_groups(model, 0.1)[1]["params"]}
         assert all(id(gain) in undecayed for gain in gains)

@@ -47,38 +47,38 @@ def _hosts(study: Path, repeat: Repeat) -> list[str]:
 
 @pytest.mark.full
 def test_point_runs_on_part_of_reservation(cluster, tmp_path: Path, cache: str) -> None:
-    words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "2", "--study", "s", "--ds-config", "ddp")
-    done = cluster.run("salloc", "-N2", "-t5", *words, "--point", "weak-ddp-n1", *STUDY, cwd=tmp_path, timeout=200,
-                       OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
+    study = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "2", "--study", "s", "--ds-config", "ddp")
+    run = cluster.run("salloc", "-N2", "-t5", *study, "--point", "weak-ddp-n1", *STUDY, cwd=tmp_path, timeout=200,
+                      OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
     # The other point's runs are left to run, but --point excludes them.
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     repeats = read_repeats(tmp_path / "s")
-    assert [(one.nodes, one.ranks, _hosts(tmp_path / "s", one), one.slowest_host) for one in repeats] == [
+    assert [(each.nodes, each.ranks, _hosts(tmp_path / "s", each), each.slowest_host) for each in repeats] == [
         (1, 1, ["n1"], "n1"), (1, 1, ["n2"], "n2")]
-    assert "run 1  on n2 " in done.stdout
-    done = cluster.run("salloc", "-N1", "-t5", "ezpz-llm", "scale", "--study", "s", cwd=tmp_path, timeout=60)
-    assert (done.returncode, "point weak-ddp-n2 requires 2 nodes, but there are 1" in done.stderr) == (2, True)
+    assert "run 1  on n2 " in run.stdout
+    run = cluster.run("salloc", "-N1", "-t5", "ezpz-llm", "scale", "--study", "s", cwd=tmp_path, timeout=60)
+    assert (run.returncode, "point weak-ddp-n2 requires 2 nodes, but there are 1" in run.stderr) == (2, True)
 
 
 @pytest.mark.slow
 def test_submit_one_job_per_point_then_report(cluster, tmp_path: Path, cache: str) -> None:
-    words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1", "--study", "s", "--ds-config", "ddp")
-    done = cluster.run(*words, "--submit", "--time 0:05:00", *STUDY, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="1",
-                       EZPZ_LLM_CACHE=cache)
-    assert done.returncode == 0, done.stdout + done.stderr
+    study = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1", "--study", "s", "--ds-config", "ddp")
+    run = cluster.run(*study, "--submit", "--time 0:05:00", *STUDY, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="1",
+                      EZPZ_LLM_CACHE=cache)
+    assert run.returncode == 0, run.stdout + run.stderr
     deadline = time.monotonic() + scaled(200)
     while cluster.run("squeue", "--noheader").stdout.strip():
         assert time.monotonic() < deadline
         time.sleep(1)
     logs = "".join(path.read_text() for path in tmp_path.glob("s/points/*/job/logs/*"))
-    found = {one.point: one for one in read_repeats(tmp_path / "s")}
-    assert {name: (one.ranks, one.error) for name, one in found.items()} == {
+    repeats = {repeat.point: repeat for repeat in read_repeats(tmp_path / "s")}
+    assert {name: (repeat.ranks, repeat.error) for name, repeat in repeats.items()} == {
         "weak-ddp-n1": (1, None), "weak-ddp-n2": (2, None)}, logs
-    assert len(_hosts(tmp_path / "s", found["weak-ddp-n2"])) == 2
-    assert found["weak-ddp-n2"].split["exposed_communication"] > 0
-    done = cluster.run("ezpz-llm", "scale", "report", "s", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "weak-ddp-n2" in done.stdout
+    assert len(_hosts(tmp_path / "s", repeats["weak-ddp-n2"])) == 2
+    assert repeats["weak-ddp-n2"].split["exposed_communication"] > 0
+    run = cluster.run("ezpz-llm", "scale", "report", "s", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "weak-ddp-n2" in run.stdout
     assert (tmp_path / "s/report.html").exists()
 
 
@@ -86,31 +86,32 @@ def moving_s(nodes: int, rate: str) -> float:
     """Return the seconds per step in which ZeRO-1 moves its gradients and weights."""
     issued = {"all_reduce": {"count": 1, "bytes": WEIGHTS}, "all_gather": {"count": 2, "bytes": WEIGHTS}}
     bandwidth = measured("gloo")["goodput"][rate]
-    return sum(one.seconds(bandwidth) for one in step_traffic("gloo", issued, nodes).values())
+    return sum(traffic.seconds(bandwidth) for traffic in step_traffic("gloo", issued, nodes).values())
 
 
 @pytest.mark.full
 def test_slow_network_lowers_throughput(cluster: Cluster, tmp_path: Path, cache: str) -> None:
     cluster.shape("200mbit")
     try:
-        done = cluster.run("salloc", "-N2", "-t5", "ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1",
-                           "--study", "s", "--ds-config", "zero1", *SHAPED, "--steps", "16", "--trace-steps", "3",
-                           cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
+        run = cluster.run("salloc", "-N2", "-t5", "ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1",
+                          "--study", "s", "--ds-config", "zero1", *SHAPED, "--steps", "16", "--trace-steps", "3",
+                          cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
     finally:
         cluster.shape(None)
-    assert done.returncode == 0, done.stdout + done.stderr
-    one, two = (next(found for found in read_repeats(tmp_path / "s") if found.nodes == nodes) for nodes in (1, 2))
-    assert two.split["exposed_communication"] > 0.85 * moving_s(2, "200mbit")
-    assert min(two.step_times_s) > 0.85 * moving_s(2, "200mbit")
-    assert 2 * one.tokens_per_second > two.tokens_per_second
-    assert "Weak scaling, zero1: 2 sequences of 128 tokens per step and device at every size" in done.stdout
+    assert run.returncode == 0, run.stdout + run.stderr
+    single, double = (next(repeat for repeat in read_repeats(tmp_path / "s") if repeat.nodes == nodes)
+                      for nodes in (1, 2))
+    assert double.split["exposed_communication"] > 0.85 * moving_s(2, "200mbit")
+    assert min(double.step_times_s) > 0.85 * moving_s(2, "200mbit")
+    assert 2 * single.tokens_per_second > double.tokens_per_second
+    assert "Weak scaling, zero1: 2 sequences of 128 tokens per step and device at every size" in run.stdout
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Four nodes with half a core each, so that a machine with two cores can run them concurrently."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("nodes") / "sim") as started, ExitStack() as undo:
         for node in started.nodes:
             undo.callback(started.limit_cores(node, CORES))
@@ -123,16 +124,16 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("rate", STEPS)
 def test_fit_recovers_link_bandwidth(nodes: Cluster, tmp_path: Path, recording: bool, rate: str) -> None:
     nodes.shape(rate)
-    words = ("ezpz-llm", "scale", "--nodes", "1,2,4", "--mode", "both", "--ds-config", "zero1", "--study", rate)
-    done = nodes.run("salloc", "-N4", "-t30", *words, *SHAPED, "--steps", STEPS[rate], "--log-every", "6",
-                     cwd=tmp_path, timeout=1700, COLUMNS="100")
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("ezpz-llm", "scale", "--nodes", "1,2,4", "--mode", "both", "--ds-config", "zero1", "--study", rate)
+    process = nodes.run("salloc", "-N4", "-t30", *command, *SHAPED, "--steps", STEPS[rate], "--log-every", "6",
+                        cwd=tmp_path, timeout=1700, COLUMNS="100")
+    assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads((tmp_path / rate / "report.json").read_text())
-    points = {one["point"]: one for one in report["points"]}
-    assert {name: (one["nodes"], one["runs"], one["runs_failed"]) for name, one in points.items()} == {
+    points = {point["point"]: point for point in report["points"]}
+    assert {name: (point["nodes"], point["runs"], point["runs_failed"]) for name, point in points.items()} == {
         f"{mode}-zero1-n{nodes}": (nodes, 3, 0) for mode in ("weak", "strong") for nodes in (1, 2, 4)}
     if recording:
-        write(rate, report, done.stdout)
+        write(rate, report, process.stdout)
     for row in report["fits"][0]["points"]:
         size = points[row["point"]]["nodes"]
         moving = sum(part_s for part, part_s in row["parts_s"].items() if part.startswith(("bandwidth", "latency")))
@@ -143,8 +144,8 @@ def test_fit_recovers_link_bandwidth(nodes: Cluster, tmp_path: Path, recording: 
 
 def write(rate: str, report: dict, output: str) -> None:
     """Add a study to the recorded ones of other rates."""
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"studies": {}}
-    kept |= {
+    record = json.loads(RESULT.read_text()) if RESULT.exists() else {"studies": {}}
+    record |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": "python3 benchmarks/record.py scaling-links",
         "machine": f"{os.cpu_count()} cores; four simulated nodes with {CORES} of a core each, one rank a node, "
@@ -153,5 +154,5 @@ def write(rate: str, report: dict, output: str) -> None:
     numbers = {**report, "points": [{name: value for name, value in point.items() if name != "origin"}
                                     for point in report["points"]]}
     lines = [line for line in output.splitlines() if not line.startswith(("study ", "page: ", "numbers: "))]
-    kept["studies"][rate] = {"report": numbers, "said": lines}
-    RESULT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    record["studies"][rate] = {"report": numbers, "said": lines}
+    RESULT.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -56,23 +56,23 @@ def test_student_quantiles_match_published_tables():
                          [(1, 1, 0.88, 0.96), (2, 3, 0.94, 1.0), (3, 1, 0.92, 0.98), (3, 3, 0.91, 0.98),
                           (5, 3, 0.92, 0.98)])
 def test_intervals_have_nominal_coverage(runs, uneven, at_least, at_most):
-    rng, held, studies = np.random.default_rng(runs), 0, 300
+    rng, covered, studies = np.random.default_rng(runs), 0, 300
     for _ in range(studies):
-        own = 0.0 if runs == 1 else 0.02
-        one = estimate([noisy(1.0, rng, runs=own, within=0.05, steps=60) for _ in range(runs)])
-        other = estimate([noisy(1.3, rng, runs=uneven * own, within=0.05, steps=60) for _ in range(runs)])
-        low, high = ratio(one, other).interval
-        held += low <= 1 / 1.3 <= high
-    assert at_least <= held / studies <= at_most
+        spread = 0.0 if runs == 1 else 0.02
+        first = estimate([noisy(1.0, rng, runs=spread, within=0.05, steps=60) for _ in range(runs)])
+        second = estimate([noisy(1.3, rng, runs=uneven * spread, within=0.05, steps=60) for _ in range(runs)])
+        low, high = ratio(first, second).interval
+        covered += low <= 1 / 1.3 <= high
+    assert at_least <= covered / studies <= at_most
 
 
 def test_estimate_basis_tells_runs_from_steps():
     assert estimate([[0.1] * 20]).basis == "steps"
     assert estimate([[0.1] * 5]).basis == "none"
     assert estimate([[0.1] * 5]).interval is None
-    one, several = estimate([[0.1, 0.11] * 20]), estimate([[0.1] * 5, [0.11] * 5])
+    single, several = estimate([[0.1, 0.11] * 20]), estimate([[0.1] * 5, [0.11] * 5])
     assert several.basis == "runs"
-    assert ratio(one, several).basis == "steps", "the weaker basis of both"
+    assert ratio(single, several).basis == "steps", "the weaker basis of both"
     assert ratio(several, Estimate(0.0, 0.0, 0, "none")).interval is None
 
 
@@ -90,14 +90,15 @@ def test_efficiency_of_weak_and_strong_scaling():
             low, high = curve.efficiency(point).interval
             assert high - low < 0.002, "little noise gives a narrow interval"
     assert weak.unit == "nodes"
-    on_one_host, = curves([replace(one, nodes=1) for one in study(ddp, np.random.default_rng(0))])
-    assert on_one_host.unit == "ranks"
+    on_one_node, = curves([replace(repeat, nodes=1) for repeat in study(ddp, np.random.default_rng(0))])
+    assert on_one_node.unit == "ranks"
 
 
 def test_notes_on_failed_runs_and_incomparable_points():
     repeats = study(ddp, np.random.default_rng(0))
     repeats[4] = replace(repeats[4], error="out of memory", step_times_s=(), tokens_per_second=None)
-    lost = [replace(one, error="node down", step_times_s=()) if one.ranks == 4 else one for one in repeats]
+    lost = [replace(result, error="node down", step_times_s=()) if result.ranks == 4 else result
+            for result in repeats]
     repeats[0] = replace(repeats[0], last_loss=6.0)
     curve, = curves(repeats)
     assert set(curve.notes) == {"weak-ddp-n1-r1: the loss did not decrease, so its throughput is not meaningful",
@@ -222,7 +223,7 @@ def test_bands_have_nominal_coverage_at_four_times_the_largest_size(modes):
     def serial(mode, n, q, a):
         return 0.025 * q + 0.05 + 0.03 * (n - 1) / n + 0.002 * (n - 1)
 
-    held, studies = {"time": 0, "efficiency": 0}, 0
+    covered, studies = {"time": 0, "efficiency": 0}, 0
     for law in (ddp, ring, flat, serial):
         for seed in range(40):
             measured = curves(study(law, np.random.default_rng(seed), modes=modes, strong_batch=256))
@@ -231,21 +232,21 @@ def test_bands_have_nominal_coverage_at_four_times_the_largest_size(modes):
             base, q = (4.0, 4.0) if curve.mode == "weak" else (256.0, 256 / 16)
             true, first = law("", 16, q, 1), law("", 1, base, 1)
             studies += 1
-            held["time"] += at.seconds_band[0] <= true <= at.seconds_band[1]
-            held["efficiency"] += at.efficiency_band[0] <= q / true / (base / first) <= at.efficiency_band[1]
-    assert all(count / studies >= 0.9 for count in held.values()), held
+            covered["time"] += at.seconds_band[0] <= true <= at.seconds_band[1]
+            covered["efficiency"] += at.efficiency_band[0] <= q / true / (base / first) <= at.efficiency_band[1]
+    assert all(count / studies >= 0.9 for count in covered.values()), covered
 
 
 def test_bands_have_nominal_coverage_with_a_single_run_of_the_largest_point():
     """The error of that point must come from runs: the steps of its only run vary less than runs do."""
-    held = 0
+    covered = 0
     for seed in range(60):
         repeats = study(ddp, np.random.default_rng(seed), within=0.005)
-        repeats[-2:] = [replace(one, error="killed", step_times_s=()) for one in repeats[-2:]]
+        repeats[-2:] = [replace(repeat, error="killed", step_times_s=()) for repeat in repeats[-2:]]
         curve, = measured = curves(repeats)
         low, high = predict(Fit(measured, Shape()), curve, 16).seconds_band
-        held += low <= ddp("", 16, 4, 1) <= high
-    assert held >= 0.9 * 60, held
+        covered += low <= ddp("", 16, 4, 1) <= high
+    assert covered >= 0.9 * 60, covered
 
 
 def test_predicted_efficiency_above_one_has_a_cause():
@@ -256,9 +257,9 @@ def test_predicted_efficiency_above_one_has_a_cause():
     fit = Fit(measured, Shape(1, False, True))
     at = predict(fit, curve, 16)
     assert at.efficiency > 1.5
-    why = explain_predicted(fit, at)
-    assert why.startswith("the term divided of the fit takes 75.")
-    assert "sharded over more ranks" in why
+    reason = explain_predicted(fit, at)
+    assert reason.startswith("the term divided of the fit takes 75.")
+    assert "sharded over more ranks" in reason
     without_gain = replace(at, parts={**at.parts, "divided": fit.rows[0].parts["divided"]})
     assert "not explained" in explain_predicted(fit, without_gain)
     assert "within the noise" in explain_predicted(fit, replace(at, efficiency_band=(0.97, 1.6)))
@@ -307,10 +308,10 @@ def test_target_size_matches_law():
         return ddp("", 1, 4, 1) / ddp("", n, 4, 1)
 
     for target in (0.9, 0.7, 0.6):
-        found = find_target(fit, weak, target)
+        result = find_target(fit, weak, target)
         last = max((n for n in range(1, 33) if true(n) >= target), default=None)
-        assert found.sure <= last <= found.possible
-        assert found.sure <= found.size <= found.possible
+        assert result.sure <= last <= result.possible
+        assert result.sure <= result.size <= result.possible
     low = find_target(fit, weak, 0.3)
     assert low.size == low.limit == 32
     assert "32 or more nodes" in low.describe()

@@ -52,25 +52,25 @@ def make_study(folder: Path, *, slower: float = 1.0, layouts=("ddp", "zero3"), m
         repeats += study(lambda *at, law=law: slower * law(*at), rng, modes=modes, sizes=sizes, ds_config=name)
     repeats[-1] = replace(repeats[-1], error="rank 1 was killed (code 137)", step_times_s=(),
                           tokens_per_second=None)
-    points = {one.point: Point(one.point, one.mode, one.ds_config, one.nodes, one.ranks, one.global_batch,
-                               one.micro_batch, one.accumulation, (), ("python3", "-m", "ezpz_llm.train"))
-              for one in repeats}
+    points = {run.point: Point(run.point, run.mode, run.ds_config, run.nodes, run.ranks, run.global_batch,
+                               run.micro_batch, run.accumulation, (), ("python3", "-m", "ezpz_llm.train"))
+              for run in repeats}
     Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
           tuple(points.values()), ("a note of the study",)).write(folder)
-    for one in repeats[1:]:
-        seconds = float(np.median(one.step_times_s or (1.0,)))
-        waits = 0.03 * (one.ranks - 1) / one.ranks
+    for run in repeats[1:]:
+        seconds = float(np.median(run.step_times_s or (1.0,)))
+        waits = 0.03 * (run.ranks - 1) / run.ranks
         split = {"compute": 0.8 * (seconds - waits), "exposed_communication": waits, "data": 0.001,
                  "optimizer": 0.2 * (seconds - waits) - 0.001, "other": 0.0}
-        add_repeat(folder, replace(one, split=split if not one.error else None, mfu=0.41))
-        run_dir = RunDir(folder / one.run_dir).create()
+        add_repeat(folder, replace(run, split=split if not run.error else None, mfu=0.41))
+        run_dir = RunDir(folder / run.run_dir).create()
         write_json(run_dir.record, {
-            "launch": {"typed": ["launch", "--hosts", f"n[1-{one.nodes}]", "python3", "-m", "ezpz_llm.train"],
-                       "argv": ["mpiexec", "-n", str(one.ranks)], "env": {"OMP_NUM_THREADS": "1"}},
+            "launch": {"typed": ["launch", "--hosts", f"n[1-{run.nodes}]", "python3", "-m", "ezpz_llm.train"],
+                       "argv": ["mpiexec", "-n", str(run.ranks)], "env": {"OMP_NUM_THREADS": "1"}},
             "environment": {"versions": {"torch": torch}, "device": {"type": "cpu"},
-                            "hosts": [f"n{i + 1}" for i in range(one.nodes)]}})
-        stage = 3 if one.ds_config == "zero3" else None
-        write_json(run_dir.layout, {"layout": {"name": one.ds_config, "zero_stage": stage, "pp": 1,
+                            "hosts": [f"n{i + 1}" for i in range(run.nodes)]}})
+        stage = 3 if run.ds_config == "zero3" else None
+        write_json(run_dir.layout, {"layout": {"name": run.ds_config, "zero_stage": stage, "pp": 1,
                                                "engine": "deepspeed" if stage else "ddp"}, "batch": {}})
     return folder
 
@@ -113,11 +113,11 @@ def test_json_and_csv_agree(folder):
         tokens = point["global_batch"] * 256
         assert point["tokens_per_second"] == pytest.approx(tokens / point["step_time_s"])
     assert record["runs_missing"] == 1
-    assert [one["error"] for one in record["failed"]] == ["rank 1 was killed (code 137)"]
+    assert [row["error"] for row in record["failed"]] == ["rank 1 was killed (code 137)"]
     sizes = {prediction["size"] for fit in record["fits"] for prediction in fit["predictions"]}
     assert sizes == {8}
     assert {tuple(fit["terms"])[:2] for fit in record["fits"]} >= {("work", "divided")}
-    fit, = (one for one in json.loads((folder / "report.json").read_text())["fits"] if one["ds_config"] == "ddp")
+    fit, = (row for row in json.loads((folder / "report.json").read_text())["fits"] if row["ds_config"] == "ddp")
     assert not [note for note in fit["notes"] if "cannot be divided" in note]
     beyond = subprocess.run([*command[:-1], "17"], capture_output=True, text=True, timeout=scaled(60), check=False)
     assert beyond.returncode == 2
@@ -134,11 +134,11 @@ def test_report_names_missing_and_damaged_files(tmp_path):
     folder = make_study(tmp_path / "a")
     for run_dir in folder.glob("points/*-zero3-*/run-*"):
         shutil.rmtree(run_dir)
-    kept = [line for line in (folder / "points.jsonl").read_text().splitlines()
-            if '"weak-ddp-n1-r1"' not in line]
-    failed = next(one for one in kept if '"weak-ddp-n2-r2"' in one).replace("weak-ddp-n2-r2", "weak-ddp-n1-r1")
+    lines = [line for line in (folder / "points.jsonl").read_text().splitlines()
+             if '"weak-ddp-n1-r1"' not in line]
+    failed = next(row for row in lines if '"weak-ddp-n2-r2"' in row).replace("weak-ddp-n2-r2", "weak-ddp-n1-r1")
     failed = {**json.loads(failed), "nodes": 1, "ranks": 1, "error": "no such device", "step_times_s": []}
-    (folder / "points.jsonl").write_text("\n".join([*kept, json.dumps(failed), ""]))
+    (folder / "points.jsonl").write_text("\n".join([*lines, json.dumps(failed), ""]))
     text = findings_text(find(folder), 200, colour=False)
     assert "the run directories of zero3 are missing: fitting it like ddp" in text
     assert "weak-ddp-n1-r1 has no good run: efficiencies are relative to weak-ddp-n2-r2" in text
@@ -182,7 +182,7 @@ def test_compare_two_studies(tmp_path, capsys):
     assert shares[0].value == pytest.approx(shares[1].value, rel=0.06)
     same = compare(find(first), find(make_study(tmp_path / "third", layouts=("ddp", "zero3"), seed=2)))
     assert [pair.verdict for pair in same.pairs].count("no difference shown") >= 4
-    assert any(one.startswith("only in third: weak-zero3") for one in comparison_notes(same))
+    assert any(note.startswith("only in third: weak-zero3") for note in comparison_notes(same))
     with pytest.raises(UserError, match="no point in common"):
         compare(find(first), find(make_study(tmp_path / "other", layouts=("zero3",))))
     command = [sys.executable, "-m", "ezpz_llm.scale", "compare", str(first), str(second)]
@@ -271,7 +271,7 @@ def test_paper_writes_figure_table_and_paragraph(folder, tmp_path):
     assert "We measured strong scaling of layout zero3 on 1, 2, 4 nodes" in text
     assert f"{100 * rows['weak-ddp-n4-r4']['efficiency']:.1f} [" in text
     assert r"\%" in text
-    assert not [one for one in text.splitlines() if re.search(r"(?<!\\)%", one) and not one.startswith("% ")]
+    assert not [row for row in text.splitlines() if re.search(r"(?<!\\)%", row) and not row.startswith("% ")]
 
     again = write_paper(findings, tmp_path / "b", 3.35)
     assert all(path.read_bytes() == (tmp_path / "a" / path.name).read_bytes() for path in again)

@@ -39,8 +39,8 @@ PLAIN = "python3 -m ezpz_llm.train"
 ENV = clean_env()
 
 
-def plan(folder: Path, words: str, *command: str) -> Study:
-    return plan_study(parse([*words.split(), "--", *(command or TRAIN)]), ENV, folder, ())
+def plan(folder: Path, options: str, *command: str) -> Study:
+    return plan_study(parse([*options.split(), "--", *(command or TRAIN)]), ENV, folder, ())
 
 
 def batches(study: Study) -> dict[str, tuple[int, int, int]]:
@@ -61,12 +61,12 @@ def repeat(**changes: object) -> Repeat:
 
 
 def test_read_and_remove_options_of_a_command() -> None:
-    words = ("train", "--lr", "1", "--steps=5", "--lr=2", "-x", "--steps-more", "7")
-    assert (value_of(words, "--lr"), value_of(words, "--steps"), value_of(words, "--st")) == ("2", "5", None)
-    assert without(words, "--lr", "--steps") == ("train", "-x", "--steps-more", "7")
+    command = ("train", "--lr", "1", "--steps=5", "--lr=2", "-x", "--steps-more", "7")
+    assert (value_of(command, "--lr"), value_of(command, "--steps"), value_of(command, "--st")) == ("2", "5", None)
+    assert without(command, "--lr", "--steps") == ("train", "-x", "--steps-more", "7")
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("options", "message"), [
     (f"-- {PLAIN}", "a study requires sizes"),
     (f"--nodes 1,2 --ranks 1 -- {PLAIN}", "both in nodes and in ranks"),
     (f"--nodes 1,2,2 -- {PLAIN}", "each once"),
@@ -88,9 +88,9 @@ def test_read_and_remove_options_of_a_command() -> None:
     (f"--nodes 2 --what layouts --mode weak -- {PLAIN}", "the same global batch"),
     ("--study x --repeats 5", "cannot change"),
 ])
-def test_invalid_options(words: str, message: str) -> None:
+def test_invalid_options(options: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
-        parse(words.split())
+        parse(options.split())
     assert message in str(raised.value)
 
 
@@ -114,18 +114,18 @@ def test_weak_keeps_rank_batch_and_strong_keeps_global_batch(tmp_path: Path) -> 
         "weak-ddp-r2": (16, 4, 2), "weak-ddp-r4": (32, 4, 2), "weak-tp2-r2": (16, 4, 4), "weak-tp2-r4": (32, 4, 4),
         "strong-ddp-r2": (16, 4, 2), "strong-ddp-r4": (16, 4, 1), "strong-tp2-r2": (16, 4, 4),
         "strong-tp2-r4": (16, 4, 2)}
-    for one in planned.points:
-        assert value_of(one.command, "--ds-config") == one.ds_config
-        assert value_of(one.launch, "-n") == str(one.ranks)
+    for entry in planned.points:
+        assert value_of(entry.command, "--ds-config") == entry.ds_config
+        assert value_of(entry.launch, "-n") == str(entry.ranks)
         typed = ("--eval-tokens",)
-        assert all(value_of(one.command, name) == value for name, value in MEASURING.items() if name not in typed)
-        assert value_of(one.command, "--eval-tokens") == "512"
+        assert all(value_of(entry.command, name) == value for name, value in MEASURING.items() if name not in typed)
+        assert value_of(entry.command, "--eval-tokens") == "512"
 
 
 def test_user_script_has_one_point_per_size(tmp_path: Path) -> None:
     planned = plan(tmp_path, "--ranks 2,1", "python3", "my_net.py", "--lr", "1")
     assert batches(planned) == {"weak-my_net-r1": (1, 1, 1), "weak-my_net-r2": (2, 1, 1)}
-    assert {one.command for one in planned.points} == {("python3", "my_net.py", "--lr", "1")}
+    assert {entry.command for entry in planned.points} == {("python3", "my_net.py", "--lr", "1")}
     assert "one sequence" in planned.notes[0]
 
 
@@ -167,9 +167,9 @@ def test_point_that_cannot_run_is_rejected_before_start(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_layouts_that_can_run_are_compared_at_one_global_batch(tmp_path: Path) -> None:
     planned = plan(tmp_path, "--ranks 3 --what layouts")
-    assert (planned.mode, [one.name for one in planned.points]) == (
+    assert (planned.mode, [entry.name for entry in planned.points]) == (
         "strong", ["strong-ddp-r3", "strong-zero1-r3", "strong-zero2-r3", "strong-zero3-r3"])
-    assert {one.global_batch for one in planned.points} == {12}
+    assert {entry.global_batch for entry in planned.points} == {12}
     assert [note.partition(":")[0] for note in planned.notes] == ["omitted", "omitted", "strong"]
     with pytest.raises(UserError, match="tp2"):
         plan(tmp_path, "--ranks 3 --what layouts --ds-config ddp,tp2")
@@ -180,8 +180,8 @@ def test_layouts_that_can_run_are_compared_at_one_global_batch(tmp_path: Path) -
 def test_sizes_set_ranks_and_threads_explicitly(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
-    words = ("launch", "--hostfile", str(hosts), "--launcher", "mpiexec", *PLAIN.split())
-    sizes = find_sizes(parse(["--nodes", "2,1", "--", *words]), ENV)
+    command = ("launch", "--hostfile", str(hosts), "--launcher", "mpiexec", *PLAIN.split())
+    sizes = find_sizes(parse(["--nodes", "2,1", "--", *command]), ENV)
     assert [(size.label, size.ranks) for size in sizes] == [("n1", 2), ("n2", 4)]
     assert [size.launch[-4:] for size in sizes] == [("-n", "2", "--ppn", "2"), ("-n", "4", "--ppn", "2")]
     # A study uses the threads of the largest size at all sizes.
@@ -189,7 +189,7 @@ def test_sizes_set_ranks_and_threads_explicitly(tmp_path: Path) -> None:
         len(os.sched_getaffinity(0)), len(os.sched_getaffinity(0)) // 2}
     assert plan(tmp_path, "--ranks 1,2").threads == len(os.sched_getaffinity(0)) // 2
     with pytest.raises(UserError, match="a point requires 4 nodes, but there are 3: n1, n2, n3"):
-        find_sizes(parse(["--nodes", "1,4", "--", *words]), ENV)
+        find_sizes(parse(["--nodes", "1,4", "--", *command]), ENV)
     with pytest.raises(UserError, match="this process is already a rank"):
         find_sizes(parse(["--ranks", "1", "--", *PLAIN.split()]), ENV | {"RANK": "0", "WORLD_SIZE": "2",
                                                                         "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -199,9 +199,9 @@ def test_sizes_set_ranks_and_threads_explicitly(tmp_path: Path) -> None:
 def test_each_round_has_all_points_in_random_order() -> None:
     points = [point(f"weak-ddp-n{nodes}", nodes=nodes) for nodes in (1, 2, 4, 8)]
     runs = study(*points, repeats=6, seed=1).order()
-    rounds = [[one.name for one, number in runs if number == round_] for round_ in range(6)]
+    rounds = [[entry.name for entry, number in runs if number == round_] for round_ in range(6)]
     assert [number for _, number in runs] == sorted(number for _, number in runs)
-    assert {tuple(sorted(names)) for names in rounds} == {tuple(sorted(one.name for one in points))}
+    assert {tuple(sorted(names)) for names in rounds} == {tuple(sorted(entry.name for entry in points))}
     assert len({tuple(names) for names in rounds}) > 3
     assert runs == study(*points, repeats=6, seed=1).order() != study(*points, repeats=6, seed=2).order()
 
@@ -215,16 +215,16 @@ def test_repeats_of_a_point_use_different_nodes() -> None:
 
 
 def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
-    written = study(point(), point("weak-ddp-n2", nodes=2), notes=("a note",))
-    written.write(tmp_path)
-    assert read_study(tmp_path) == written
+    definition = study(point(), point("weak-ddp-n2", nodes=2), notes=("a note",))
+    definition.write(tmp_path)
+    assert read_study(tmp_path) == definition
     first, second = repeat(), repeat(repeat=1, error="it broke", tokens_per_second=None, step_times_s=())
     add_repeat(tmp_path, first)
     add_repeat(tmp_path, second)
     assert read_repeats(tmp_path) == [first, second]
-    remaining = left(written, tmp_path, ["weak-ddp-n1"], False)
-    assert [(one.name, number) for one, number in remaining] == [("weak-ddp-n1", 2)]
-    assert len(left(written, tmp_path, [], True)) == 5
+    remaining = left(definition, tmp_path, ["weak-ddp-n1"], False)
+    assert [(remaining_point.name, number) for remaining_point, number in remaining] == [("weak-ddp-n1", 2)]
+    assert len(left(definition, tmp_path, [], True)) == 5
     again = replace(second, error=None, tokens_per_second=5.0)
     add_repeat(tmp_path, again)
     assert read_repeats(tmp_path) == [first, again]
@@ -274,9 +274,9 @@ def test_impossible_mfu_is_an_error(mfus: tuple[float | None, ...], mfu: float |
                   memory={"host_peak": 1, "peak": 1}, environment={"device": {"type": "cpu"}},
                   launch={"hosts": ["a"], "ranks_per_host": [1]})
     write_json(run_dir.layout, {"batch": {"global_batch": 4, "micro_batch": 4, "accumulation": 1}})
-    for step, one in enumerate((mfus[0], *mfus, mfus[0]), 1):
+    for step, value in enumerate((mfus[0], *mfus, mfus[0]), 1):
         append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10,
-                                      **({} if one is None else {"mfu": one})})
+                                      **({} if value is None else {"mfu": value})})
     measured = measure(tmp_path, point(), 0)
     if mfu == math.inf:
         assert "an MFU above 100 %, which is impossible" in measured.error
@@ -308,7 +308,7 @@ def test_estimate_uses_runs_of_the_study_or_of_the_same_model(tmp_path: Path) ->
     command = ("python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--steps", "60")
     points = [point(f"weak-ddp-n{nodes}", nodes=nodes, ranks=2 * nodes, global_batch=8 * nodes, command=command)
               for nodes in (1, 4)]
-    planned, runs = study(*points, repeats=2), [(one, number) for number in (0, 1) for one in points]
+    planned, runs = study(*points, repeats=2), [(entry, number) for number in (0, 1) for entry in points]
 
     def estimated(**changes: bool) -> str:
         return estimate(planned, tmp_path / "s", runs, tmp_path / "runs", **{"in_jobs": False, **changes})
@@ -331,9 +331,9 @@ def test_estimate_uses_runs_of_the_study_or_of_the_same_model(tmp_path: Path) ->
 def test_submit_queues_one_job_per_point(tmp_path: Path) -> None:
     bin_ = scheduler(tmp_path / "bin", "sbatch", "echo 7")
     path = f"{bin_}{os.pathsep}{ENV['PATH']}"
-    words = ("--nodes", "1,2", "--repeats", "2", "--study", "s", "--submit", "--time 1:00:00", "--",
-             "launch", "--ppn", "1", *TRAIN)
-    code, output = scale(tmp_path, *words, PATH=path)
+    options = ("--nodes", "1,2", "--repeats", "2", "--study", "s", "--submit", "--time 1:00:00", "--",
+               "launch", "--ppn", "1", *TRAIN)
+    code, output = scale(tmp_path, *options, PATH=path)
     assert code == 0, output
     jobs = [tmp_path / "s/points" / name / "job/job.sh" for name in ("weak-zero1-n1", "weak-zero1-n2")]
     assert (bin_ / "calls").read_text().split() == ["--parsable", str(jobs[0]), "--parsable", str(jobs[1])]
@@ -342,10 +342,10 @@ def test_submit_queues_one_job_per_point(tmp_path: Path) -> None:
     assert command in " ".join(jobs[1].read_text().split())
     # The job's command fails here because it requires two nodes.
     command = ["ezpz-llm", "scale", "--study", str(tmp_path / "s"), "--point", "weak-zero1-n2"]
-    done = subprocess.run(command, env=ENV, cwd="/", capture_output=True, text=True,
-                          timeout=scaled(60), check=False)
-    assert done.returncode == 2
-    assert "point weak-zero1-n2 requires 2 nodes, but there are 1" in done.stderr
+    process = subprocess.run(command, env=ENV, cwd="/", capture_output=True, text=True,
+                             timeout=scaled(60), check=False)
+    assert process.returncode == 2
+    assert "point weak-zero1-n2 requires 2 nodes, but there are 1" in process.stderr
     assert read_study(tmp_path / "s").points[1].launch == ("-n", "2", "--ppn", "1")
     with pytest.raises(UserError, match="--ranks one reservation"):
         plan(tmp_path, "--ranks 1,2 --submit --time=1h")

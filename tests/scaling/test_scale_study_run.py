@@ -57,20 +57,20 @@ def study(tmp_path_factory) -> tuple[Path, list[Repeat], str, str]:
     folder, fails = cwd / "s", cwd / "fails"
     alone = folder / "points/weak-ddp-r1"
     fails.touch()
-    words = (*WORDS, "--", "launch", "--wrap", FAILING.format(fails), *TRAIN, "--steps", "100",
-             "--trace-steps", "3")
-    assert _end_while_it_trains(start(cwd, *words), alone / "run-0", signal.SIGTERM) == 143
-    assert [(one.point, one.repeat) for one in read_repeats(folder)] == [("weak-ddp-r2", 0)]
+    command = (*WORDS, "--", "launch", "--wrap", FAILING.format(fails), *TRAIN, "--steps", "100",
+               "--trace-steps", "3")
+    assert _end_while_it_trains(start(cwd, *command), alone / "run-0", signal.SIGTERM) == 143
+    assert [(repeat.point, repeat.repeat) for repeat in read_repeats(folder)] == [("weak-ddp-r2", 0)]
     assert left_over(alone / "run-0") == {}
-    assert _end_while_it_trains(start(cwd, *words), alone / "run-1", signal.SIGKILL) == -signal.SIGKILL
-    code, failing = scale(cwd, *words)
+    assert _end_while_it_trains(start(cwd, *command), alone / "run-1", signal.SIGKILL) == -signal.SIGKILL
+    code, failing = scale(cwd, *command)
     assert code == 1, failing
-    repeats, before = read_repeats(folder), _times(folder, "*-r1/run-*")
+    repeats, earlier_times = read_repeats(folder), _times(folder, "*-r1/run-*")
     fails.unlink()
     # From another directory, with only --study.
     code, retried = scale(folder, "--study", str(folder), "--retry-failed")
     assert code == 0, retried
-    assert _times(folder, "*-r1/run-*") == before
+    assert _times(folder, "*-r1/run-*") == earlier_times
     return folder, repeats, failing, retried
 
 
@@ -80,7 +80,7 @@ def test_continued_study_does_not_repeat_finished_runs(study) -> None:
     lines = [(line["point"], line["repeat"], line["error"] is None) for line in read_lines(points_file(folder))]
     assert sorted(lines) == [(f"weak-ddp-r{ranks}", number, well) for ranks in (1, 2) for number in (0, 1)
                              for well in ((True,) if ranks == 1 else (False, True))]
-    assert {one.point for one in repeats if one.error} == {"weak-ddp-r2"}
+    assert {repeat.point for repeat in repeats if repeat.error} == {"weak-ddp-r2"}
     # The interrupted run was renamed. The run that outlived its killed study finished and is used.
     assert (folder / "points/weak-ddp-r1/run-0.attempt-1").exists()
     assert not (folder / "points/weak-ddp-r1/run-1.attempt-1").exists()
@@ -90,37 +90,37 @@ def test_continued_study_does_not_repeat_finished_runs(study) -> None:
 @pytest.mark.full
 def test_study_continues_after_failed_runs(study) -> None:
     _, repeats, output, _ = study
-    failures = [one for one in repeats if one.error]
+    failures = [repeat for repeat in repeats if repeat.error]
     assert len(failures) == 2
     assert len(repeats) == 4
-    for one in failures:
-        assert "code 7" in one.error
-        assert (one.tokens_per_second, one.step_times_s, one.split) == (None, (), None)
-        assert f"failed: weak-ddp-r2 run {one.repeat}: " in output
+    for repeat in failures:
+        assert "code 7" in repeat.error
+        assert (repeat.tokens_per_second, repeat.step_times_s, repeat.split) == (None, (), None)
+        assert f"failed: weak-ddp-r2 run {repeat.repeat}: " in output
     assert output.count("ezpz-llm why ") == 2
 
 
 @pytest.mark.full
 def test_repeat_matches_its_run_directory(study) -> None:
     folder, _, _, output = study
-    for one in read_repeats(folder):
-        run = record(folder / one.run_dir)
-        rows = {row["step"]: row for row in read_lines(RunDir(folder / one.run_dir).metrics)}
-        assert (run["launch"]["world_size"], len(rows)) == (one.ranks, 100)
-        assert (one.global_batch, one.micro_batch, one.accumulation) == (4 * one.ranks, 4, 1)
+    for repeat in read_repeats(folder):
+        run = record(folder / repeat.run_dir)
+        rows = {row["step"]: row for row in read_lines(RunDir(folder / repeat.run_dir).metrics)}
+        assert (run["launch"]["world_size"], len(rows)) == (repeat.ranks, 100)
+        assert (repeat.global_batch, repeat.micro_batch, repeat.accumulation) == (4 * repeat.ranks, 4, 1)
         # Steps 7 to 9 are traced, and the last step is excluded.
-        assert list(one.step_times_s) == [rows[step]["step_time_s"] for step in range(12, 100)]
-        median = sorted(one.step_times_s)[43:45]
-        assert one.tokens_per_second == pytest.approx(one.step_tokens / (sum(median) / 2))
-        assert one.step_tokens == 4 * one.ranks * 32
-        assert tuple(one.split) == SPLIT
-        assert all(seconds >= 0 for seconds in one.split.values())
-        assert (one.split["exposed_communication"] > 0) == (one.ranks == 2)
-        assert 50e6 < one.peak_host_bytes < 4e9
-        assert (one.peak_device_bytes, one.mfu) == (None, None)
-        assert one.slowest_rank in range(one.ranks)
-        assert one.slowest_host == run["launch"]["hosts"][0]
-        assert one.last_loss < one.first_loss
+        assert list(repeat.step_times_s) == [rows[step]["step_time_s"] for step in range(12, 100)]
+        median = sorted(repeat.step_times_s)[43:45]
+        assert repeat.tokens_per_second == pytest.approx(repeat.step_tokens / (sum(median) / 2))
+        assert repeat.step_tokens == 4 * repeat.ranks * 32
+        assert tuple(repeat.split) == SPLIT
+        assert all(seconds >= 0 for seconds in repeat.split.values())
+        assert (repeat.split["exposed_communication"] > 0) == (repeat.ranks == 2)
+        assert 50e6 < repeat.peak_host_bytes < 4e9
+        assert (repeat.peak_device_bytes, repeat.mfu) == (None, None)
+        assert repeat.slowest_rank in range(repeat.ranks)
+        assert repeat.slowest_host == run["launch"]["hosts"][0]
+        assert repeat.last_loss < repeat.first_loss
         assert run["environment"]["threads"] == 1
     assert "Weak scaling, ddp" in output
     assert (folder / "report.html").exists()
@@ -131,15 +131,15 @@ def test_study_of_user_script(tmp_path: Path) -> None:
     """Run the example of docs/use/library.md: 4 samples per rank in each of 50 steps."""
     page = (ROOT / "docs/use/library.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
-    words = ("--ranks", "1,2", "--repeats", "1", "--study", "s", "--", sys.executable, "mine.py")
-    code, output = scale(tmp_path, *words)
+    options = ("--ranks", "1,2", "--repeats", "1", "--study", "s", "--", sys.executable, "mine.py")
+    code, output = scale(tmp_path, *options)
     assert code == 0, output
     repeats = read_repeats(tmp_path / "s")
-    assert sorted((one.point, one.step_tokens) for one in repeats) == [("weak-mine-r1", 4), ("weak-mine-r2", 8)]
-    for one in repeats:
-        rows = [row["step_time_s"] for row in read_lines(RunDir(tmp_path / "s" / one.run_dir).metrics)]
-        assert list(one.step_times_s) == rows[-1 - len(one.step_times_s):-1]
-        assert one.last_loss < one.first_loss
+    assert sorted((run.point, run.step_tokens) for run in repeats) == [("weak-mine-r1", 4), ("weak-mine-r2", 8)]
+    for run in repeats:
+        rows = [row["step_time_s"] for row in read_lines(RunDir(tmp_path / "s" / run.run_dir).metrics)]
+        assert list(run.step_times_s) == rows[-1 - len(run.step_times_s):-1]
+        assert run.last_loss < run.first_loss
     assert "Weak scaling, mine" in output
     assert (tmp_path / "s/report.html").exists()
 
