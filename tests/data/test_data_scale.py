@@ -357,9 +357,9 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     wait_for(process, partial(out) / JOURNAL, 300)
     process.kill()
     process.communicate(timeout=scaled(60))
-    ends = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
-    assert ends.returncode == 0, ends.stderr
-    assert "resuming after" in ends.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    assert process.returncode == 0, process.stderr
+    assert "resuming after" in process.stderr
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), expected)
     assert read_manifest(out)["documents"] == sum(map(bool, texts))
     assert read_manifest(out)["splits"]["val"]["tokens"] == 9000
