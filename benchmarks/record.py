@@ -28,7 +28,7 @@ RECORDS = {
     "kills": ("benchmarks/results/kills.json", "-m", "slow", "tests/checkpoint/test_checkpoint_kills.py"),
     "layout-links": ("benchmarks/results/layout_links.json and docs/evidence/traffic.md", "-m", "slow",
                      "tests/observe/test_traffic_layouts.py"),
-    "layouts-page": ("the outputs in docs/reference/layouts_command.md", *ALL, "-k", "page",
+    "layouts-page": ("benchmarks/results/layouts_command.md", *ALL, "-k", "page",
                      "tests/layout/test_layouts_command.py"),
     "planted-failures": ("docs/evidence/planted_failures.md and the second score in"
                          " benchmarks/results/blind_failures.json", *ALL, "tests/launch/test_planted_failures.py"),
