@@ -26,7 +26,7 @@ RECORDS = {
     "foreign-scripts": ("benchmarks/results/foreign_scripts.json", *ALL, "-k", "test_a_script_of",
                         "tests/launch/test_foreign_scripts.py"),
     "kills": ("benchmarks/results/kills.json", "-m", "slow", "tests/checkpoint/test_checkpoint_kills.py"),
-    "layout-links": ("benchmarks/results/layout_links.json and docs/evidence/traffic.md", "-m", "slow",
+    "layout-links": ("benchmarks/results/layout_links.json and benchmarks/results/traffic.md", "-m", "slow",
                      "tests/observe/test_traffic_layouts.py"),
     "layouts-page": ("benchmarks/results/layouts_command.md", *ALL, "-k", "page",
                      "tests/layout/test_layouts_command.py"),
@@ -36,7 +36,8 @@ RECORDS = {
                       "tests/checkpoint/test_checkpoint_layouts.py"),
     "scaling-links": ("benchmarks/results/scaling_links.json", "-m", "slow", "-k", "bandwidth",
                       "tests/scaling/test_scale_cluster.py"),
-    "traffic": ("ezpz_llm/observe/traffic_gloo.json", "-m", "slow", "tests/observe/test_traffic.py"),
+    "traffic": ("ezpz_llm/observe/traffic_gloo.json and benchmarks/results/traffic.md", "-m", "slow",
+                "tests/observe/test_traffic.py"),
 }
 
 

@@ -5,7 +5,7 @@
 Makes an environment from the package index for each: `oldest` has what pyproject.toml asks for at least, `newest`
 what is newest in its ranges; @ names another Python than theirs. Each takes 6 GB and half an hour; what lies in DIR
 already is brought up to date and used again. --write puts the lines of what has run into the table of
-docs/evidence/versions.md.
+benchmarks/results/versions.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from places import ROOT, TESTS
 
-PAGE = ROOT / "docs" / "evidence" / "versions.md"
+PAGE = ROOT / "benchmarks" / "results" / "versions.md"
 PYTHONS = {"oldest": "3.10", "newest": "3.13"}
 SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
 BUILT_BY_HAND = ("mpi4py",)
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(PYTHONS), metavar="NAME",
                         help="oldest, newest (both), or one of them with a Python: newest@3.12")
     parser.add_argument("--folder", type=Path, help="where environments are kept (default: a new one, removed)")
-    parser.add_argument("--write", action="store_true", help="change the table of docs/evidence/versions.md")
+    parser.add_argument("--write", action="store_true", help="change the table of benchmarks/results/versions.md")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="versions-"))).absolute()
     failed = False
