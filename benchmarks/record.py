@@ -30,6 +30,8 @@ RECORDS = {
                      "tests/observe/test_traffic_layouts.py"),
     "layouts-page": ("benchmarks/results/layouts_command.md", *ALL, "-k", "page",
                      "tests/layout/test_layouts_command.py"),
+    "parameters-page": ("benchmarks/results/parameters.md", *ALL, "-k", "page_has_the_table",
+                        "tests/model/test_model_parameter_table.py"),
     "planted-failures": ("docs/evidence/planted_failures.md and the second score in"
                          " benchmarks/results/blind_failures.json", *ALL, "tests/launch/test_planted_failures.py"),
     "resume-matrix": ("benchmarks/results/resume_matrix.json", "-m", "slow",

@@ -1,4 +1,4 @@
-"""Base of every other room: errors, private folders, and reading what comes from outside this process (standard
+"""Base of every other package: errors, private folders, and reading what comes from outside this process (standard
 library only)."""
 
 from __future__ import annotations

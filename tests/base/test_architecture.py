@@ -1,4 +1,4 @@
-"""Rules for the whole package: rooms import in the order of docs/reference/architecture.md, input is parsed in one
+"""Rules for the whole code: packages import in the order of docs/reference/architecture.md, input is parsed in one
 place (`ezpz_llm.base.outside`), and ruff reads every file."""
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PARSERS = {"json": {"load", "loads", "JSONDecoder"}, "yaml": None, "tomllib": No
 """By module: what of it parses; None for all of it."""
 
 
-def rooms() -> list[str]:
-    """The rooms of docs/reference/architecture.md, in the order of its table."""
+def packages() -> list[str]:
+    """The packages of docs/reference/architecture.md, in the order of its table."""
     page = PACKAGE.parent / "docs" / "reference" / "architecture.md"
-    section = page.read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
+    section = page.read_text().split("\n## Packages\n")[1].split("\n## ")[0]
     return re.findall(r"^\| `(\w+)/`", section, re.MULTILINE)
 
 
-def rooms_imported(text: str) -> Iterator[tuple[int, str]]:
-    """(line, room or root module) of each import of this package, those in functions too."""
+def packages_imported(text: str) -> Iterator[tuple[int, str]]:
+    """(line, package or root module) of each import of this package, those in functions too."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -44,15 +44,15 @@ def rooms_imported(text: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, rest.partition(".")[0]
 
 
-def test_the_table_names_every_room():
-    assert sorted(rooms()) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+def test_the_table_names_every_package():
+    assert sorted(packages()) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
-def test_a_room_imports_only_rooms_above_it():
-    order = rooms()
-    found = {f"{path.relative_to(PACKAGE)}:{line}": room for place, name in enumerate(order)
+def test_a_package_imports_only_packages_above_it():
+    order = packages()
+    found = {f"{path.relative_to(PACKAGE)}:{line}": other for place, name in enumerate(order)
              for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
-             for line, room in rooms_imported(path.read_text()) if room not in order[:place + 1]}
+             for line, other in packages_imported(path.read_text()) if other not in order[:place + 1]}
     assert not found, "below in docs/reference/architecture.md, or a command"
 
 

@@ -28,7 +28,7 @@ PYTHONS = {"oldest": "3.10", "newest": "3.13"}
 SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
 BUILT_BY_HAND = ("mpi4py",)
 """Without a wheel of the oldest release: its build needs an MPI library."""
-ROOMS = ("model", "layout", "engine", "dist", "data", "checkpoint", "trainer")
+PACKAGES = ("model", "layout", "engine", "dist", "data", "checkpoint", "trainer")
 FULL = ("model_init", "engine_deepspeed", "step_skip", "sharded_start", "compiled_layouts", "dist_parts",
         "dist_setup", "trainer_guards")
 """Files of which those marked full are run, too: what leans most on the insides of torch and DeepSpeed."""
@@ -107,7 +107,7 @@ def examine(python: Path, name: str) -> tuple[str, bool]:
             f"*map(m.version, {SHOWN}))"
     versions = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
     fast, fine = tests(python, environment, "not full and not slow and not cluster",
-                       [TESTS / room for room in ROOMS])
+                       [TESTS / package for package in PACKAGES])
     full, also_fine = tests(python, environment, "full and not cluster",
                             [next(TESTS.rglob(f"test_{file}.py")) for file in FULL])
     tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}
