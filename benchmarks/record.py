@@ -26,17 +26,20 @@ RECORDS = {
     "foreign-scripts": ("benchmarks/results/foreign_scripts.json", *ALL, "-k", "test_a_script_of",
                         "tests/launch/test_foreign_scripts.py"),
     "kills": ("benchmarks/results/kills.json", "-m", "slow", "tests/checkpoint/test_checkpoint_kills.py"),
-    "layout-links": ("benchmarks/results/layout_links.json and docs/evidence/traffic.md", "-m", "slow",
+    "layout-links": ("benchmarks/results/layout_links.json and benchmarks/results/traffic.md", "-m", "slow",
                      "tests/observe/test_traffic_layouts.py"),
-    "layouts-page": ("the outputs in docs/reference/layouts_command.md", *ALL, "-k", "page",
+    "layouts-page": ("benchmarks/results/layouts_command.md", *ALL, "-k", "page",
                      "tests/layout/test_layouts_command.py"),
+    "parameters-page": ("benchmarks/results/parameters.md", *ALL, "-k", "page_has_the_table",
+                        "tests/model/test_model_parameter_table.py"),
     "planted-failures": ("benchmarks/results/planted_failures.md and the second score in"
                          " benchmarks/results/blind_failures.json", *ALL, "tests/launch/test_planted_failures.py"),
     "resume-matrix": ("benchmarks/results/resume_matrix.json", "-m", "slow",
                       "tests/checkpoint/test_checkpoint_layouts.py"),
     "scaling-links": ("benchmarks/results/scaling_links.json", "-m", "slow", "-k", "bandwidth",
                       "tests/scaling/test_scale_cluster.py"),
-    "traffic": ("ezpz_llm/observe/traffic_gloo.json", "-m", "slow", "tests/observe/test_traffic.py"),
+    "traffic": ("ezpz_llm/observe/traffic_gloo.json and benchmarks/results/traffic.md", "-m", "slow",
+                "tests/observe/test_traffic.py"),
 }
 
 

@@ -230,7 +230,8 @@ def parser() -> argparse.ArgumentParser:
                         help=f"inject faults, one at a time; certify must then fail: {', '.join(FAULTS)}")
     parser.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
-    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/reference/layouts.md")
+    parser.add_argument("--write-docs", action="store_true",
+                        help="write the table into benchmarks/results/certified.md")
     parser.add_argument("--device", default="auto", choices=("auto", *DEVICES),
                         help="device type (%(default)s)")
     parser.add_argument("--run-dir", type=Path, metavar="D",

@@ -1,4 +1,4 @@
-"""Report of certify: verdict table, certify.json, and the table in docs/reference/layouts.md (imports no torch)."""
+"""Report of certify: verdict table, certify.json, and the table in benchmarks/results/certified.md (no torch)."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
 
 
 BEGIN, END = "<!-- certified: written by certify --write-docs -->", "<!-- certified: end -->"
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "layouts.md"
+_PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "certified.md"
 _HEADER = ("layout", "supports", "certified", "memory per rank, measured / estimated",
            "collectives per rank and step", "collectives expected from papers")
 _EXTRA_WORLD = 8

@@ -5,7 +5,7 @@
 Makes an environment from the package index for each: `oldest` has what pyproject.toml asks for at least, `newest`
 what is newest in its ranges; @ names another Python than theirs. Each takes 6 GB and half an hour; what lies in DIR
 already is brought up to date and used again. --write puts the lines of what has run into the table of
-docs/evidence/versions.md.
+benchmarks/results/versions.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 
 from places import ROOT, TESTS
 
-PAGE = ROOT / "docs" / "evidence" / "versions.md"
+PAGE = ROOT / "benchmarks" / "results" / "versions.md"
 PYTHONS = {"oldest": "3.10", "newest": "3.13"}
 SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
 BUILT_BY_HAND = ("mpi4py",)
 """Without a wheel of the oldest release: its build needs an MPI library."""
-ROOMS = ("model", "layout", "engine", "dist", "data", "checkpoint", "trainer")
+PACKAGES = ("model", "layout", "engine", "dist", "data", "checkpoint", "trainer")
 FULL = ("model_init", "engine_deepspeed", "step_skip", "sharded_start", "compiled_layouts", "dist_parts",
         "dist_setup", "trainer_guards")
 """Files of which those marked full are run, too: what leans most on the insides of torch and DeepSpeed."""
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(PYTHONS), metavar="NAME",
                         help="oldest, newest (both), or one of them with a Python: newest@3.12")
     parser.add_argument("--folder", type=Path, help="where environments are kept (default: a new one, removed)")
-    parser.add_argument("--write", action="store_true", help="change the table of docs/evidence/versions.md")
+    parser.add_argument("--write", action="store_true", help="change the table of benchmarks/results/versions.md")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="versions-"))).absolute()
     failed = False
@@ -107,7 +107,7 @@ def examine(python: Path, name: str) -> tuple[str, bool]:
             f"*map(m.version, {SHOWN}))"
     versions = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
     fast, fine = tests(python, environment, "not full and not slow and not cluster",
-                       [TESTS / room for room in ROOMS])
+                       [TESTS / package for package in PACKAGES])
     full, also_fine = tests(python, environment, "full and not cluster",
                             [next(TESTS.rglob(f"test_{file}.py")) for file in FULL])
     tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}

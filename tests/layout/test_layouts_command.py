@@ -1,4 +1,4 @@
-"""Tests of `ezpz-llm layouts`: its lists, its memory estimates, and its page in the docs."""
+"""Tests of `ezpz-llm layouts`: its lists, its memory estimates, and its recorded output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ezpz_llm.model.config import MODELS
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import block_matrix_count, parameter_count
 
-PAGE = ROOT / "docs/reference/layouts_command.md"
+PAGE = ROOT / "benchmarks/results/layouts_command.md"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -19,7 +19,7 @@ from ezpz_llm.observe import traffic as module
 from ezpz_llm.observe.traffic import call_traffic, measured, reason
 
 PROGRAM = HELPERS / "traffic_ranks.py"
-PAGE = ROOT / "docs/evidence/traffic.md"
+PAGE = ROOT / "benchmarks/results/traffic.md"
 TABLE = Path(module.__file__).with_name("traffic_gloo.json")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_list", "reduce_scatter", "all_to_all", "broadcast", "reduce",
                "gather", "scatter")

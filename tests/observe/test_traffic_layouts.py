@@ -20,7 +20,7 @@ from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.observe.traffic import measured
 
 PROGRAM = HELPERS / "traffic_layout_ranks.py"
-PAGE = ROOT / "docs/evidence/traffic.md"
+PAGE = ROOT / "benchmarks/results/traffic.md"
 RESULT = ROOT / "benchmarks/results/layout_links.json"
 RATES = ("1gbit", "200mbit")
 # Little computation per byte sent, and buffers far larger than the bursts that a shaped link allows.
