@@ -53,7 +53,7 @@ def test_a_rung_that_learns_nothing_fails(ladder: ModuleType) -> None:
 
 
 @pytest.mark.full
-def test_each_rung_runs_in_a_separate_process(tmp_path: Path) -> None:
+def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "ladder.json"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--work", "tiny", "--steps", "12", "--rounds", "1", "--rungs",
