@@ -1,1 +1,1 @@
-"""The programs that benchmarks/peers.py compares, each run in processes of its own by `python3 -m peers.worker`."""
+"""Programs that benchmarks/peers.py compares, each run in separate processes by `python3 -m peers.worker`."""

@@ -1,4 +1,4 @@
-"""What is asked of the comparison, and what came out: ratios of runs of the same round."""
+"""Required and measured results of the comparison: ratios of runs in the same round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERDICT = ("at_least", "at_most", "passed")
 
 
 def bars(work: str, rounds: Rounds) -> list[Row]:
-    """The rows that the work's programs allow: name, ratio with its spread over rounds, and what it should be."""
+    """Return the rows that the work's programs allow: name, ratio with its spread over rounds, and requirement."""
     if work.startswith("tiny"):
         rows = [*_speed(rounds, None), *_perfect(rounds, None), *_shards(rounds), *_memory(rounds), *_zero(rounds)]
         return [{key: value for key, value in row.items() if key not in _VERDICT} for row in rows]
@@ -31,16 +31,16 @@ def bars(work: str, rounds: Rounds) -> list[Row]:
 
 
 def _row(name: str, ratios: list[float], least: float | None = None, most: float | None = None) -> Row:
-    found = {"name": name, **spread(ratios)}
+    row = {"name": name, **spread(ratios)}
     if least is not None:
-        found.update(at_least=least, passed=found["median"] >= least)
+        row.update(at_least=least, passed=row["median"] >= least)
     if most is not None:
-        found.update(at_most=most, passed=found["median"] <= most)
-    return found
+        row.update(at_most=most, passed=row["median"] <= most)
+    return row
 
 
 def _paired(rounds: Rounds, one: str, other: str, value: Callable[[dict[str, Any]], float]) -> list[float]:
-    """The ratio of two programs in each round."""
+    """Return the ratio of two programs in each round."""
     return [value(a) / value(b) for a, b in zip(rounds[one], rounds[other], strict=True)]
 
 
@@ -76,7 +76,7 @@ def _speed(rounds: Rounds, least: float | None) -> list[Row]:
 
 
 def _perfect(rounds: Rounds, least: float | None) -> list[Row]:
-    """Model FLOPs, by both counts, at the rate of matrix products, over what the step took."""
+    """Return the time of the model FLOPs (both counts) at the matmul peak, relative to the step time."""
     rows = []
     for ours in (name for name in _OURS if rounds.get(name) and rounds.get("ceiling")):
         for count, words in (("flops_per_token", ""), ("flops_per_token_causal", ", causal count")):
@@ -115,7 +115,7 @@ def _ddp(rounds: Rounds) -> list[Row]:
 
 
 def _zero(rounds: Rounds) -> list[Row]:
-    """Speed as a share of ddp's, and of what its collectives allow."""
+    """Return the throughput relative to ddp's, and relative to the bound set by the layout's collectives."""
     rows = []
     if not rounds.get("ours-ddp-2"):
         return rows
@@ -134,8 +134,8 @@ def _zero(rounds: Rounds) -> list[Row]:
 
 
 def bar_line(row: Row) -> str:
-    """One row of the bars' table."""
-    asked = (f"  asked: >= {row['at_least']:g}" if "at_least" in row else
-             f"  asked: <= {row['at_most']:g}" if "at_most" in row else "")
+    """Format a row of the table."""
+    requirement = (f"  asked: >= {row['at_least']:g}" if "at_least" in row else
+                   f"  asked: <= {row['at_most']:g}" if "at_most" in row else "")
     verdict = "" if "passed" not in row else "  reached" if row["passed"] else "  MISSED"
-    return f"{row['name']:<66}{row['median']:8.3f}  ({row['least']:.3f} to {row['most']:.3f}){asked}{verdict}"
+    return f"{row['name']:<66}{row['median']:8.3f}  ({row['least']:.3f} to {row['most']:.3f}){requirement}{verdict}"

@@ -1,4 +1,4 @@
-"""build-nanogpt's own train_gpt2.py, from a checkout. Its constants are replaced as they are set."""
+"""Run build-nanogpt's train_gpt2.py from a checkout. Its constants are replaced when they are assigned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAIN = "train_gpt2.py"
 
 
 class NoText:
-    """Stands for the tokenizer, which only its samples of text need."""
+    """Stub for the tokenizer, which the script only needs for text samples."""
 
     def encode(self, text: str) -> list[int]:
         return [0]
@@ -24,7 +24,7 @@ class NoText:
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """Train by the script. It validates and scores HellaSwag (here, one example of zeros) before the first step."""
+    """Train with the script. It validates and scores HellaSwag (one example of zeros) before the first step."""
     folder = Path(task.scratch)
     (folder / "edu_fineweb10B").mkdir()
     for split in ("train", "val"):
@@ -51,4 +51,5 @@ def run(task: Task, clock: Clock) -> dict[str, Any]:
         with torch.autocast("cpu", torch.bfloat16):
             return model(tokens)[0]
 
-    return {"parameters": sum(one.numel() for one in model.parameters()), "val_loss": validation_loss(task, logits)}
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "val_loss": validation_loss(task, logits)}

@@ -1,4 +1,4 @@
-"""The best rate of matrix products in the task's precision, as `ezpz_llm.observe.peaks` finds it."""
+"""Measure the matmul peak in the task's precision, with `ezpz_llm.observe.peaks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = 2.0
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """FLOP per second, and per second of processor time, of square products of the size that is best."""
+    """Return FLOP/s, and FLOP per CPU second, of square matmuls of the fastest size."""
     dtype = torch.bfloat16 if task.precision == "bf16" else torch.float32
     rate, size = fastest_product(torch.device("cpu"), dtype, _SECONDS)
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))

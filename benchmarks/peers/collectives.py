@@ -1,4 +1,4 @@
-"""What a layout's collectives take when nothing else is done, and its step when they do nothing."""
+"""Measure a layout's collectives without computation, and its step with stubbed collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STUBBED_STEPS = 6
 
 
 class _Log(TorchDispatchMode):
-    """Counts the calls of a step by kind and bytes."""
+    """Counts of a step's collective calls, by kind and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,15 @@ class _Log(TorchDispatchMode):
 
 
 def apart(session: Session) -> dict[str, Any]:
-    """Take more steps of a finished run: one to see what it issues, and some without collectives. A collective.
+    """Take more steps of a finished run: one to count its collectives, and some without collectives.
+
+    Call it on all ranks.
 
     Returns:
-        `calls` ([kind, bytes of the whole buffer, count, seconds of one] each), `seconds` of all of them one after
-        the other, and `stubbed_s`, the steps' seconds without any (what they train is worthless).
+        `calls` (each [kind, bytes of the full buffer, count, seconds per call]), `seconds` of all calls in
+        sequence, and `stubbed_s`, the seconds of steps with stubbed collectives (which do not train correctly).
     """
-    _step(session)  # the validation before it has left ZeRO-3's parameters gathered
+    _step(session)  # the preceding validation leaves ZeRO-3's parameters gathered
     with _Log() as log:
         _step(session)
     rows = []
@@ -66,21 +68,21 @@ def _step(session: Session) -> None:
 
 
 def _seconds(kind: str, size: int, barrier: Callable[[], None]) -> float:
-    """The median time of one such call among all ranks, with fp32 buffers.
+    """Return the median time of such a call among all ranks, with fp32 buffers.
 
     Raises:
-        SystemExit: a kind that this benchmark cannot repeat.
+        SystemExit: this benchmark does not support the kind.
     """
     call = _call(kind, max(1, size // 4))
     if call is None:
-        raise SystemExit(f"no way to repeat {kind}")
-    taken = []
+        raise SystemExit(f"this benchmark does not support {kind}")
+    call_s = []
     for _ in range(_REPEATS + 1):
         barrier()
         began = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+        call_s.append(time.perf_counter() - began)
+    return statistics.median(call_s[1:])
 
 
 def _call(kind: str, elements: int) -> Callable[[], Any] | None:

@@ -1,4 +1,4 @@
-"""The tokens that all programs read: made once, in each one's format."""
+"""Tokens for all programs, prepared once, in the format of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 
 LETTERS = 65
-"""As many as tiny Shakespeare has."""
+"""Number of different characters, as in tiny Shakespeare."""
 SHARDS = "shards"
 _CHARACTERS = 2_000_000
 
@@ -20,10 +20,10 @@ _CHARACTERS = 2_000_000
 def make_data(folder: Path, letters: bool) -> None:
     """Prepare sources of the standard library as `folder`/shards, and as train and val in .bin and .npy files.
 
-    Not many of them: build-nanogpt has its whole file in memory, at 8 bytes a token.
+    The corpus is small, since build-nanogpt loads the whole file into memory, at 8 bytes per token.
 
     Args:
-        letters: of the 65 commonest characters, one token each; else bytes.
+        letters: use the 65 most common characters as tokens instead of bytes.
     """
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text(_text(letters))
@@ -36,7 +36,7 @@ def make_data(folder: Path, letters: bool) -> None:
 
 
 def _text(letters: bool) -> str:
-    """The beginning of the standard library, with `letters` its rare characters replaced by the commonest."""
+    """Return the beginning of the standard library; with `letters`, rare characters become the most common one."""
     text = ""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_text(encoding="utf-8", errors="ignore")

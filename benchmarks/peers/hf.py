@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on GPT2LMHeadModel, with its own defaults where the task says nothing."""
+"""Train GPT2LMHeadModel with Hugging Face's Trainer, with its defaults unless the task sets a value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peers.task import Clock, Task, validation_loss
 
 
 class Windows(torch.utils.data.Dataset):
-    """The training tokens in windows that do not overlap."""
+    """Training tokens in windows that do not overlap."""
 
     def __init__(self, task: Task) -> None:
         self._tokens, self._length = task.tokens("train"), task.block_size
@@ -28,7 +28,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 class Ticks(TrainerCallback):
-    """Keeps the clock."""
+    """Callback that ticks the clock after each step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What the comparison ran on and with."""
+"""Hardware and versions used in the comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("ezpz_llm", "torch", "numpy", "deepspeed", "transformers", "acceler
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions."""
+    """Return processor, cores, memory and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith("flags")), "").split()
     return {
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def own_precision() -> str:
-    """The precision of our trainer's `--precision auto` here: fp32 on a CPU that multiplies no bf16."""
+    """Return the precision of `--precision auto` on this machine: fp32 on a CPU without bf16 instructions."""
     import torch
 
     from ezpz_llm.engine.precision import native_precision
@@ -37,7 +37,7 @@ def own_precision() -> str:
 
 
 def state_of(folder: Path, main: str) -> str:
-    """Which state of a checkout this is: its commit, or the hash of its main file where git knows none."""
+    """Return a checkout's commit, or the hash of its main file if it is not a git repository."""
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True,
                           check=False)
     if done.returncode == 0:

@@ -1,4 +1,4 @@
-"""Run a program once, in processes of its own, and gather what its ranks found."""
+"""Run a program once in separate processes, and combine the results of its ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BENCHMARKS = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Bench:
-    """What all programs of a comparison share."""
+    """Settings shared by all programs of a comparison."""
 
     work: Work
     folder: Path
@@ -40,7 +40,7 @@ class Bench:
                     **{**native, **self.work.changes, **self.changes, **entry.changes})
 
     def lacks(self, program: str) -> str | None:
-        """What a program needs that is not here; None where it can run."""
+        """Return the program's missing requirement, or None if it can run."""
         entry = PROGRAMS[program]
         if entry.peer and entry.peer not in self.peers:
             return f"--peer {entry.peer}=FOLDER names no checkout"
@@ -50,10 +50,10 @@ class Bench:
 
 
 def run_program(bench: Bench, program: str) -> dict[str, Any]:
-    """Medians of one run, and everything that it found.
+    """Run a program. Return the medians and all results.
 
     Raises:
-        SystemExit: it failed; with the end of its output.
+        SystemExit: the program failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory(dir=bench.folder) as scratch:
         task = bench.task(program, Path(scratch))
@@ -64,15 +64,15 @@ def run_program(bench: Bench, program: str) -> dict[str, Any]:
             done = subprocess.run(command(task, file), env=environment(bench, task), cwd=scratch, timeout=TIMEOUT_S,
                                   stdout=output, stderr=subprocess.STDOUT, check=False)
             output.seek(0)
-            said = output.read()
+            text = output.read()
         ranks = [Path(scratch) / f"rank{rank}.json" for rank in range(task.ranks)]
         if done.returncode or not all(path.exists() for path in ranks):
-            raise SystemExit(f"{program} ended with exit code {done.returncode}\n{said[-6000:]}")
+            raise SystemExit(f"{program} ended with exit code {done.returncode}\n{text[-6000:]}")
         return {**together([json.loads(path.read_text()) for path in ranks], task), "load_before": load}
 
 
 def command(task: Task, file: Path) -> list[str]:
-    """Ours is started by launch where there are several ranks, a plain loop by torchrun."""
+    """Return the command of a program. With several ranks, ours is started by launch, a plain loop by torchrun."""
     module = ["-m", "peers.worker", str(file)]
     if task.ranks == 1:
         return [sys.executable, *module]
@@ -85,7 +85,7 @@ def command(task: Task, file: Path) -> list[str]:
 
 
 def environment(bench: Bench, task: Task) -> dict[str, str]:
-    """The same for all: no GPU, no hub, so many threads, and threads that wait without spinning."""
+    """Return the common environment: no GPU, no hub, the task's number of threads, and threads that do not spin."""
     return {**os.environ, "PYTHONPATH": str(_BENCHMARKS), "PYTHONDONTWRITEBYTECODE": "1",
             "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(task.threads), "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_CACHE_DIR": str(bench.folder / "inductor"),
@@ -93,13 +93,13 @@ def environment(bench: Bench, task: Task) -> dict[str, str]:
 
 
 def together(ranks: list[dict[str, Any]], task: Task) -> dict[str, Any]:
-    """Rank 0's findings, with processor time and memory added up over ranks."""
+    """Return rank 0's results, with processor time and memory summed over ranks."""
     first = dict(ranks[0])
     if not first["wall_s"]:
         return first
-    first["cpu_s"] = [sum(times) for times in zip(*(one["cpu_s"] for one in ranks), strict=True)]
+    first["cpu_s"] = [sum(times) for times in zip(*(rank["cpu_s"] for rank in ranks), strict=True)]
     for name in ("peak_bytes", "start_bytes"):
-        first[name] = sum(one[name] for one in ranks)
+        first[name] = sum(rank[name] for rank in ranks)
     tokens, losses = task.tokens_per_step, first["losses"]
     first.update(step_s=statistics.median(first["wall_s"]), best_s=min(first["wall_s"]),
                  tokens_per_second=tokens / statistics.median(first["wall_s"]),

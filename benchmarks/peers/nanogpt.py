@@ -1,4 +1,4 @@
-"""nanoGPT's own train.py, from a checkout, told by its own options what to do."""
+"""Run nanoGPT's train.py from a checkout, configured by its options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAIN = "train.py"
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """Train by the script; its one evaluation, before the first step, is of one batch."""
+    """Train with the script. Its only evaluation, before the first step, uses one batch."""
     folder, checkout = Path(task.scratch), Path(task.peer)
     (folder / "configurator.py").symlink_to(checkout / "configurator.py")
     (folder / "data").mkdir()
@@ -27,5 +27,5 @@ def run(task: Task, clock: Clock) -> dict[str, Any]:
     sys.argv = [MAIN, *(f"--{name}={value}" for name, value in options.items())]
     names = run_script(checkout / MAIN, folder, clock, loss="loss", values={"meta_vocab_size": task.vocab_size})
     model = names["raw_model"].eval()
-    return {"parameters": sum(one.numel() for one in model.parameters()),
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters()),
             "val_loss": validation_loss(task, lambda tokens: model(tokens, tokens)[0])}

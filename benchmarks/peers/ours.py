@@ -1,4 +1,4 @@
-"""This project, by the trainer's own loop: a watch of its steps, as profiles are, keeps the clock."""
+"""Run this project's training loop, with a step hook, like those of profiles, that ticks the clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peers.task import Clock, Task
 
 
 class Watch:
-    """Ticks after each step."""
+    """Step hook that ticks the clock after each step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class Watch:
 
 
 def options(task: Task) -> list[str]:
-    """The task as a command line of `ezpz_llm.train`. What is not named is as by default."""
+    """Return the task as options of `ezpz_llm.train`; all others have their defaults."""
     model = "gpt2-124m" if task.vocab_size > 50000 else "shakespeare-char"
     values = {
         "--model": model, "--n-layer": task.n_layer, "--n-head": task.n_head, "--n-embd": task.n_embd,
@@ -52,7 +52,7 @@ def options(task: Task) -> list[str]:
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """Train; with `task.collectives`, also what the layout's collectives take by themselves."""
+    """Train; with `task.collectives`, also measure the layout's collectives separately."""
     run_dir = None if RUN_DIR_VARIABLE in os.environ else Path(task.scratch) / "run"
     with setup(run_dir=run_dir) as dist, contextlib.redirect_stdout(io.StringIO()):
         session = start(parse(options(task)), dist, WallClock(), Heartbeat(os.environ))
@@ -60,13 +60,13 @@ def run(task: Task, clock: Clock) -> dict[str, Any]:
         train(session)
         lines = list(map(json.loads, dist.run_dir.metrics.read_text().splitlines())) if dist.is_main else []
         config = session.plan.model
-        found = {"options": " ".join(options(task)), "rows": config.padded_vocab_size,
-                 "parameters": sum(parameter.numel() for parameter in session.engine.module.parameters()),
-                 "flops_per_token": flops_per_token(config),
-                 "flops_per_token_causal": flops_per_token(config, causal=True)}
+        result = {"options": " ".join(options(task)), "rows": config.padded_vocab_size,
+                  "parameters": sum(parameter.numel() for parameter in session.engine.module.parameters()),
+                  "flops_per_token": flops_per_token(config),
+                  "flops_per_token_causal": flops_per_token(config, causal=True)}
         if lines:
-            found.update(losses=[line["loss"] for line in lines], val_loss=lines[-1]["val_loss"])
+            result.update(losses=[line["loss"] for line in lines], val_loss=lines[-1]["val_loss"])
         if task.collectives and dist.world_size > 1:
-            found["collectives"] = apart(session)
-        return found
+            result["collectives"] = apart(session)
+        return result
 

@@ -1,4 +1,4 @@
-"""picotron's Llama and its train_step, from a checkout, in the order of its own loop."""
+"""Run picotron's Llama and its train_step from a checkout, in the order of picotron's loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ONLY_ON_GPUS = {"flash_attn": {}, "flash_attn.flash_attn_interface": {"flash_at
 
 
 class Samples:
-    """Has what train_step asks of picotron's loader, which would fetch its data from a hub."""
+    """The part of picotron's data loader that train_step uses; the loader itself would download data."""
 
     grad_acc_steps = 1
 
@@ -40,7 +40,7 @@ class Samples:
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """Train in fp32, which is what picotron does on CPUs."""
+    """Train in fp32, picotron's precision on CPUs."""
     os.environ.update({"LOCAL_RANK": "0", "DEVICE": "cpu", "DTYPE": "float32", "FLASH_ATTEN": "0",
                        "CONTEXT_PARALLEL": "0"})
     if find_spec("flash_attn") is None:

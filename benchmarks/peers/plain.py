@@ -1,4 +1,4 @@
-"""A GPT-2 and a training loop as one writes them on an afternoon: eager modules, autocast, DDP, torch's AdamW."""
+"""Baseline: a simple GPT-2 and training loop with eager modules, autocast, DDP, and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peers.task import Clock, Task, validation_loss
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual stream."""
+    """Attention and MLP, each with a pre-LayerNorm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """GPT-2: learned positions, a head tied to the token embedding."""
+    """GPT-2 with learned positions and a head tied to the token embedding."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def batch(task: Task, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows drawn at random from the training tokens, and the same one token on."""
+    """Return random windows of the training tokens, and the same windows shifted by one token."""
     stream, length = task.tokens("train"), task.block_size
     starts = torch.randint(len(stream) - length, (task.micro_batch,), generator=generator).tolist()
     rows = torch.from_numpy(np.stack([stream[start:start + length + 1] for start in starts]).astype(np.int64))
@@ -66,13 +66,13 @@ def batch(task: Task, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """Train, under DistributedDataParallel where there are several ranks."""
+    """Train, with DistributedDataParallel if there are several ranks."""
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(rank)
     plain = model = Model(task)
-    matrices = [one for one in plain.parameters() if one.dim() > 1]
-    vectors = [one for one in plain.parameters() if one.dim() == 1]
+    matrices = [parameter for parameter in plain.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in plain.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1},
                                    {"params": vectors, "weight_decay": 0.0}], lr=task.lr, betas=(0.9, 0.95))
     if task.ranks > 1:
@@ -96,15 +96,15 @@ def run(task: Task, clock: Clock) -> dict[str, Any]:
         with torch.autocast("cpu", torch.bfloat16, enabled=task.precision == "bf16"):
             return plain(tokens)
 
-    found = {"parameters": sum(one.numel() for one in plain.parameters()),
-             "val_loss": validation_loss(task, logits)}
+    result = {"parameters": sum(parameter.numel() for parameter in plain.parameters()),
+              "val_loss": validation_loss(task, logits)}
     if task.ranks > 1:
         torch.distributed.destroy_process_group()
-    return found
+    return result
 
 
 def rate(task: Task, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Return the learning rate: linear warm-up, then cosine decay to a tenth."""
     if step < task.warmup_steps:
         return task.lr * (step + 1) / task.warmup_steps
     share = (step - task.warmup_steps) / max(1, task.steps - task.warmup_steps)

@@ -1,4 +1,4 @@
-"""The programs by name, and the work that they are compared on."""
+"""Programs by name, and the work on which they are compared."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Program:
-    """How a program is run: `module` of this folder, and the fields of its Task that differ from the default.
+    """A program of the comparison.
 
-    `peer` names the checkout that it needs; `package` one of PyPI's; `differs` says where it does other work.
+    Attributes:
+        module: module of this package that runs the program.
+        changes: fields of its Task that differ from the defaults.
+        peer: name of the required checkout of another project.
+        package: required package from PyPI.
+        differs: differences between its work and that of the other programs.
     """
 
     module: str
@@ -52,17 +57,17 @@ PROGRAMS: dict[str, Program] = {
     "ceiling": Program("ceiling"),
     "shards": Program("shards", {"threads": 1}),
 }
-"""All but `ours…`, `ceiling` and `shards` are other people's, or what they would write."""
+"""All except `ours…`, `ceiling` and `shards` are code of other projects, or typical user code."""
 
 TRAINS_NOT = ("ceiling", "shards")
 NATIVE = ("ours", "ceiling")
-"""Modules that compute in the precision that the machine has natively; the others in that of their names."""
+"""Modules that use the machine's native precision; the others use the one in their names."""
 EAGER_PEERS = ("nanogpt", "build-nanogpt", "picotron", "hf-bf16")
 
 
 @dataclass(frozen=True)
 class Work:
-    """A shape, a batch and the programs that do it; `letters`: on tokens of 65 kinds."""
+    """A shape, a batch and the programs to run; `letters` selects a vocabulary of 65 characters."""
 
     programs: tuple[str, ...]
     changes: dict[str, Any]
@@ -89,4 +94,4 @@ WORKS: dict[str, Work] = {
                    {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 65, "global_batch": 8,
                     "lr": 3e-3, "collectives": True}, steps=24, rounds=1, letters=True),
 }
-"""The tiny ones are to try the benchmark with."""
+"""Work by name. The tiny ones are for trying out the benchmark."""

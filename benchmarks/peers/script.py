@@ -1,4 +1,4 @@
-"""Run a training script of another project as it stands, except for the numbers that it has no options for."""
+"""Run a training script of another project unchanged, except for constants without an option."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Names = dict[str, Any]
 
 
 class Over(BaseException):
-    """Enough steps: nothing that a script catches."""
+    """Raised when the clock has all its steps; a BaseException, so that scripts do not catch it."""
 
 
 def run_script(path: Path, folder: Path, clock: Clock, *, loss: str, values: Mapping[str, Any],
                after: Mapping[str, Callable[[Names], None]] | None = None) -> Names:
-    """Run the script's statements, in `folder`, until the clock has all its steps; the script's global names.
+    """Run the script in `folder` until the clock has all its steps, and return the script's globals.
 
-    A step ends with the optimizer's.
+    A step ends with the optimizer's step.
 
     Args:
-        loss: the global name of the last loss.
-        values: what to assign, in place of its own value, to each of these global names.
-        after: what to do once a class of this name is defined.
+        loss: name of the global variable with the last loss.
+        values: values to assign to these global variables instead of the script's.
+        after: functions to call once a class of this name is defined.
     """
     module = ModuleType("peer_script")
     sys.modules[module.__name__] = module
@@ -58,7 +58,7 @@ def run_script(path: Path, folder: Path, clock: Clock, *, loss: str, values: Map
         return names
     finally:
         hook.remove()
-    raise SystemExit(f"{path} ended before its steps did")
+    raise SystemExit(f"{path} ended before it had made all its steps")
 
 
 def _run(statement: ast.stmt, path: Path, names: Names, values: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ def _run(statement: ast.stmt, path: Path, names: Names, values: Mapping[str, Any
 
 
 def stand_in(name: str, **members: Any) -> None:
-    """A module of this name with these members, for one that the comparison has no use for."""
+    """Install a stub module with these members, for a module that the comparison does not need."""
     module = ModuleType(name)
     module.__dict__.update(members)
     sys.modules[name] = module

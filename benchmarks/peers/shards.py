@@ -1,4 +1,4 @@
-"""How fast one process reads samples from shards, as the trainer's step asks for them."""
+"""Measure how fast one process reads samples from shards, in the trainer's access pattern."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEPS = 200
 
 
 def run(task: Task, clock: Clock) -> dict[str, Any]:
-    """Tokens a second, each of them read once as input and once as target."""
+    """Return tokens per second; each token is read once as input and once as target."""
     stream = TokenData.open(Path(task.data) / SHARDS).split("train")
     batches = Batches(stream, block_size=task.block_size, seed=1337, global_batch=task.global_batch,
                       micro_batch=task.global_batch, dp_rank=0, dp_size=1)

@@ -1,4 +1,4 @@
-"""What every program is given, and the clock that it has to keep."""
+"""Task and clock that every program gets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 SKIP = 3
-"""Steps that are not counted: first touches of memory, first moments, compilation."""
+"""Number of first steps that are not measured: they allocate memory and moments, and compile."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One program's part in a comparison. Batches are in sequences; `vocab_size` counts rows of the embedding.
+    """A program's part of a comparison. Batches are in sequences; `vocab_size` counts rows of the embedding.
 
-    `data` is a folder as peers/data.py makes it, `scratch` one of the program's own, `peer` a checkout of another
-    project, for the programs that need one.
+    `data` is a folder written by peers/data.py, `scratch` is the program's own folder, and `peer` is the checkout
+    of another project for programs that need one.
     """
 
     program: str
@@ -53,23 +53,23 @@ class Task:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks."""
+        """Tokens in a step over all ranks."""
         return self.global_batch * self.block_size
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that a rank takes a step, all at once."""
+        """Sequences of a rank in a step, processed as one batch."""
         return self.global_batch // self.ranks
 
     def tokens(self, split: str) -> np.ndarray:
-        """All tokens of "train" or "val", (N,) uint16, by memory map."""
+        """Return all tokens of "train" or "val", (N,) uint16, memory-mapped."""
         return np.memmap(Path(self.data) / f"{split}.bin", np.uint16, "r")
 
 
 class Clock:
-    """Notes time, processor time and loss at the end of each optimizer step, and the memory after the last one.
+    """Record of time, processor time and loss at the end of each step, and of the memory after the last one.
 
-    From one step's end to the next lies everything that a program does for a step: reading its samples, too.
+    The time between the ends of two steps includes all work for a step, such as reading samples.
     """
 
     def __init__(self, steps: int) -> None:
@@ -81,7 +81,7 @@ class Clock:
         self._losses: list[Any] = []
 
     def tick(self, loss: Any = None) -> None:
-        """A step has ended; `loss` is a number or a 0-d tensor, read when all is over."""
+        """Record the end of a step. `loss` is a number or a 0-d tensor, which is read after the last step."""
         self._walls.append(time.perf_counter())
         self._processors.append(time.process_time())
         if loss is not None:
@@ -94,17 +94,17 @@ class Clock:
         return len(self._walls) >= self.steps
 
     def found(self) -> dict[str, Any]:
-        """Seconds of the steps that count, losses of all, bytes."""
-        found = {"wall_s": np.diff(self._walls)[SKIP - 1:].tolist(),
-                 "cpu_s": np.diff(self._processors)[SKIP - 1:].tolist(),
-                 "peak_bytes": self.peak_bytes, "start_bytes": self.start_bytes}
+        """Return the seconds of measured steps, the losses of all steps, and the memory in bytes."""
+        measured = {"wall_s": np.diff(self._walls)[SKIP - 1:].tolist(),
+                    "cpu_s": np.diff(self._processors)[SKIP - 1:].tolist(),
+                    "peak_bytes": self.peak_bytes, "start_bytes": self.start_bytes}
         if self._losses:
-            found["losses"] = [float(loss) for loss in self._losses]
-        return found
+            measured["losses"] = [float(loss) for loss in self._losses]
+        return measured
 
 
 def most_memory() -> int:
-    """The most bytes that this process and its living descendants have each held, added up."""
+    """Return the sum of the peak resident bytes of this process and its living descendants."""
     import psutil
 
     own = psutil.Process()
@@ -120,24 +120,24 @@ def _high_water(pid: int) -> int:
 
 
 def validation_loss(task: Task, logits: Callable[[Any], Any]) -> float:
-    """The mean loss, in nats, over the first windows of the validation tokens: the same ones for every program.
+    """Return the mean loss in nats over the first windows of the validation tokens, the same for all programs.
 
     Args:
-        logits: from tokens (B, T) to (B, T, V), in evaluation.
+        logits: function from tokens (B, T) to logits (B, T, V), in evaluation mode.
     """
     import torch
 
     total, windows = 0.0, 0
     with torch.no_grad():
         for tokens, targets in validation_batches(task):
-            found = logits(tokens).float()
-            total += len(tokens) * torch.nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten()).item()
+            loss = torch.nn.functional.cross_entropy(logits(tokens).float().flatten(0, 1), targets.flatten())
+            total += len(tokens) * loss.item()
             windows += len(tokens)
     return total / windows
 
 
 def validation_batches(task: Task) -> Iterator[tuple[Any, Any]]:
-    """Tokens and targets (B, T) int64, one window after the other from the start of the split."""
+    """Yield tokens and targets (B, T) int64, in consecutive windows from the start of the split."""
     import torch
 
     length, at_once = task.block_size, 4

@@ -1,4 +1,4 @@
-"""One rank of one program: python3 -m peers.worker TASK.json leaves rankN.json in the task's scratch folder."""
+"""Run a rank of a program: python3 -m peers.worker TASK.json writes rankN.json into the task's scratch folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def main() -> int:
 
     task = Task.read(Path(sys.argv[1]))
     clock = Clock(task.steps)
-    found = importlib.import_module(f"peers.{PROGRAMS[task.program].module}").run(task, clock)
+    result = importlib.import_module(f"peers.{PROGRAMS[task.program].module}").run(task, clock)
     rank = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
-    found = {**clock.found(), "threads": torch.get_num_threads(), **found}
-    (Path(task.scratch) / f"rank{rank}.json").write_text(json.dumps(found))
+    result = {**clock.found(), "threads": torch.get_num_threads(), **result}
+    (Path(task.scratch) / f"rank{rank}.json").write_text(json.dumps(result))
     return 0
 
 

@@ -8,7 +8,7 @@ lists what is not protected.
 =======
 Anyone who can connect to a TCPStore can read and write it. Ranks on one node that launch started therefore use a
 FileStore. Otherwise the store listens on one address only, its keys have a secret prefix, and error texts in it are
-signed. docs/reference/security.md lists the remaining risks.
+signed. docs/reference/launch.md lists the remaining risks.
 >>>>>>> english-output
 """
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from places import ROOT, TESTS
 
 import ezpz_llm
 
@@ -37,11 +38,20 @@ def clauses_in(text: str) -> list[tuple[int, str]]:
                   if CLAUSES.intersection(re.findall(r"\w+", docstring)[:1]))
 
 
+def clauses_below(folder: Path) -> dict[str, str]:
+    return {f"{path.relative_to(folder)}:{line}": docstring for path in folder.rglob("*.py")
+            for line, docstring in clauses_in(path.read_text())}
+
+
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_docstrings_begin_with_a_verb_or_a_noun(package):
-    violations = {f"{path.relative_to(PACKAGE)}:{line}": docstring for path in (PACKAGE / package).rglob("*.py")
-                  for line, docstring in clauses_in(path.read_text())}
-    assert not violations, 'write "Return …", or a noun phrase'
+    assert not clauses_below(PACKAGE / package), 'write "Return …", or a noun phrase'
+
+
+@pytest.mark.parametrize("folder", [".ci", "benchmarks", *sorted(
+    f"tests/{path.name}" for path in TESTS.iterdir() if any(path.rglob("*.py")))])
+def test_docstrings_of_tests_and_benchmarks_begin_with_a_verb_or_a_noun(folder):
+    assert not clauses_below(ROOT / folder), 'write "Return …", or a noun phrase'
 
 
 def test_clause_is_found():

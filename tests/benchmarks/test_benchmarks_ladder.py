@@ -1,4 +1,4 @@
-"""The ladder of optimisations: what each rung is, and what the table says of it."""
+"""The ladder of optimizations: options of its rungs, and its table."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def test_each_rung_changes_one_thing(ladder: ModuleType) -> None:
 
 
 def test_a_rung_that_learns_nothing_fails(ladder: ModuleType) -> None:
-    one = {"wall_s": [0.1, 0.3, 0.2], "cpu_s": [0.2] * 3, "first_steps_s": [9.0], "losses": [5.0, 5.1, 4.9, 5.0],
+    run = {"wall_s": [0.1, 0.3, 0.2], "cpu_s": [0.2] * 3, "first_steps_s": [9.0], "losses": [5.0, 5.1, 4.9, 5.0],
            "tokens": 100, "flops": 1e9, "peak_flops": 1e11, "memory_bytes": 7}
-    found = ladder.summary([one, {**one, "memory_bytes": 8}])
-    assert not found["learns"]
-    assert (found["step_ms"], found["memory_bytes"], found["steps"]) == (200, 8, 6)
-    assert found["tokens_per_second"] == pytest.approx(500)
-    assert found["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
-    assert "DOES NOT LEARN" in ladder.line("rung", found)
-    assert ladder.summary([{**one, "losses": [5.0, 4.0, 3.0, 2.0]}])["learns"]
+    summary = ladder.summary([run, {**run, "memory_bytes": 8}])
+    assert not summary["learns"]
+    assert (summary["step_ms"], summary["memory_bytes"], summary["steps"]) == (200, 8, 6)
+    assert summary["tokens_per_second"] == pytest.approx(500)
+    assert summary["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
+    assert "DOES NOT LEARN" in ladder.line("rung", summary)
+    assert ladder.summary([{**run, "losses": [5.0, 4.0, 3.0, 2.0]}])["learns"]
 
 
 @pytest.mark.full
@@ -61,13 +61,13 @@ def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=scaled(280), check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert "tf32" in found["rungs"]["tf32"]["refused"]
-    plain, best = found["rungs"]["fp32"], found["rungs"]["without compilation"]
+    result = json.loads(out.read_text())
+    assert "tf32" in result["rungs"]["tf32"]["refused"]
+    plain, best = result["rungs"]["fp32"], result["rungs"]["without compilation"]
     assert plain["learns"]
     assert best["learns"]
-    fall, other = (one["loss_first"] - one["loss_reached"] for one in (plain, best))
-    assert other == pytest.approx(fall, abs=0.1)  # more rows alone raise every loss
-    assert found["rungs"]["bf16 parameters"]["learns"]
-    assert "--precision bf16 " in found["options"]["bf16 parameters"]
+    fall, other = (rung["loss_first"] - rung["loss_reached"] for rung in (plain, best))
+    assert other == pytest.approx(fall, abs=0.1)  # not the losses, which more embedding rows raise
+    assert result["rungs"]["bf16 parameters"]["learns"]
+    assert "--precision bf16 " in result["options"]["bf16 parameters"]
     assert plain["memory_bytes"] > 0

@@ -1,4 +1,4 @@
-"""The benchmark of what measuring costs: that it trains, takes pairs, and times what it says."""
+"""The benchmark of the cost of measuring: it trains, runs pairs of blocks, and times them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_trains_in_pairs_of_blocks(tmp_path):
 
 
 def test_the_committed_results_are_within_one_percent():
-    """What does not depend on the model, from a small one, and the norms of one step in fifty."""
+    """Add the costs that do not depend on the model (from a small one) and the norms of one step in fifty."""
     def kept(name):
         return json.loads((data_dir("benchmarks") / f"results/{name}.json").read_text())
 

@@ -1,4 +1,4 @@
-"""The table of planted faults: every row still applies to the tree, and names something that can see it."""
+"""The table of mutations: every row still applies to the code, and names an existing check that can detect it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def table(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_fault_can_be_planted(table) -> None:
-    found = {fault.name: (ROOT / fault.file).read_text().count(fault.right) for fault in table.FAULTS}
-    assert {name: count for name, count in found.items() if count != 1} == {}
+    counts = {fault.name: (ROOT / fault.file).read_text().count(fault.right) for fault in table.FAULTS}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
     for fault in table.FAULTS:
         assert fault.right != fault.wrong
         ast.parse((ROOT / fault.file).read_text().replace(fault.right, fault.wrong), fault.name)
@@ -37,7 +37,7 @@ def test_there_are_enough_of_every_class(table) -> None:
     assert len({fault.name for fault in table.FAULTS}) == kinds.total() >= 100
 
 
-def test_what_should_see_a_fault_is_there(table) -> None:
+def test_the_check_of_every_fault_exists(table) -> None:
     from mutation_table.row import Cell, Definitions
 
     for sees in {fault.sees for fault in table.FAULTS}:

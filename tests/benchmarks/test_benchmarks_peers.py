@@ -1,4 +1,4 @@
-"""The comparison with other programs: equal work, honest sums, and verdicts that can fail."""
+"""The comparison with other programs: equal work, correct sums, and verdicts that can fail."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ for step in range(STEPS):
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Imports a module of benchmarks/peers by name."""
+    """Return a function that imports a module of benchmarks/peers by name."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     return lambda name: importlib.import_module(f"peers.{name}")
 
 
 def run(folder: Path, *words: str, timeout: int = 250) -> tuple[dict, str]:
-    """The benchmark's result and what it printed."""
+    """Run the benchmark. Return its result and its output."""
     out = folder / "peers.json"
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "peers.py"), *words, "--out", str(out)], cwd=folder, capture_output=True,
@@ -160,7 +160,7 @@ def test_a_script_runs_as_it_stands_but_for_its_numbers(peers, tmp_path, monkeyp
     assert losses[-1] < losses[0]
     assert len(clock.found()["wall_s"]) == 8 - 3
     assert clock.peak_bytes >= clock.start_bytes > 0
-    with pytest.raises(SystemExit, match="before its steps did"):
+    with pytest.raises(SystemExit, match="before it had made all its steps"):
         peers("script").run_script(tmp_path / "theirs.py", tmp_path, peers("task").Clock(steps=9), loss="loss",
                                    values={"STEPS": 8}, after={"Config": narrow})
     names["optimizer"].step()

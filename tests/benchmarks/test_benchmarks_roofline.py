@@ -1,4 +1,4 @@
-"""The counts of a step's kernels: a new cast or copy in the step changes one of them."""
+"""Counts of a step's kernels: a new cast or copy in the step changes a count."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.model.parameters import parameter_count
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."),
-                                reason="operators, and what inductor fuses, are another version's")
+                                reason="other versions of torch have other operators and fusions")
 
 BENCHMARKS = Path(data_dir("benchmarks"))
 SMALL = ("--n-layer", "2", "--n-head", "4", "--n-kv-head", "4", "--n-embd", "64", "--block-size", "64",
          "--micro-batch-size", "4", "--global-batch-size", "8", "--ds-config", "ddp",
          "--precision", "bf16_autocast")
-"""Two micro-steps of two layers."""
+"""Options for two micro-steps of a model with two layers."""
 
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder's programs can be imported."""
+    """Make the programs in benchmarks/ importable."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield
     for name in ("roofline", "roofline_counts", "roofline_compiled"):
@@ -41,13 +41,13 @@ def test_the_kernels_of_an_eager_step(benchmarks: None) -> None:
     found = Counter(kernel.name for kernel in step.kernels)
     assert step.host_reads == []
     assert len(step.kernels) == 378
-    # Casts: of each matrix and bias forward, of each product's input, and of gradients on their way back.
+    # Casts of each matrix and bias in the forward pass, of each matmul's input, and of gradients.
     assert {name: found[name] for name in ("_to_copy", "copy_", "clone", "mul_", "add_")} == \
         {"_to_copy": 103, "copy_": 12, "clone": 4, "mul_": 6, "add_": 30}
-    # Forward one, backward two, and of the head's three: 4 products a layer and the head, of each micro-step.
+    # For each of 4 matmuls per layer and the head, in each micro-step: one forward and two backward.
     assert found["mm"] + found["addmm"] == 2 * (3 * (2 * 4 + 1))
     assert found["_scaled_dot_product_flash_attention"] == 2 * 2
-    # Weight, gradient and two moments, read and written: the gradient too, which it divides to clip.
+    # Weight, gradient and two moments are read and written; the gradient is scaled for clipping.
     adamw = sum(kernel.read + kernel.written for kernel in step.kernels if kernel.name == "_fused_adamw_")
     assert 32 * parameter_count(plan.model) <= adamw < 32.1 * parameter_count(plan.model)
 
@@ -71,7 +71,7 @@ def test_the_kernels_of_a_compiled_step(benchmarks: None) -> None:
       for model, micro_batch in (("gpt2-124m", 16), ("gpt2-124m", 4), ("llama3-1b", 4), ("llama3-1b", 8))
       for how in ("eager", "compiled") if (model, micro_batch, how) != ("gpt2-124m", 4, "eager"))])
 def test_the_committed_counts_are_those_of_the_program(benchmarks: None, work: str, how: str) -> None:
-    """Run benchmarks/roofline.py again where a change is meant to move them."""
+    """Run benchmarks/roofline.py again if a change is intended to affect them."""
     from roofline import total
     from roofline_compiled import count_compiled
     from roofline_counts import count_eager, plan_of
@@ -91,6 +91,6 @@ def test_the_committed_bounds_are_of_the_rates_that_are_written_beside_them() ->
             for name, bound in step["bounds"].items():
                 device = rates["devices"][name]
                 assert bound["mfu"] == pytest.approx(work["model_flops"] / bound["step_s"] / device["peak_flops"])
-                # No faster than its bytes, and no faster than its products.
+                # The time is at least that of its bytes, and at least that of its matmuls.
                 assert bound["step_s"] >= step["bytes"] / (device["bandwidth"] * rates["memory"])
                 assert bound["step_s"] >= step["product_flops"] / (device["peak_flops"] * rates["products"])

@@ -1,9 +1,9 @@
-"""`ezpz_llm.train` whose process group is one of NCCL's: destroyed only together with the ranks in a collective.
+"""Run `ezpz_llm.train` with a process group whose destruction blocks, as NCCL's does during a collective.
 
     FAILS_IN=STEP python3 tests/helpers/blocking_train.py [options]
 
-Rank 1 raises torch.OutOfMemoryError in this step, from 1. From then on destroying its groups takes for ever, and so
-does the interpreter's exit, as in the destructors of NCCL's communicators.
+Rank 1 raises torch.OutOfMemoryError in this step (counted from 1). From then on, destroying its groups and leaving
+the interpreter block, as in the destructors of NCCL's communicators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ezpz_llm.train import main
 
 
 def block(*args: Any) -> None:
-    """Wait for ranks that do not come."""
+    """Block like a collective whose peers never arrive."""
     time.sleep(600)
 
 

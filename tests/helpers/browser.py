@@ -1,4 +1,4 @@
-"""A real browser without a window, spoken to through a pipe (Chrome's DevTools protocol, standard library only)."""
+"""Headless browser driven through a pipe (Chrome's DevTools protocol, standard library only)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 
 def find_browser() -> str | None:
-    """The first browser of its kind on the path."""
+    """Return the path of the first Chrome-like browser on PATH, or None."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 def _pipe() -> tuple[int, int]:
     ends = os.pipe()
-    moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
+    duplicates = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:
         os.close(end)
-    return moved
+    return duplicates
 
 
 class Browser:
-    """One page of a browser. `messages` collects what the browser says unasked: errors, requests."""
+    """A browser with one page. `messages` collects the events that the browser sends: errors, requests."""
 
     def __init__(self, program: str, profile: Path) -> None:
         self.messages: list[dict[str, Any]] = []
         self._numbers = itertools.count(1)
-        # The browser reads orders from descriptor 3 and writes answers to 4: ours must not be in the way.
+        # The browser reads commands from descriptor 3 and writes replies to 4, so our ends must be above these.
         (their_read, self._write), (self._read, their_write) = _pipe(), _pipe()
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$0" "$@" 3<&{their_read} 4>&{their_write}', program, "--headless",
@@ -51,12 +51,12 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Give an order and wait for its answer."""
+        """Send a command and return its result."""
         number = next(self._numbers)
-        order = {"id": number, "method": method, "params": params}
+        command = {"id": number, "method": method, "params": params}
         if self._session:
-            order["sessionId"] = self._session
-        os.write(self._write, json.dumps(order).encode() + b"\0")
+            command["sessionId"] = self._session
+        os.write(self._write, json.dumps(command).encode() + b"\0")
         while True:
             message = self._next()
             if message.get("id") == number:
@@ -65,7 +65,7 @@ class Browser:
             self.messages.append(message)
 
     def open(self, page: Path, width: int, *, dark: bool = False, script: bool = True) -> None:
-        """Show a page in a window so many pixels wide."""
+        """Load a page in a viewport `width` pixels wide."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
                   mobile=width < 600)
         self.call("Emulation.setEmulatedMedia",
@@ -77,18 +77,18 @@ class Browser:
             self.messages.append(self._next())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression on the page."""
+        """Return the value of a JavaScript expression on the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def press(self, key: str) -> None:
-        """Press a key on what has the focus."""
+        """Press a key on the focused element."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def picture(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Save the whole page as PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1})
         path.write_bytes(base64.b64decode(shot["data"]))
@@ -106,7 +106,7 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             chunk = os.read(self._read, 1 << 20)
-            assert chunk, "the browser has gone"
+            assert chunk, "the browser has exited"
             self._buffer += chunk
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)

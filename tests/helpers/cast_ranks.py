@@ -1,8 +1,8 @@
-"""Run by several ranks: what part of the blocks' matrices autograd keeps in bf16 between forward and backward pass.
+"""Run by several ranks: fraction of the blocks' matrices that autograd keeps in bf16 between forward and backward.
 
     mpiexec -n 2 python3 tests/helpers/cast_ranks.py FOLDER zero1 bf16:fsdp2 …
 
-Rank 0 writes FOLDER/results.json: the share by layout; without a precision under autocast.
+Rank 0 writes FOLDER/results.json: the fraction for each layout. The default precision is bf16_autocast.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.model.parameters import block_matrix_count
 
 _TOKENS = 23
-"""Nothing in the model has this size: no activation looks like a matrix."""
+"""Sequence length, different from every size in the model, so that no activation has the shape of a matrix."""
 
 
 def share(dist, run: str) -> float:
-    """Of one forward pass."""
+    """Return the fraction kept after one forward pass."""
     config = CONFIGS["llama"]
     precision, _, layout = run.rpartition(":")
     engine = make_engine(dist, layout, precision or "bf16_autocast", ["llama"])
@@ -42,14 +42,14 @@ def share(dist, run: str) -> float:
     rows = sequences(0, 1, _TOKENS + 1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=True)
-    there = sum(tensor.numel() for tensor in kept.values() if tensor.untyped_storage().nbytes())
+    elements = sum(tensor.numel() for tensor in kept.values() if tensor.untyped_storage().nbytes())
     engine.backward(loss)
-    return there / (config.n_layer * block_matrix_count(config))
+    return elements / (config.n_layer * block_matrix_count(config))
 
 
 if __name__ == "__main__":
     folder, layouts = Path(sys.argv[1]), sys.argv[2:]
     with setup(device="cpu", run_dir=folder / "run") as dist:
-        found = {layout: share(dist, layout) for layout in layouts}
+        shares = {layout: share(dist, layout) for layout in layouts}
         if dist.is_main:
-            (folder / "results.json").write_text(json.dumps(found))
+            (folder / "results.json").write_text(json.dumps(shares))

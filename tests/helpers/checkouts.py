@@ -1,4 +1,4 @@
-"""Copies of the checkout with a cache of their own, whose with-env finds no network."""
+"""Copies of the checkout, each with its own cache and with pip cut off from the network."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from places import ROOT
 
 
 def no_network(port: int = 9) -> dict[str, str]:
-    """Settings of pip with nothing but an index on this host, where by default nothing listens."""
+    """Return pip settings with an index on this machine only; by default nothing listens on its port."""
     return {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "",
             "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
 
 
 @dataclass
 class Checkout:
-    """A copy of the checkout with a cache of its own."""
+    """A copy of the checkout with its own cache."""
 
     root: Path
     cache: Path
@@ -32,7 +32,7 @@ class Checkout:
 
     def environment(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "EZPZ_LLM_TORCH")}
-        # The build back end is that of the tests' own environment.
+        # The build back end comes from the tests' own environment.
         outside = {name: str(self.outside / name) for name in ("HOME", "TMPDIR")}
         for folder in outside.values():
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -49,16 +49,16 @@ class Checkout:
 
     @property
     def venv(self) -> Path:
-        found = [path for path in (self.cache / "venvs").iterdir() if path.is_dir()]
-        assert len(found) == 1, found
-        return found[0]
+        venvs = [path for path in (self.cache / "venvs").iterdir() if path.is_dir()]
+        assert len(venvs) == 1, venvs
+        return venvs[0]
 
 
 def copy_checkout(folder: Path, wheels: Path, python: Path) -> Checkout:
-    """Copy the checkout into a folder. Its with-env uses this Python, and pip these wheels.
+    """Copy the checkout into a folder. Its with-env uses `python`, and pip uses `wheels`.
 
     Args:
-        wheels: a folder without blanks in its path, at which PIP_FIND_LINKS is split.
+        wheels: a folder without blanks in its path, since pip splits PIP_FIND_LINKS at blanks.
     """
     root = folder / "a checkout"
     root.mkdir()

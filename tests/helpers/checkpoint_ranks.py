@@ -1,6 +1,6 @@
-"""Programs that the checkpoint tests run on one rank or two; not a test file itself.
+"""Programs that the checkpoint tests run on one or two ranks.
 
-Usage: python checkpoint_ranks.py PROGRAM FOLDER. Rank 0 writes what a program returns to FOLDER/PROGRAM.json.
+Usage: python checkpoint_ranks.py PROGRAM FOLDER. Rank 0 writes the result of a program to FOLDER/PROGRAM.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VOCABULARY, BLOCK, GLOBAL_BATCH = 61, 16, 8
 
 
 def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: int = 24) -> Engine:
-    """A small GPT whose sizes no number of ranks divides, with embeddings tied."""
+    """Build a small GPT with tied embeddings, whose sizes are not divisible by the number of ranks."""
     config = get_model_config("tiny-gpt2", n_layer=2, n_head=3, n_embd=width, block_size=BLOCK,
                               vocab_size=VOCABULARY, dropout=dropout)
     model = GPT(config)
@@ -47,7 +47,7 @@ def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: in
 
 
 def train(engine: Engine, dist: Dist, first: int, last: int) -> list[float]:
-    """Losses of steps [first, last), over the same samples for any number of ranks."""
+    """Return the losses of steps [first, last), over the same samples for any number of ranks."""
     losses = []
     for step in range(first, last):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, BLOCK), generator=torch.Generator().manual_seed(step))
@@ -76,7 +76,7 @@ def state_after(step: int) -> dict[str, object]:
 
 
 def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
-    """20 steps at a stretch, with a save after 10; then a new engine, a load, and the last 10 again."""
+    """Train 20 steps and save after 10; then load into a new engine and repeat the last 10."""
     result: dict[str, object] = {}
     for layout in (*LAYOUTS, *sys.argv[3:]):  # further layouts may be given by name or path
         torch.manual_seed(100 + dist.rank)
@@ -86,7 +86,7 @@ def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
         straight += train(engine, dist, 10, 20)
         torch.manual_seed(dist.rank)
         engine = build(layout, dist, seed=2, dropout=0.1)
-        train(engine, dist, 0, 1)  # what was stepped before is overwritten too
+        train(engine, dist, 0, 1)  # loading must also overwrite state that has been stepped
         state = checkpoint.load(checkpoint.find(saved), engine, dist)
         resumed = straight[:10] + train(engine, dist, 10, 20)
         result[Path(layout).stem] = {"straight": straight, "resumed": resumed, "state": state}
@@ -94,33 +94,33 @@ def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
 
 
 def cross_layout(folder: Path, dist: Dist) -> dict[str, object]:
-    """One layout's checkpoint in another, without dropout (whose masks depend on the layout's use of the RNG)."""
+    """Load one layout's checkpoint in another, without dropout, since its masks depend on the layout's RNG use."""
     expected = {}
     for layout in LAYOUTS:
         engine = build(layout, dist, seed=1)
         train(engine, dist, 0, 10)
         checkpoint.save(engine, dist, run_dir_of(folder, f"plain-{layout}", dist), state_after(10))
         expected[layout] = train(engine, dist, 10, 15)
-    found = {}
+    pairs = {}
     for saved, loaded in PAIRS:
         engine = build(loaded, dist, seed=2)
         checkpoint.load(checkpoint.find(run_dir_of(folder, f"plain-{saved}", dist).path), engine, dist)
-        found[f"{saved} -> {loaded}"] = [expected[saved], train(engine, dist, 10, 15)]
-    return {"pairs": found, "expected": expected}
+        pairs[f"{saved} -> {loaded}"] = [expected[saved], train(engine, dist, 10, 15)]
+    return {"pairs": pairs, "expected": expected}
 
 
 def other_world(folder: Path, dist: Dist) -> dict[str, object]:
-    """Checkpoints that two ranks saved, on this number of ranks."""
-    found = {}
+    """Load checkpoints that two ranks saved on this number of ranks."""
+    results = {}
     for saved, loaded in (("zero3", "ddp"), ("zero1", "zero3"), ("zero2", "zero2")):
         engine = build(loaded, dist, seed=2)
         state = checkpoint.load(checkpoint.find(folder / f"plain-{saved}-on-2"), engine, dist)
-        found[saved] = {"losses": train(engine, dist, 10, 15), "rng_restored": state["rng_restored"]}
-    return found
+        results[saved] = {"losses": train(engine, dist, 10, 15), "rng_restored": state["rng_restored"]}
+    return results
 
 
 def train_alone(folder: Path, dist: Dist) -> dict[str, object]:
-    """Save on this number of ranks, then go on."""
+    """Save on this number of ranks, then continue training."""
     engine = build("ddp", dist, seed=1)
     train(engine, dist, 0, 10)
     checkpoint.save(engine, dist, run_dir_of(folder, "alone", dist), state_after(10))
@@ -128,7 +128,7 @@ def train_alone(folder: Path, dist: Dist) -> dict[str, object]:
 
 
 def new_process(folder: Path, dist: Dist) -> dict[str, object]:
-    """What `same_layout` and `train_alone` saved, in processes that never saw those runs."""
+    """Resume checkpoints of `same_layout` and `train_alone` in new processes."""
     engine = build("zero2", dist, seed=2, dropout=0.1)
     checkpoint.load(checkpoint.find(run_dir_of(folder, "zero2", dist).path), engine, dist)
     resumed = train(engine, dist, 10, 20)
@@ -139,7 +139,7 @@ def new_process(folder: Path, dist: Dist) -> dict[str, object]:
 
 @contextmanager
 def small_files_only(limit: int) -> Iterator[None]:
-    """Writing beyond `limit` bytes of a file fails with an OSError, as on a full disk."""
+    """Make writes beyond `limit` bytes of a file fail with an OSError, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -149,7 +149,7 @@ def small_files_only(limit: int) -> Iterator[None]:
 
 
 def error_of(dist: Dist, action: object) -> list[str]:
-    """The UserError that `action` ends in, as every rank tells it."""
+    """Return every rank's message of the UserError that `action` raises."""
     message = "no error"
     try:
         action()
@@ -161,7 +161,7 @@ def error_of(dist: Dist, action: object) -> list[str]:
 
 
 def failures(folder: Path, dist: Dist) -> dict[str, object]:
-    """A disk that is full for one rank, files that changed, and a checkpoint of another model."""
+    """Provoke errors: a disk that is full for one rank, changed files, and a checkpoint of another model."""
     run_dir = run_dir_of(folder, "failures", dist)
     engine = build("zero1", dist, seed=1)
     train(engine, dist, 0, 1)
@@ -172,7 +172,7 @@ def failures(folder: Path, dist: Dist) -> dict[str, object]:
             result[f"full disk on rank {rank}"] = error_of(
                 dist, lambda: checkpoint.save(engine, dist, run_dir, state_after(2)))
     result["left after a full disk"] = sorted(os.listdir(run_dir.checkpoints))
-    # The state that could not be written trains on, and the earlier checkpoint can still be loaded.
+    # Training continues after the failed save, and the earlier checkpoint can still be loaded.
     saved = checkpoint.find(run_dir.path)
     train(engine, dist, 1, 2)
     checkpoint.load(saved, engine, dist)
@@ -197,7 +197,7 @@ def failures(folder: Path, dist: Dist) -> dict[str, object]:
 
 
 def settle_together(saver: checkpoint.Saver, dist: Dist) -> checkpoint.Saved | None:
-    """As the training loop does it: ask who is busy, and go on once nobody is."""
+    """Wait as the training loop does: advance until no rank's saver is busy."""
     while True:
         busy = torch.tensor(float(saver.is_busy))
         torch_dist.all_reduce(busy, op=torch_dist.ReduceOp.MAX)
@@ -206,7 +206,7 @@ def settle_together(saver: checkpoint.Saver, dist: Dist) -> checkpoint.Saved | N
 
 
 def background(folder: Path, dist: Dist) -> dict[str, object]:
-    """Train on while checkpoints are written; go back to each of them."""
+    """Continue training while checkpoints are written; then resume from each of them."""
     result: dict[str, object] = {}
     for layout in LAYOUTS:
         run_dir = run_dir_of(folder, f"background-{layout}", dist)
@@ -217,19 +217,19 @@ def background(folder: Path, dist: Dist) -> dict[str, object]:
             assert saver.start(engine, state_after(step)) is None
             busy.append(saver.is_busy)
             losses += train(engine, dist, step, step + 1)
-            if step != 3:  # the next start waits for the one that nobody asked about
+            if step != 3:  # the save of step 3 is left to the next start, which waits for it
                 folders.append(settle_together(saver, dist).folder.name)
         for step in (2, 4):
             checkpoint.load(run_dir.checkpoints / f"step-0000000{step}", engine, dist)
-            found = train(engine, dist, step, 5)
-            result[f"{layout} from {step}"] = [found, losses[step:]]
+            resumed = train(engine, dist, step, 5)
+            result[f"{layout} from {step}"] = [resumed, losses[step:]]
         result[layout] = {"busy": busy, "folders": folders, "left": sorted(os.listdir(run_dir.checkpoints)),
                           "saved twice": saver.advance() is None and saver.finish() is None}
     return result
 
 
 def background_failure(folder: Path, dist: Dist) -> dict[str, object]:
-    """A disk that is full for one rank while training goes on; with room again, the next checkpoint is written."""
+    """Fill the disk for one rank during a background save; check that the next checkpoint is written."""
     run_dir = run_dir_of(folder, "background-failure", dist)
     saver = checkpoint.Saver(dist, run_dir, None, in_background=True)
     engine = build("zero1", dist, seed=1)
@@ -258,7 +258,7 @@ def damage(path: Path, dist: Dist) -> None:
 
 
 def fall_back(folder: Path, dist: Dist) -> dict[str, object]:
-    """Load from a run whose newest checkpoints are damaged, in a file that one rank alone checks."""
+    """Load from a run whose newest checkpoints are damaged in a file that only one rank verifies."""
     run_dir = run_dir_of(folder, "damaged", dist)
     engine = build("zero1", dist, seed=1)
     for step in (1, 2, 3):
@@ -286,11 +286,11 @@ def fall_back(folder: Path, dist: Dist) -> dict[str, object]:
 
 
 def save_for_ever(folder: Path, dist: Dist) -> dict[str, object]:
-    """Save step after step until killed, from the step that an earlier call came to."""
+    """Save step after step until killed, continuing from the last step of an earlier call."""
     engine = build("ddp", dist, seed=1, width=384)  # 43 MB of state: a save takes long enough to be hit
     run_dir = RunDir(folder)
-    found = complete(run_dir.checkpoints)
-    step = int(found[-1].name.removeprefix("step-")) if found else 0
+    folders = complete(run_dir.checkpoints)
+    step = int(folders[-1].name.removeprefix("step-")) if folders else 0
     while True:
         step += 1
         checkpoint.save(engine, dist, run_dir, state_after(step))

@@ -2,8 +2,8 @@
 
     mpiexec -n 2 python3 tests/helpers/compile_ranks.py FOLDER ddp zero1 zero1+dropout …
 
-Rank 0 writes FOLDER/results.json: by run, {"graphs": …, "breaks": …}. Blocks are compiled by `compile_blocks`, for
-torch's backend that only traces. The head's loss, which has graphs of its own, is left out.
+Rank 0 writes FOLDER/results.json: for each run, {"graphs": …, "breaks": …}. `compile_blocks` compiles the blocks
+with torch's aot_eager backend, which only traces. The head's loss is left eager, since it has its own graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYERS, LENGTH, ACCUMULATION = 4, 32, 2
 
 
 def count(dist: Dist, run: str) -> dict[str, int]:
-    """Two steps of two micro-steps; the second one compiles nothing more."""
+    """Train two steps of two micro-steps and check that the second step compiles nothing."""
     layout, *options = run.split("+")
     model_config = get_model_config("tiny-llama", n_layer=LAYERS, n_embd=32, n_head=4, n_kv_head=2,
                                     block_size=LENGTH, dropout=0.1 if "dropout" in options else 0.0)
@@ -47,15 +47,15 @@ def count(dist: Dist, run: str) -> dict[str, int]:
         model.lm_head.compiled = False
     engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                           param_groups=decay_groups(model, 0.1))
-    found = []
+    counts = []
     for step in range(2):
         rows = sequences(step, 2 * ACCUMULATION, LENGTH + 1).chunk(ACCUMULATION)
         engine.train_step([(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows], 1e-3,
                           lambda phase: nullcontext())
-        found.append({"graphs": counters["stats"]["unique_graphs"],
-                      "breaks": sum(counters["graph_break"].values())})
-    assert found[0] == found[1], found
-    return found[1]
+        counts.append({"graphs": counters["stats"]["unique_graphs"],
+                       "breaks": sum(counters["graph_break"].values())})
+    assert counts[0] == counts[1], counts
+    return counts[1]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Run by test_data_scale.py: prepares a corpus again and again, killed at each file-system operation in turn.
+"""Run by test_data_scale.py: prepare a corpus repeatedly, killed at each file-system operation in turn.
 
     python data_kills.py CORPUS FOLDER [TOKENIZER]
 
-A child process is killed before, or just after, its N-th operation that changes the disk; the next child goes on
-to the end. Prints one JSON object: how many operations there are, and for each kill whether the shards are those of
-the undisturbed run to the byte, and how many documents were not read again.
+A child process is killed before, or just after, its N-th operation that changes the disk; the next child runs to
+the end. Prints one JSON object: the number of operations, and for each kill whether the shards are byte-identical
+to those of an undisturbed run, and how many documents were not read again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ OPERATIONS = ("fsync", "truncate", "replace", "rename", "unlink")
 
 
 def child(corpus: str, tokenizer: str, out: Path, kill_at: int | None = None, after: bool = False) -> int:
-    """Prepare in a process of its own; its number of operations, or -1 if it was killed."""
+    """Prepare in a child process. Return its number of operations, or -1 if it was killed."""
     sent, received = os.pipe()
     pid = os.fork()
     if pid:
         os.close(received)
         with os.fdopen(sent) as pipe:
-            said = pipe.read()
+            reply = pipe.read()
         _, status = os.waitpid(pid, 0)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             return -1
         assert status == 0, (status, kill_at)
-        return int(said)
+        return int(reply)
     os.close(sent)
     made = 0
 
@@ -70,14 +70,14 @@ def child(corpus: str, tokenizer: str, out: Path, kill_at: int | None = None, af
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Name and hash of each file; a lock or journal that a kill after the end left is no part of the shards."""
+    """Return name and hash of each shard file. Locks and journals left by a late kill are not included."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("[!.]*"))}
 
 
 def main(corpus: str, folder: Path, tokenizer: str = "bytes") -> None:
     operations = child(corpus, tokenizer, folder / "whole")
     expected = content(folder / "whole")
-    # Of a run that is killed at each fifth operation anew, too: it must come to its end.
+    # A run that is killed at the 20th operation of every attempt must also finish.
     kills = 0
     while child(corpus, tokenizer, folder / "often", kill_at=20) < 0:
         kills += 1

@@ -1,7 +1,7 @@
-"""Read off the installed DeepSpeed which keys it takes from a ds_config, and of what kind.
+"""Extract from the installed DeepSpeed the keys that it reads from a ds_config, and their types.
 
-Blocks that are pydantic models say it themselves. The others are read key by key: they are given dictionaries that
-remember what was looked up in them.
+Blocks that are pydantic models declare their keys. For the others, DeepSpeed gets a dictionary that records which
+keys are looked up.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from places import ROOT
 TABLE = ROOT / "ezpz_llm/layout/deepspeed_keys.json"
 
 ELSEWHERE = {
-    # deepspeed.initialize makes a mesh of them before it reads the rest.
+    # deepspeed.initialize makes a mesh from these before it reads the rest.
     "sequence_parallel_size": "any", "data_parallel_size": "any",
-    # Passed on to functions of their own, which are not called unless they are switched on.
+    # Read by separate functions, which DeepSpeed calls only if the feature is enabled.
     "data_efficiency": "any", "expert_parallel": "any",
     "optimizer": {"type": "any", "params": "any", "legacy_fusion": "any"},
     "scheduler": {"type": "any", "params": "any"},
@@ -28,7 +28,7 @@ _GIVEN = {"train_batch_size": 1}
 
 
 def deepspeed_table() -> dict[str, Any]:
-    """The version, the keys (a block, or the kind of a value), and by block the other names of keys."""
+    """Return the version, the keys (a block, or the type of a value), and the aliases of keys in each block."""
     from deepspeed.runtime.config import get_pipeline_config
 
     aliases: dict[str, dict[str, str]] = {}
@@ -37,8 +37,8 @@ def deepspeed_table() -> dict[str, Any]:
         inside = _models().get(name)
         if inside is not None:
             keys[name] = _fields(inside, name, aliases)
-        elif found := _inside(name):
-            keys[name] = {key: "any" for key in sorted(found)}
+        elif block_keys := _inside(name):
+            keys[name] = {key: "any" for key in sorted(block_keys)}
     keys["timers"] = {"throughput": _fields(_models()["timers.throughput"], "timers.throughput", aliases)}
     keys["checkpoint"]["parallel_write"] = {"pipeline_stage": "any"}
     keys["pipeline"] = dict.fromkeys(sorted(get_pipeline_config({})), "any")
@@ -47,7 +47,7 @@ def deepspeed_table() -> dict[str, Any]:
 
 
 def removed() -> set[str]:
-    """Keys that DeepSpeed refuses because it no longer does what they asked for."""
+    """Return the keys that DeepSpeed rejects because their feature was removed."""
     from deepspeed.runtime import config
 
     return {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
@@ -59,7 +59,7 @@ def write() -> None:
 
 
 class _Remembers(dict):
-    """A dictionary that notes which keys were asked for."""
+    """A dictionary that records which keys were looked up."""
 
     def __init__(self, values: dict[str, Any], seen: set[str]) -> None:
         super().__init__(values)
@@ -85,7 +85,7 @@ class _Remembers(dict):
 
 
 class _Names:
-    """The keys of a dictionary that remembers; to ask whether one is there is to look it up."""
+    """Key view of a recording dictionary; a membership test is recorded as a lookup."""
 
     def __init__(self, owner: _Remembers) -> None:
         self._owner = owner
@@ -106,7 +106,7 @@ def _looked_up(values: dict[str, Any]) -> set[str]:
 
 
 def _inside(name: str) -> set[str]:
-    """Keys that DeepSpeed looks up in a block; none where it is no block."""
+    """Return the keys that DeepSpeed looks up in a block; empty if `name` is not a block."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     seen: set[str] = set()
@@ -138,19 +138,19 @@ def _models() -> dict[str, Any]:
 def _fields(model: Any, place: str, aliases: dict[str, dict[str, str]]) -> dict[str, Any]:
     from pydantic import BaseModel
 
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         key = field.alias or name
         if key != name:
             aliases.setdefault(place, {})[name] = key
         inner = [part for part in (get_args(field.annotation) or (field.annotation,))
                  if isinstance(part, type) and issubclass(part, BaseModel)]
-        found[key] = _fields(inner[0], f"{place}.{key}", aliases) if inner else _kind(field)
-    return found
+        fields[key] = _fields(inner[0], f"{place}.{key}", aliases) if inner else _kind(field)
+    return fields
 
 
 def _kind(field: Any) -> str:
-    """ "int > 0", "number >= 0 <= 1", "bool?" with null allowed; "any" for what is not checked here."""
+    """Return a field's type, such as "int > 0", "number >= 0 <= 1", "bool?" (null allowed), "any" (not checked)."""
     union = get_origin(field.annotation) in (Union, UnionType)
     parts = get_args(field.annotation) if union else (field.annotation,)
     plain = [part for part in parts if part is not type(None)]

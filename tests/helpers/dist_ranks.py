@@ -1,9 +1,9 @@
-"""Run by several ranks: set up, say what was found, and fail where told to.
+"""Run by several ranks: call `setup`, report its result, and fail on a chosen rank.
 
     mpiexec -n 4 python3 tests/helpers/dist_ranks.py '{"device": "cpu", "tp": 2}'
 
-The argument holds what `setup` is called with; `device_of_rank` overrides the device on one rank, and `fail` names
-a rank that raises inside. Each rank writes rankN.json into the run directory.
+The argument holds the arguments of `setup`. `device_of_rank` overrides the device on one rank, and `fail` names a
+rank that raises an exception inside. Each rank writes rankN.json into the run directory.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main(argv: list[str]) -> int:
             torch.distributed.all_reduce(value, group=mesh.group(axis))
             sums[axis] = value.item()
         dist.barrier()
-        told = {"rank": dist.rank, "world_size": dist.world_size, "local_rank": dist.info.local_rank,
-                "source": dist.info.source, "backend": dist.backend, "device": str(dist.device),
-                "run_dir": str(dist.run_dir.path), "sums": sums, "place": [mesh.dp_rank, mesh.tp_rank],
-                "exported": {name: os.environ.get(name) for name in
-                             ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}}
-    told |= {"mpi4py": "mpi4py" in sys.modules, "environment_as_before": dict(os.environ) == before}
-    (dist.run_dir.path / f"rank{dist.rank}.json").write_text(json.dumps(told))
+        report = {"rank": dist.rank, "world_size": dist.world_size, "local_rank": dist.info.local_rank,
+                  "source": dist.info.source, "backend": dist.backend, "device": str(dist.device),
+                  "run_dir": str(dist.run_dir.path), "sums": sums, "place": [mesh.dp_rank, mesh.tp_rank],
+                  "exported": {name: os.environ.get(name) for name in
+                               ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}}
+    report |= {"mpi4py": "mpi4py" in sys.modules, "environment_as_before": dict(os.environ) == before}
+    (dist.run_dir.path / f"rank{dist.rank}.json").write_text(json.dumps(report))
     return 0
 
 

@@ -2,8 +2,8 @@
 
     mpiexec -n 2 python3 tests/helpers/divided_ranks.py DIR fp32:gpt2:fsdp2 bf16_autocast:llama:zero3,sp2 …
 
-A layout may carry degrees after commas. A run `checkpoints` passes states on between layouts. Rank 0 writes
-FOLDER/results.json.
+Degrees may follow a layout, separated by commas. The run `checkpoints` resumes checkpoints of one layout under
+another. Rank 0 writes FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
-# No number of rows or columns that 2 or 4 ranks or tiles divide, but the width's.
+# In "odd", only the width is divisible by 2 or 4 ranks or tiles; rows and columns are not.
 SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, n_kv_head=1, n_embd=20,
                                              block_size=BLOCK, vocab_size=61, vocab_multiple=1,
                                              intermediate_size=31),
@@ -66,7 +66,7 @@ def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed
 
 
 def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[str, Any]:
-    """One layout beside one process: what each gave in every step, and in evaluation afterwards."""
+    """Compare a layout with one process: losses and norms of every step, then the evaluation."""
     precision, shape, layout, *options = run.split(":")
     config, reference = SHAPES[shape], f"{precision}:{shape}"
     if reference not in cache:
@@ -94,14 +94,14 @@ def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[st
 
 
 def after_some(engine: Engine) -> Tensor:
-    """The logits that follow 1, 7 and 31 tokens: fewer than a context has, and not as many as ranks divide."""
+    """Return the logits after 1, 7 and 31 tokens: shorter than the context, and not divisible by the ranks."""
     tokens, _ = batch(1001)
     with engine.evaluating():
         return torch.stack([engine.next_logits(tokens[:, :count]).float() for count in (1, 7, 31)])
 
 
 def small_thresholds(layout: str, dist: Dist) -> str:
-    """The ds_config with nothing kept whole between uses, however small."""
+    """Write the ds_config with zero thresholds, so that even small parameters are released after each use."""
     values = json.loads((data_dir("ds_configs") / f"{layout}.json").read_text())
     values["zero_optimization"].update(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=0,
                                        stage3_max_reuse_distance=0)
@@ -112,22 +112,22 @@ def small_thresholds(layout: str, dist: Dist) -> str:
 
 
 def count_gathered(module: nn.Module) -> list[int]:
-    """Elements of the blocks' parameters that are whole at the same time in a forward pass, the most so far."""
+    """Track the peak number of gathered parameter elements of the blocks during forward passes."""
     peak, parameters = [0], [parameter for name, parameter in module.named_parameters() if ".h." in name]
 
-    def look(*_: Any) -> None:
+    def update_peak(*_: Any) -> None:
         peak[0] = max(peak[0], sum(parameter.ds_numel for parameter in parameters
                                    if parameter.ds_status == ZeroParamStatus.AVAILABLE))
 
     if hasattr(parameters[0], "ds_status"):
         for part in module.modules():
             if isinstance(part, nn.Linear):
-                part.register_forward_pre_hook(look)  # after DeepSpeed's own, which gathers
+                part.register_forward_pre_hook(update_peak)  # runs after DeepSpeed's hook, which gathers
     return peak
 
 
 def checkpoints(folder: Path, dist: Dist) -> dict[str, Any]:
-    """What another layout goes on with, beside what the first one goes on with."""
+    """Return the losses after resuming under another layout, next to those of the original run."""
     result = {}
     for saved, loaded in (("fsdp2", "ddp"), ("zero1", "fsdp2"), ("tiled", "ddp"), ("ddp", "tiled"),
                           ("zero1,sp2", "fsdp2")):
@@ -135,11 +135,12 @@ def checkpoints(folder: Path, dist: Dist) -> dict[str, Any]:
         engine = make_engine(dist, saved, config, "fp32")
         train(engine, dist, 0, 3)
         run_dir = RunDir(folder / f"{saved}-{loaded}")
-        found = checkpoint.save(engine, dist, run_dir, {"step": 3, "consumed": 3 * GLOBAL_BATCH, "sample_hash": ""})
+        saved_folder = checkpoint.save(engine, dist, run_dir,
+                                       {"step": 3, "consumed": 3 * GLOBAL_BATCH, "sample_hash": ""})
         expected = train(engine, dist, 3, 6)[0]
         engine = make_engine(dist, loaded, config, "fp32", seed=2)
-        evaluated(engine)  # which may leave parameters gathered, with the values that are to be replaced
-        checkpoint.load(found, engine, dist)
+        evaluated(engine)  # may leave parameters gathered; loading must replace these values too
+        checkpoint.load(saved_folder, engine, dist)
         result[f"{saved} -> {loaded}"] = [train(engine, dist, 3, 6)[0], expected]
     return result
 

@@ -1,9 +1,9 @@
-"""Run by several ranks: AdamW with moments in 8 bits under layouts, its checkpoints, and what they go on as.
+"""Run by several ranks: 8-bit AdamW under several layouts, and resuming from its checkpoints.
 
     mpiexec -n 2 python3 tests/helpers/eight_bit_ranks.py FOLDER ddp zero1 zero2 zero3 fsdp2
 
-Rank 0 writes FOLDER/results.json: by layout the losses, those after going on from a checkpoint beside those without
-one, under the same layout and under ddp with moments in fp32, and the bytes of both moments.
+Rank 0 writes FOLDER/results.json. For each layout: the losses, the losses after a resume (under the same layout and
+under ddp with fp32 moments) next to those without a resume, and the bytes of both moments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
-# Large enough for halves of its matrices to be rounded.
+# Large enough that half of a matrix is still quantized.
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_embd=64, block_size=BLOCK, vocab_size=VOCABULARY)
 
 
@@ -42,7 +42,7 @@ def make(dist: Dist, layout: str, optimizer: str, seed: int = 7) -> Engine:
 
 
 def state_bytes(engine: Engine) -> int:
-    """What the optimizer keeps for each of this rank's elements, without the steps and the tables of codes."""
+    """Return the bytes of this rank's optimizer state, without step counts and quantization maps."""
     inner = engine.training_state()
     optimizer: Any = inner.zero.optimizer if hasattr(inner, "zero") else inner.optimizer
     return sum(value.numel() * value.element_size() for state in optimizer.state.values()
@@ -53,20 +53,20 @@ def values(engine: Engine) -> list[torch.Tensor]:
     return [tensor.clone() for piece in engine.training_state().slices() for tensor in piece.tensors.values()]
 
 
-def one(dist: Dist, layout: str, folder: Path) -> dict[str, Any]:
+def examine(dist: Dist, layout: str, folder: Path) -> dict[str, Any]:
     plain = make(dist, layout, "adamw")
     expected = train(plain, dist, 0, 6)[0]
-    whole = state_bytes(plain)
+    plain_bytes = state_bytes(plain)
     engine = make(dist, layout, "adamw_8bit")
     losses = train(engine, dist, 0, 3)[0]
     before, twice = values(engine), values(engine)
-    found = checkpoint.save(engine, dist, RunDir(folder / layout), {"step": 3, "consumed": 0, "sample_hash": ""})
-    result: dict[str, Any] = {"plain": expected, "bytes": [state_bytes(engine), whole],
+    saved = checkpoint.save(engine, dist, RunDir(folder / layout), {"step": 3, "consumed": 0, "sample_hash": ""})
+    result: dict[str, Any] = {"plain": expected, "bytes": [state_bytes(engine), plain_bytes],
                               "reading changes nothing": all(map(torch.equal, before, twice))}
     ahead = train(engine, dist, 3, 6)[0]
     for other, optimizer in ((layout, "adamw_8bit"), ("ddp", "adamw")):
         engine = make(dist, other, optimizer, seed=8)
-        checkpoint.load(found, engine, dist)
+        checkpoint.load(saved, engine, dist)
         if other == layout:
             apart = [(a - b).abs().max().item() for a, b in zip(before, values(engine), strict=True)]
             result["restored"] = max(apart)
@@ -78,7 +78,7 @@ def one(dist: Dist, layout: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     folder = Path(sys.argv[1])
     dist = setup(device="cpu", run_dir=folder / "run")
-    results = {layout: one(dist, layout, folder) for layout in sys.argv[2:]}
+    results = {layout: examine(dist, layout, folder) for layout in sys.argv[2:]}
     if dist.is_main:
         (folder / "results.json").write_text(json.dumps(results))
     dist.close()

@@ -1,8 +1,8 @@
-"""Run by several ranks, or one: train a tiny model under each layout named and write what every step gave.
+"""Run by one or more ranks: train a tiny model under each given layout and write the results of every step.
 
     mpiexec -n 2 python3 tests/helpers/engine_ranks.py FOLDER fp32:reference bf16_autocast:ddp+early-sync …
 
-A layout may carry a planted fault or a setting after a plus. `reference` is one process of the same precision.
+A plus after the layout adds an injected fault or a setting. `reference` is one process in the same precision.
 Rank 0 writes FOLDER/<precision>-<layout>.json.
 """
 
@@ -40,7 +40,7 @@ CONFIGS = {shape: replace(get_model_config(f"tiny-{shape}", n_layer=2, n_head=2,
 
 
 def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> Engine:
-    """The engine of a layout at work on the same model as every other."""
+    """Build the engine of a layout, with the same initial model for all layouts."""
     source = "ddp" if layout == "reference" else layout
     if "buckets" in options:
         path = dist.run_dir.path / f"{layout}-buckets.json"
@@ -63,7 +63,7 @@ def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> 
 
 
 def train(dist: Dist, name: str, precision: str) -> dict:
-    """Losses, norms and more of STEPS steps with accumulation, clipping, decay and a moving learning rate."""
+    """Train STEPS steps with accumulation, clipping, decay and a varying learning rate; return losses and norms."""
     layout, *options = name.split("+")
     engine = make_engine(dist, layout, precision, options)
     dp_size = engine.batch.dp_size
@@ -92,7 +92,7 @@ def train(dist: Dist, name: str, precision: str) -> dict:
 
 
 def gathered(value: torch.Tensor, dp_size: int) -> list[float]:
-    """A 0-d value of every rank."""
+    """Return the 0-d value of every rank."""
     if dp_size == 1:
         return [value.item()]
     values = [torch.zeros(()) for _ in range(dp_size)]
@@ -101,11 +101,11 @@ def gathered(value: torch.Tensor, dp_size: int) -> list[float]:
 
 
 def count_rounds(engine: Engine) -> list[int]:
-    """Let DDP count the buckets that it reduces; the model fits one bucket, so a round is one."""
+    """Count the buckets that DDP reduces. The model fits one bucket, so one bucket is one reduction round."""
     count = [0]
     wrapped = getattr(engine, "_wrapped", None)
     if isinstance(wrapped, DistributedDataParallel):
-        def hook(state, bucket):  # torch refuses annotations that are strings
+        def hook(state, bucket):  # torch rejects string annotations
             count[0] += 1
             return allreduce_hook(torch.distributed.group.WORLD, bucket)
         wrapped.register_comm_hook(None, hook)
@@ -113,7 +113,7 @@ def count_rounds(engine: Engine) -> list[int]:
 
 
 def optimizer_parameters(engine: Engine) -> set[int] | None:
-    """What torch's optimizer steps, where it steps the model's own parameters."""
+    """Return the ids of the parameters in torch's AdamW; None for other optimizers."""
     optimizer = getattr(engine, "_optimizer", None) or engine._engine.optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         return None
@@ -121,7 +121,7 @@ def optimizer_parameters(engine: Engine) -> set[int] | None:
 
 
 def main() -> None:
-    build.check_precision = lambda *args: None  # fp16 runs on CPUs as long as nobody minds the time
+    build.check_precision = lambda *args: None  # fp16 is supported on CPUs, but slow
     folder, runs = Path(sys.argv[1]), sys.argv[2:]
     with setup(device="cpu", run_dir=folder / "run") as dist:
         alone = Dist(RankInfo(0, 1, 0, 1, 0, "test"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)

@@ -1,9 +1,9 @@
-"""Run by several ranks: evaluate, sample and train models of Hugging Face folders under each layout named.
+"""Run by several ranks: evaluate, sample and train models from Hugging Face folders under each given layout.
 
     mpiexec -n 2 python3 tests/helpers/evaluate_ranks.py FOLDER gpt2:zero3 llama:pp2 …
 
-FOLDER has the models by name, and items.jsonl. Rank 0 writes FOLDER/results.json. Each run also saves a checkpoint
-after two steps, FOLDER/<model>-<layout>/checkpoints, for the test to export.
+FOLDER holds the models by name, and items.jsonl. Rank 0 writes FOLDER/results.json. Each run also saves a
+checkpoint after two steps, in FOLDER/<model>-<layout>/checkpoints, which the test exports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLE = {"new_tokens": 12, "block_size": BLOCK, "vocab_size": 257, "top_k": 20,
 
 
 def held_out() -> tuple[torch.Tensor, torch.Tensor]:
-    """(SEQUENCES, BLOCK) tokens and targets, some of which do not count."""
+    """Return (SEQUENCES, BLOCK) tokens and targets; some targets are ignored (-100)."""
     tokens = torch.randint(0, 257, (SEQUENCES, BLOCK + 1), generator=torch.Generator().manual_seed(5))
     targets = tokens[:, 1:].clone()
     targets[-1, 10:] = -100
@@ -49,14 +49,14 @@ def plan(source: Path, layout: str, world_size: int) -> ModelPlan:
 
 
 def batches(dist: Dist) -> list[tuple[Any, Any]]:
-    """This data-parallel place's share of the held-out sequences, in equally many batches everywhere."""
+    """Return this data-parallel rank's share of the held-out sequences, with equally many batches on all ranks."""
     tokens, targets = (part.numpy() for part in held_out())
-    mesh, found = dist.mesh, []
+    mesh, shares = dist.mesh, []
     for start in range(0, SEQUENCES, MICRO_BATCH * mesh.dp_size):
         mine = slice(start + mesh.dp_rank * MICRO_BATCH, start + (mesh.dp_rank + 1) * MICRO_BATCH)
         part, aims = tokens[mine], targets[mine]
-        found.append((part, aims) if len(part) else (tokens[:MICRO_BATCH], targets[:MICRO_BATCH] * 0 - 100))
-    return found
+        shares.append((part, aims) if len(part) else (tokens[:MICRO_BATCH], targets[:MICRO_BATCH] * 0 - 100))
+    return shares
 
 
 def run(folder: Path, name: str, dist: Dist) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def run(folder: Path, name: str, dist: Dist) -> dict[str, Any]:
 
 
 def agree(dist: Dist, result: dict[str, Any]) -> bool:
-    """Whether every rank found the same."""
+    """Return True if every rank has the same result."""
     values: list[Any] = [None] * dist.world_size
     torch.distributed.all_gather_object(values, result)
     return all(value == values[0] for value in values)

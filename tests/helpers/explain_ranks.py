@@ -1,9 +1,9 @@
-"""Short traced training runs, one after the other in the same processes.
+"""Run short traced training runs, one after another in the same processes.
 
     mpiexec -n 2 python3 tests/helpers/explain_ranks.py FOLDER JOB…
 
-A JOB is LAYOUT[+OPTION=VALUE…][@PLANT], with what planted_train.py plants; with +turns=N its last N steps are made
-in turns with and without collectives. Each leaves FOLDER/JOB.
+A JOB is LAYOUT[+OPTION=VALUE…][@PLANT]; PLANT is a delay of planted_train.py. With +turns=N the last N steps
+alternate between real and stubbed collectives. Each run directory is FOLDER/JOB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SHORT = ("--steps", "14", "--trace-steps", "5", "--profile", "false", "--save-e
 
 
 def run(folder: Path, job: str) -> int:
-    """One training run; its exit code."""
-    what, _, planted = job.partition("@")
-    layout, *options = what.split("+")
+    """Run one training and return its exit code."""
+    configuration, _, planted = job.partition("@")
+    layout, *options = configuration.split("+")
     turns = sum(int(option.removeprefix("turns=")) for option in options if option.startswith("turns="))
     changed = [word for option in options if not option.startswith("turns=") for word in ("--" + option).split("=")]
     original = Block.forward, Batches.micro_batches, Saver.start

@@ -1,9 +1,9 @@
-"""Start-up of rank 0 in worlds of many ranks, of which no other exists (torch's fake process group).
+"""Start rank 0 of large worlds without the other ranks (torch's fake process group).
 
     python3 tests/helpers/fake_world.py 64,512,4096 zero3 pp2_tp2 zero3,sp4 …
 
 Prints one JSON object per line: the layout, the world size, the calls of new_group, and the collectives by kind
-until the engine is built. A layout may carry degrees after commas.
+until the engine is built. Degrees may follow a layout, separated by commas.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = get_model_config("tiny-llama", n_layer=4, n_head=8, n_kv_head=8, n_embd=
 
 
 class Collectives(CollectiveMode):
-    """Counts calls by kind."""
+    """Counts of collective calls by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Collectives(CollectiveMode):
 
 
 def start(layout: str, world_size: int, folder: Path) -> dict[str, Any]:
-    """Create the mesh and the engine of a layout. Return what rank 0 called."""
+    """Create the mesh and the engine of a layout. Return the calls that rank 0 made."""
     name, *degrees = layout.split(",")
     created = []
     usual = torch.distributed.distributed_c10d._new_group_with_tag

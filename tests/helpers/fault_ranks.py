@@ -1,10 +1,12 @@
-"""A program for tests of launch whose ranks fail as is asked for: `fault_ranks.py FAULT`. Every rank first says
-that it is there, by a file up<rank> in the run directory, and waits for the others to do so.
+"""Program for tests of launch whose ranks fail as requested: `fault_ranks.py FAULT`.
 
-`raise`, `kill`, `hog`: rank 3 raises an exception, is killed, or uses memory without end; the others sleep.
-`sleep`: all do. `resist`: all do, deaf to SIGTERM, each with a child in its own process group and one in a
-session of its own; `resist-raise`: and rank 3 raises an exception. `hang`: rank 3 does not come to a collective of
-torch (gloo) in which the others wait.
+Every rank first creates the file up<rank> in the run directory, and waits until all ranks have. FAULT is one of:
+
+- `raise`, `kill`, `hog`: rank 3 raises an exception, is killed, or allocates memory endlessly; the others sleep.
+- `sleep`: all ranks sleep.
+- `resist`: all ranks sleep and ignore SIGTERM, each with a child in its process group and one in a new session.
+- `resist-raise`: as `resist`, and rank 3 raises an exception.
+- `hang`: rank 3 does not enter a torch (gloo) collective in which the others wait.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def hang() -> None:
                 load_batch()
             heartbeat.beat("training", step)
             torch.distributed.all_reduce(torch.ones(1))
-            # Heartbeats within a second are one.
+            # Heartbeats within one second are merged.
             time.sleep(1.1)
 
 

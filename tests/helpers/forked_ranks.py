@@ -1,6 +1,6 @@
-"""Real ranks without the seconds that loading torch and DeepSpeed takes: forked from a process that has them.
+"""Real ranks that start fast: forked from a process that has loaded torch and DeepSpeed.
 
-`Server` is what tests use; run as a program, this file is the process that is forked from.
+Tests use `Server`. Run as a program, this file is the parent process of the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAIN = "ezpz_llm.train:main"
 
 
 class Job:
-    """The ranks of one run. `pids` are theirs; `output` what all of them printed so far."""
+    """The ranks of one run, with their process ids `pids`."""
 
     def __init__(self, server: Server, folder: Path, pids: list[int]) -> None:
         self._server = server
@@ -37,29 +37,30 @@ class Job:
 
     @property
     def output(self) -> str:
+        """Everything that the ranks have printed so far."""
         return "".join(f"-- rank {rank}\n{(self._folder / f'rank{rank}.log').read_text(errors='replace')}"
                        for rank in range(len(self.pids)))
 
     def phase(self, rank: int) -> str:
-        """What the rank says it is doing (launch/variables.py); "" at first."""
+        """Return the phase that the rank reports (launch/variables.py); "" before the first report."""
         path = self._folder / f"heartbeat{rank}"
         return path.read_text().split("\n")[0] if path.exists() else ""
 
     def codes(self) -> list[int | None]:
-        """The ranks' exit codes, -N for signal N, None for those that run."""
+        """Return the ranks' exit codes: -N for signal N, None for a running rank."""
         for pid in self.pids:
             if pid not in self._codes and (code := self._server.ask({"poll": pid})) is not None:
                 self._codes[pid] = code
         return [self._codes.get(pid) for pid in self.pids]
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
-        """kill -9, as a node that goes away or a kernel without memory does it."""
+        """Send SIGKILL, as on a node failure or out of memory."""
         for rank, code in enumerate(self.codes()):
             if code is None and (ranks is None or rank in ranks):
                 os.kill(self.pids[rank], signal.SIGKILL)
 
     def wait(self, timeout_s: float = 240) -> list[int]:
-        """Wait for all ranks to end. One that fails takes the others with it, as under launch."""
+        """Wait for all ranks to end. If a rank fails, kill the others, as launch does."""
         deadline = time.monotonic() + scaled(timeout_s)
         while None in (codes := self.codes()):
             if any(codes):
@@ -71,7 +72,7 @@ class Job:
 
 
 class Server:
-    """A process with everything loaded; `with` ends it and whatever it started."""
+    """Process with all modules loaded. Leaving the `with` block ends it and the ranks that it started."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._jobs = folder, 0
@@ -93,7 +94,7 @@ class Server:
         return json.loads(self._process.stdout.readline())
 
     def start(self, ranks: int, words: Sequence[str], run_dir: Path, program: str = TRAIN, **env: str) -> Job:
-        """Begin a run on so many ranks: `program` (module:function) is called with the words."""
+        """Start a run: each rank calls `program` (module:function) with `words` as arguments."""
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir(parents=True)
@@ -112,28 +113,28 @@ class Server:
         return Job(self, folder, pids)
 
     def run(self, ranks: int, words: Sequence[str], run_dir: Path, program: str = TRAIN, **env: str) -> Job:
-        """A whole run, which has to end well."""
+        """Run to the end and check that all ranks succeed."""
         job = self.start(ranks, words, run_dir, program, **env)
         assert job.wait() == [0] * ranks, job.output
         return job
 
 
 def wait_for(condition: Callable[[], object], job: Job, timeout_s: float = 120) -> bool:
-    """Whether the condition came true before a rank ended."""
+    """Wait for a condition. Return False if a rank ended first."""
     deadline = time.monotonic() + scaled(timeout_s)
-    looked = time.monotonic()
+    polled = time.monotonic()
     while not condition():
-        if time.monotonic() - looked > 0.1:
+        if time.monotonic() - polled > 0.1:
             if job.codes() != [None] * len(job.pids):
                 return False
-            looked = time.monotonic()
+            polled = time.monotonic()
         assert time.monotonic() < deadline, job.output
         time.sleep(0.0005)
     return True
 
 
 def _serve() -> None:
-    """Fork a rank, or tell what became of one, for every line of standard input; in the end kill what is left."""
+    """Serve requests from standard input: fork a rank, or return its exit code. Finally kill remaining ranks."""
     from ezpz_llm.engine.deepspeed_import import import_deepspeed
 
     import_deepspeed("cpu")

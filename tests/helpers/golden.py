@@ -1,4 +1,4 @@
-"""Files that hold what a program is meant to print: EZPZ_LLM_WRITE_GOLDEN=1 pytest … writes them anew."""
+"""Golden files with the expected output of a program: EZPZ_LLM_WRITE_GOLDEN=1 pytest … rewrites them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def check_golden(name: str, text: str) -> None:
-    """Fail where `text` is not the file's; a change that is meant is to be read in the diff of the file."""
+    """Check that `text` equals the golden file. After rewriting one, review the diff."""
     path = _FOLDER / name
     if os.environ.get("EZPZ_LLM_WRITE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), f"EZPZ_LLM_WRITE_GOLDEN=1 rewrites {path}, if this is meant"
+    assert text == path.read_text(encoding="utf-8"), f"EZPZ_LLM_WRITE_GOLDEN=1 rewrites {path}, if this is intended"

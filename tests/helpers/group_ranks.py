@@ -1,8 +1,8 @@
-"""Run by four ranks: sums along the axes of several meshes, while some ranks have groups that others do not have.
+"""Run by four ranks: all-reduce along the axes of several meshes, while only some ranks are in certain groups.
 
     mpiexec -n 4 python3 tests/helpers/group_ranks.py FILE
 
-Rank 0 writes the sums of every rank's number, by mesh, axis and rank, to FILE.
+Rank 0 writes the sums of the ranks' numbers to FILE, by mesh, axis and rank.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def group_sums(dist: Dist) -> dict[str, float]:
 
 def main(path: str) -> None:
     with setup(device="cpu", run_dir=Path(path).parent, timeout_s=300) as dist:
-        found = []
+        sums = []
         for number, degrees in enumerate(ARRANGEMENTS):
             dist.arrange(**degrees)
-            found.append(group_sums(dist))
+            sums.append(group_sums(dist))
             if number == 0:
-                torch.distributed.new_group([0, 1])  # only ranks 0 and 1 count it
-        values = gather(dist, found)
+                torch.distributed.new_group([0, 1])  # only ranks 0 and 1 advance their group counter
+        values = gather(dist, sums)
         if values is not None:
             Path(path).write_text(json.dumps(values))
 

@@ -1,8 +1,8 @@
-"""A rank that lives like the trainer's: heartbeats with phase and step, lines of metrics, one log line; no torch.
+"""Rank that behaves like the trainer's, without torch: heartbeats with phase and step, metrics, one log line.
 
     heartbeat_ranks.py STEPS SECONDS_A_STEP EXIT_CODE
 
-It ends early once there is a file "stop" in the run directory.
+It ends early once the run directory contains a file "stop".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run by two ranks: what reads a number of the device's in an optimizer step, under each layout named.
+"""Run by two ranks: find the code that reads device values on the CPU in an optimizer step, under each layout.
 
     mpiexec -n 2 python3 tests/helpers/host_read_ranks.py FOLDER ddp fsdp2 zero1 zero1+unfused …
 
-Rank 0 writes FOLDER/results.json: by run, the places that read, {"ours": […], "others": […]}. A place is the
-innermost line of this package or of DeepSpeed's on the stack: whose it is, is whose read it is.
+Rank 0 writes FOLDER/results.json: for each run, the lines that read, {"ours": […], "others": […]}. A read is
+attributed to the innermost stack frame of this package ("ours") or of DeepSpeed ("others").
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ezpz_llm.model.loss import configure_head
 
 aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default)
-"""What waits for a device."""
+"""Operators that wait for the device."""
 OURS, DEEPSPEEDS = (str(Path(str(find_spec(name).origin)).parent) for name in ("ezpz_llm", "deepspeed"))
 LENGTH, ACCUMULATION = 32, 2
 
 
 class Reads(TorchDispatchMode):
-    """While entered, notes the places that read."""
+    """Dispatch mode that records the lines that read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Reads(TorchDispatchMode):
 
 
 def read(dist: Dist, run: str) -> dict[str, list[str]]:
-    """Three steps; the second and third are looked at, the third with norms by decay group as on log lines."""
+    """Train three steps and record the reads of the last two. The third measures norms, as on log lines."""
     layout, *options = run.split("+")
     config = replace(get_model_config("tiny-llama", n_layer=2, n_embd=32, n_head=4, n_kv_head=2, block_size=LENGTH),
                      tied="untied" not in options)

@@ -1,4 +1,4 @@
-"""The kinds of hostile input that are tokens of other programs, their manifests, and tokenizers."""
+"""Kinds of hostile input: tokens of other programs, their manifests, and tokenizers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def megatron(rng: Random, folder: Path) -> object:
 
 @kind
 def npyshards(rng: Random, folder: Path) -> object:
-    """build-nanogpt's and nanoGPT's: an array's header is text, and numpy's to read."""
+    """Read .npy shards of build-nanogpt and nanoGPT with a damaged header, which numpy parses."""
     from ezpz_llm.data.prepare import prepare
     from ezpz_llm.data.shards import TokenData
 
@@ -59,7 +59,7 @@ _PATHS = ["", "\0", ".", "..", "/", "/dev/zero", "/proc/self/mem", "/proc/self/e
 
 @kind
 def writtenby(rng: Random, folder: Path) -> object:
-    """A manifest of another program's shards, whose names lead anywhere."""
+    """Read a manifest of another program's shards whose paths point anywhere."""
     from ezpz_llm.data.manifest import sampled_hash, verify
     from ezpz_llm.data.shards import TokenData
     from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
@@ -97,7 +97,7 @@ def writtenby(rng: Random, folder: Path) -> object:
 
 @functools.cache
 def _table() -> str:
-    """A small tokenizer.json, as Hugging Face's library writes it."""
+    """Return a small tokenizer.json, as written by Hugging Face's tokenizers library."""
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -1,9 +1,9 @@
-"""Hostile inputs of every kind: none may end in a traceback, hang, fill the memory, or write where it should not.
+"""Read hostile inputs of every kind: none may cause a traceback, a hang, high memory use, or a stray write.
 
-    python3 tests/helpers/hostile_inputs.py --count 25000 --seed 7      all kinds, in worker processes, as JSON
+    python3 tests/helpers/hostile_inputs.py --count 25000 --seed 7      all kinds, in worker processes; prints JSON
     python3 tests/helpers/hostile_inputs.py --count 1 --seed 7 --kind ds --from 12    one input, with its traceback
 
-An input follows from the seed, its kind and its number alone.
+An input is determined by the seed, its kind and its number.
 """
 
 from __future__ import annotations
@@ -29,30 +29,36 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
-import hostile_data_kinds  # noqa: F401  it enters its kinds among the others
+import hostile_data_kinds  # noqa: F401  registers its kinds
 import hostile_kinds
-import hostile_names  # noqa: F401  it enters its kinds among the others
-import hostile_run_kinds  # noqa: F401  it enters its kinds among the others
+import hostile_names  # noqa: F401  registers its kinds
+import hostile_run_kinds  # noqa: F401  registers its kinds
 
 from ezpz_llm.base.errors import UserError
 
 HANG_S = 10
-"""Of processor time, which a busy machine does not lengthen."""
+"""Processor time after which an input counts as hung; unlike wall time, it is independent of the load."""
 STUCK_S = 60
-"""In which it used none at all: it waits for something that does not come."""
+"""Wall time without any processor time after which an input counts as hung: it waits for something."""
 MOST_MEMORY = 1 << 30
 _AT_ONCE = 500
 _WORKER_S = 3600
 
 
 class Hang(BaseException):
-    """An input took too long."""
+    """Raised in a reader that exceeds a time limit."""
 
 
 @dataclass
 class Counts:
-    """What became of the inputs of one kind. `killed` are processes that did not come to their end; `outside` are
-    files that were opened for writing elsewhere; `slowest_s` is processor time."""
+    """Results for the inputs of one kind.
+
+    Attributes:
+        told: inputs rejected with an error message.
+        killed: worker processes that did not finish.
+        outside: files that were opened for writing outside the allowed folder.
+        slowest_s: the longest processor time of an input.
+    """
 
     inputs: int = 0
     accepted: int = 0
@@ -69,12 +75,12 @@ class Counts:
 
     @property
     def good(self) -> bool:
-        """Is nothing wrong with them?"""
+        """True if no input misbehaved."""
         return not (self.tracebacks or self.hangs or self.out_of_memory or self.killed or self.outside
                     or self.most_mb << 20 > MOST_MEMORY)
 
     def add(self, other: Counts) -> None:
-        """Take in another worker's counts of the same kind."""
+        """Add another worker's counts of the same kind."""
         for name in ("inputs", "accepted", "told", "tracebacks", "hangs", "out_of_memory", "killed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.slowest_s, self.most_mb = max(self.slowest_s, other.slowest_s), max(self.most_mb, other.most_mb)
@@ -84,19 +90,19 @@ class Counts:
 
 
 class Watch:
-    """Notes what this process opens for writing, makes, renames or removes beside the folders that are allowed.
+    """Record of files that this process writes, creates, renames or removes outside the allowed folders.
 
-    An audit hook cannot be taken away again: it stays, and sleeps between runs.
+    An audit hook cannot be removed, so it stays installed and is inactive between inputs.
     """
 
     _EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.chmod", "os.truncate")
 
     def __init__(self) -> None:
         self.allowed: tuple[str, ...] | None = None
-        self.found: list[str] = []
-        sys.addaudithook(self._hear)
+        self.stray: list[str] = []
+        sys.addaudithook(self._audit)
 
-    def _hear(self, event: str, args: tuple) -> None:
+    def _audit(self, event: str, args: tuple) -> None:
         if self.allowed is None:
             return
         if event == "open":
@@ -104,7 +110,7 @@ class Watch:
             if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 return
         elif event in self._EVENTS:
-            # Of two names the second is the one that is made.
+            # Of two paths, the second is the one that is created.
             path = args[event in ("os.rename", "os.symlink", "os.link")]
         else:
             return
@@ -115,14 +121,14 @@ class Watch:
             not place.startswith((*self.allowed, "/dev/null", "/dev/tty", "/proc/self"))
             and "__pycache__" not in place
         ):
-            self.found.append(f"{event} {place}")
+            self.stray.append(f"{event} {place}")
 
 
 _watch: Watch | None = None
 
 
 def run_kind(name: str, seed: int, numbers: Sequence[int], *, shows: bool = False) -> Counts:
-    """Read the inputs with these numbers, in this process."""
+    """Read the inputs with the given numbers in this process."""
     global _watch
     _watch = _watch or Watch()
     counts = Counts()
@@ -130,12 +136,12 @@ def run_kind(name: str, seed: int, numbers: Sequence[int], *, shows: bool = Fals
         for number in numbers:
             folder = root / str(number)
             folder.mkdir()
-            _one(name, seed, number, folder, counts, shows)
+            _read_input(name, seed, number, folder, counts, shows)
             shutil.rmtree(folder, ignore_errors=True)
-            # In the working directory and HOME, where programs write that are told nothing.
+            # Programs write to the working directory and HOME by default.
             left = [str(path) for place in _UNTOUCHED for path in (root / place).iterdir()]
-            counts.outside += [f"{name} {number}: {what}" for what in (*_watch.found, *left)]
-            _watch.found.clear()
+            counts.outside += [f"{name} {number}: {entry}" for entry in (*_watch.stray, *left)]
+            _watch.stray.clear()
             for path in map(Path, left):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     return counts
@@ -143,29 +149,29 @@ def run_kind(name: str, seed: int, numbers: Sequence[int], *, shows: bool = Fals
 
 @contextlib.contextmanager
 def _ended_when_stuck() -> Iterator[None]:
-    """Send the main thread SIGPROF where this process has used no processor time for too long."""
+    """Send the main thread SIGPROF if this process uses no processor time for STUCK_S."""
     over = threading.Event()
 
-    def look() -> None:
+    def watch_cpu_time() -> None:
         used, since = time.process_time(), time.monotonic()
         while not over.wait(1.0):
-            # These looks are a little work themselves.
+            # The polling itself uses some processor time.
             if time.process_time() - used > 0.1:
                 used, since = time.process_time(), time.monotonic()
             elif time.monotonic() - since > STUCK_S:
                 since = time.monotonic()
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGPROF)
 
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
+    watcher = threading.Thread(target=watch_cpu_time, daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         over.set()
-        looking.join()
+        watcher.join()
 
 
-def _one(name: str, seed: int, number: int, folder: Path, counts: Counts, shows: bool) -> None:
+def _read_input(name: str, seed: int, number: int, folder: Path, counts: Counts, shows: bool) -> None:
     counts.inputs += 1
     began = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, HANG_S)
@@ -197,7 +203,7 @@ def _one(name: str, seed: int, number: int, folder: Path, counts: Counts, shows:
 
 
 def _place(error: BaseException) -> str:
-    """The exception and the innermost line of ours."""
+    """Return the exception's type and the innermost line of this package."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ezpz_llm/" in frame.filename]
     last = ours[-1] if ours else traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} {last.filename.rpartition('ezpz_llm/')[2]}:{last.lineno}"
@@ -208,12 +214,12 @@ _UNTOUCHED = ("here", "home")
 
 @contextlib.contextmanager
 def _elsewhere() -> Iterator[Path]:
-    """A folder for everything: working directory, HOME and cache; hangs end, inputs meet no job's variables."""
+    """Move working directory, HOME and cache to a temporary folder; hide a job's variables; SIGPROF raises Hang."""
 
-    def end(*_: object) -> None:
+    def raise_hang(*_: object) -> None:
         raise Hang
 
-    before, here, handler = dict(os.environ), os.getcwd(), signal.signal(signal.SIGPROF, end)
+    before, here, handler = dict(os.environ), os.getcwd(), signal.signal(signal.SIGPROF, raise_hang)
     with tempfile.TemporaryDirectory(prefix="hostile-") as root:
         for name in [
             name for name in os.environ if name.startswith(("SLURM", "PBS", "PMI", "EZPZ", "RANK", "WORLD"))
@@ -239,55 +245,55 @@ def _elsewhere() -> Iterator[Path]:
 
 
 def _work(name: str, seed: int, numbers: range) -> Counts:
-    """Read these inputs in a process of their own."""
+    """Read these inputs in a new process."""
     words = [sys.executable, __file__, "--kind", name, "--seed", str(seed), "--from", str(numbers.start),
              "--count", str(len(numbers))]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_WORKER_S, check=False)
         return Counts(**json.loads(done.stdout)["kinds"][name])
     except (subprocess.TimeoutExpired, ValueError) as error:
-        said = f"code {done.returncode}, {done.stderr[-300:]}" if isinstance(error, ValueError) else str(error)
-        return Counts(killed=1, examples=[f"{name} {numbers.start} to {numbers.stop - 1}: {said}"])
+        reason = f"code {done.returncode}, {done.stderr[-300:]}" if isinstance(error, ValueError) else str(error)
+        return Counts(killed=1, examples=[f"{name} {numbers.start} to {numbers.stop - 1}: {reason}"])
 
 
 def run_all(count: int, seed: int, workers: int) -> dict[str, Counts]:
-    """`count` inputs over all kinds, some hundred of them in a process."""
+    """Read `count` inputs, spread evenly over all kinds, at most 500 in one process."""
     each = -(-count // len(hostile_kinds.KINDS))
-    found = {name: Counts() for name in hostile_kinds.KINDS}
+    results = {name: Counts() for name in hostile_kinds.KINDS}
     with ThreadPoolExecutor(workers) as pool:
         tasks = [(name, pool.submit(_work, name, seed, range(first, min(first + _AT_ONCE, each))))
                  for name in hostile_kinds.KINDS for first in range(0, each, _AT_ONCE)]
         for name, task in tasks:
-            found[name].add(task.result())
-    return found
+            results[name].add(task.result())
+    return results
 
 
 def main() -> int:
-    """The command; 1 where an input did what none may."""
+    """Run the command. Return 1 if an input misbehaved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=25_000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--kind", choices=sorted(hostile_kinds.KINDS), help="only this one, in this process")
+    parser.add_argument("--kind", choices=sorted(hostile_kinds.KINDS), help="read only this kind, in this process")
     parser.add_argument("--from", dest="first", type=int, default=0, help="with --kind: the first input's number")
-    parser.add_argument("--out", type=Path, help="also write the result there")
+    parser.add_argument("--out", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     began = time.time()
     if options.kind:
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
         numbers = range(options.first, options.first + options.count)
-        found = {options.kind: run_kind(options.kind, options.seed, numbers, shows=options.count == 1)}
-        found[options.kind].most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        results = {options.kind: run_kind(options.kind, options.seed, numbers, shows=options.count == 1)}
+        results[options.kind].most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     else:
-        found = run_all(options.count, options.seed, options.workers)
+        results = run_all(options.count, options.seed, options.workers)
     result = {
         "command": f"python3 tests/helpers/hostile_inputs.py --count {options.count} --seed {options.seed}",
         "date": time.strftime("%Y-%m-%d"),
         "python": sys.version.split()[0],
         "seconds": round(time.time() - began),
-        "inputs": sum(one.inputs for one in found.values()),
-        "good": all(one.good for one in found.values()),
-        "kinds": {name: asdict(one) for name, one in sorted(found.items())},
+        "inputs": sum(counts.inputs for counts in results.values()),
+        "good": all(counts.good for counts in results.values()),
+        "kinds": {name: asdict(counts) for name, counts in sorted(results.items())},
     }
     text = json.dumps(result, indent=1)
     print(text)

@@ -1,4 +1,4 @@
-"""The kinds of input that come from outside, each with how one is read. A reader returns, or raises a UserError."""
+"""Kinds of untrusted input, each with a reader that must return or raise a UserError."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ PATTERNS = [
 
 @contextlib.contextmanager
 def cached_train_parser() -> Iterator[None]:
-    """Build train's parser once inside the block: that takes a tenth of a second."""
+    """Build train's parser only once inside the block, since that takes 0.1 s."""
     build_parser = options.build_parser
     options.build_parser = functools.cache(build_parser)
     try:
@@ -155,13 +155,13 @@ def cached_train_parser() -> Iterator[None]:
 
 
 def kind(read: Read) -> Read:
-    """Enter a reader of one kind, by its name."""
+    """Register the reader of a kind under its name."""
     KINDS[read.__name__] = read
     return read
 
 
 def written(folder: Path, name: str, content: bytes) -> Path:
-    """A file of that content, below `folder`; of `special` inputs, now and then what is none in its place."""
+    """Write a file below `folder`. For `special` inputs, sometimes create a special file instead."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     for rng, share in _special:
@@ -173,20 +173,20 @@ def written(folder: Path, name: str, content: bytes) -> Path:
 
 
 _special: list[tuple[Random, float]] = []
-"""The generator, and which share of the files is to be none; empty but for `special` inputs."""
+"""Random generator and fraction of files to replace by special ones; empty except for `special` inputs."""
 
 
 def _make_special(rng: Random, path: Path) -> None:
-    """What makes a reader wait, or has no end."""
+    """Create a file that blocks its reader, or that has no end."""
     way = rng.randrange(6)
     if way == 0:
         os.mkfifo(path)
     elif way == 1:
         path.mkdir()
     elif way == 2:
-        with socket.socket(socket.AF_UNIX) as one:
-            # Its name may have 107 characters.
-            one.bind(f"/proc/self/fd/{(handle := os.open(path.parent, os.O_RDONLY))}/{path.name}")
+        with socket.socket(socket.AF_UNIX) as listener:
+            # A socket's path is limited to 107 characters.
+            listener.bind(f"/proc/self/fd/{(handle := os.open(path.parent, os.O_RDONLY))}/{path.name}")
             os.close(handle)
     elif way == 3:
         path.write_bytes(b"")
@@ -196,7 +196,7 @@ def _make_special(rng: Random, path: Path) -> None:
 
 
 def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
-    """A run directory of which one file, or two, are hostile."""
+    """Create a run directory in which one or two files are hostile."""
     run_dir = RunDir(folder / "run").create()
     bad = set(rng.sample(sorted(files), min(len(files), rng.choice([1, 1, 2]))))
     for name, whole in files.items():
@@ -223,7 +223,7 @@ def board(rng: Random, folder: Path) -> object:
     frame = len(body).to_bytes(4, "big") + body + hmac.digest(theirs._key, b"\0" + bytes(8) + body, "sha256")
     try:
         return ours.feed(frame if rng.random() < 0.7 else mutate.data(rng, frame.decode("latin-1")))
-    except ValueError:  # its contract: the member is lost
+    except ValueError:  # documented: the connection is dropped
         return None
 
 
@@ -241,10 +241,10 @@ def ds(rng: Random, folder: Path) -> object:
 
 @kind
 def failuretexts(rng: Random, folder: Path) -> object:
-    """A file of a user's own, which `why` searches a rank's last words with."""
+    """Read a user's file of failure patterns, which `why` matches against a rank's last output."""
     from ezpz_llm.why import main
 
-    if rng.random() < 0.15:  # some take their second
+    if rng.random() < 0.15:  # rarely, since some patterns run into the one-second limit
         content = FAILURE_TEXT.replace("|no licence']", f"|no licence', '{rng.choice(PATTERNS)}']").encode()
     else:
         content = mutate.data(rng, FAILURE_TEXT)
@@ -261,7 +261,7 @@ def failuretexts(rng: Random, folder: Path) -> object:
 
 @kind
 def foreignrun(rng: Random, folder: Path) -> object:
-    """A run directory of a stranger's, any file of which may be wrong or none, for all who look into one."""
+    """Read another user's run directory, in which any file may be hostile or special, with every command."""
     from ezpz_llm.checkpoint.__main__ import main as checkpoint
     from ezpz_llm.explain.__main__ import main as explain
     from ezpz_llm.launch.status import read_status
@@ -289,7 +289,7 @@ def foreignrun(rng: Random, folder: Path) -> object:
             written(run_dir.path, name, mutate.data(rng, "step-3\n"))
     finally:
         _special.clear()
-    looks = (
+    commands = (
         lambda path: why([path]),
         lambda path: why([path, "--json"]),
         lambda path: report([path]),
@@ -299,7 +299,7 @@ def foreignrun(rng: Random, folder: Path) -> object:
         lambda path: checkpoint(["inspect", path]),
         lambda path: checkpoint(["verify", path]),
     )
-    return rng.choice(looks)(str(run_dir.path))
+    return rng.choice(commands)(str(run_dir.path))
 
 
 @kind
@@ -391,7 +391,7 @@ def lsf(rng: Random, folder: Path) -> object:
         ]
     )
     env = env if "LSB_DJOB_HOSTFILE" in env and rng.random() < 0.7 else mutate.environment(rng, env)
-    if rng.random() < 0.5:  # with jsrun, the first host may be the launch node
+    if rng.random() < 0.5:  # with jsrun, the first node may be the launch node
         with contextlib.suppress(OSError):
             written(folder, "bin/jsrun", b"").chmod(0o755)
         env["PATH"] = str(folder / "bin")
@@ -400,7 +400,7 @@ def lsf(rng: Random, folder: Path) -> object:
 
 
 def _described(path: Path) -> FileRecord:
-    """What a manifest says of it; of what is no file, that it is empty."""
+    """Return a manifest's record of a file; an empty record if it is not a regular file."""
     try:
         return describe(path)
     except (OSError, UserError):
@@ -428,9 +428,9 @@ def manifest(rng: Random, folder: Path) -> object:
             checkpoint, name, mutate.json_data(rng, whole) if rng.random() < 0.4 else json.dumps(whole).encode()
         )
     files = {
-        name: {"size": found.size, "sha256": found.sha256}
+        name: {"size": described.size, "sha256": described.sha256}
         for name in ("state.json", "index.json")
-        for found in [_described(checkpoint / name)]
+        for described in [_described(checkpoint / name)]
     }
     whole = {"format": 1, "step": 3, "files": files}
     written(
@@ -455,7 +455,7 @@ def metajunk(rng: Random, folder: Path) -> object:
 
 @kind
 def nodefile(rng: Random, folder: Path) -> object:
-    """The files of Grid Engine, OAR, Cobalt and PJM."""
+    """Read the node files of Grid Engine, OAR, Cobalt and PJM."""
     from ezpz_llm.launch.schedulers.node_files import COBALT, GRID_ENGINE, OAR, PJM
 
     scheduler, mark, name, line = rng.choice(
@@ -593,7 +593,7 @@ _OF_FILES = ("ds", "failuretexts", "hellaswag", "hfconfig", "hostfile", "lsf", "
 
 @kind
 def special(rng: Random, folder: Path) -> object:
-    """Another kind's files, half of which are a FIFO, a device, a folder, a socket, a loop, or immense."""
+    """Read another kind's files, half of them replaced by a FIFO, device, folder, socket, loop or huge file."""
     _special.append((rng, 0.5))
     try:
         return KINDS[rng.choice(_OF_FILES)](rng, folder)
@@ -632,8 +632,8 @@ def shards(rng: Random, folder: Path) -> object:
     }
     written(folder, "train_000000.bin", bytes(16))
     written(folder, "manifest.json", mutate.json_data(rng, whole))
-    found = TokenData.open(folder)
-    return found.fingerprint, found.unigram_entropy, [found.split(name)[:4] for name in ("train", "val")]
+    data = TokenData.open(folder)
+    return data.fingerprint, data.unigram_entropy, [data.split(name)[:4] for name in ("train", "val")]
 
 
 @kind

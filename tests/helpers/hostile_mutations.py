@@ -1,4 +1,4 @@
-"""Right inputs made wrong: damaged text, values of other types, names that lead elsewhere, immense sizes."""
+"""Mutations of valid inputs: damaged text, values of other types, path traversal, huge sizes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ VALUES: list[Any] = [
 
 
 def text(rng: Random, whole: str) -> str:
-    """`whole` with a few changes, or with many."""
+    """Return `whole` with one to eight random edits."""
     for _ in range(rng.choice([1, 1, 1, 2, 3, 8])):
         at = rng.randrange(len(whole) + 1)
         end = min(len(whole), at + rng.choice([1, 1, 3, 10, 100]))
@@ -105,16 +105,16 @@ def text(rng: Random, whole: str) -> str:
 
 
 def data(rng: Random, whole: str) -> bytes:
-    """The same as bytes, which need not be UTF-8."""
-    found = text(rng, whole).encode("utf-8", "surrogatepass")
+    """Return mutated text as bytes, not always valid UTF-8."""
+    content = text(rng, whole).encode("utf-8", "surrogatepass")
     if rng.random() < 0.2:
-        at = rng.randrange(len(found) + 1)
-        found = found[:at] + rng.randbytes(rng.choice([1, 4, 100])) + found[at:]
-    return found
+        at = rng.randrange(len(content) + 1)
+        content = content[:at] + rng.randbytes(rng.choice([1, 4, 100])) + content[at:]
+    return content
 
 
 def binary(rng: Random, whole: bytes) -> bytes:
-    """Bytes with other numbers among them, cut, longer or empty."""
+    """Return `whole` with integers overwritten, truncated, extended or empty."""
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         at = rng.randrange(len(whole) + 1)
         if rng.random() < 0.5:
@@ -135,7 +135,7 @@ def binary(rng: Random, whole: bytes) -> bytes:
 
 
 def value(rng: Random, whole: Any) -> Any:
-    """An object with members of other types, more of them, or fewer."""
+    """Return a copy of an object with members replaced, added or removed."""
     whole = copy.deepcopy(whole)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         places = _places(whole)
@@ -155,7 +155,7 @@ def value(rng: Random, whole: Any) -> Any:
 
 
 def json_data(rng: Random, whole: Any) -> bytes:
-    """A JSON file with wrong members, damaged, or of another size and depth."""
+    """Return a JSON file with wrong members, damage, or an extreme size or depth."""
     way = rng.random()
     if way < 0.7:
         return json.dumps(value(rng, whole)).encode()
@@ -184,50 +184,51 @@ def json_data(rng: Random, whole: Any) -> bytes:
 
 
 def lines(rng: Random, rows: list[Any]) -> bytes:
-    """A file of JSON lines of which some are hostile."""
-    told = [json.dumps(row).encode() for row in rows]
+    """Return a file of JSON lines, some of them hostile."""
+    encoded = [json.dumps(row).encode() for row in rows]
     for _ in range(rng.choice([1, 1, 2, 5])):
-        at = rng.randrange(len(told))
-        told[at] = json_data(rng, rows[at]).replace(b"\n", b" ")
-    return b"\n".join(told) + rng.choice([b"\n", b"\n", b""])
+        at = rng.randrange(len(encoded))
+        encoded[at] = json_data(rng, rows[at]).replace(b"\n", b" ")
+    return b"\n".join(encoded) + rng.choice([b"\n", b"\n", b""])
 
 
 def environment(rng: Random, whole: dict[str, str]) -> dict[str, str]:
-    """Variables with other values, or without some; none can hold a NUL, nor what no bytes stand for."""
-    found = dict(whole)
+    """Return variables with values changed or removed; without NUL and lone surrogates, which exec rejects."""
+    variables = dict(whole)
     for _ in range(rng.choice([1, 1, 2, 4])):
         name = rng.choice(sorted(whole))
         if rng.random() < 0.15:
-            found.pop(name, None)
+            variables.pop(name, None)
         else:
-            found[name] = text(rng, whole[name]).replace("\0", "").replace("\ud800", "?")[:130_000]
-    return found
+            variables[name] = text(rng, whole[name]).replace("\0", "").replace("\ud800", "?")[:130_000]
+    return variables
 
 
 def words(rng: Random, whole: list[str]) -> list[str]:
-    """A command line with other words, in another order, or without some."""
-    found = list(whole)
+    """Return a command line with arguments inserted, changed or removed."""
+    arguments = list(whole)
     for _ in range(rng.choice([1, 1, 2, 3])):
-        at = rng.randrange(len(found) + 1)
+        at = rng.randrange(len(arguments) + 1)
         way = rng.randrange(4)
         if way == 0:
-            found.insert(at, rng.choice([*WORDS, *whole]))
-        elif way == 1 and at < len(found):
-            found[at] = text(rng, found[at])
-        elif way == 2 and at < len(found):
-            del found[at]
-        elif at < len(found):
-            found[at] = rng.choice(WORDS)
-    return [word.replace("\0", "").replace("\ud800", "?")[:130_000] for word in found]
+            arguments.insert(at, rng.choice([*WORDS, *whole]))
+        elif way == 1 and at < len(arguments):
+            arguments[at] = text(rng, arguments[at])
+        elif way == 2 and at < len(arguments):
+            del arguments[at]
+        elif at < len(arguments):
+            arguments[at] = rng.choice(WORDS)
+    return [word.replace("\0", "").replace("\ud800", "?")[:130_000] for word in arguments]
 
 
 def _places(whole: Any) -> list[tuple[Any, Any]]:
-    """Every member of every object and list in it, as what holds it and its key."""
-    found, left = [], [whole]
+    """Return the container and key of every member of every nested object and list."""
+    places, left = [], [whole]
     while left:
-        one = left.pop()
-        keys = list(one) if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
+        container = left.pop()
+        keys = (list(container) if isinstance(container, dict)
+                else range(len(container)) if isinstance(container, list) else ())
         for key in keys:
-            found.append((one, key))
-            left.append(one[key])
-    return found
+            places.append((container, key))
+            left.append(container[key])
+    return places

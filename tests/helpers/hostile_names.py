@@ -1,4 +1,4 @@
-"""The kinds of hostile input that are hostnames, options of other programs, mixtures, token files, and weights."""
+"""Kinds of hostile input: hostnames, options of other programs, mixtures, token files, and weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mixture(rng: Random, folder: Path) -> object:
 
 @kind
 def tokenfiles(rng: Random, folder: Path) -> object:
-    """nanoGPT's folder with tokens of any width and order, or a file of another program in place of one."""
+    """Read nanoGPT's folder with tokens of any width and byte order, or with another program's file in it."""
     from ezpz_llm.data.prepare import check_corpus
 
     heads = [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", b"\x88\xd8\x34\x01", b"LITPKDS",
@@ -67,7 +67,7 @@ def tokenfiles(rng: Random, folder: Path) -> object:
 
 @kind
 def weights(rng: Random, folder: Path) -> object:
-    """A folder of transformers: weights whole or in shards, with damaged files, indexes, and names."""
+    """Read a folder of transformers weights, sharded or not, with damaged files, indexes, and names."""
     import torch
     from safetensors.torch import save
 

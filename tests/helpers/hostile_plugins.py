@@ -1,4 +1,4 @@
-"""Plug-ins of the wrong kind, as another package names them in its entry points."""
+"""Invalid plug-ins, declared in the entry points of another package."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MODULES = {
              "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'\nPLUGIN = Mine()",
     "pattern": "from ezpz_llm.launch.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
 }
-"""The source of each, by a name."""
+"""Source of each plug-in module."""
 GROUPS = ("ezpz_llm.optimizers", "ezpz_llm.schedulers", "ezpz_llm.dialects")
 
 
 def install(folder: Path, module: str, group: str) -> Path:
-    """Make a folder for PYTHONPATH that has the plug-in."""
+    """Create a folder for PYTHONPATH with the plug-in."""
     (folder / "wrong-1.0.dist-info").mkdir(parents=True)
     (folder / "wrong_plugin.py").write_text(MODULES[module])
     (folder / "wrong-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")

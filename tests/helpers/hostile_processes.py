@@ -1,6 +1,7 @@
 """Processes with hostile names, environments and behavior: python3 hostile_processes.py TAG.
 
-Run by a rank, it starts one of each kind, each in a session of its own, and ends. TAG is the first argument of all.
+Run by a rank, it starts one process of each kind, each in a new session, and exits. TAG is the first argument of
+every process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 NAMES = [
-    # The kernel keeps 15 bytes of a name: here it cuts the è.
+    # The kernel keeps 15 bytes of a name, which cuts the è in two.
     "evaluation_mod\u00e8le".encode(),
     b"a) R 1 1 1 (b",
     b"))))((((",
@@ -28,11 +29,11 @@ RANKS = [b"x", b"", b"-1", b"0x1", b" 1", b"1.5", b"\xff", "\u0661".encode(), "\
          b"9" * 5000, b"1\n2"]
 """Values of EZPZ_LLM_RANK."""
 LIFETIME_S = 120
-"""Forking processes end by themselves after this time: nothing else would, if the test is killed."""
+"""Forking processes end after this time, since nothing else would end them if the test is killed."""
 
 
 def name(rng: Random) -> bytes:
-    """The name of a program."""
+    """Return a random program name."""
     if rng.random() < 0.5:
         return rng.choice(NAMES)
     text = bytes(rng.choice([*range(1, 47), *range(48, 256)]) for _ in range(rng.randrange(1, 40)))
@@ -40,7 +41,7 @@ def name(rng: Random) -> bytes:
 
 
 def environment(rng: Random, whole: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """`whole` with a hostile rank, or none."""
+    """Return `whole` with a hostile rank, or without a rank."""
     changed = dict(whole)
     way = rng.randrange(3)
     if way == 0:
@@ -51,7 +52,7 @@ def environment(rng: Random, whole: Mapping[bytes, bytes]) -> dict[bytes, bytes]
 
 
 def start_sleeper(program: bytes, tag: str, env: Mapping[bytes, bytes]) -> None:
-    """Start a process that sleeps, in a session of its own, as an orphan."""
+    """Start a sleeping process in a new session, as an orphan."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -62,7 +63,7 @@ def start_sleeper(program: bytes, tag: str, env: Mapping[bytes, bytes]) -> None:
 
 
 def fork_repeatedly(pause_s: float) -> None:
-    """Start a process that forks every `pause_s`, each parent ending at once, for LIFETIME_S at most."""
+    """Start a process that forks every `pause_s` for at most LIFETIME_S; each parent exits at once."""
     if os.fork():
         os.wait()
         return
@@ -77,7 +78,7 @@ def fork_repeatedly(pause_s: float) -> None:
 
 
 def main() -> None:
-    """Start them all."""
+    """Start all hostile processes."""
     tag, folder = sys.argv[1], os.fsencode(os.environ["EZPZ_LLM_RUN_DIR"])
     here = dict(os.environb)
     sleep = shutil.which("sleep")

@@ -1,4 +1,4 @@
-"""The kinds of hostile input that a run meets: lines of its logs, processes, long names, and large numbers."""
+"""Kinds of hostile input to a run: log lines, processes, long names, and large numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostile_kinds import EXIT, LAUNCH, kind
 
 from ezpz_llm.rundir import RunDir
 
-_BEGINNINGS = [
+_PREFIXES = [
     "application called MPI_Abort(",
     "MPI_ABORT was invoked on rank 1 ",
     "Root Cause (first observed failure):",
@@ -50,21 +50,21 @@ _BEGINNINGS = [
     "'/",
     "\0",
 ]
-"""Words that patterns begin with: a long line of them is where many searches begin, and none ends."""
+"""Prefixes of patterns: on a long line of them, many searches begin and none matches."""
 _ENDINGS = ["", "\n", "\r\n", " - process 1\n", "]\n", "'\n", ")\n", ", 1) - process 1\n", "9" * 5000 + "\n"]
 
 
 def log(rng: Random, most: int = 200_000) -> str:
-    """A log with a line, or many, of words that patterns begin with."""
-    words = [rng.choice(_BEGINNINGS) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
+    """Return a log of one or many lines made of pattern prefixes."""
+    words = [rng.choice(_PREFIXES) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     between = rng.choice(["", "", "", "\n", "\r"])
-    one = between.join(words) + between
-    return one * (most // len(one)) + rng.choice(_ENDINGS)
+    unit = between.join(words) + between
+    return unit * (most // len(unit)) + rng.choice(_ENDINGS)
 
 
 @kind
 def loglines(rng: Random, folder: Path) -> object:
-    """Logs of ranks that left no record, as `why` reads them."""
+    """Let `why` read the logs of ranks that left no record."""
     import json
 
     from ezpz_llm.why import main
@@ -79,7 +79,7 @@ def loglines(rng: Random, folder: Path) -> object:
 
 @kind
 def process(rng: Random, folder: Path) -> object:
-    """A process with any name and any environment, which the cleanup ends."""
+    """Let the cleanup end a process with an arbitrary name and environment."""
     from ezpz_llm.launch.cleanup import end_marked
 
     run_id = f"{rng.getrandbits(128):032x}"
@@ -98,7 +98,7 @@ def process(rng: Random, folder: Path) -> object:
 
 @kind
 def longnames(rng: Random, folder: Path) -> object:
-    """Names of thousands of characters and numbers of thousands of digits, for all commands that take one."""
+    """Pass names with thousands of characters and numbers with thousands of digits to every command."""
     from ezpz_llm import watch, why
     from ezpz_llm.base import run_command
     from ezpz_llm.checkpoint import __main__ as checkpoint
@@ -114,7 +114,7 @@ def longnames(rng: Random, folder: Path) -> object:
     option = rng.choice(["--run-dir", "--init-from", "--corpus", "--tokenizer", "--resume", "--ds-config",
                          "--config"])
     setting = rng.choice(["--lr", "--steps", "--beta1", "--seed", "--weight-decay", "--n-layer"])
-    looks = (
+    commands = (
         lambda _: why.main([name]),
         lambda _: watch.main([name, "--once"]),
         lambda _: report.main([name]),
@@ -124,7 +124,7 @@ def longnames(rng: Random, folder: Path) -> object:
         lambda _: plan_run(parse([option, name]), 1) and None,
         lambda _: plan_run(parse([setting, number]), 1) and None,
     )
-    with contextlib.redirect_stderr(io.StringIO()) as told:
-        code = run_command(rng.choice(looks), [])
-    assert code in (0, 2), (code, told.getvalue())
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        code = run_command(rng.choice(commands), [])
+    assert code in (0, 2), (code, stderr.getvalue())
     return code

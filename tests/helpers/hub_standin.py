@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on this host: one data set, at one commit."""
+"""Stand-in for the Hugging Face hub on this machine: one data set at one commit."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(folder: Path, withheld: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Serve `folder` as the data set, but for files that are withheld; gives the address and what was asked."""
+    """Serve `folder` as the data set, without the `withheld` files. Yield the address and the list of requests."""
     asked: list[str] = []
     handler = type("Hub", (_Hub,), {"folder": folder, "asked": asked, "withheld": withheld})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:

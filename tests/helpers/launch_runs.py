@@ -1,4 +1,4 @@
-"""Start real runs for the launch tests, and look for what they leave behind."""
+"""Start real runs for the launch tests, and find processes that they leave behind."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ CAPTURED = TESTS / "captured"
 _FOREIGN = ("PBS_", "SLURM_", "PMI", "OMPI_", "MPI_", "EZPZ_LLM_", "MASTER_", "OMP_", "CUDA_VISIBLE", "ROCR_",
             "ZE_")
 STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8"}
-"""What an outer launcher, or the shell, has left of a rank's place."""
-# A training that goes on until it is told to end.
+"""Rank variables left over from an outer launcher or the shell."""
+# Options of a training run that continues until it is stopped.
 LONG = ["--n-layer", "1", "--n-embd", "32", "--n-head", "1", "--block-size", "32", "--eval-tokens", "512",
         "--eval-every", "0", "--sample-tokens", "0", "--save-every", "0", "--log-every", "5", "--precision", "fp32",
         "--profile", "false", "--steps", "100000"]
 
-# Saves as a trainer does: told to end, it finishes its step first. It talks all the time, so that a console that
-# has gone is noticed at once.
+# On a signal, finishes its step and saves, as a trainer does. It prints all the time, so that it notices at once
+# when the console has closed.
 SAVES = """
 import os, signal, sys, time
 from pathlib import Path
-told = []
+signals = []
 for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: told.append(1))
+    signal.signal(number, lambda *_: signals.append(1))
 run, rank = Path(os.environ["EZPZ_LLM_RUN_DIR"]), os.environ["EZPZ_LLM_RANK"]
 if rank == "0" and len(sys.argv) > 1:
-    # A first checkpoint, for the post-mortem's words.
+    # A first checkpoint, which the post-mortem reports.
     (run / "checkpoints/step-1").mkdir(parents=True)
     (run / "checkpoints/latest").symlink_to("step-1")
 (run / f"up{rank}").touch()
 end = time.monotonic() + 60
-while not told and time.monotonic() < end:
+while not signals and time.monotonic() < end:
     print("step", flush=True)
     print("to stderr", file=sys.stderr, flush=True)
     time.sleep(0.02)
@@ -51,9 +51,9 @@ print("saving", flush=True)
 
 
 def clean_env(**changes: str) -> dict[str, str]:
-    """This environment without a scheduler, ranks or devices, with this Python's programs first on PATH.
+    """Return this environment without scheduler, ranks or devices, with this Python's programs first on PATH.
 
-    The cache stays: DeepSpeed's ops lie there.
+    EZPZ_LLM_CACHE is kept, since the cache holds DeepSpeed's compiled ops.
     """
     env = {name: value for name, value in os.environ.items()
            if name == "EZPZ_LLM_CACHE" or not name.startswith(_FOREIGN)}
@@ -62,33 +62,33 @@ def clean_env(**changes: str) -> dict[str, str]:
 
 
 def need_mpiexec() -> None:
-    """Skip the test where no mpiexec is on PATH or beside this Python, as launchers/with-env installs one."""
+    """Skip the test if there is no mpiexec on PATH or beside this Python, where launchers/with-env installs one."""
     places = os.pathsep.join((os.environ["PATH"], f"{sys.prefix}/bin", f"{sys.prefix}/mpi"))
     if shutil.which("mpiexec", path=places) is None:
-        pytest.skip("there is no mpiexec")
+        pytest.skip("mpiexec is not installed")
 
 
 def captured_env(path: str) -> dict[str, str]:
-    """The variables that a captured `env` printed."""
+    """Return the variables in the captured output of `env`."""
     lines = (CAPTURED / path).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def start(cwd: Path, *words: str, **env: str) -> subprocess.Popen[str]:
-    """`launch WORDS`, running in `cwd`."""
+    """Start `launch WORDS` in `cwd`."""
     return subprocess.Popen([sys.executable, "-m", "ezpz_llm.launch", *words], cwd=cwd, env=clean_env(**env),
                             text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def launch(cwd: Path, *words: str, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
-    """`launch WORDS` to its end."""
+    """Run `launch WORDS` to its end."""
     running = start(cwd, *words, **env)
     return finished(running, words, timeout, running.terminate)
 
 
 def finished(running: subprocess.Popen[str], words: Sequence[str | Path], timeout: float,
              end: Callable[[], object]) -> subprocess.CompletedProcess[str]:
-    """A process at its end; one that is not there in time is ended by `end`, and the test fails."""
+    """Wait for a process. After the timeout, call `end` and fail the test."""
     timeout = scaled(timeout)
     try:
         out, err = running.communicate(timeout=timeout)
@@ -100,9 +100,9 @@ def finished(running: subprocess.Popen[str], words: Sequence[str | Path], timeou
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and its ended children so far: what is quick is so on a busy machine too."""
-    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in spent)
+    """Return the processor time of this process and its ended children, which is independent of the load."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def record(run_dir: Path) -> dict:
@@ -110,20 +110,20 @@ def record(run_dir: Path) -> dict:
 
 
 def left_over(run_dir: Path) -> dict[int, str]:
-    """The living processes that carry the marker of the run in `run_dir`, with their command lines."""
+    """Return process ids and command lines of the living processes marked with the id of the run in `run_dir`."""
     marker = record(run_dir)["launch"]["env"]["EZPZ_LLM_RUN_ID"].encode()
-    found = {}
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if marker in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                processes[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-    return found
+    return processes
 
 
 def scheduler(folder: Path, name: str, script: str) -> Path:
-    """A folder with a program `name` that runs the lines of `script`; it notes its arguments in folder/calls."""
+    """Create a folder with a program `name` that runs `script` and appends its arguments to folder/calls."""
     folder.mkdir(exist_ok=True)
     program = folder / name
     program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> {folder}/calls\n{script}\n')

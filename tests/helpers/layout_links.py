@@ -1,4 +1,7 @@
-"""Collectives of traced runs on links of known bandwidth: issued, on the wire and waited for, beside the tables."""
+"""Collectives of traced runs on links of known bandwidth: issued bytes, bytes on the wire and exposed time.
+
+The measured values are compared with the traffic table and with the papers' algorithms.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _SCALAR = 8
 """Bytes of a single number."""
 
 Issued = dict[str, tuple[int, int]]
-"""Count and bytes of a step by kind and group."""
+"""Count and bytes of the collectives in a step, by kind and group."""
 
 WHY = {
     "ddp": "",
@@ -36,14 +39,14 @@ WHY = {
 
 @dataclass(frozen=True)
 class Moved:
-    """A layout's communication in a step on its mean rank.
+    """A layout's communication in a step, averaged over ranks.
 
     Attributes:
-        issued: by groups of ranks that issue the same.
-        wire: of the busiest rank, without what it has with itself.
-        textbook: bytes of its busier direction in the papers' algorithms.
-        expected_s: what the traffic table says of its calls, one after the other.
-        measured_s: in which something was in flight and nothing computed, see `moved`.
+        issued: collectives, by groups of ranks that issue the same.
+        wire: traffic of the busiest rank, without traffic to itself.
+        textbook: bytes in the busier direction with the papers' algorithms.
+        expected_s: duration of the calls in sequence, from the traffic table.
+        measured_s: exposed communication, see `moved`.
     """
 
     issued: dict[tuple[int, ...], Issued]
@@ -53,7 +56,7 @@ class Moved:
     measured_s: float
 
     def as_row(self, layout: str, nodes: int, seconds: dict[str, tuple[float, float]]) -> dict[str, Any]:
-        """For JSON, with expected and measured seconds at several rates."""
+        """Return a row for JSON, with expected and measured seconds at several rates."""
         return {"layout": layout, "nodes": nodes,
                 "issued": [{"ranks": ranks, **kinds} for ranks, kinds in self.issued.items()],
                 "wire_bytes": round(self.wire.bytes), "textbook_bytes": round(self.textbook),
@@ -62,30 +65,30 @@ class Moved:
 
 
 def moved(folder: Path, bandwidth: float) -> Moved:
-    """Read a traced run, without what its ranks waited for each other.
+    """Read a traced run, without the time that its ranks waited for each other.
 
-    A send is over for its rank when the kernel has the bytes; what it takes is seen by the one that receives.
+    A send ends for its rank when the kernel has the bytes, so its duration is taken from the receiving rank.
     """
     traces = [read_trace(path) for path in sorted(RunDir(folder).profile.glob("trace-rank*.json.gz"))]
     waited = waits(traces)
     took, expected, wires = [], [], []
     for trace in traces:
-        exposed = subtract(union((one.start, one.end) for one in trace.flights), trace.computing)
+        exposed = subtract(union((flight.start, flight.end) for flight in trace.flights), trace.computing)
         by_step: Counter[int] = Counter()
         busy = NOTHING
         for flight, wait, piece in zip(trace.flights, waited[trace.rank], owned(exposed, trace.flights),
                                        strict=True):
             if len(flight.ranks) < 2:
                 continue
-            one = call_traffic("gloo", flight.kind, flight.size, len(flight.ranks))
+            traffic = call_traffic("gloo", flight.kind, flight.size, len(flight.ranks))
             if flight.step == min(trace.steps):
-                busy += one
-                expected.append(0.0 if flight.kind == "send" else one.seconds(bandwidth))
+                busy += traffic
+                expected.append(0.0 if flight.kind == "send" else traffic.seconds(bandwidth))
             if flight.kind != "send":
                 by_step[flight.step] += total(subtract(piece, wait.spans))
         took.append(statistics.median(by_step[step] for step in trace.steps))
         wires.append(busy)
-    return Moved(_issued(traces), max(wires, key=lambda one: one.bytes), _textbook(folder, len(traces)),
+    return Moved(_issued(traces), max(wires, key=lambda wire: wire.bytes), _textbook(folder, len(traces)),
                  sum(expected) / len(traces), statistics.fmean(took))
 
 
@@ -101,17 +104,17 @@ def _issued(traces: list[RankTrace]) -> dict[tuple[int, ...], Issued]:
         first, *others = steps.values()
         assert all(other == first for other in others), "traced steps issue the same"
         by_rank[trace.rank] = dict(sorted(first.items()))
-    found: dict[tuple[int, ...], Issued] = {}
+    by_ranks: dict[tuple[int, ...], Issued] = {}
     for issued in by_rank.values():
         ranks = tuple(rank for rank, other in by_rank.items() if other == issued)
-        found[ranks] = issued
-    return found
+        by_ranks[ranks] = issued
+    return by_ranks
 
 
 def _textbook(folder: Path, ranks: int) -> float:
     run = described(folder, read_record(RunDir(folder)))
     layout = run["layout"]
-    # Divided among two, four ranks have groups of two only.
+    # With tp or pp of 2, four ranks only have groups of two.
     group = ranks if layout.tp == layout.pp == 1 else 2
     volumes = {kind: textbook_bytes(kind, size, group)
                for kind, size in textbook(layout, run["model"], run["batch"]).items()}
@@ -120,7 +123,7 @@ def _textbook(folder: Path, ranks: int) -> float:
 
 
 def page_table(result: Path) -> list[str]:
-    """The rows of the page's table."""
+    """Return the lines of the page's table."""
     lines = ["| layout | nodes | issued (MB) | wire MB | textbook MB | 1 Gbit/s: bytes, table, measured ms | "
              "200 Mbit/s | why it differs from the textbook |", "|---|---|---|---|---|---|---|---|"]
     goodput = measured("gloo")["goodput"]

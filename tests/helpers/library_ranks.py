@@ -1,8 +1,8 @@
-"""Ranks that wrap models which know nothing of layouts, and compare each run with one process's own loop.
+"""Run by several ranks: wrap models written without layouts, and compare each run with a plain one-process loop.
 
-Usage: mpiexec -n 2 python3 library_ranks.py FOLDER RUN…, a run being MODEL:LAYOUT, or MODEL:LAYOUT:LAYOUT where the
-second goes on from a checkpoint of the first after half of the steps. A layout is a name, or hpz; +bf16 behind it
-is the precision, where fp32 is the default.
+Usage: mpiexec -n 2 python3 library_ranks.py FOLDER RUN…, a RUN being MODEL:LAYOUT, or MODEL:LAYOUT:LAYOUT, where
+the second layout resumes from a checkpoint of the first after half of the steps. A layout is a name, or hpz; a
+suffix +bf16 is the precision (default: fp32).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.model.parameters import whole
 
 STEPS, ACCUMULATION, BATCH, CLIP = 6, 2, 4, 0.5
-"""Steps, micro batches of a step, samples of a micro batch of all ranks, and the largest gradient norm."""
+"""Steps, micro batches in a step, samples in a micro batch over all ranks, and the clipping threshold."""
 
 
 class TwoLosses(nn.Module):
-    """An MLP with a trunk in a ModuleList, which gives logits and a reconstruction, by keyword."""
+    """MLP with its trunk in a ModuleList, a keyword-only input, and two outputs: logits and a reconstruction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TwoLosses(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions with GroupNorm, for 1 x 8 x 8 pictures."""
+    """Convolutions with GroupNorm, for 1 x 8 x 8 images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Convolutions(nn.Module):
 
 
 class RunningStatistics(nn.Module):
-    """Convolutions with BatchNorm, which takes a bias's gradient away, for the same pictures in a dict."""
+    """Convolutions with BatchNorm (so without biases), for the same images, passed in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ MODELS = {"mlp": (TwoLosses, (8,)), "conv": (Convolutions, (1, 8, 8)), "norm": (
 
 
 def micro_batch(kind: str, step: int, number: int) -> tuple[Tensor, Tensor]:
-    """Samples of all ranks: inputs and classes."""
+    """Return the inputs and classes of all ranks."""
     generator = torch.Generator().manual_seed(100 * step + number)
     x = torch.randn(BATCH, *MODELS[kind][1], generator=generator)
     return x, torch.randint(5, (BATCH,), generator=generator)
@@ -92,7 +92,7 @@ def called(kind: str, model: object, x: Tensor) -> dict[str, Tensor]:
 
 
 def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """A model, an AdamW with two groups, and a schedule of its rates."""
+    """Build a model, an AdamW with two parameter groups, and a learning rate schedule."""
     torch.manual_seed(seed)
     model = MODELS[kind][0]()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -103,10 +103,10 @@ def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.
 
 
 def one_process(kind: str, ranks: int) -> tuple[nn.Module, list[float], list[float]]:
-    """The model, losses and gradient norms of a plain loop over the whole batches.
+    """Return the model, losses and gradient norms of a plain loop over the whole batches.
 
-    A BatchNorm is given the parts of a batch that ranks have; each part has running statistics of its own, whose
-    mean all have after a step.
+    With BatchNorm, the batch is split as over ranks. Each part has its own running statistics, which are averaged
+    after each step.
     """
     model, optimizer, schedule = made(kind, seed=0)
     parts = ranks if kind == "norm" else 1
@@ -123,7 +123,7 @@ def one_process(kind: str, ranks: int) -> tuple[nn.Module, list[float], list[flo
                 loss.backward()
                 total += loss.item()
                 running[part] = statistics(model)
-        running = [{name: sum(one[name] for one in running) / parts for name in running[0]}] * parts
+        running = [{name: sum(buffers[name] for buffers in running) / parts for name in running[0]}] * parts
         losses.append(total)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
@@ -133,12 +133,12 @@ def one_process(kind: str, ranks: int) -> tuple[nn.Module, list[float], list[flo
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the running statistics of norms."""
+    """Return copies of the running statistics of all norms."""
     return {name: buffer.clone() for name, buffer in model.named_buffers() if "running" in name}
 
 
 def ds_config(folder: Path, name: str) -> str:
-    """A layout's shipped name, or a file for what has none."""
+    """Return the name of a shipped ds_config, or write one and return its path."""
     base, _, precision = name.partition("+")
     if base != "hpz" and not precision:
         return base
@@ -160,11 +160,11 @@ def ds_config(folder: Path, name: str) -> str:
 
 
 def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple[Path, list[float], list[float]]:
-    """The same under a layout, or two; the checkpoint of the end, losses and norms."""
+    """Train under one or two layouts. Return the last checkpoint, losses and gradient norms."""
     losses, norms, done, folder = [], [], 0, None
     ends = [STEPS // 2, STEPS] if len(layouts) == 2 else [STEPS]
     for layout, end in zip(layouts, ends, strict=True):
-        # Rank 1 begins otherwise: the initial weights are rank 0's.
+        # Rank 1 gets a different seed, to check that rank 0's initial weights are used.
         model, optimizer, schedule = made(kind, seed=0 if not done else 5 + run.rank)
         engine = ezpz_llm.wrap(model, optimizer, layout, micro_batch=BATCH // run.world_size,
                                accumulation=ACCUMULATION, clip=CLIP)
@@ -202,7 +202,7 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple
 
 
 def saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Whole weights of a checkpoint, and its buffers, by name."""
+    """Return the full weights and the buffers of a checkpoint, by name."""
     weights = {}
     with ExitStack() as stack:
         open_file = functools.cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
@@ -216,7 +216,7 @@ def saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
+    """Return the relative error in the 2-norm."""
     return ((found - expected).norm() / expected.norm()).item()
 
 
@@ -230,10 +230,10 @@ def main() -> None:
             model, losses, norms = one_process(kind, run.world_size)
             expected = {key: parameter.detach() for key, parameter in model.named_parameters()}
             end, our_losses, our_norms = wrapped(run, kind, [ds_config(folder, layout) for layout in layouts], tag)
-            found, buffers = saved(end)
-            assert found.keys() == expected.keys()
+            weights, buffers = saved(end)
+            assert weights.keys() == expected.keys()
             results[name] = {
-                "weights": max(apart(found[key], value) for key, value in expected.items()),
+                "weights": max(apart(weights[key], value) for key, value in expected.items()),
                 "moved": min(apart(value, expected[key]) for key, value in first.items()),
                 "losses": max(abs(a - b) for a, b in zip(losses, our_losses, strict=True)),
                 "norms": max(abs(a - b) / b for a, b in zip(our_norms, norms, strict=True)),

@@ -1,4 +1,4 @@
-"""Ranks that measure links between pretended hosts: for 4, 3, 2 hosts and 1, and the last of them slow.
+"""Run by four ranks: measure links between 4, 3, 2 and 1 simulated nodes, then with a slow last rank.
 
     mpiexec -n 4 python3 tests/helpers/link_ranks.py FOLDER
 """
@@ -17,12 +17,12 @@ from ezpz_llm.dist.setup import setup
 
 if __name__ == "__main__":
     with setup(device="cpu", run_dir=Path(sys.argv[1])) as dist:
-        found = {}
+        links = {}
         for hosts in (4, 3, 2, 1):
-            found[hosts] = measure_links(dist, f"node{dist.rank * hosts // 4}")
+            links[hosts] = measure_links(dist, f"node{dist.rank * hosts // 4}")
         send = torch.distributed.send
         if dist.rank == 3:
             torch.distributed.send = lambda *args, **options: (time.sleep(0.1), send(*args, **options))
-        found["slow"] = measure_links(dist, f"node{dist.rank}")
+        links["slow"] = measure_links(dist, f"node{dist.rank}")
         if dist.is_main:
-            (Path(sys.argv[1]) / "links.json").write_text(json.dumps(found))
+            (Path(sys.argv[1]) / "links.json").write_text(json.dumps(links))

@@ -10,7 +10,7 @@ PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 
 
 
 def make_run(folder: Path, lines=range(1, 101), tokens=2048, *, planned=100, lr=0.004, **record) -> Path:
-    """A run directory with the members that the trainer writes."""
+    """Create a run directory with the files that the trainer writes."""
     run_dir = RunDir(folder).create()
     for step in lines:
         append_line(run_dir.metrics, {

@@ -1,4 +1,4 @@
-"""Traces as torch.profiler would write them, made up event by event, so that what is in them is known."""
+"""Synthetic traces in torch.profiler's format, built event by event, so that their content is known."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from ezpz_llm.explain.trace import RankTrace, parse_trace, rank_trace
 
 MAIN, WORKER = 10, 20
-_START_US = 4.4e12  # traces count from the boot of the host
+_START_US = 4.4e12  # timestamps in traces count from the boot of the node
 
 
 class MadeUp:
-    """One rank's trace in milliseconds: `op`, `call`, `work`, `mark` add an event from `start` that takes `ms`."""
+    """Trace of one rank. Each method adds an event that starts at `start` and takes `ms`, both in milliseconds."""
 
     def __init__(self, rank: int = 0, collectives: list[dict[str, Any]] | None = None, device: str = "cpu",
                  offset_ms: float = 0.0, host: str = "made-up") -> None:
@@ -33,12 +33,12 @@ class MadeUp:
         self.add("cpu_op", name, start, ms, thread)
 
     def collective(self, operator: str, work: str, start: float, ms: float, taken_up: float = 0.1) -> None:
-        """A call of 0.02 ms, and its work in another thread, which begins a little later."""
+        """Add a call of 0.02 ms and its work in another thread, which begins `taken_up` ms later."""
         self.add("cpu_op", f"c10d::{operator}", start, 0.02)
         self.add("user_annotation", f"gloo:{work}", start + taken_up, ms - taken_up, thread=WORKER)
 
     def kernel(self, start: float, ms: float, launched: float, name: str = "gemm", **args: Any) -> None:
-        """A kernel of a device, and its launch on the host."""
+        """Add a device kernel and its launch on the CPU."""
         self._launches += 1
         self.add("cuda_runtime", "cudaLaunchKernel", launched, 0.01, correlation=self._launches)
         self.add("kernel", name, start, ms, thread=7, correlation=self._launches, **args)
@@ -52,5 +52,5 @@ class MadeUp:
 
 
 def of_all(kind: str, ranks: list[int], size: int = 1_000_000, axes: str = "dp") -> dict[str, Any]:
-    """A collective as the census lists it."""
+    """Return a collective as listed in the census."""
     return {"kind": kind, "axes": axes, "ranks": ranks, "bytes": size}

@@ -1,4 +1,4 @@
-"""Wheels that pip installs, with nothing in them but what a test puts there."""
+"""Minimal wheels for pip that contain only a test's files."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         for path, text in files.items():
             entry = zipfile.ZipInfo(path)
-            entry.external_attr = 0o100755 << 16  # pip makes programs of regular files that can be executed
+            entry.external_attr = 0o100755 << 16  # a regular file with execute permission, which pip keeps
             archive.writestr(entry, text)

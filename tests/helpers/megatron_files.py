@@ -1,4 +1,4 @@
-"""Writes tokens as Megatron's preprocess_data.py does."""
+"""Write tokens in the format of Megatron's preprocess_data.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6
 
 def write_megatron(prefix: Path, sequences: Sequence[np.ndarray], dtype: str,
                    ends: Sequence[int] | None = None) -> Path:
-    """PREFIX.bin and PREFIX.idx; each sequence is a document unless `ends` (from 0 on) says how many make one."""
-    lengths = np.array([len(one) for one in sequences], "<i4")
+    """Write PREFIX.bin and PREFIX.idx. Each sequence is a document, unless `ends` holds the bounds of documents."""
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     offsets = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * np.dtype(dtype).itemsize
     documents = np.arange(len(sequences) + 1) if ends is None else np.array(ends)
     prefix.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())

@@ -1,4 +1,4 @@
-"""MPIs from the package index, each in a folder of its own in the cache, for tests that run them."""
+"""MPI implementations from the package index, each in its own folder in the cache, for tests that run them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _INSTALL_TIMEOUT_S = 240
 
 @functools.cache
 def mpi_environment(name: str) -> dict[str, str]:
-    """What puts this MPI's mpiexec first on PATH and its library into mpi4py. It is installed once; where that
-    cannot be done, the test is skipped with pip's own reason."""
+    """Return variables that select this MPI's mpiexec and its library for mpi4py.
+
+    The MPI is installed once. If that fails, the test is skipped with pip's message.
+    """
     folder = _installed(REQUIREMENTS[name])
     library = next(path for path in sorted((folder / "lib").glob("libmpi.so.*")))
     return {"PATH": f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -40,15 +42,15 @@ def _installed(requirement: str) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    # Made beside and renamed: what is there is whole.
-    beside = Path(tempfile.mkdtemp(dir=cache))
-    words = ["pip", "install", "-q", "--no-deps", "--ignore-installed", "--prefix", str(beside), requirement]
+    # Installed into a temporary folder and renamed, so that an existing folder is complete.
+    partial = Path(tempfile.mkdtemp(dir=cache))
+    words = ["pip", "install", "-q", "--no-deps", "--ignore-installed", "--prefix", str(partial), requirement]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True,
                           timeout=scaled(_INSTALL_TIMEOUT_S), check=False)
     if done.returncode:
-        shutil.rmtree(beside)
-        why = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        pytest.skip(f"{requirement} cannot be installed: {why}")
-    beside.chmod(0o755)
-    beside.rename(folder)
+        shutil.rmtree(partial)
+        reason = (done.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
+        pytest.skip(f"{requirement} cannot be installed: {reason}")
+    partial.chmod(0o755)
+    partial.rename(folder)
     return folder

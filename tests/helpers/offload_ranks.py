@@ -1,10 +1,10 @@
-"""Run by two ranks: train models under layouts that offload and write what every step gave.
+"""Run by two ranks: train models under layouts with offload and write the results of every step.
 
     mpiexec -n 2 python3 tests/helpers/offload_ranks.py FOLDER gpt2:fp32:ddp llama:bf16_autocast:zero2+offload …
 
-A run is a shape, a precision and a layout with settings of a user's own ds_config after pluses; `ddp` is one
-process on its own. Parameters are wide enough for DeepSpeed to move them into files. Rank 0 writes
-FOLDER/<run>.json, colons as dashes. Two runs with an arrow between are halves, joined by a checkpoint.
+A run is a shape, a precision and a layout; pluses add settings to its ds_config. `ddp` runs in one process.
+Parameters are large enough for DeepSpeed to move them into files. Rank 0 writes FOLDER/<run>.json, with dashes for
+colons. Two runs joined by an arrow train half of the steps each, with a checkpoint in between.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_of(shape: str) -> ModelConfig:
 
 
 class Run:
-    """One engine at work."""
+    """A run: its layout, engine, and training steps."""
 
     def __init__(self, dist: Dist, name: str) -> None:
         self.shape, self.precision, layout = name.split(":")
@@ -86,7 +86,7 @@ class Run:
                             param_groups=decay_groups(model, 0.1))
 
     def train(self, first: int, stop: int) -> tuple[list[float], list[float]]:
-        """Losses and norms of these steps, with clipping, decay and a moving learning rate."""
+        """Train steps [first, stop) with clipping, decay and a varying learning rate. Return losses and norms."""
         losses, norms = [], []
         for step in range(first, stop):
             parts = sequences(step, GLOBAL_BATCH, BLOCK + 1).chunk(self.dist.world_size)
@@ -95,7 +95,7 @@ class Run:
             loss, norm = self.engine.train_step(((part[:, :-1], part[:, 1:]) for part in mine.chunk(ACCUMULATION)),
                                                 rate, lambda phase: nullcontext())
             losses.append(sum(self.gathered(loss)) / self.dist.world_size)
-            norms += set(self.gathered(norm))  # one, if they agree
+            norms += set(self.gathered(norm))  # a single value if all ranks agree
             if step == 2:
                 self.evaluate()
         return losses, norms
@@ -106,7 +106,7 @@ class Run:
             return self.gathered(self.engine.loss_sum(data[:, :-1], data[:, 1:]))
 
     def gathered(self, value: torch.Tensor) -> list[float]:
-        """A 0-d value of every rank."""
+        """Return the 0-d value of every rank."""
         if self.dist.world_size == 1:
             return [value.item()]
         values = [torch.zeros(()) for _ in range(self.dist.world_size)]
@@ -114,7 +114,7 @@ class Run:
         return [entry.item() for entry in values]
 
     def files(self) -> dict[str, int]:
-        """Sizes of this rank's offloaded files by name, without the folder."""
+        """Return the sizes of this rank's offload files, by file name."""
         zero = self.engine._engine._config.zero_config if self.layout != "ddp" else None
         folders = {Path(block.nvme_path) for block in (zero.offload_optimizer, zero.offload_param)
                    if block is not None and block.nvme_path is not None} if zero else set()
@@ -122,7 +122,7 @@ class Run:
 
 
 def result_of(dist: Dist, name: str) -> dict[str, Any]:
-    """All of STEPS steps and what the model is worth then."""
+    """Train STEPS steps and evaluate the model."""
     began = time.monotonic()
     run = Run(dist, name)
     losses, norms = run.train(0, STEPS)
@@ -131,7 +131,7 @@ def result_of(dist: Dist, name: str) -> dict[str, Any]:
 
 
 def resumed(dist: Dist, pair: str) -> dict[str, Any]:
-    """Half of the steps under one layout, the rest under the other, from its checkpoint."""
+    """Train half of the steps under one layout, and the rest from its checkpoint under the other."""
     first, second = pair.split("->")
     run = Run(dist, first)
     begun = run.train(0, STEPS // 2)[0]
@@ -141,7 +141,7 @@ def resumed(dist: Dist, pair: str) -> dict[str, Any]:
     del run
     gc.collect()
     run = Run(dist, second)
-    run.train(0, 1)  # what was stepped before is overwritten
+    run.train(0, 1)  # loading must overwrite state that has been stepped
     checkpoint.load(folder, run.engine, dist)
     return {"begun": begun, "straight": straight, "losses": run.train(STEPS // 2, STEPS)[0]}
 

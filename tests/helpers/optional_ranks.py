@@ -1,4 +1,4 @@
-"""Two ranks whose optional work fails: on both, on rank 1 after its collective, on rank 0 before it.
+"""Run by two ranks: optional work fails on both, on rank 1 after its collective, on rank 0 before its collective.
 
     mpiexec -n 2 python3 tests/helpers/optional_ranks.py RUN_DIR
 """

@@ -1,9 +1,9 @@
-"""Run by several ranks: train a tied model under ZeRO 1 and 2, gradients reduced beside the backward pass or after.
+"""Run by several ranks: train a tied model under ZeRO 1 and 2, with and without overlapped gradient reduction.
 
     mpiexec -n 3 python3 tests/helpers/overlap_ranks.py FOLDER zero1+1000 zero1+1000+overlap …
 
-The number is that of elements of a bucket. Rank 0 writes FOLDER/results.json: by run its losses, gradient norms,
-and of each parameter the sum of its elements' bits.
+The number is the bucket size in elements. Rank 0 writes FOLDER/results.json: for each run the losses, the gradient
+norms, and for each parameter the sum of its elements' bit patterns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, ACCUMULATION, PER_MICRO_STEP = 5, 2, 2
 
 
 def train(dist: Dist, run: str) -> dict[str, Any]:
-    """A few clipped steps of two micro-steps."""
+    """Train a few steps of two micro-steps each, with clipping."""
     layout, bucket, *overlap = run.split("+")
     values = json.loads((data_dir("ds_configs") / f"{layout}.json").read_text())
     values["zero_optimization"].update(reduce_bucket_size=int(bucket), overlap_comm=bool(overlap))
@@ -35,7 +35,7 @@ def train(dist: Dist, run: str) -> dict[str, Any]:
         path.write_text(json.dumps(values))
     dist.barrier()
     batch = PER_MICRO_STEP * ACCUMULATION * dist.world_size
-    # Without a device, since on a CPU overlap is refused.
+    # Without a device, since overlap is rejected on a CPU.
     resolved = resolve(Request(str(path), world_size=dist.world_size, clip=0.5, global_batch=batch,
                                accumulation=ACCUMULATION, precision="fp32"))
     config = CONFIGS["gpt2"]

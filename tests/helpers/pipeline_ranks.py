@@ -1,9 +1,9 @@
-"""Run by several ranks: train tiny models under pipelines and write what every step gave.
+"""Run by several ranks: train tiny models under pipeline parallelism and write the results of every step.
 
     mpiexec -n 2 python3 tests/helpers/pipeline_ranks.py DIR gpt2:fp32:ddp gpt2:fp32:pp2 …
 
-A run is a shape, a precision and a layout with options: `ddp` is one process on its own, others take all ranks,
-`ppN` and `ppN_tpN` with these degrees. Rank 0 writes FOLDER/<run>.json, colons as dashes.
+A run is a shape, a precision and a layout with options. `ddp` runs in one process, the others on all ranks, `ppN`
+and `ppN_tpN` with these degrees. Rank 0 writes FOLDER/<run>.json, with dashes for colons.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 8, 8, 4, 0.5, 32
 
 
 def config_of(shape: str, options: list[str]) -> ModelConfig:
-    """Four blocks; gpt2 with a tied table, others with two tables; slowed is Llama 3.2's rotations."""
+    """Return a model of four blocks. gpt2 has tied embeddings, the others do not; slowed has Llama 3.2's RoPE."""
     small: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_kv_head": 4 if shape == "gpt2" else 2, "n_embd": 32,
                              "block_size": BLOCK}
     if shape == "slowed":
         shape, small = "llama", {**small, "rope_theta": 50.0, "rope_factor": 8.0, "rope_context": 16}
     dropout = 0.2 if "dropout" in options else 0.0
-    # Wide enough for collectives whose order of summation depends on an element's place.
+    # Large enough for collectives whose order of summation depends on an element's position.
     vocab_size = 3000 if "wide" in options else 64
     return replace(get_model_config(f"tiny-{shape}", **small), vocab_size=vocab_size, tied=shape == "gpt2",
                    dropout=dropout)
 
 
 class Run:
-    """One engine at work."""
+    """A run: its layout, engine, and training steps."""
 
     def __init__(self, dist: Dist, name: str) -> None:
         self.shape, self.precision, layout = name.split(":")
@@ -85,7 +85,7 @@ class Run:
             engine._scale.scale = 2.0 ** 22
         if "untied" in self.options:
             engine._engine.module.tied_comms.clear()
-        if "uneven" in self.options:  # elements lie at another place in each stage's buckets
+        if "uneven" in self.options:  # elements are at different positions in each stage's buckets
             engine._engine.optimizer.reduce_bucket_size = 10 ** 6
         torch.manual_seed(self.dist.mesh.place("pp", "dp")[0])
         return engine
@@ -96,7 +96,7 @@ class Run:
         yield
 
     def train(self, first: int, stop: int) -> tuple[list[float], list[float]]:
-        """Losses and norms of these steps, with clipping, decay and a moving learning rate."""
+        """Train steps [first, stop) with clipping, decay and a varying learning rate. Return losses and norms."""
         mesh, losses, norms = self.dist.mesh, [], []
         for step in range(first, stop):
             data = sequences(step, self.resolved.batch.global_batch, BLOCK + 1)
@@ -104,11 +104,11 @@ class Run:
             rate = 1e-3 * (1 + math.cos(math.pi * step / STEPS))
             loss, norm = self.engine.train_step(((part[:, :-1], part[:, 1:]) for part in mine), rate, self._span)
             losses.append(sum(self.gathered(loss)) / self.dist.world_size)
-            norms += set(self.gathered(norm))  # one, if they agree
+            norms += set(self.gathered(norm))  # a single value if all ranks agree
         return losses, norms
 
     def gathered(self, value: torch.Tensor) -> list[float]:
-        """A 0-d value of every rank."""
+        """Return the 0-d value of every rank."""
         if self.dist.world_size == 1:
             return [value.item()]
         values = [torch.zeros(()) for _ in range(self.dist.world_size)]
@@ -116,21 +116,21 @@ class Run:
         return [entry.item() for entry in values]
 
     def result(self) -> dict[str, Any]:
-        """All of STEPS steps and what the model is worth then."""
+        """Train STEPS steps and evaluate the model."""
         with CollectiveCounter() as counter:
             losses, norms = self.train(0, STEPS)
         held_out, mesh = sequences(STEPS, 4, BLOCK + 1), self.dist.mesh
         with self.engine.evaluating():
             parts = self.gathered(self.engine.loss_sum(held_out[:, :-1], held_out[:, 1:]))
             logits = self.engine.next_logits(held_out[:, :9])
-        holders = mesh.size("dp", "tp")  # the last stage's ranks, which all have the whole sum
+        holders = mesh.size("dp", "tp")  # every rank of the last stage has the whole sum
         return {"losses": losses, "norms": norms, "loss_sum": sum(parts) / holders, "logits": logits.tolist(),
                 "logits_agree": len(set(self.gathered(logits.sum()))) == 1, "table_differs": self.table_differs(),
                 "skipped": self.engine.skipped_steps, "spans": self.spans,
                 "sends": sorted(counter.found["send"])}
 
     def table_differs(self) -> int | None:
-        """Elements in which the copies of a tied table differ over stages and data-parallel ranks."""
+        """Count the elements that differ between a tied embedding's copies, over stages and data-parallel ranks."""
         mesh, config = self.dist.mesh, config_of(self.shape, self.options)
         if not config.tied or not isinstance(self.engine, PipelineEngine) or mesh.tp_size > 1:
             return None
@@ -143,7 +143,7 @@ class Run:
 
 
 def resume(dist: Dist, source: str, target: str) -> dict[str, Any]:
-    """Half of the steps under one layout, a checkpoint, the other half under another."""
+    """Train half of the steps under one layout, and the rest from its checkpoint under another."""
     before = Run(dist, source)
     losses, norms = before.train(0, STEPS // 2)
     run_dir = RunDir(dist.run_dir.path / source.replace(":", "-"))
@@ -159,7 +159,7 @@ def resume(dist: Dist, source: str, target: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    build.check_precision = lambda *args: None  # fp16 runs on CPUs as long as nobody minds the time
+    build.check_precision = lambda *args: None  # fp16 is supported on CPUs, but slow
     folder, runs = Path(sys.argv[1]), sys.argv[2:]
     with setup(device="cpu", run_dir=folder / "run") as dist:
         for name in runs:

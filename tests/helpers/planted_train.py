@@ -1,9 +1,9 @@
-"""`ezpz_llm.train` with something slow planted: seconds of sleep.
+"""Run `ezpz_llm.train` with an injected delay of S seconds.
 
     PLANT=rank:R:S|loader:S|checkpoint:S python3 tests/helpers/planted_train.py [options]
 
-`rank` sleeps in every block's forward pass on rank R, `loader` whenever a step's samples are read, in
-whichever thread, on every rank, `checkpoint` whenever one is begun.
+`rank` sleeps in every block's forward pass on rank R. `loader` sleeps on every rank whenever a step's samples are
+read, in any thread. `checkpoint` sleeps whenever a checkpoint is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ezpz_llm.train import main
 
 
 def slowed(inner: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """The function, after a sleep."""
+    """Return `inner` with a sleep before each call."""
     def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return inner(self, *args, **kwargs)
@@ -30,7 +30,7 @@ def slowed(inner: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def plant(where: str, *numbers: str) -> None:
-    """Slow one part of the trainer down."""
+    """Slow down one part of the trainer."""
     if where == "rank":
         if os.environ.get("EZPZ_LLM_RANK", os.environ.get("PMI_RANK")) == numbers[0]:
             Block.forward = slowed(Block.forward, float(numbers[1]))

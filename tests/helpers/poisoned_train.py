@@ -1,9 +1,8 @@
-"""`ezpz_llm.train` with a fault planted.
+"""Run `ezpz_llm.train` with injected NaN losses.
 
     POISON=FIRST:LAST[:RANK] python3 tests/helpers/poisoned_train.py [options]
 
-The losses of these calls of the forward pass, from 1, are no numbers; POISON_LOSS is added to them instead, which
-leaves their gradients as they were.
+The forward passes FIRST to LAST, counted from 1, return NaN, on RANK only if given.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ from ezpz_llm.train import main
 
 def poisoned(inner: Callable[..., Any], first: int, last: int, rank: int | None = None,
              add: float = 0.0) -> Callable[..., Any]:
-    """An engine's `forward` with the fault in it."""
+    """Return an engine's `forward` with the injected fault.
+
+    With `add`, that is added to the loss instead, which leaves the gradients unchanged.
+    """
     calls = [0]
 
     def forward(self, *inputs, last_micro_step):

@@ -1,7 +1,7 @@
-"""Keys and values of public ds_configs, typed off the files named, with what is expected to become of each.
+"""Keys and values of public ds_configs, copied from the named files, with the expected result of each.
 
-`Public.text` is how a file departs from plain JSON. `expected` was written down before the first run: the settings
-of the run by name, or words of the refusal.
+`Public.text` describes how a file deviates from plain JSON. `expected` was written before the first run: either the
+settings of the run by name, or a part of the error message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Public:
-    """A ds_config at `repo`, `path`, `commit`; `argv` and `world_size` fill what it leaves open."""
+    """A ds_config at `repo`, `path`, `commit`; `argv` and `world_size` complete its "auto" values."""
 
     repo: str
     path: str
@@ -32,7 +32,7 @@ class Public:
 
 
 def fp16(enabled: Any = True, power: int | None = 16, window: int = 1000, **more: Any) -> dict[str, Any]:
-    """The block that most files have."""
+    """Return the fp16 block found in most files."""
     block = {"enabled": enabled, "loss_scale": 0, "loss_scale_window": window, "hysteresis": 2, "min_loss_scale": 1}
     return {**block, **({} if power is None else {"initial_scale_power": power}), **more}
 
@@ -60,7 +60,7 @@ STAGE_3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_
            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 ALL_AUTO = adamw(**autos("lr", "betas", "eps", "weight_decay"))
 IN_STEP = {"schedule": "WarmupLR", "warmup_type": "log", "lr": 1e-3, "warmup_steps": 10}
-"""WarmupLR all "auto": the run's rate and warm-up, DeepSpeed's shape of it."""
+"""Expected for WarmupLR with only "auto" values: the run's learning rate and warm-up, in DeepSpeed's shape."""
 DECAYING = {"schedule": "WarmupDecayLR", "warmup_type": "log", "lr": 1e-3, "warmup_steps": 10,
             "decay_steps": 100}
 

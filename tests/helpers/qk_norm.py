@@ -16,7 +16,7 @@ ROWS = tuple(Parameter(f"attn.{name}.weight", ("D",), "ones", "summed") for name
 
 
 class QKNormAttention(gpt.Attention):
-    """Attention whose queries and keys are normalised over a head's dimensions."""
+    """Attention with queries and keys normalized over a head's dimensions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -34,7 +34,7 @@ class QKNormAttention(gpt.Attention):
 
 @contextmanager
 def qk_norm(tp: TpRule | None = "summed", in_table: bool = True) -> Iterator[None]:
-    """Let every GPT made here have QK norm, under this tensor-parallel rule."""
+    """Build every GPT in this context with QK norm, under the given tensor-parallel rule."""
     plain, known = gpt.Attention, list(BLOCK)
     gpt.Attention = QKNormAttention
     if in_table:

@@ -1,4 +1,4 @@
-"""Jobs of ranks that try layouts: how a test starts one, what each rank does, and the sequences to train on."""
+"""Jobs of several ranks that try layouts: starting a job, the ranks' main function, and training sequences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ezpz_llm.dist.setup import setup
 
 
 class Results(dict[str, Any]):
-    """By run what it has left; a test that asks for one that this torch refuses is skipped."""
+    """Results by run. Accessing a run that this torch does not support skips the test."""
 
     def __missing__(self, run: str) -> Any:
         if run in possible([run]):
             raise KeyError(run)
-        import pytest  # here, because ranks import this file, too
+        import pytest  # here, because ranks import this file without needing pytest
 
         pytest.skip(f"{run}: fsdp2 needs a newer torch on CPUs")
 
 
 def possible(runs: list[str]) -> list[str]:
-    """Those that this torch does not refuse: older ones have no fsdp2 on CPUs (docs/evidence/versions.md)."""
+    """Return the runs that this torch supports: older versions lack fsdp2 on CPUs (docs/evidence/versions.md)."""
     return [run for run in runs if "fsdp2" not in run or _has_fsdp2()]
 
 
@@ -43,7 +43,7 @@ def _has_fsdp2() -> bool:
 
 
 def results_of(script: Path, folder: Path, runs: list[str], ranks: int) -> Results:
-    """What `script` writes to results.json after these runs, but those that this torch refuses."""
+    """Run `script` on several ranks, and return its results.json for the runs that this torch supports."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(script), str(folder),
                *possible(runs)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -53,7 +53,7 @@ def results_of(script: Path, folder: Path, runs: list[str], ranks: int) -> Resul
 
 
 def take_runs(action: Callable[[Dist, str], Any]) -> None:
-    """A rank's part of such a job: act on each run of the command line, and write what rank 0 got of each."""
+    """Call `action` for each run of the command line on every rank, and write rank 0's results."""
     folder, runs = Path(sys.argv[1]), sys.argv[2:]
     with setup(device="cpu", run_dir=folder / "run") as dist:
         results = {}
@@ -65,7 +65,7 @@ def take_runs(action: Callable[[Dist, str], Any]) -> None:
 
 
 def sequences(seed: int, count: int, length: int) -> torch.Tensor:
-    """(count, length) tokens of a language with two successors a symbol, so that losses fall."""
+    """Return (count, length) tokens in which each symbol has two possible successors, so that the loss falls."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, 64, (count,), generator=generator)]
     for choice in torch.randint(0, 2, (length - 1, count), generator=generator):

@@ -1,9 +1,9 @@
-"""Run by several ranks: what a step of a layout issues and holds in a precision.
+"""Run by several ranks: collectives and memory of a training step, by layout and precision.
 
     mpiexec -n 2 python3 tests/helpers/recipe_ranks.py FOLDER bf16:fsdp2 bf16:zero2:bf16:fp32 …
 
-A run may end in what gradients are added and reduced in. Rank 0 writes FOLDER/results.json: by run the
-collectives of a steady step and the bytes of each kind of state.
+A run may end in the dtypes for gradient accumulation and reduction. Rank 0 writes FOLDER/results.json: for each run
+the collectives of a steady-state step and the bytes of each kind of state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_head=2, n_embd=32, block_siz
 
 
 def observed(dist: Dist, run: str) -> dict[str, Any]:
-    """Of the second step."""
+    """Return collectives and memory of the second step."""
     precision, layout, *gradients = run.split(":")
     gc.collect()
     before = live_storages()
@@ -54,7 +54,7 @@ def untimed(phase: str) -> AbstractContextManager[None]:
 
 
 def micro_batches(engine: Engine, dist: Dist) -> list[tuple[torch.Tensor, ...]]:
-    """Those of a step."""
+    """Return this rank's micro batches of a step."""
     rows = sequences(0, 8, CONFIG.block_size + 1).chunk(engine.batch.dp_size)[dist.mesh.dp_rank]
     return [(part[:, :-1], part[:, 1:]) for part in rows.chunk(engine.batch.accumulation)]
 
@@ -62,6 +62,6 @@ def micro_batches(engine: Engine, dist: Dist) -> list[tuple[torch.Tensor, ...]]:
 if __name__ == "__main__":
     folder, runs = Path(sys.argv[1]), sys.argv[2:]
     with setup(device="cpu", run_dir=folder / "run") as dist:
-        found = {run: observed(dist, run) for run in runs}
+        results = {run: observed(dist, run) for run in runs}
         if dist.is_main:
-            (folder / "results.json").write_text(json.dumps(found))
+            (folder / "results.json").write_text(json.dumps(results))

@@ -1,9 +1,12 @@
-"""A program for tests of launch that needs no torch: each rank prints what it finds itself to be, as one line of
-JSON, and then does as its first word says.
+"""Program for tests of launch, without torch: each rank prints its rank, node and environment as a line of JSON.
 
-`report`: nothing more. `exit`, `SIGKILL`, `SIGSEGV`: rank 1 ends so, the others sleep. `await FILE`: each rank
-touches the file `here` of its run directory, and waits for FILE. `last S`: rank 0 ends, the others sleep S seconds.
-`read`: each rank counts what it reads.
+The first argument selects what follows:
+
+- `report`: nothing.
+- `exit`, `SIGKILL`, `SIGSEGV`: rank 1 exits or is killed this way, the others sleep.
+- `await FILE`: each rank creates the file `here` in the run directory, and waits for FILE.
+- `last S`: rank 0 ends, the others sleep S seconds.
+- `read`: each rank reports the number of bytes read from its standard input.
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ info = find_rank(os.environ)
 report = {"rank": info.rank, "size": info.world_size, "local_rank": info.local_rank, "local_size": info.local_size,
           "node_rank": info.node_rank, "source": info.source, "host": socket.gethostname(), "argv": sys.argv[1:],
           "cores": sorted(os.sched_getaffinity(0)), "env": {name: os.environ.get(name) for name in NAMES}}
-how = sys.argv[1]
-if how == "read":
+action = sys.argv[1]
+if action == "read":
     report["read"] = len(sys.stdin.buffer.read())
 print(json.dumps(report), flush=True)
-if how in ("exit", "SIGKILL", "SIGSEGV"):
+if action in ("exit", "SIGKILL", "SIGSEGV"):
     if info.rank == 1:
-        if how == "exit":
+        if action == "exit":
             sys.exit(7)
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(os.getpid(), getattr(signal, action))
     time.sleep(60)
-if how == "last" and info.rank:
+if action == "last" and info.rank:
     time.sleep(float(sys.argv[2]))
-if how == "await":
+if action == "await":
     Path(os.environ["EZPZ_LLM_RUN_DIR"], "here").touch()
     deadline = time.monotonic() + 40
     while not Path(sys.argv[2]).exists():
         if time.monotonic() > deadline:
-            sys.exit(f"nobody wrote {sys.argv[2]}")
+            sys.exit(f"{sys.argv[2]} did not appear")
         time.sleep(0.05)

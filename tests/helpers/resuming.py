@@ -1,6 +1,6 @@
-"""Programs that the tests of resuming run on real ranks, by the trainer's own functions; not a test file itself.
+"""Programs that the resume tests run on real ranks, built from the trainer's functions.
 
-Each is called with one word, a JSON object, and has rank 0 write what it found to the object's `out`.
+Each program takes one argument, a JSON object. Rank 0 writes the results to the file in its member `out`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ezpz_llm.trainer.step_hooks import flush, save
 
 
 def take_steps(session: Session, count: int) -> dict[str, Any]:
-    """The losses of the next steps, and the position after them."""
+    """Train `count` steps. Return their losses and the data position after them."""
     for _ in range(count):
         train_step(session, session.step)
         session.step += 1
@@ -41,7 +41,7 @@ def take_steps(session: Session, count: int) -> dict[str, Any]:
 
 
 def everywhere(dist: Dist, value: Any) -> list[Any]:
-    """Every rank's value."""
+    """Gather the value of every rank."""
     values = [value] * dist.world_size
     if dist.world_size > 1:
         torch.distributed.all_gather_object(values, value)
@@ -53,22 +53,22 @@ def begin(wanted: dict[str, Any], dist: Dist) -> Session:
 
 
 def save_and_go_on(argv: Sequence[str]) -> int:
-    """`steps` steps, a checkpoint, and as many steps again."""
+    """Train `steps` steps, save a checkpoint, and train `steps` steps more."""
     wanted = json.loads(argv[0])
     with setup(device="cpu") as dist:
         session = begin(wanted, dist)
         take_steps(session, wanted["steps"])
         save(session, at_once=True)
-        found = take_steps(session, wanted["steps"])
+        results = take_steps(session, wanted["steps"])
         if dist.is_main:
-            Path(wanted["out"]).write_text(json.dumps({**found, "folder": str(session.dist.run_dir.path)}))
+            Path(wanted["out"]).write_text(json.dumps({**results, "folder": str(session.dist.run_dir.path)}))
     return 0
 
 
 def go_on_from_each(argv: Sequence[str]) -> int:
-    """One engine goes back to each of the `checkpoints` in turn, and takes `steps` steps from there."""
+    """Load each of the `checkpoints` in turn into one engine, and train `steps` steps from it."""
     wanted = json.loads(argv[0])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with setup(device="cpu") as dist:
         session = begin(wanted, dist)
         for name, where in wanted["checkpoints"].items():
@@ -76,7 +76,7 @@ def go_on_from_each(argv: Sequence[str]) -> int:
             state = resume_from_checkpoint(plan, session.data, session.engine, dist)
             session.step, session.position = state["step"], Position.at(state["consumed"], state["sample_hash"])
             states = everywhere(dist, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
-            found[name] = {**take_steps(session, wanted["steps"]), "random_states": states}
+            results[name] = {**take_steps(session, wanted["steps"]), "random_states": states}
         if dist.is_main:
-            Path(wanted["out"]).write_text(json.dumps(found))
+            Path(wanted["out"]).write_text(json.dumps(results))
     return 0

@@ -1,4 +1,4 @@
-"""Made-up studies whose law is known."""
+"""Synthetic scaling studies that follow a known law."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from ezpz_llm.scaling.study import Repeat
 
 TOKENS = 256
-"""Of a sequence."""
+"""Tokens in a sequence."""
 
 
 def repeat(mode: str = "weak", ranks: int = 1, number: int = 0, *, ds_config: str = "ddp", nodes: int | None = None,
            micro_batch: int = 4, accumulation: int = 1, dp: int | None = None, steps: Sequence[float] = (0.1,) * 20,
            **changes: Any) -> Repeat:
-    """A run with one rank a node."""
+    """Return a run with one rank per node."""
     nodes = ranks if nodes is None else nodes
     dp = ranks if dp is None else dp
     batch = micro_batch * accumulation * dp
@@ -35,7 +35,7 @@ def repeat(mode: str = "weak", ranks: int = 1, number: int = 0, *, ds_config: st
 
 def noisy(seconds: float, rng: np.random.Generator, *, runs: float = 0.01, within: float = 0.03, steps: int = 30,
           memory: float = 0.5) -> tuple[float, ...]:
-    """Steps of one run around a law's time: runs differ, and so do steps, each a little like the one before."""
+    """Return step times of a run around `seconds`, with noise between runs and correlated noise between steps."""
     own = runs * rng.standard_normal()
     kicks = rng.standard_normal(steps)
     wander = np.empty(steps)
@@ -43,7 +43,7 @@ def noisy(seconds: float, rng: np.random.Generator, *, runs: float = 0.01, withi
     for i, kick in enumerate(kicks):
         at = memory * at + math.sqrt(1 - memory**2) * kick if i else kick
         wander[i] = at
-    return tuple(float(one) for one in seconds * np.exp(own + within * wander))
+    return tuple(float(step_s) for step_s in seconds * np.exp(own + within * wander))
 
 
 Law = Callable[[str, int, float, int], float]
@@ -52,12 +52,12 @@ Law = Callable[[str, int, float, int], float]
 def study(law: Law, rng: np.random.Generator, *, modes: Sequence[str] = ("weak",),
           sizes: Sequence[int] = (1, 2, 4), repeats: int = 3, accumulation: int = 1, strong_batch: int = 64,
           ds_config: str = "ddp", **noise: float) -> list[Repeat]:
-    """A study with one rank a node; `law(mode, ranks, sequences a rank, accumulation)` gives the true time."""
-    made = []
+    """Return a study with one rank per node, whose true times are `law(mode, ranks, sequences, accumulation)`."""
+    repeats_made = []
     for mode in modes:
         for ranks in sizes:
             steps = strong_batch // (4 * ranks) if mode == "strong" else accumulation
             true = law(mode, ranks, 4.0 * steps, steps)
-            made += [repeat(mode, ranks, number, ds_config=ds_config, accumulation=steps,
-                            steps=noisy(true, rng, **noise)) for number in range(repeats)]
-    return made
+            repeats_made += [repeat(mode, ranks, number, ds_config=ds_config, accumulation=steps,
+                                    steps=noisy(true, rng, **noise)) for number in range(repeats)]
+    return repeats_made

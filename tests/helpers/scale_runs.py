@@ -1,4 +1,4 @@
-"""Call `ezpz-llm scale` for the tests of studies, and a training run that takes seconds."""
+"""Call `ezpz-llm scale` for the tests of studies, with a training run that takes seconds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TRAIN = (sys.executable, "-m", "ezpz_llm.train", "--n-layer", "1", "--n-embd", "
 
 
 def start(folder: Path, *words: str, **env: str) -> subprocess.Popen[str]:
-    """`ezpz-llm scale WORDS` in `folder`."""
+    """Start `ezpz-llm scale WORDS` in `folder`."""
     return subprocess.Popen([sys.executable, "-m", "ezpz_llm.scale", *words], cwd=folder,
                             env=clean_env(OMP_WAIT_POLICY="PASSIVE", COLUMNS="100") | env, text=True,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def scale(folder: Path, *words: str, timeout: float = 200, **env: str) -> tuple[int, str]:
-    """The same to its end: exit code and output."""
+    """Run `ezpz-llm scale WORDS` to its end. Return its exit code and output."""
     running = start(folder, *words, **env)
     try:
-        said, _ = running.communicate(timeout=scaled(timeout))
+        output, _ = running.communicate(timeout=scaled(timeout))
     finally:
         if running.poll() is None:
             running.terminate()
             running.wait(scaled(60))
-    return running.returncode, said
+    return running.returncode, output

@@ -1,4 +1,4 @@
-"""Tokenizers of three families, trained on the spot, and text of many scripts; nothing is downloaded."""
+"""Tokenizers of three families, trained when needed, and text in many scripts; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES = ("byte-level BPE", "unigram", "SentencePiece BPE")
 
 
 def mixed_text(size: int, seed: int = 1) -> str:
-    """About `size` bytes of words of many scripts between white space of all kinds."""
+    """Return about `size` bytes of text: words in many scripts, separated by all kinds of white space."""
     draw, parts, total = random.Random(seed), [], 0
     while total < size:
         part = draw.choice(WORDS) + draw.choice(SPACES)
@@ -42,12 +42,12 @@ def _place() -> Path:
 
 @functools.cache
 def trained(family: str, tokens: int = 700) -> Path:
-    """The file of a tokenizer, trained once a process: tokenizer.json, or tokenizer.model.
+    """Train a tokenizer, once per process, and return its tokenizer.json or tokenizer.model.
 
-    Skips where its library is not installed.
+    Skip the test if its library is not installed.
     """
     folder = _place() / f"{family.replace(' ', '-')}-{tokens}"
-    folder.mkdir(exist_ok=True)  # of a call that was skipped
+    folder.mkdir(exist_ok=True)  # exists after a call that was skipped
     text = mixed_text(60_000, seed=7)
     if family == "byte-level BPE":
         tokenizers = pytest.importorskip("tokenizers")
@@ -60,7 +60,7 @@ def trained(family: str, tokens: int = 700) -> Path:
         made.save(str(folder / "tokenizer.json"))
         return folder / "tokenizer.json"
     sentencepiece = pytest.importorskip("sentencepiece")
-    # As Llama's (spaces kept, bytes for what is unknown), and as T5's (NFKC, one space for many).
+    # The settings of Llama (keep spaces, byte fallback) and of T5 (NFKC, collapse spaces).
     options = {"SentencePiece BPE": {"model_type": "bpe", "byte_fallback": True, "split_digits": True,
                                      "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
                "unigram": {"model_type": "unigram"}}[family]
@@ -73,7 +73,7 @@ def trained(family: str, tokens: int = 700) -> Path:
 
 
 def own_ids(file: Path, text: str) -> list[int]:
-    """What the library itself makes of a text."""
+    """Encode a text with the tokenizer's own library."""
     if file.suffix == ".json":
         import tokenizers
 

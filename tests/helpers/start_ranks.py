@@ -1,8 +1,9 @@
-"""Run by several ranks: build engines from the meta device and look at the values, and at the memory it took.
+"""Run by several ranks: build engines from the meta device, and check the initial weights and the memory used.
 
     mpiexec -n 2 python3 tests/helpers/start_ranks.py FOLDER gpt2:fsdp2 llama:zero3+hpz2 big:zero3 …
 
-A run is a shape and a layout, `+hpzN` with hpZ's second copy shared by N ranks. Rank 0 writes FOLDER/results.json.
+A run is a shape and a layout; `+hpzN` adds hpZ's secondary partition over N ranks. Rank 0 writes
+FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from start_memory import MODEL, Allocated
 
 SEED = 11
 SHAPES = {
-    # Matrices of several tiles, whose parts begin and end within one.
+    # Matrices with several tiles, so that shards begin and end inside a tile.
     "gpt2": get_model_config("tiny-gpt2", n_layer=2, n_head=4, n_kv_head=4, n_embd=144, block_size=32,
                              vocab_size=332, vocab_multiple=4),
     "llama": get_model_config("tiny-llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=144, block_size=32,
@@ -41,14 +42,14 @@ SHAPES = {
 
 
 def resident_peak() -> int:
-    """The most bytes that this process has had in memory since the last call, or its start."""
+    """Return the peak resident memory in bytes since the last call, and reset it."""
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def source_of(layout: str, dist: Dist) -> str:
-    """The ds_config, with hpZ's second copy where the layout asks for it."""
+    """Return the ds_config's name, or the path of one with hpZ's secondary partition if the layout has it."""
     name, _, group = layout.partition("+hpz")
     if not group:
         return name
@@ -76,7 +77,7 @@ def values_of_one_process(shape: str) -> dict[str, torch.Tensor]:
 
 
 def wrong_values(engine: Engine, plain: dict[str, torch.Tensor]) -> tuple[list[str], dict[str, int]]:
-    """Slices that are not what one process draws, and the elements that this rank has of each parameter."""
+    """Return the slices that differ from one process's weights, and this rank's elements of each parameter."""
     wrong: list[str] = []
     held: dict[str, int] = {}
     for piece in engine.training_state().slices():
@@ -86,7 +87,7 @@ def wrong_values(engine: Engine, plain: dict[str, torch.Tensor]) -> tuple[list[s
         if piece.primary and piece.replica == 0:
             held[piece.name] = held.get(piece.name, 0) + piece.numel
     if engine.layout.zero.hpz_partition_size > 1:
-        tokens = torch.arange(64).view(2, 32)  # a pass makes the second copy
+        tokens = torch.arange(64).view(2, 32)  # a forward pass creates the secondary partition
         with engine.evaluating():
             engine.loss_sum(tokens, tokens)
     for name, parameter in engine.module.named_parameters():

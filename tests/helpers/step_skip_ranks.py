@@ -1,8 +1,8 @@
-"""Run by four ranks: which steps are skipped, and the norms measured, under each layout.
+"""Run by four ranks: skipped steps and measured norms under each layout.
 
     mpiexec -n 4 python3 tests/helpers/step_skip_ranks.py FOLDER ddp zero2:adamw_unfused pp2_tp2 …
 
-The truth is plain torch in every process. Rank 0 writes FOLDER/<layout>.json.
+The reference is plain torch in every process. Rank 0 writes FOLDER/<layout>.json.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ezpz_llm.model.init import decay_groups, init_weights
 GLOBAL_BATCH, ACCUMULATION, CLIP, LR, DECAY = 8, 2, 0.5, 3e-3, 0.1
 CONFIG = replace(get_model_config("tiny-gpt2", n_layer=2, n_head=2, n_embd=32, block_size=32), vocab_size=64)
 MEASURED = 2
-"""The step whose norms are compared: after two others, so that there are moments."""
+"""The step whose norms are compared: the third, so that the optimizer has moments."""
 
 
 def truth() -> dict[str, float]:
-    """The norms of step MEASURED, straight from the definition."""
+    """Return the norms of step MEASURED, computed from their definition."""
     model = GPT(CONFIG)
     init_weights(model, CONFIG, 1337)
     groups = decay_groups(model, DECAY)
@@ -44,16 +44,16 @@ def truth() -> dict[str, float]:
         data = sequences(step, GLOBAL_BATCH, CONFIG.block_size + 1)
         optimizer.zero_grad()
         model(data[:, :-1], data[:, 1:]).backward()
-        found = {}
+        norms = {}
         for name, group in zip(("decayed", "others"), groups, strict=True):
-            found[f"grad_norm_{name}"] = norm([p.grad for p in group["params"]])
+            norms[f"grad_norm_{name}"] = norm([p.grad for p in group["params"]])
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         before = [[p.detach().clone() for p in group["params"]] for group in groups]
         optimizer.step()
         for name, group, old in zip(("decayed", "others"), groups, before, strict=True):
             change = [p.detach() - q for p, q in zip(group["params"], old, strict=True)]
-            found[f"update_ratio_{name}"] = norm(change) / norm(old)
-    return found
+            norms[f"update_ratio_{name}"] = norm(change) / norm(old)
+    return norms
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
@@ -61,7 +61,7 @@ def norm(tensors: list[torch.Tensor]) -> float:
 
 
 class Run:
-    """One engine and its steps."""
+    """An engine and its training steps."""
 
     def __init__(self, dist: Dist, name: str) -> None:
         layout, _, optimizer = name.partition(":")
@@ -79,7 +79,7 @@ class Run:
         self.engine.module.forward = lambda *args, **kwargs: self.poison(inner(*args, **kwargs))
 
     def poison(self, output: torch.Tensor) -> torch.Tensor:
-        """On one rank of all that have a loss, or an activation."""
+        """Replace the loss, or a stage's activations, with NaN on the last rank only."""
         return output * float("nan") if self.poisoned and self.dist.rank == self.dist.world_size - 1 else output
 
     def step(self, number: int) -> torch.Tensor:
@@ -92,16 +92,16 @@ class Run:
         step_skip = self.engine.step_skip
         step_skip.measure(self.engine.training_state())
         total = self.step(number)
-        found = step_skip.measured()
-        torch.distributed.all_reduce(found.sums)
-        return found.describe(found.sums.tolist(), total.item())
+        norms = step_skip.measured()
+        torch.distributed.all_reduce(norms.sums)
+        return norms.describe(norms.sums.tolist(), total.item())
 
     def state(self) -> tuple[list[torch.Tensor], int]:
         state = self.engine.training_state()
         return [t.clone() for piece in state.slices() for t in piece.tensors.values()], state.optimizer_step
 
-    def refused(self, number: int) -> bool:
-        """Whether a step changed nothing of the state, on any rank."""
+    def skipped(self, number: int) -> bool:
+        """Run a step. Return True if it left the state unchanged on every rank."""
         before, steps = self.state()
         self.step(number)
         after, steps_after = self.state()
@@ -117,11 +117,11 @@ def examine(dist: Dist, layout: str) -> dict:
         run.step(number)
     result = run.measured(MEASURED)
     run.engine.step_skip.limit = 1e-6
-    result["too large"] = run.refused(3)
+    result["too large"] = run.skipped(3)
     run.engine.step_skip.limit, run.poisoned = math.inf, True
-    result["not a number"] = run.refused(4)
+    result["not a number"] = run.skipped(4)
     run.poisoned, run.engine.step_skip.limit = False, 1e3
-    result["fine"] = not run.refused(5)
+    result["fine"] = not run.skipped(5)
     with run.engine.evaluating():
         data = sequences(6, GLOBAL_BATCH, CONFIG.block_size + 1)
         loss = run.engine.loss_sum(data[:, :-1], data[:, 1:])

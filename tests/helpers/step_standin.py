@@ -1,8 +1,11 @@
-"""Stand-ins of `srun`, `flux`, `jsrun` and `blaunch`, for tests: they take the options that the documentation names
-and launch writes, refuse all others, and start ranks on this machine with the variables that it names.
-Nothing here was captured of a production machine: it is written after the manual pages of flux-core 0.88 and IBM's.
+"""Stand-ins for `srun`, `flux`, `jsrun` and `blaunch`, for tests.
 
-`python3 step_standin.py PROGRAM WORDS…`; `make` lays out programs of these names."""
+They accept the documented options that launch uses, reject all others, and start ranks on this machine with the
+documented variables. They follow the manual pages of flux-core 0.88 and IBM's; no output was captured on a
+production machine.
+
+`python3 step_standin.py PROGRAM WORDS…` runs one; `make` creates a folder with programs of these names.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ _SRUN = ["ntasks-per-node=", "distribution=", "cpu-bind=", "overcommit", "overla
 
 
 def make(folder: Path, *programs: str, resources: str = "") -> Path:
-    """A folder of such programs; `resources` is what `flux kvs get resource.R` prints. Each notes its words in
-    folder/calls."""
+    """Create a folder of stand-ins. Each appends its arguments to folder/calls.
+
+    `resources` is the output of `flux kvs get resource.R`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "resources").write_text(resources)
     for name in programs:
@@ -36,7 +41,7 @@ def make(folder: Path, *programs: str, resources: str = "") -> Path:
 
 
 def resources(nodelist: str, ranks: str, gpus: str = "", expiration: float = 0.0) -> str:
-    """A resource set as RFC 20 writes it, of hosts with four cores."""
+    """Return a resource set (Flux RFC 20) of nodes with four cores."""
     children = {"core": "0-3"} | ({"gpu": gpus} if gpus else {})
     return json.dumps({"version": 1, "execution": {
         "R_lite": [{"rank": ranks, "children": children}], "starttime": 0.0, "expiration": expiration,
@@ -45,10 +50,10 @@ def resources(nodelist: str, ranks: str, gpus: str = "", expiration: float = 0.0
 
 def _options(words: list[str], short: str, long: list[str]) -> tuple[dict[str, str], list[str]]:
     try:
-        found, command = getopt.getopt(words, short, long)
+        options, command = getopt.getopt(words, short, long)
     except getopt.GetoptError as error:
         sys.exit(f"unrecognized: {error.msg}")
-    return dict(found), command
+    return dict(options), command
 
 
 def _start(command: list[str], envs: list[dict[str, str]]) -> int:
@@ -57,12 +62,12 @@ def _start(command: list[str], envs: list[dict[str, str]]) -> int:
 
 
 def flux(words: list[str]) -> int:
-    """`kvs get`, `hostlist`, `jobs`, `batch`, and `run`."""
+    """Emulate `kvs get`, `hostlist`, `jobs`, `batch`, and `run`."""
     folder = Path(os.environ["FLUX_STANDIN"])
-    said = (folder / "resources").read_text()
+    resource_set = (folder / "resources").read_text()
     if words[:2] == ["kvs", "get"]:
-        print(said)
-        return 0 if said else 1
+        print(resource_set)
+        return 0 if resource_set else 1
     if words[0] == "hostlist":
         print("h1\nh2")
         return 0
@@ -73,7 +78,7 @@ def flux(words: list[str]) -> int:
         return 1
     own = words[:words.index("--input=0")]
     shell = [own[place + 1] for place, word in enumerate(own) if word == "-o"]
-    assert all(one.partition("=")[0] in _FLUX_SHELL for one in shell), shell
+    assert all(option.partition("=")[0] in _FLUX_SHELL for option in shell), shell
     options, command = _options(words[1:], "o:", _FLUX_RUN)
     nodes = int(options["--nodes"])
     ranks = int(options.get("--ntasks", 0)) or nodes * int(options["--tasks-per-node"])
@@ -84,7 +89,7 @@ def flux(words: list[str]) -> int:
 
 
 def jsrun(words: list[str]) -> int:
-    """All tasks of all resource sets."""
+    """Run all tasks of all resource sets."""
     options, command = _options(words, "", _JSRUN)
     each = int(options["--tasks_per_rs"])
     ranks = int(options["--nrs"]) * each
@@ -94,7 +99,7 @@ def jsrun(words: list[str]) -> int:
 
 
 def srun(words: list[str]) -> int:
-    """All tasks of one step; inside an image, which Pyxis would have made, they know that by a variable."""
+    """Run all tasks of one step. With --container-image (Pyxis), the image is in their variable INSIDE."""
     if words == ["--help"]:
         print("--container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH")
         return 0
@@ -109,7 +114,7 @@ def srun(words: list[str]) -> int:
 
 
 def blaunch(words: list[str]) -> int:
-    """HOST COMMAND…, by a shell, as ssh does it."""
+    """Run HOST COMMAND… through a shell, as ssh does."""
     return subprocess.call(["sh", "-c", " ".join(words[1:])])
 
 

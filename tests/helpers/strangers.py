@@ -1,9 +1,9 @@
-"""Two unprivileged users of one machine, for tests of what one may do to the other.
+"""Two unprivileged users of one machine, for tests of the isolation between users.
 
 They share everything that users of a node share: /tmp, /dev/shm, /proc, ports. Each has a home that the other can
-read, as project and scratch folders are. As root they are two user ids without capabilities; else two ids of a user
-namespace. The Python environment and this checkout may lie below a folder that is closed to others (/root): in a
-mount namespace of theirs, an empty folder with those very paths in it stands there instead.
+read, like project and scratch folders. If the tests run as root, they are two user ids without capabilities; else
+two ids in a user namespace. If the Python environment or this checkout is below a folder that is closed to others
+(/root), their mount namespace replaces that folder with an empty one that only contains the needed paths.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from slowness import scaled
 _ENTER = 'cd "$1" && shift && exec "$@"'
 _PREPARE_S = 60
 WITHIN_S = 150.0
-"""A busy machine takes long for whatever starts processes."""
+"""Default timeout of a command; starting processes is slow on a busy machine."""
 
 
 @dataclass(frozen=True)
 class User:
-    """One user. `enter` are the words that become this user."""
+    """Unprivileged user. `enter` is the command prefix that switches to this user."""
 
     name: str
     uid: int
@@ -59,20 +59,22 @@ class User:
         return self.run(sys.executable, "-c", code, *words, timeout=timeout, **env)
 
     def launch(self, *words: str | Path, timeout: float = WITHIN_S, **env: str) -> subprocess.CompletedProcess[str]:
-        """`launch WORDS` to its end."""
+        """Run `launch WORDS` to its end."""
         return self.run(sys.executable, "-m", "ezpz_llm.launch", *words, timeout=timeout, **env)
 
     def end_all(self) -> None:
-        """End every process of this user, whom nobody else on this machine is."""
-        # As that user, to whom the kernel gives these processes alone.
+        """Kill every process of this user. No other user of this machine has the same id."""
+        # Run as that user, so that the kernel limits kill to the user's processes.
         subprocess.run([*self.enter, "sh", "-c", "kill -9 -1"], capture_output=True,
                        timeout=scaled(120), check=False)
 
 
 @dataclass(frozen=True)
 class Strangers:
-    """`victim` types launch; `attacker` is another user of the same machine. `shared` is a folder of root's that
-    both may write to, like /tmp."""
+    """Two users of the same machine: `victim` runs launch, `attacker` interferes.
+
+    `shared` is a folder of root's that both can write to, like /tmp.
+    """
 
     victim: User
     attacker: User
@@ -81,9 +83,9 @@ class Strangers:
 
 @contextlib.contextmanager
 def two_users() -> Iterator[Strangers]:
-    """Make them; skip the test, with the reason, where that cannot be."""
+    """Create the two users, or skip the test with the reason."""
     is_root = os.geteuid() == 0
-    # Of this process alone, so that test runs beside one another do not end each other's.
+    # Ids unique to this process, so that concurrent test runs do not kill each other's processes.
     first = 30_000 + os.getpid() % 10_000 * 2 if is_root else 1001
     become = () if is_root else ("--user",)
     folder = Path(tempfile.mkdtemp(prefix="strangers-", dir="/tmp"))
@@ -96,22 +98,22 @@ def two_users() -> Iterator[Strangers]:
         for uid, name in enumerate(("victim", "attacker"), first):
             enter = ("nsenter", f"--target={holder.pid}", "--mount", *become, "setpriv", f"--reuid={uid}",
                      f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all",
-                     # Nobody else could end an attacker whose test was killed.
+                     # Without it, an attacker whose test was killed would keep running.
                      "--pdeathsig=KILL", "--")
             users.append(User(name, uid, folder / name, enter))
         shared = folder / "shared"
         homes = (f"mkdir -m 755 {user.home} && chown {user.uid}:{user.uid} {user.home}" for user in users)
         _as_their_root(holder, is_root, " && ".join((*homes, f"mkdir -m 1777 {shared}")))
         for user in users:
-            until_the_end.callback(_take_away, holder, is_root, user)
+            until_the_end.callback(_remove_files, holder, is_root, user)
             until_the_end.callback(user.end_all)
-        if (tried := users[0].python("import ezpz_llm.launch.__main__", timeout=_PREPARE_S)).returncode:
-            pytest.skip(f"another user cannot use this Python environment: {tried.stderr.strip()[-300:]}")
+        if (attempt := users[0].python("import ezpz_llm.launch.__main__", timeout=_PREPARE_S)).returncode:
+            pytest.skip(f"another user cannot use this Python environment: {attempt.stderr.strip()[-300:]}")
         yield Strangers(users[0], users[1], shared)
 
 
 def _namespace(folder: Path, is_root: bool) -> subprocess.Popen[str]:
-    """A process that holds the mount namespace (and user namespace) in which they live."""
+    """Start the process that holds the users' mount namespace (and user namespace)."""
     words = ["unshare", "--mount", "--propagation=private"]
     if not is_root:
         words += ["--user", "--map-root-user", "--map-auto"]
@@ -119,13 +121,15 @@ def _namespace(folder: Path, is_root: bool) -> subprocess.Popen[str]:
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if holder.stdout.readline() != "ready\n":
         _, err = holder.communicate()
-        pytest.skip(f"two users cannot be made here: {err.strip()[-300:]}")
+        pytest.skip(f"cannot create two users on this machine: {err.strip()[-300:]}")
     return holder
 
 
 def _opened(held: Path) -> str:
-    """A shell script that lets others reach what they need below closed folders: each such folder is covered by an
-    empty one in which only the needed paths are."""
+    """Return a shell script that opens the needed paths below closed folders to other users.
+
+    Each closed folder is covered by an empty one that only contains the needed paths.
+    """
     lines = [f"mkdir {held}"]
     needed = _needed()
     closed = {top: [path for path in needed if path.is_relative_to(top)]
@@ -141,20 +145,19 @@ def _opened(held: Path) -> str:
 
 
 def _needed() -> list[Path]:
-    """The folders of this Python environment, of links on the way to its Python, and of the checkout; none within
-    another."""
-    found = {Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parents[1], ROOT,
-             *(Path(entry) for entry in sys.path if os.path.isabs(entry) and os.path.isdir(entry))}
+    """Return the folders of this Python environment, of links to its Python, and of the checkout; none nested."""
+    folders = {Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parents[1], ROOT,
+               *(Path(entry) for entry in sys.path if os.path.isabs(entry) and os.path.isdir(entry))}
     program = Path(sys.executable)
     while program.is_symlink():
         program = program.parent / program.readlink()
-        found.add(program.parent)
-    found |= {path.resolve() for path in found}
-    return sorted(path for path in found if not any(other in path.parents for other in found))
+        folders.add(program.parent)
+    folders |= {path.resolve() for path in folders}
+    return sorted(path for path in folders if not any(other in path.parents for other in folders))
 
 
 def _closed_top(path: Path) -> Path | None:
-    """The uppermost folder on the way to `path` that others may not enter."""
+    """Return the topmost folder on the way to `path` that others cannot enter."""
     return next((folder for folder in reversed((path, *path.parents)) if not folder.stat().st_mode & stat.S_IXOTH),
                 None)
 
@@ -164,7 +167,7 @@ def _as_their_root(holder: subprocess.Popen[str], is_root: bool, script: str) ->
     subprocess.run([*words, "sh", "-c", script], check=True, capture_output=True, timeout=scaled(_PREPARE_S))
 
 
-def _take_away(holder: subprocess.Popen[str], is_root: bool, user: User) -> None:
+def _remove_files(holder: subprocess.Popen[str], is_root: bool, user: User) -> None:
     with contextlib.suppress(subprocess.SubprocessError):
         _as_their_root(holder, is_root, f"rm -rf {user.home}; find /dev/shm -maxdepth 1 -user {user.uid} "
                                           "-exec rm -rf {} +")

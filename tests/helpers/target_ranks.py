@@ -1,4 +1,4 @@
-"""Ranks that certify targets of targets.py and of examples/certify/five_models.py, one after the other.
+"""Run by several ranks: certify targets of targets.py and examples/certify/five_models.py, one after another.
 
 Usage: mpiexec -n 2 python3 target_ranks.py FOLDER RUN…, a run being FUNCTION:LAYOUT,…:DTYPE.
 """
@@ -22,16 +22,16 @@ FIVE_MODELS = ROOT / "examples/certify/five_models.py"
 
 
 def certified(dist: Dist, run: str) -> dict[str, Any]:
-    """What certify says of a target: the refusal of its reference, and a result for each layout."""
+    """Certify a target. Return the rejection of its reference, if any, and a result for each layout."""
     function, layouts, dtype = run.split(":")
     path = FIVE_MODELS if f"\ndef {function}(" in FIVE_MODELS.read_text() else TESTS / "helpers/targets.py"
     file = find_target(f"{path}:{function}")
     cases = tuple(Case(layout, dist.world_size, file.title, dtype) for layout in layouts.split(","))
     root = Path(dist.run_dir.path) / run.replace(":", "-")
     root.mkdir(exist_ok=True)
-    found = work(Job(root, references_of(cases), cases, STEPS, "cpu", file), dist)
+    results = work(Job(root, references_of(cases), cases, STEPS, "cpu", file), dist)
     dist.barrier()
-    return {"refused": refusal(root), "results": {one["layout"]: one for one in found}}
+    return {"refused": refusal(root), "results": {result["layout"]: result for result in results}}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Trainings of somebody's own, for `certify --target`: four that are right, and faults that people make, each
-a function."""
+"""User-defined training runs for `certify --target`: four correct ones, and common mistakes, each a function."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from torch.nn import functional
 from ezpz_llm import Target, Wrapped
 
 SAMPLES, EPOCH = 8, 40
-"""Samples of a micro batch of all ranks, and micro batches of an epoch."""
+"""Samples in a micro batch over all ranks, and micro batches in an epoch."""
 
 
 class TwoLosses(nn.Module):
-    """An MLP which gives logits and a reconstruction."""
+    """MLP with two outputs: logits and a reconstruction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,20 +31,20 @@ class TwoLosses(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Convolutions with GroupNorm, for 1 x 8 x 8 pictures."""
+    """Return convolutions with GroupNorm, for 1 x 8 x 8 images."""
     return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(3, 6), nn.GELU(),
                          nn.Conv2d(6, 9, 3, stride=2), nn.GroupNorm(3, 9), nn.GELU(),
                          nn.Flatten(), nn.Linear(81, 5))
 
 
 def rows(seed: int, number: int, dp_rank: int, dp_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and their largest element of five."""
+    """Return inputs, and the index of the largest of their first five elements."""
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1000 * seed + number))
     return x.chunk(dp_size)[dp_rank], x[:, :5].argmax(-1).chunk(dp_size)[dp_rank]
 
 
 def pictures(seed: int, number: int, dp_rank: int, dp_size: int) -> dict[str, Tensor]:
-    """Pictures, each rank's every so many, and the largest element of the five first."""
+    """Return images, interleaved over ranks, and the index of the largest of their first five pixels."""
     x = torch.randn(SAMPLES, 1, 8, 8, generator=torch.Generator().manual_seed(1000 * seed + number))
     return {"x": x[dp_rank::dp_size], "y": x.flatten(1)[:, :5].argmax(-1)[dp_rank::dp_size]}
 
@@ -90,18 +89,18 @@ def own_evaluation(model: Wrapped, batch: dict[str, Tensor]) -> float:
 
 
 def conv() -> Target:
-    """With everything of one's own."""
+    """Return a target with custom optimizer, step and evaluation."""
     return Target(module=convolutions, batch=pictures, loss=classes, optimizer=groups, step=own_step,
                   evaluate=own_evaluation, epoch_batches=EPOCH)
 
 
 def normed() -> Target:
-    """With running statistics, and a norm that is the root of the module's first part."""
+    """Return `conv` with running statistics, in a norm that is itself the module's first child."""
     return dataclasses.replace(conv(), module=lambda: nn.Sequential(nn.BatchNorm2d(1), *convolutions()))
 
 
 class Divisible(nn.Module):
-    """Two blocks that a plan divides: 16 hidden units, with a norm of each half between up and down."""
+    """Two blocks that a tensor-parallel plan shards: 16 hidden units, with one norm for each half of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,14 +123,13 @@ def divisible() -> Target:
 
 
 def summed_too_little() -> Target:
-    """The plan of a norm that each rank applies to its own hidden units forgets to sum its gradient."""
+    """Omit the norm from the plan: each rank applies it to its hidden units, so its gradient must be summed."""
     plan = {name: style for name, style in (divisible().tp_plan or {}).items() if "norm" not in name}
     return dataclasses.replace(divisible(), tp_plan=plan)
 
 
-# Faults of a step, of batches and of an evaluation.
 def running_statistics_differ() -> Target:
-    """A step looks at its accuracy without leaving training mode."""
+    """Compute the accuracy in a step without leaving training mode."""
     def step(model: Wrapped, batches: list[dict[str, Tensor]]) -> Tensor:
         loss = own_step(model, batches)
         with torch.no_grad():
@@ -141,7 +139,7 @@ def running_statistics_differ() -> Target:
 
 
 def statistics_of_a_rank() -> Target:
-    """A norm of one's own keeps a mean that nobody makes the same on all ranks."""
+    """Use a custom norm whose running mean is not synchronized between ranks."""
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,7 +237,7 @@ def evaluation_that_changes_state() -> Target:
 
 
 def state_that_no_checkpoint_has() -> Target:
-    """A factor that the optimizer's hook lowers after each step, in a buffer that is not saved."""
+    """Use a factor, lowered by an optimizer hook after each step, in a non-persistent buffer."""
     class Cooling(TwoLosses):
         def __init__(self) -> None:
             super().__init__()
@@ -255,7 +253,6 @@ def state_that_no_checkpoint_has() -> Target:
     return dataclasses.replace(mlp(), module=Cooling, optimizer=optimizer)
 
 
-# What cannot be a reference.
 def unused_parameter() -> Target:
     def module() -> nn.Module:
         made = TwoLosses()
@@ -273,7 +270,7 @@ def frozen_part() -> Target:
 
 
 def statistics_of_the_batch() -> Target:
-    """A norm of one's own, of which nobody knows that it mixes samples."""
+    """Use a custom norm that mixes samples, of a class that certify does not know."""
     class Normed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x - x.mean(0)) / x.std(0)

@@ -2,9 +2,9 @@
 
     mpiexec -n 2 python3 tests/helpers/tensor_parallel_ranks.py FOLDER fp32:gpt2:tp2_zero1 bf16_autocast:llama:ddp …
 
-A run may end in `:undivided`, for the layout without tensor parallelism, in `:unmarked`, for an injected fault, or
-in `:qk_norm`, for a model with parameters from outside the package (with `:unsummed` under a wrong rule). A run
-`parts` looks at initial weights, loss, dropout and checkpoints instead. Rank 0 writes FOLDER/results.json.
+A run may end in `:undivided` (the layout without tensor parallelism), `:unmarked` (an injected fault), or
+`:qk_norm` (a model with parameters defined outside the package; with `:unsummed`, under a wrong rule). The run
+`parts` checks initial weights, loss, dropout and checkpoints instead. Rank 0 writes FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ CONFIGS = {"gpt2": get_model_config("tiny-gpt2", **_SMALL),
            "llama": get_model_config("tiny-llama", **_SMALL, n_kv_head=2, intermediate_size=96, tied=False),
            "qwen3": get_model_config("tiny-qwen3", **_SMALL, intermediate_size=96),
            "olmo2": get_model_config("tiny-olmo2", **_SMALL, intermediate_size=96),
-           # Llama 3.2's slower rotations: some turns are left, some slowed, some between.
+           # Llama 3.2's RoPE scaling: some frequencies are kept, some slowed, some interpolated.
            "slowed": get_model_config("tiny-llama", **_SMALL, n_kv_head=2, intermediate_size=96, rope_theta=50.0,
                                       rope_factor=8.0, rope_context=16)}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """(GLOBAL_BATCH, BLOCK) tokens with two successors a symbol, and targets of which some do not count."""
+    """Return (GLOBAL_BATCH, BLOCK) tokens with two possible successors per symbol; some targets are ignored."""
     generator = torch.Generator().manual_seed(step)
     rows = [torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)]
     for choice in torch.randint(0, 2, (BLOCK, GLOBAL_BATCH), generator=generator):
@@ -75,7 +75,7 @@ def make_engine(dist: Dist, layout: str, tp: int, config: ModelConfig, precision
 
 
 def train(engine: Engine, dist: Dist, first: int, last: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of steps [first, last)."""
+    """Train steps [first, last). Return losses and gradient norms."""
     losses, norms = [], []
     for step in range(first, last):
         mine = [part.chunk(dist.mesh.dp_size)[dist.mesh.dp_rank].chunk(ACCUMULATION) for part in batch(step)]
@@ -100,14 +100,14 @@ def everyone(value: Any) -> list[Any]:
 
 
 def evaluated(engine: Engine) -> tuple[Tensor, Tensor]:
-    """The summed loss of a batch, and the logits that follow it."""
+    """Return the summed loss of a batch, and the logits after it."""
     tokens, targets = batch(1000)
     with engine.evaluating():
         return engine.loss_sum(tokens, targets), engine.next_logits(tokens)
 
 
 def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[str, Any]:
-    """One layout beside one process: what each gave in every step, and in evaluation afterwards."""
+    """Compare a layout with one process: losses and norms of every step, then the evaluation."""
     precision, shape, layout, *options = run.split(":")
     if "qk_norm" in options:
         with qk_norm("replicated" if "unsummed" in options else "summed"):
@@ -142,7 +142,7 @@ def compared(dist: Dist, alone: Dist, run: tuple[str, ...], cache: dict[str, Any
 
 
 def replicated_agree(engine: Engine) -> bool:
-    """Whether what tensor-parallel peers both hold whole is bit-identical there."""
+    """Return True if parameters replicated over tensor-parallel peers are bit-identical."""
     mine = {(piece.name, piece.start): piece.tensors["weight"].clone() for piece in engine.training_state().slices()
             if piece.box == whole(piece.shape)}
     held = everyone(mine)
@@ -152,7 +152,7 @@ def replicated_agree(engine: Engine) -> bool:
 
 
 def initial_weights(dist: Dist) -> dict[str, bool]:
-    """Whether a rank's first weights are the plain model's, cut, and all ranks' are all of them, each once."""
+    """Check that each rank's initial weights are slices of the plain model's, and cover it exactly once."""
     result = {}
     for shape, config in CONFIGS.items():
         plain = GPT(config)
@@ -174,7 +174,7 @@ def initial_weights(dist: Dist) -> dict[str, bool]:
 
 
 def losses(dist: Dist) -> dict[str, list[float]]:
-    """The divided loss beside the plain one: largest differences of values and of both gradients."""
+    """Compare the vocabulary-parallel loss with the plain one: largest differences of value and gradients."""
     torch.manual_seed(0)
     weight, hidden, targets = 2 * torch.randn(20, 6), torch.randn(3, 7, 6), torch.randint(20, (3, 7))
     targets[0, 2:5], targets[2] = -100, -100
@@ -182,15 +182,15 @@ def losses(dist: Dist) -> dict[str, list[float]]:
     for dtype, reduction, chunk, z_loss in itertools.product(
             (torch.float32, torch.bfloat16), ("mean", "sum"), (0, 4, 21), (0.0, 0.1)):
         plain, mine = Head(6, 20), Head(6, 10, Columns(dist.rank, 2))
-        found = []
+        outputs = []
         for head, rows, tokens in ((plain, weight, 0), (mine, weight.chunk(2)[dist.rank], chunk)):
             head.weight.data, head.loss_chunk, head.z_loss = rows.clone(), tokens, z_loss
             x = hidden.clone().requires_grad_()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
                 loss = head(x, targets, reduction)
             (loss * 3).backward()
-            found.append((loss.item(), x.grad, head.weight.grad))
-        (value, for_hidden, for_weight), (other, part, rows) = found
+            outputs.append((loss.item(), x.grad, head.weight.grad))
+        (value, for_hidden, for_weight), (other, part, rows) = outputs
         torch.distributed.all_reduce(part)
         apart = [(for_weight.chunk(2)[dist.rank] - rows).abs().max() / for_weight.abs().max(),
                  (for_hidden - part).abs().max() / for_hidden.abs().max()]
@@ -201,7 +201,7 @@ def losses(dist: Dist) -> dict[str, list[float]]:
 
 
 def dropout(dist: Dist) -> dict[str, bool]:
-    """Masks: alike where ranks hold the same, others where they hold other heads, the same when recomputed."""
+    """Check dropout masks: equal for replicated tensors, different for sharded heads, repeated on recomputation."""
     config = replace(CONFIGS["gpt2"], dropout=0.3)
     layout = resolve(Request("tp2", world_size=2, tp=2, precision="fp32")).layout
     model = assemble(config, layout, dist.mesh, 7)
@@ -240,12 +240,12 @@ def dropout(dist: Dist) -> dict[str, bool]:
 
 
 def same(tensor: Tensor) -> bool:
-    """Whether a tensor has the same bits on every rank."""
+    """Return True if a tensor is bit-identical on every rank."""
     return all(torch.equal(tensor, other) for other in everyone(tensor))
 
 
 def checkpoints(folder: Path, dist: Dist, alone: Dist) -> dict[str, list[list[float]]]:
-    """Losses after a checkpoint: of the run that goes on, and of another layout that loads it."""
+    """Return losses after a checkpoint: of the continued run, and of another layout that resumes it."""
     config, run_dirs = CONFIGS["gpt2"], {name: RunDir(folder / name) for name in ("tp2_zero1", "alone")}
     engine = make_engine(dist, "tp2_zero1", 2, config, "fp32")
     train(engine, dist, 0, 3)

@@ -1,4 +1,4 @@
-"""Reading back what the trackers wrote, with each one's own reader where it has one: {metric: {step: value}}."""
+"""Read tracker files back as {metric: {step: value}}, with the tracker's own reader if it has one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def mlflow_curves(folder: Path, run_id: str) -> Curves:
 
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     names = client.get_run(run_id).data.metrics
-    return {name: {one.step: one.value for one in client.get_metric_history(run_id, name)} for name in names}
+    return {name: {point.step: point.value for point in client.get_metric_history(run_id, name)} for name in names}
 
 
 def wandb_curves(folder: Path) -> Curves:
-    """Of all offline attempts, in order of their starts."""
+    """Return the curves of all offline runs, merged in the order of their start."""
     import json
 
     from wandb.proto.wandb_internal_pb2 import Record
@@ -45,8 +45,10 @@ def wandb_curves(folder: Path) -> Curves:
 
 
 def _records(file: bytes) -> Iterator[bytes]:
-    """The records of W&B's file: LevelDB's log format (blocks of 32 KiB; a record is cut where one ends) after a
-    header of seven bytes."""
+    """Yield the records of a W&B file: a header of 7 bytes, then LevelDB's log format.
+
+    The log has blocks of 32 KiB; records are split at their ends.
+    """
     at, whole = 7, b""
     while at + 7 <= len(file):
         if 32768 - at % 32768 < 7:
@@ -55,6 +57,6 @@ def _records(file: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", file, at)
         whole += file[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a full record, or the last part of one
             yield whole
             whole = b""

@@ -1,4 +1,4 @@
-"""Short traced training runs as those of explain_ranks.py, on ranks that torch's own variables tell apart.
+"""Run the traced training runs of explain_ranks.py on ranks set by torch's variables, without a launcher.
 
     RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python3 tests/helpers/traffic_layout_ranks.py FOLDER JOB…
 """
@@ -14,7 +14,7 @@ from explain_ranks import run
 if __name__ == "__main__":
     first = int(os.environ["MASTER_PORT"])
     for number, job in enumerate(sys.argv[2:]):
-        # A port of its own: a rank that is ahead must not meet the store of the run before.
+        # A new port for each run: a rank that is ahead must not connect to the previous run's store.
         os.environ["MASTER_PORT"] = str(first + number)
         if code := run(Path(sys.argv[1]), job):
             raise SystemExit(code)

@@ -1,11 +1,11 @@
-"""A rank that puts collectives on its node's link and counts the bytes there: traffic_ranks.py CASES.json OUT.json
+"""Rank that issues collectives and counts bytes on its node's link: traffic_ranks.py CASES.json OUT.json
 
-Under torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), one rank a node. CASES is a list of
-[kind, ranks, bytes, repeats]; the first `ranks` ranks take part, the others wait. Rank 0 writes, for each case,
-what every rank sent and received a call, and the seconds from when the last rank called until it was over on all;
-simulated nodes have one clock. Bytes are the fewest of three rounds of calls: what TCP sends again on a busy
-machine only adds. Seconds are the median of calls: where two ranks that send to each other take turns on some calls
-and not on others, the fastest is a rare one.
+Started with torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), one rank per node. CASES is a list of
+[kind, ranks, bytes, repeats]; the first `ranks` ranks take part, the others wait. For each case, rank 0 writes the
+bytes that every rank sent and received per call, and the seconds from the last rank's call until all ranks are done
+(simulated nodes share one clock). Bytes are the minimum of three rounds, since TCP retransmissions on a busy
+machine only add. Seconds are the median over calls: where two ranks that send to each other take turns on some
+calls and not on others, the fastest call is rare.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ROUNDS = 3
 
 
 def counters() -> tuple[int, int]:
-    """Bytes that the link has sent and received so far."""
+    """Return the bytes that the link has sent and received so far."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == LINK:
             fields = [int(number) for number in numbers.split()]
             return fields[8], fields[0]
-    raise SystemExit(f"there is no link {LINK}")
+    raise SystemExit(f"network link {LINK} does not exist")
 
 
 def operation(kind: str, size: int, ranks: int, group: dist.ProcessGroup):
-    """What issues one collective whose whole buffer, as certify counts them, has `size` bytes."""
+    """Return a function that issues one collective with a full buffer of `size` bytes, as certify counts them."""
     me, elements = dist.get_rank(), size // 4
     whole, share = torch.ones(elements), torch.ones(elements // ranks)
     shares = [torch.ones(elements // ranks) for _ in range(ranks)]
@@ -55,8 +55,10 @@ def operation(kind: str, size: int, ranks: int, group: dist.ProcessGroup):
 
 
 def measure(kind: str, ranks: int, size: int, repeats: int, group: dist.ProcessGroup) -> list[list[float]]:
-    """For every rank: bytes sent and received a call (without what the waits around it take), and for each call
-    when it was made and when it was over."""
+    """Return for every rank the bytes sent and received per call, and each call's start and end.
+
+    The bytes of the surrounding barriers are subtracted.
+    """
     def count(act) -> tuple[list[int], list[float]]:
         rounds, moments = [], []
         for _ in range(ROUNDS):
@@ -72,14 +74,14 @@ def measure(kind: str, ranks: int, size: int, repeats: int, group: dist.ProcessG
         return [min(numbers) for numbers in zip(*rounds, strict=True)], moments
 
     act = operation(kind, size, ranks, group)
-    act()  # connections are made by the first call
+    act()  # the first call opens connections
     idle, _ = count(lambda: None)
     busy, moments = count(act)
     each = [(after - before) / repeats for after, before in zip(busy, idle, strict=True)]
     own = torch.tensor([*each, *moments], dtype=torch.float64)
-    found = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(found, own, group=group)
-    return [one.tolist() for one in found]
+    rows = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(rows, own, group=group)
+    return [row.tolist() for row in rows]
 
 
 def main() -> None:

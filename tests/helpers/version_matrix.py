@@ -1,11 +1,10 @@
-"""Tests of model, engine, dist, data and trainer, and every layout, under other versions.
+"""Run the tests of model, engine, dist, data and trainer, and every layout, with other dependency versions.
 
     python3 tests/helpers/version_matrix.py [oldest] [newest] [oldest@3.12 …] [--folder DIR] [--write]
 
-Makes an environment from the package index for each: `oldest` has what pyproject.toml asks for at least, `newest`
-what is newest in its ranges; @ names another Python than theirs. Each takes 6 GB and half an hour; what lies in DIR
-already is brought up to date and used again. --write puts the lines of what has run into the table of
-benchmarks/results/versions.md.
+Creates an environment from the package index for each NAME: `oldest` has the lowest versions that pyproject.toml
+allows, `newest` the highest; @ selects another Python. Each takes 6 GB and half an hour. Environments in DIR are
+updated and used again. --write puts the results into the table of benchmarks/results/versions.md.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ PAGE = ROOT / "benchmarks" / "results" / "versions.md"
 PYTHONS = {"oldest": "3.10", "newest": "3.13"}
 SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
 BUILT_BY_HAND = ("mpi4py",)
-"""Without a wheel of the oldest release: its build needs an MPI library."""
+"""Packages whose oldest release has no wheel; building mpi4py needs an MPI library."""
 PACKAGES = ("model", "layout", "engine", "dist", "data", "checkpoint", "trainer")
 FULL = ("model_init", "engine_deepspeed", "step_skip", "sharded_start", "compiled_layouts", "dist_parts",
         "dist_setup", "trainer_guards")
-"""Files of which those marked full are run, too: what leans most on the insides of torch and DeepSpeed."""
+"""Files whose `full` tests also run: they depend most on the internals of torch and DeepSpeed."""
 LAYOUTS = {"ddp": 2, "fsdp2": 2, "zero0": 2, "zero1": 2, "zero2": 2, "zero3": 2, "tp2": 2, "pp2": 2, "sp2": 2,
            "tiled": 2, "fsdp2_within2": 4, "zero3_hpz2": 4, "tp2_zero1": 4, "tp2_zero3": 4, "pp2_tp2": 4, "3d": 8}
-"""With the ranks that they are tried on: what needs no compiled op."""
+"""Layouts that need no compiled op, with their number of ranks."""
 IN_BF16 = ("ddp", "fsdp2", "zero2", "zero3")
-"""One of each engine and of each optimizer that DeepSpeed has for it: also with --precision bf16."""
+"""Layouts also run with --precision bf16: one for each engine and each of its DeepSpeed optimizers."""
 SHORT = ("--device", "cpu", "--model", "tiny-llama", "--n-layer", "2", "--n-embd", "64", "--n-head", "4",
          "--block-size", "64", "--eval-tokens", "1024", "--steps", "4", "--log-every", "1", "--save-every", "2")
 
 
 def main() -> int:
-    """0 if all that was asked for has passed."""
+    """Run the command. Return 0 if everything passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(PYTHONS), metavar="NAME",
-                        help="oldest, newest (both), or one of them with a Python: newest@3.12")
-    parser.add_argument("--folder", type=Path, help="where environments are kept (default: a new one, removed)")
-    parser.add_argument("--write", action="store_true", help="change the table of benchmarks/results/versions.md")
+                        help="oldest or newest (default: both), with @ for another Python: newest@3.12")
+    parser.add_argument("--folder", type=Path, help="folder for the environments (default: a temporary one)")
+    parser.add_argument("--write", action="store_true", help="update the table of benchmarks/results/versions.md")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="versions-"))).absolute()
     failed = False
@@ -67,7 +66,7 @@ def main() -> int:
 
 
 def requirements(oldest: bool) -> Iterator[str]:
-    """Words for pip, from pyproject.toml."""
+    """Yield pip's requirements, from pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
     block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     for word in re.findall(r'^    "(.*)",', block, re.MULTILINE):
@@ -77,7 +76,7 @@ def requirements(oldest: bool) -> Iterator[str]:
 
 
 def make(folder: Path, version: str, words: list[str]) -> Path:
-    """An environment with these packages and this checkout; its Python."""
+    """Create an environment with these packages and this checkout. Return its Python."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([find_python(version), "-m", "venv", str(folder)], check=True)
@@ -90,22 +89,22 @@ def make(folder: Path, version: str, words: list[str]) -> Path:
 
 
 def find_python(version: str) -> str:
-    """A Python of this version: on PATH, or one of pyenv's."""
-    own = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for found in (shutil.which(f"python{version}"), *own.glob(f"{version}.*/bin/python")):
-        if found and subprocess.run([str(found), "-c", ""], capture_output=True, check=False).returncode == 0:
-            return str(found)
+    """Return a Python of this version, from PATH or pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for python in (shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")):
+        if python and subprocess.run([str(python), "-c", ""], capture_output=True, check=False).returncode == 0:
+            return str(python)
     raise SystemExit(f"no Python {version}: install it, or put it on PATH as python{version}")
 
 
 def examine(python: Path, name: str) -> tuple[str, bool]:
-    """A line of the table, and whether all passed."""
+    """Run everything in an environment. Return a line of the table, and True if all passed."""
     environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
                    "OMP_WAIT_POLICY": "PASSIVE", "VIRTUAL_ENV": str(python.parent.parent)}
     environment.pop("PYTHONPATH", None)
-    asked = "import importlib.metadata as m, platform; print(platform.python_version(), " \
-            f"*map(m.version, {SHOWN}))"
-    versions = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    code = "import importlib.metadata as m, platform; print(platform.python_version(), " \
+           f"*map(m.version, {SHOWN}))"
+    versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     fast, fine = tests(python, environment, "not full and not slow and not cluster",
                        [TESTS / package for package in PACKAGES])
     full, also_fine = tests(python, environment, "full and not cluster",
@@ -113,16 +112,17 @@ def examine(python: Path, name: str) -> tuple[str, bool]:
     tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}
     tried |= {f"{layout} in bf16": train(python, layout, LAYOUTS[layout], environment, "--precision", "bf16")
               for layout in IN_BF16}
-    wrong = {layout: told for layout, told in tried.items() if told is not None}
-    trained = [f"{len(tried) - len(wrong)} of {len(tried)}", *(f"{run}: {told}" for run, told in wrong.items())]
+    wrong = {layout: failure for layout, failure in tried.items() if failure is not None}
+    trained = [f"{len(tried) - len(wrong)} of {len(tried)}",
+               *(f"{run}: {failure}" for run, failure in wrong.items())]
     cells = [name, *versions, f"{fast}; full: {full}", "; ".join(trained),
              f"{datetime.datetime.now(datetime.timezone.utc).date()}"]
-    trains = all("refused" in told for told in wrong.values())
+    trains = all("refused" in failure for failure in wrong.values())
     return f"| {' | '.join(cells)} |", fine and also_fine and trains
 
 
 def tests(python: Path, environment: dict[str, str], marked: str, places: list[Path]) -> tuple[str, bool]:
-    """How many passed and failed, in pytest's words, and whether all did."""
+    """Run pytest. Return its summary line, and True if all tests passed."""
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *places]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ def tests(python: Path, environment: dict[str, str], marked: str, places: list[P
 
 
 def train(python: Path, layout: str, ranks: int, environment: dict[str, str], *options: str) -> str | None:
-    """What is wrong with a short run under this layout; None if nothing is."""
+    """Run a short training under this layout. Return the failure, or None."""
     with tempfile.TemporaryDirectory() as folder:
         launch = [python, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", f"{folder}/run"]
         command = [*launch, python, "-m", "ezpz_llm.train", "--ds-config", layout, *SHORT, *options]
@@ -139,12 +139,12 @@ def train(python: Path, layout: str, ranks: int, environment: dict[str, str], *o
     if done.returncode == 0:
         return None
     print(layout, done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr, flush=True)
-    said = re.search(r"^error: (.*)", done.stderr, re.MULTILINE)
-    return f"refused ({said[1]})" if said and done.returncode == 2 else f"code {done.returncode}"
+    error = re.search(r"^error: (.*)", done.stderr, re.MULTILINE)
+    return f"refused ({error[1]})" if error and done.returncode == 2 else f"code {done.returncode}"
 
 
 def write(line: str, name: str) -> None:
-    """Put a line into the page's table, in place of the one of that name, or as its last."""
+    """Replace the line of that name in the page's table, or append it."""
     lines = PAGE.read_text().splitlines()
     rows = [number for number, text in enumerate(lines) if text.startswith("|")]
     same = [number for number in rows if lines[number].startswith(f"| {name} |")]

@@ -18,11 +18,11 @@ class _Balance(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Such as a path: it closes itself."""
+        """Ignore self-closing elements, such as a path."""
 
 
 def check_balance(page: str) -> None:
-    """Fail where an element does not."""
+    """Check that every element is closed, in order."""
     balance = _Balance()
     balance.feed(page)
     assert balance.open == []

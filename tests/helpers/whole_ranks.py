@@ -1,8 +1,8 @@
-"""Run by several ranks: bytes that fsdp2 holds whole after a micro-step's forward pass, and its backward pass.
+"""Run by several ranks: unsharded bytes that fsdp2 keeps after a micro-step's forward and backward pass.
 
     mpiexec -n 2 python3 tests/helpers/whole_ranks.py FOLDER fp32 bf16 …
 
-Rank 0 writes FOLDER/results.json: by precision, gathered parameters and whole gradients.
+Rank 0 writes FOLDER/results.json: bytes of gathered parameters and unsharded gradients, by precision.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from ezpz_llm.dist.setup import setup
 
 
 def held(dist: Dist, precision: str) -> tuple[int, int]:
-    """In the first of two micro-steps."""
+    """Return the bytes of gathered parameters and unsharded gradients in the first of two micro-steps."""
     engine = make_engine(dist, "fsdp2", precision, ["llama"])
     gathered: set[nn.Parameter] = set()
 
     def collect(unit: nn.Module, inputs: Any) -> None:
-        gathered.update(one for one in unit.parameters() if not isinstance(one, DTensor))
+        gathered.update(parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor))
 
     for module in engine.module.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(collect)
     rows = sequences(0, 1, 24)
     loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=False)
-    parameters = sum(one.untyped_storage().nbytes() for one in gathered)
+    parameter_bytes = sum(parameter.untyped_storage().nbytes() for parameter in gathered)
     engine.backward(loss)
-    return parameters, sum(one.grad.untyped_storage().nbytes() for one in gathered if one.grad is not None)
+    return parameter_bytes, sum(parameter.grad.untyped_storage().nbytes() for parameter in gathered
+                                if parameter.grad is not None)
 
 
 if __name__ == "__main__":
     folder, precisions = Path(sys.argv[1]), sys.argv[2:]
     with setup(device="cpu", run_dir=folder / "run") as dist:
-        found = {precision: held(dist, precision) for precision in precisions}
+        results = {precision: held(dist, precision) for precision in precisions}
         if dist.is_main:
-            (folder / "results.json").write_text(json.dumps(found))
+            (folder / "results.json").write_text(json.dumps(results))

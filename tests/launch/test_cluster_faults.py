@@ -1,5 +1,7 @@
-"""Faults on simulated nodes with real Slurm, each with the message and the exit code that it must have; after each,
-no process of the run may be left on any node. The results are written to benchmarks/results/faults.md by
+"""Faults on simulated nodes with real Slurm, each with its expected message and exit code.
+
+After each fault, no process of the run may be left on any node. The observed results are written to
+benchmarks/results/faults.md by
 
     python3 benchmarks/record.py faults
 """
@@ -38,12 +40,16 @@ _RESERVATION = "-N2 --ntasks-per-node=2 -t5"
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, under which launcher, and what must come of it.
+    """A fault under a launcher, and its expected outcome.
 
-    `words` follow `launch`. In `says`, FIRST and LAST are the run's two hosts, and … is any words. `where` launch
-    runs: in an `salloc` shell on the login node, in a `batch` script on the first node, or on the `login` node
-    without any reservation. If Slurm kills a whole step at once with its agents, the agents of the next run remove
-    their folders (`clears_memory` is False).
+    Attributes:
+        words: arguments of `launch`.
+        says: expected messages, of which the page shows the first. FIRST and LAST are the run's two nodes, and …
+            matches any text.
+        where: launch runs in an `salloc` shell on the login node, in a `batch` script on the first node, or on the
+            `login` node without a reservation.
+        clears_memory: False if Slurm kills the whole step at once, including the agents, whose folders are then
+            removed by the next run.
     """
 
     name: str
@@ -73,7 +79,7 @@ class Seen:
 
 
 class Scene:
-    """One run on two nodes with two ranks each, while it goes on."""
+    """A running job on two nodes with two ranks each."""
 
     def __init__(self, cluster: Cluster, folder: Path, fault: Fault) -> None:
         self.cluster, self.folder, self.fault = cluster, folder, fault
@@ -98,7 +104,7 @@ class Scene:
 
     def _start(self) -> Command:
         launch = ["launch", "--launcher", self.fault.launcher, "--run-dir", "run", *self.fault.words.split()]
-        # The reservation is there before launch and outlives it: nothing else ends what belongs to the run.
+        # The reservation starts before launch and outlives it, so that only launch can end the run's processes.
         (self.folder / "job.sh").write_text(f"""#!/bin/bash
 #SBATCH {_RESERVATION} -o out.txt
 trap : TERM
@@ -122,27 +128,27 @@ read < checked
             self.fault.before(self)
 
     def _finish(self) -> None:
-        """Let the reservation go."""
+        """Release the reservation."""
         for gate in ("ready", "checked"):
             _open(self.folder / gate)
         self.cluster.finish(self.command, timeout=60)
 
     def _left(self) -> dict[str, list[str]]:
-        """What is left of the run on any node, once it has had the time that it is given."""
+        """Return the run's remaining processes and folders by node, after the time allowed for cleanup."""
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self._marked(), self.fault.gone_within_s, "the end of all processes")
         return self._marked()
 
     def _marked(self) -> dict[str, list[str]]:
-        """All that the command has started, except what holds the reservation."""
-        found = {node: [words for _, words in pids if not re.match(_HOLDERS, words)]
-                 for node, pids in self.cluster.processes(self.command.token).items()}
+        """Return the command's processes and folders by node, except the processes that hold the reservation."""
+        remaining = {node: [words for _, words in pids if not re.match(_HOLDERS, words)]
+                     for node, pids in self.cluster.processes(self.command.token).items()}
         for node in self.hosts if self.fault.clears_memory else ():
-            found[node] = found.get(node, []) + self._folders(node)
-        return {node: left for node, left in found.items() if left}
+            remaining[node] = remaining.get(node, []) + self._folders(node)
+        return {node: left for node, left in remaining.items() if left}
 
     def _folders(self, node: str) -> list[str]:
-        """The run's folders in the node's memory, of which none may be left either."""
+        """Return the run's folders in the node's /dev/shm."""
         if not (self.folder / "run/run.json").exists():
             return []
         run_id = self.launched["env"]["EZPZ_LLM_RUN_ID"]
@@ -153,7 +159,7 @@ read < checked
         return record(self.folder / "run")["launch"]
 
     def wait_until_up(self) -> None:
-        """Until all four ranks have begun."""
+        """Wait until all four ranks have started."""
         def are_up() -> bool:
             assert not (self.folder / "code").exists(), "it ended before its ranks were up"
             return len(list((self.folder / "run").glob("up*"))) == 4
@@ -161,7 +167,7 @@ read < checked
 
 
 def _open(gate: Path) -> None:
-    """Let a script that reads from `gate` go on; nothing where none does."""
+    """Release a script that waits on `gate`, if there is one."""
     with contextlib.suppress(OSError):
         os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
 
@@ -169,7 +175,7 @@ def _open(gate: Path) -> None:
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what} has not come within {seconds} s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
         time.sleep(0.05)
 
 
@@ -186,7 +192,7 @@ def end_the_time(scene: Scene) -> None:
 
 
 def send(number: signal.Signals) -> Callable[[Scene], None]:
-    """To launch itself, which the shell has started."""
+    """Return an action that sends a signal to launch itself, a child of the shell."""
     def act(scene: Scene) -> None:
         scene.wait_until_up()
         [launch] = [pid for pid, _ in scene.cluster.processes(scene.command.token)["login"]
@@ -204,7 +210,7 @@ def _name(pid: int) -> str:
 
 
 def take_the_port(scene: Scene) -> None:
-    """Somebody listens on MASTER_PORT on the first host."""
+    """Listen on MASTER_PORT on the first node."""
     hold = f"import socket, time; held = socket.create_server(('', {_PORT})); print(1, flush=True); time.sleep(600)"
     holder = scene.cluster.start(sys.executable, "-c", hold, node=scene.hosts[0])
     scene.undo.callback(holder.communicate)
@@ -213,11 +219,11 @@ def take_the_port(scene: Scene) -> None:
 
 
 def limit_memory(scene: Scene) -> None:
-    """The second host has 400 MB."""
+    """Limit the second node's memory to 400 MB."""
     try:
         scene.undo.callback(scene.cluster.limit_memory(scene.hosts[1], 400 << 20))
     except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
+        pytest.skip(f"cannot create a memory cgroup: {error}")
 
 
 def name_a_host_that_is_not_there(scene: Scene) -> None:
@@ -234,7 +240,7 @@ def _under(launchers: tuple[str, ...], name: str, words: str, code: int, *says: 
     return [Fault(name, launcher, words, code, says, **more) for launcher in launchers]
 
 
-# Those that wait for Slurm come first.
+# Faults that wait for Slurm come first, since they take longest.
 FAULTS = [
     *_under(_MPI, "the time limit strikes", f"{FAIL} sleep", 143,
             "launch: the time limit was reached: *** … DUE TO TIME LIMIT", act=end_the_time, where="batch"),
@@ -284,7 +290,7 @@ BY_DEFAULT = (
     ("this host lacks the interface", "mpiexec"), ("a host of the hostfile cannot be reached", "mpiexec"),
     ("the program does not exist", "srun"), ("launch is killed, the ranks resist SIGTERM", "mpiexec"),
     ("Ctrl-C, the ranks resist SIGTERM", "srun"))
-"""Each way in which launch learns of a fault, and each launcher."""
+"""Faults played by default: each way in which launch detects a fault, and each launcher."""
 
 
 def _cases() -> list:
@@ -295,7 +301,7 @@ def _cases() -> list:
 @pytest.fixture(scope="module")
 def played(wide_cluster: Cluster, request: pytest.FixtureRequest,
            tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Seen]]]:
-    """All faults that were asked for, several at a time, each on nodes of its own."""
+    """Play all selected faults, several at a time, each on its own nodes."""
     wanted = [item.callspec.params["fault"] for item in request.session.items
               if item.path == request.path and "fault" in getattr(getattr(item, "callspec", None), "params", {})]
     with ThreadPoolExecutor(_AT_ONCE) as pool:

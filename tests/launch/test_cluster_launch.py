@@ -1,6 +1,6 @@
-"""launch on four simulated nodes with real Slurm: every launcher, the kinds of job, and which ranks ran where.
+"""Run launch on four simulated nodes with real Slurm: every launcher, kinds of jobs, and placement of ranks.
 
-The whole matrix of programs, nodes and launchers, with its results written down:
+The full matrix of programs, nodes and launchers, with recorded results:
 python3 benchmarks/record.py cluster-matrix
 """
 
@@ -31,7 +31,7 @@ PROGRAMS = {
               "--sample-tokens", "10", "--log-every", "5", "--precision", "fp32", "--device", "cpu"],
 }
 FULL = (("train", 4, "srun"), ("test_dist", 2, "mpiexec"), ("train", 2, "torchrun"))
-"""What somebody has exported in the shell for another program."""
+"""Cells of the matrix that are marked full; the others are slow."""
 MATRIX = data_dir("benchmarks") / "results/cluster_matrix.json"
 
 
@@ -42,16 +42,16 @@ def _cases() -> list:
 
 
 def _hosts_of(run_dir: Path) -> dict[int, str]:
-    """Each rank's host, as the agents on the hosts report it."""
-    found = {}
+    """Return each rank's node, as reported by the nodes' agents."""
+    hosts = {}
     for path in (run_dir / "heartbeat").glob("node*.json"):
         report = json.loads(path.read_text())
-        found |= {int(rank): report["host"] for rank in report["ranks"]}
-    return found
+        hosts |= {int(rank): report["host"] for rank in report["ranks"]}
+    return hosts
 
 
 def _met(run_dir: Path) -> list[dict]:
-    """What the ranks of connecting_ranks.py found themselves to be."""
+    """Return the reports of the ranks of connecting_ranks.py."""
     return json.loads((run_dir / "met.json").read_text())
 
 
@@ -66,7 +66,7 @@ def _two_on(*hosts: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(("program", "nodes", "launcher"), _cases())
 def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureRequest, recording: bool, program: str,
                            nodes: int, launcher: str) -> None:
-    """From an salloc shell, on the login node: every rank is there, on its host, and the program is content."""
+    """Launch from an salloc shell on the login node: every rank runs on its node, and the program succeeds."""
     began = time.monotonic()
     done = cluster.run("salloc", f"-N{nodes}", "--ntasks-per-node=2", "-t5", "launch", "--launcher", launcher,
                        "--run-dir", "run", "python3", "-m", f"ezpz_llm.{program}", *PROGRAMS[program],
@@ -119,12 +119,12 @@ while True:
         pass
     time.sleep(0.02)
 """
-"""From another node: garbage, connections that stay and say nothing, and keys of its own in the ranks' store."""
+"""Attack from another node: garbage, idle connections, and foreign keys in the ranks' store."""
 
 
 @pytest.mark.parametrize("runs", [1, pytest.param(100, marks=(pytest.mark.slow, pytest.mark.timeout(7200)))])
 def test_a_stranger_at_the_store_of_two_nodes(cluster, tmp_path: Path, runs: int) -> None:
-    """torch's store lets everybody in; keys that are not the run's, garbage and idle connections end nothing."""
+    """torch's store has no authentication, but foreign keys, garbage and idle connections must not end the run."""
     stranger = cluster.start(sys.executable, "-u", "-c", _STRANGER, "24690", node="n4")
     try:
         assert stranger.stdout.readline() == "ready\n"
@@ -139,30 +139,30 @@ def test_a_stranger_at_the_store_of_two_nodes(cluster, tmp_path: Path, runs: int
             assert "\x1b" not in done.stdout + done.stderr
     finally:
         cluster.kill(stranger)
-        said, complained = stranger.communicate(timeout=scaled(30))
-    tries, set_keys = map(int, said.splitlines()[-1].split())
-    assert tries > 10, complained
-    assert set_keys > 10, complained
+        out, err = stranger.communicate(timeout=scaled(30))
+    tries, set_keys = map(int, out.splitlines()[-1].split())
+    assert tries > 10, err
+    assert set_keys > 10, err
 
 
 def _cache(request: pytest.FixtureRequest) -> Path:
-    """One folder for all tests: the data are prepared once."""
+    """Return a cache folder shared by all tests, so that the data are prepared once."""
     return request.getfixturevalue("tmp_path_factory").getbasetemp() / "cluster-cache"
 
 
 def _write(program: str, nodes: int, launcher: str, seconds: float, hosts: list[str]) -> None:
-    found = json.loads(MATRIX.read_text()) if MATRIX.exists() else {
+    results = json.loads(MATRIX.read_text()) if MATRIX.exists() else {
         "command": "python3 benchmarks/record.py cluster-matrix",
         "what": "4 simulated nodes with real Slurm; seconds of the whole job, all ranks on one machine's cores",
         "cores": os.cpu_count(), "runs": {}}
-    found["runs"][f"{program}, {nodes} x 2, {launcher}"] = {
+    results["runs"][f"{program}, {nodes} x 2, {launcher}"] = {
         "exit_code": 0, "hosts": hosts, "seconds": round(seconds, 1),
         "date": datetime.now(timezone.utc).date().isoformat()}
-    MATRIX.write_text(json.dumps(found, indent=2) + "\n")
+    MATRIX.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _batch(cluster, folder: Path, options: str, script: str, timeout: float = 120) -> str:
-    """What an sbatch script printed."""
+    """Run an sbatch script and return its output."""
     (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH --output=out-%a.txt -t 5\n#SBATCH {options}\n{script}")
     states = cluster.batch("job.sh", cwd=folder, timeout=timeout)
     output = "".join(path.read_text() for path in sorted(folder.glob("out-*.txt")))
@@ -172,7 +172,7 @@ def _batch(cluster, folder: Path, options: str, script: str, timeout: float = 12
 
 @pytest.fixture(scope="module")
 def job(cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One batch job on four nodes that launches in many ways; its folder and its output."""
+    """Run a batch job on four nodes that launches in many ways. Return its folder and its output."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "hosts").write_text("n1\nn3\nn4\n")
     return folder, _batch(cluster, folder, "-N4 --ntasks-per-node=2", timeout=280, script=f"""
@@ -207,7 +207,7 @@ echo "outside rc=$?"
     ("nested", ("n3",)),
 ])
 def test_ranks_are_on_these_hosts(job, run: str, hosts: tuple[str, ...]) -> None:
-    """As the ranks themselves say: by the job, --nodes, --hosts, a hostfile that leaves a node out, a step."""
+    """Check the ranks' own reports: for the job, --nodes, --hosts, a hostfile that omits a node, and a step."""
     folder, output = job
     assert f"{run} rc=0" in output, output
     assert _places(folder / run) == _two_on(*hosts)
@@ -221,7 +221,7 @@ def test_ranks_know_the_end_of_the_job(job) -> None:
 
 
 def test_two_launches_of_a_job_side_by_side(job) -> None:
-    """They ran at the same time, and met at different places."""
+    """Check that they ran at the same time, with different rendezvous addresses."""
     folder, _ = job
     begun, ended = ([record(folder / run)[part][when] for run in ("one", "two")]
                     for part, when in (("launch", "started"), ("exit", "ended")))
@@ -232,7 +232,7 @@ def test_two_launches_of_a_job_side_by_side(job) -> None:
 
 
 def test_launch_inside_a_step(job) -> None:
-    """The one task of a step starts ranks of its own; each of several is a rank already."""
+    """The only task of a step starts new ranks; each of several tasks is already a rank."""
     folder, output = job
     assert "using its 1 node of the job's 4" in output
     assert record(folder / "nested")["launch"]["hosts"] == ["n3"]
@@ -247,7 +247,7 @@ def test_a_host_outside_the_job_is_refused(job) -> None:
 
 
 def test_array_jobs(cluster, tmp_path: Path) -> None:
-    """Both tasks of an array at once, each on its own nodes; the last one has the array's own job id."""
+    """Both tasks of an array run at once, each on its own nodes; the last task's job id is the array's."""
     output = _batch(cluster, tmp_path, "--array=0-1 -N2 --ntasks-per-node=2", f"""
 launch --run-dir run$SLURM_ARRAY_TASK_ID {MEET} 1
 echo rc=$?
@@ -274,19 +274,22 @@ print(json.dumps({"host": socket.gethostname(), "local_rank": info.local_rank, "
 """
 
 
-def _devices_taken(run_dir: Path) -> list[tuple[str, str, int]]:
-    """Each rank's host, what it sees there, and which of those our rule gives it."""
-    taken = []
+def _devices_used(run_dir: Path) -> list[tuple[str, str, int]]:
+    """Return each rank's node, its visible devices, and the index of the device that it uses."""
+    devices = []
     for rank in range(4):
-        said = json.loads((run_dir / f"logs/rank{rank:04d}.log").read_text())
-        info = RankInfo(rank, 4, said["local_rank"], said["local_size"], rank // 2, "the test")
-        taken.append((said["host"], ",".join(said["visible"]), device_index("cuda", len(said["visible"]), info)))
-    return taken
+        report = json.loads((run_dir / f"logs/rank{rank:04d}.log").read_text())
+        info = RankInfo(rank, 4, report["local_rank"], report["local_size"], rank // 2, "the test")
+        devices.append((report["host"], ",".join(report["visible"]),
+                        device_index("cuda", len(report["visible"]), info)))
+    return devices
 
 
 def test_devices(gpu_cluster, tmp_path: Path) -> None:
-    """A rank that sees one device takes that; one that sees its host's takes the one of its local rank. Nobody
-    asked for tasks: the devices decide how many ranks a host gets."""
+    """A rank uses its only visible device, or the one of its local rank if all of the node's are visible.
+
+    The job does not request tasks, so the number of devices sets the ranks per node.
+    """
     (tmp_path / "devices.py").write_text(_DEVICES)
     site = tmp_path / "one_each.toml"
     site.write_text('description = "each rank sees its own device"\n[options]\nsrun = ["--gpus-per-task=1"]\n')
@@ -296,7 +299,7 @@ launch --run-dir task --site {site} python3 devices.py; echo rc=$?
 launch --run-dir mpiexec --launcher mpiexec python3 devices.py; echo rc=$?
 """)
     assert output.count("rc=0") == 3, output
-    assert _devices_taken(tmp_path / "task") == [("n1", "0", 0), ("n1", "1", 0), ("n2", "0", 0), ("n2", "1", 0)]
+    assert _devices_used(tmp_path / "task") == [("n1", "0", 0), ("n1", "1", 0), ("n2", "0", 0), ("n2", "1", 0)]
     for run in ("node", "mpiexec"):
-        assert _devices_taken(tmp_path / run) == [("n1", "0,1", 0), ("n1", "0,1", 1), ("n2", "0,1", 0),
+        assert _devices_used(tmp_path / run) == [("n1", "0,1", 0), ("n1", "0,1", 1), ("n2", "0,1", 0),
                                                   ("n2", "0,1", 1)]

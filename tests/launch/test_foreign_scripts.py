@@ -1,7 +1,6 @@
-"""Scripts that know nothing of launch, run unchanged under every launcher, on one simulated node and on two: their
-ranks are one world, or the start is refused by name.
+"""Scripts of other projects, run unchanged under every launcher on one and two simulated nodes.
 
-The whole matrix, with its results written down:
+Their ranks form one world, or launch rejects the start with the reason. The full matrix, with recorded results:
 python3 benchmarks/record.py foreign-scripts
 """
 
@@ -47,11 +46,11 @@ def _cells() -> list:
             for script in NEEDS for way in WAYS for nodes in (1, 2)]
 
 
-@pytest.mark.timeout(600)  # DeepSpeed compiles an op once, for minutes
+@pytest.mark.timeout(600)  # DeepSpeed compiles an op once, which takes minutes
 @pytest.mark.parametrize(("script", "way", "nodes"), _cells())
 def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, recording: bool, script: str,
                                      way: str, nodes: int) -> None:
-    """Two ranks whose data differ end with the same sum only if they have talked to each other."""
+    """Two ranks with different data end with the same sum only if they have communicated."""
     pytest.importorskip(NEEDS[script], reason=f"{NEEDS[script]} is not installed (the extra `test` has it)")
     began = time.monotonic()
     launcher, plugin = WAYS[way]
@@ -98,7 +97,7 @@ def test_the_recipes_of_the_page_are_lines_of_the_scripts() -> None:
         assert [line for line in recipe.splitlines() if line not in lines] == []
 
 
-# mpi4py where its import is no line of the script's own.
+# mpi4py, imported indirectly.
 _HIDDEN = """
 import importlib, time
 world = importlib.import_module("mpi4py.MPI").COMM_WORLD
@@ -109,7 +108,7 @@ time.sleep(3)
 
 @pytest.fixture(scope="module")
 def plain_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of a Slurm as it comes: MpiDefault=none."""
+    """Two nodes with Slurm's default, MpiDefault=none."""
     if (why := missing()) is not None:
         pytest.skip(why)
     with Cluster(tmp_path_factory.mktemp("plain") / "sim", nodes=2, mpi="none", net="10.78.0") as found:
@@ -117,7 +116,7 @@ def plain_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 
 
 def _is_compiled(program: Path) -> bool:
-    """Make a program of mpi_sum.c, where there are an mpicc and a C compiler."""
+    """Compile mpi_sum.c. Return False if there is no mpicc or C compiler."""
     mpicc = shutil.which("mpicc", path=f"{os.environ['PATH']}{os.pathsep}{sys.prefix}/mpich/bin")
     if mpicc is None:
         return False
@@ -128,8 +127,10 @@ def _is_compiled(program: Path) -> bool:
 
 @pytest.mark.cluster
 def test_slurm_without_an_mpi_plugin(plain_cluster: Cluster, tmp_path: Path) -> None:
-    """What shows that it uses MPI gets a plug-in; where that shows in the ranks only, they are named; a program
-    that does not communicate is not spoken of."""
+    """A program that visibly uses MPI gets a plug-in. If only its ranks reveal MPI, they are named.
+
+    A program that does not communicate is not mentioned.
+    """
     (tmp_path / "hidden.py").write_text(_HIDDEN)
     in_c = "./mpi_sum" if _is_compiled(tmp_path / "mpi_sum") else ""
     (tmp_path / "job.sh").write_text(f"""
@@ -169,7 +170,7 @@ def test_what_shows_that_a_program_uses_mpi(tmp_path: Path) -> None:
     assert found == {"top": ("imports mpi4py", False), "c": ("needs libmpi.so.12", False),
                      "open": ("needs libmpi.so.40", True), "maybe": None, "other": None, "go": None,
                      "missing": None}
-    # Nothing is asked of Slurm for one rank, by an mpiexec, or where --mpi is said.
+    # launch does not query Slurm for one rank, under mpiexec, or if --mpi is given.
     for launcher, words, ranks in (("srun", ("srun",), 1), ("mpiexec", ("mpiexec",), 4),
                                    ("srun", ("srun", "--mpi=pmix"), 4)):
         assert mpi_settings(launcher, words, str(tmp_path / "top"), ranks, {}, (1.0, 1)) == {}

@@ -1,5 +1,7 @@
-"""Addresses for the rendezvous: interfaces, names that mean the loopback, ports in use. All on this host's own
-network; what takes several hosts is in test_launch_pbs.py."""
+"""Rendezvous addresses: interfaces, names that resolve to the loopback, ports in use.
+
+All tests use this machine's network; test_launch_pbs.py has those that need several nodes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from ezpz_llm.launch.addresses import (
 )
 
 HERE = socket.gethostname()
-# RFC 5737's addresses for documentation: no host has them.
+# An address reserved for documentation (RFC 5737), which no machine has.
 ELSEWHERE = "203.0.113.7"
 
 
@@ -52,15 +54,15 @@ def test_one_host_meets_on_its_loopback() -> None:
     assert all(is_here(address) for address in own_interfaces().values() if address)
 
 
-def test_a_missing_interface_names_those_there_are() -> None:
+def test_a_missing_interface_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(UserError, match=rf"no interface 'hsn0' on {HERE}, which has .*lo \(127\.0\.0\.1\)"):
         find_rendezvous([HERE, "n2"], "key", interface="hsn0")
     with pytest.raises(UserError) as raised:
         find_rendezvous([HERE], "key", interface="hsn0", interface_source="launchers/sites/x.toml")
     assert raised.value.where == "launchers/sites/x.toml"
-    # NCCL's list of several: the first that is there.
+    # A list as for NCCL: the first existing interface is used.
     assert interface_address("hsn0,lo", "--interface") == ("lo", "127.0.0.1")
-    # On another host than rank 0's, nothing can be said about the interfaces there.
+    # The interfaces of rank 0's node are unknown on other nodes.
     assert find_rendezvous(["n1", HERE], "key", interface="hsn0").address == "n1"
 
 
@@ -70,7 +72,7 @@ def test_the_loopback_is_never_passed_to_several_hosts(monkeypatch: pytest.Monke
             find_rendezvous([HERE, "n2"], "key", **given)
     with pytest.raises(UserError, match=r"127\.0\.1\.1 is 127\.0\.1\.1 here"):
         find_rendezvous(["127.0.1.1", "n2"], "key")
-    # Debian's /etc/hosts; and no host called n2 that tells another address.
+    # As with Debian's /etc/hosts, and n2 does not resolve.
     monkeypatch.setattr(addresses, "resolve", lambda name: "127.0.1.1" if name == HERE else None)
     with pytest.raises(UserError, match=rf"{HERE} is 127\.0\.1\.1 here, and there is no route to n2") as raised:
         find_rendezvous([HERE, "n2"], "key")
@@ -99,7 +101,7 @@ def test_the_users_port_is_refused_with_its_holder() -> None:
     assert f"MASTER_PORT={port} cannot be used on {HERE}: Address already in use" in raised.value.found
     words = Path("/proc/self/cmdline").read_bytes().decode().split("\0")
     assert f"pid {os.getpid()} ({words[0]} {words[1]}" in raised.value.found
-    # On another host nobody can tell from here.
+    # Ports of another node cannot be checked from here.
     assert find_rendezvous(["n1"], "key", port=str(port)).port == port
 
 
@@ -108,7 +110,7 @@ def test_a_derived_port_is_free_and_its_own() -> None:
     assert ports == list(derived_ports("5.login None /runs/one"))
     assert ports[0] != next(derived_ports("5.login None /runs/two"))
     assert all(20000 <= port < 32768 for port in ports)
-    # Whoever listens on one interface only is in the way, too: rank 0's store listens on all.
+    # A listener on one interface also blocks the port, since rank 0's store listens on all of them.
     with _listening(ports[0]), _listening(ports[1], "0.0.0.0"):
         assert free_port("127.0.0.1", "5.login None /runs/one") not in ports[:2]
         assert bind_error("", ports[0])

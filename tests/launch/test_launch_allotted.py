@@ -1,4 +1,4 @@
-"""The devices and CPUs that an allocation holds, host by host: where launch learns of them, and what ranks get."""
+"""Devices and CPUs of an allocation, by node: how launch detects them, and the ranks' share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXEC_VNODE = '{"Jobs": {"1": {"exec_host": "n1/0+n2/0*2", "exec_vnode": "%s"}}}
 
 
 def _programs(folder: Path, **bodies: str) -> str:
-    """A PATH with these. A scontrol of the machine's own would wait for a controller that is not there."""
+    """Return a PATH with only these programs, since a real scontrol would wait for a missing controller."""
     for name, body in {"scontrol": "exit 1", **bodies}.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(stat.S_IRWXU)
@@ -37,7 +37,7 @@ def _shown(name: str) -> str:
     return (CAPTURED / f"slurm/scontrol_show_job_d_{name}.txt").read_text()
 
 
-# What schedulers say
+
 
 def test_devices_that_scontrol_shows() -> None:
     assert slurm.read_devices(_shown("gpus")) == {"n1": 4, "n2": 4}
@@ -63,10 +63,10 @@ def test_cpus_in_exec_vnode(text: str, cores: dict[str, int]) -> None:
     assert pbs.read_job(_EXEC_VNODE % text, "1").cores == cores
 
 
-# What ranks get of it
+
 
 @pytest.mark.parametrize(("job", "asked", "expected"), [
-    # The variable is enough; without one, or where hosts may differ, scontrol tells.
+    # The variable suffices. If it is missing, or nodes may differ, launch queries scontrol.
     ("gpus", None, {"n1": 4, "n2": 4}),
     ("gpus", "gpus", {"n1": 4, "n2": 4}),
     ("gpus_uneven", "gpus_uneven", {"n1": 2, "n2": 1}),
@@ -90,11 +90,11 @@ def test_a_mask_of_the_users_counts_for_every_host(tmp_path: Path) -> None:
     assert _counts(_plan("hostname", env | {"CUDA_VISIBLE_DEVICES": ""})) == {"n1": 1, "n2": 1}
 
 
-def test_idle_and_shared_devices_are_loud(tmp_path: Path) -> None:
+def test_idle_and_shared_devices_are_reported(tmp_path: Path) -> None:
     env = captured_env("slurm/env_salloc_gpus.txt") | {"PATH": _programs(tmp_path, srun="exit 1")}
     assert ("IDLE DEVICES: 1 rank for the 4 devices of n1 (and 1 more node); --ppn 4 uses all"
             " (SLURM_GPUS_PER_NODE)") in _plan("--ppn 1 hostname", env).notes
-    # PBS's slots keep their place before devices: what they cost is said.
+    # PBS's slots have priority over devices; a note reports the idle devices.
     (tmp_path / "nodes").write_text("n1\n" * 8)
     job = {"PBS_JOBID": "1.x", "PBS_NODEFILE": str(tmp_path / "nodes"), "CUDA_VISIBLE_DEVICES": "0,1",
            "PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:")}
@@ -110,19 +110,19 @@ def test_uneven_cpus_are_counted_by_host(tmp_path: Path) -> None:
     assert _counts(plan) == {"n1": 2, "n2": 1}
     assert not [note for note in plan.notes if "share" in note]
     assert "--overcommit" not in plan.argv
-    # Each has one there; with more on n1, what n2's rank has is what a launcher can be told.
+    # Launchers take one number of cores for all nodes: the smallest, that of n2's rank.
     plan = _plan("hostname", env | {"SLURM_JOB_CPUS_PER_NODE": "16,4"})
     assert plan.env["OMP_NUM_THREADS"].value == "4"
     assert plan.argv[plan.argv.index("-c") + 1] == "4"
     assert "nodes differ: 4 CPUs for 1 rank on n2, 16 for 2 on n1; every rank gets 4" in plan.notes
-    # Where ranks do share, it is said as before.
+    # If ranks do share devices, the warning is the same as before.
     plan = _plan("--ppn 4 hostname", env)
     assert "4 ranks share 1 CPU per node" in plan.notes
     assert "--overcommit" in plan.argv
 
 
 def test_uneven_chunks_of_pbs(tmp_path: Path) -> None:
-    """select=1:ncpus=1+1:ncpus=2:mpiprocs=2: NCPUS is the first host's alone."""
+    """NCPUS is only valid for the first node: select=1:ncpus=1+1:ncpus=2:mpiprocs=2."""
     (tmp_path / "nodes").write_text("n1\nn2\nn2\n")
     env = {"PBS_JOBID": "1.x", "PBS_NODEFILE": str(tmp_path / "nodes"), "NCPUS": "1", "OMP_NUM_THREADS": "1"}
     env["PATH"] = _programs(tmp_path, mpiexec="echo HYDRA build details:")
@@ -135,7 +135,7 @@ def test_uneven_chunks_of_pbs(tmp_path: Path) -> None:
     assert plan.env["OMP_NUM_THREADS"].value == "4"
 
 
-# The real thing
+
 
 _GPU_JOBS = (("even", "--gpus-per-node=2"), ("gres", "--gres=gpu:2"), ("total", "-G 4"), ("uneven", "-G 3"))
 
@@ -155,7 +155,7 @@ def test_salloc_and_sbatch_give_the_same_ranks(gpu_cluster: Cluster, tmp_path: P
 
 
 def test_ranks_of_a_job_with_a_number_of_devices_see_them_all(gpu_cluster: Cluster, tmp_path: Path) -> None:
-    """`-G 4` on two hosts, all of it and a part."""
+    """Run with `-G 4` on two nodes, and on one of them."""
     (tmp_path / "see.sh").write_text("echo $CUDA_VISIBLE_DEVICES on $(hostname)")
     (tmp_path / "job.sh").write_text("launch --tee all bash see.sh; launch --nodes 1 --tee all bash see.sh")
     done = gpu_cluster.run("salloc", "--quiet", "-N2", "-G4", "bash", "job.sh", cwd=tmp_path)

@@ -1,5 +1,8 @@
-"""Cores and devices of ranks: on topologies written by hand after the machines' guides, on any other, and on
-this machine, where real ranks look at their own masks."""
+"""Cores and devices of ranks, on three kinds of topologies.
+
+They are written by hand after the machines' guides, generated at random, or this machine's, where real ranks report
+their masks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ _NO_DEVICES = Devices((), "none")
 
 def _sys(root: Path, sockets: int, domains: int, cores: int, threads: int = 2, devices: dict[str, int] | None = None
          ) -> Path:
-    """A /sys of a host with `domains` NUMA domains a socket and `cores` cores a domain. As on all these machines,
-    the second threads of all cores are counted after the first ones of all."""
+    """Create a /sys of a node with `domains` NUMA domains per socket and `cores` cores per domain.
+
+    As on all these machines, the second hardware threads are numbered after the first threads of all cores.
+    """
     count = sockets * domains * cores
     nodes: dict[int, list[int]] = {}
     for cpu in range(count * threads):
@@ -45,7 +50,7 @@ def _sys(root: Path, sockets: int, domains: int, cores: int, threads: int = 2, d
         folder = root / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(fold_numbers(tuple(cpus)) + "\n")
-    # Memory on the device is a domain without CPUs.
+    # Device memory appears as a domain without CPUs.
     (root / "devices/system/node/node90").mkdir()
     (root / "devices/system/node/node90/cpulist").write_text("\n")
     for address, node in (devices or {}).items():
@@ -58,7 +63,7 @@ _MACHINES = {"aurora": (2, 1, 52), "polaris": (1, 4, 8), "frontier": (1, 4, 16),
 
 
 def _topologies(folder: Path, name: str) -> list[Topology]:
-    """A site as its file has it, and as its compute node's /sys would show it."""
+    """Return a site's topology from its file, and from a /sys as on its compute nodes."""
     site = find_site(name, {})
     sockets, domains, cores = _MACHINES[name]
     every = range(2 * sockets * domains * cores)
@@ -99,9 +104,9 @@ def test_srun_is_told_a_number_of_cores(tmp_path: Path) -> None:
         binding = _bind(name, site_topology(find_site(name, {})), ranks, "srun")
         assert (binding.kind, binding.cpus_per_rank, binding.cores_per_rank) == ("depth", cpus, cores)
         assert binding.cores == ()
-        # By another launcher the cores are spelled out.
+        # Other launchers get a list of cores.
         assert _bind(name, site_topology(find_site(name, {})), ranks, "mpiexec").kind == "list"
-    # Of one torchrun a host, Slurm is to count all hardware threads, though ranks keep to the first ones.
+    # With one torchrun per node, Slurm must count all hardware threads, although ranks use only the first ones.
     spelled = _bind("perlmutter", site_topology(find_site("perlmutter", {})), 4, "torchrun", allotted=128)
     assert (spelled.cores[1], spelled.cpus_per_rank, spelled.cpus_per_host) == ("16-31", 32, 128)
     binding = _bind("generic", None, 4, "srun", allotted=10)
@@ -109,7 +114,7 @@ def test_srun_is_told_a_number_of_cores(tmp_path: Path) -> None:
     assert _bind("generic", None, 4, "srun").cpus_per_rank is None
 
 
-def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
+def test_a_plan_without_a_list_of_cores_states_the_reason(tmp_path: Path) -> None:
     site = find_site("generic", {})
     root = _sys(tmp_path, 1, 2, 4)
     whole = system_topology(site, _NO_DEVICES, root, range(16))
@@ -125,10 +130,10 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
         assert (binding.kind, binding.cores) == ("none", ())
         assert why in binding.source
     assert _bind("generic", whole, 2, "mpiexec", allotted=4).cores_per_rank == 1
-    # Half a host of a site.
+    # Half of a site's node.
     assert _bind("perlmutter", site_topology(find_site("perlmutter", {})), 2, "mpiexec", allotted=64).kind == "none"
     assert _bind("aurora", site_topology(find_site("aurora", {})), 103).source == "103 ranks share 102 cores"
-    # On one host its mask is that of all ranks; a core's two threads stay together, and a lone one counts as one.
+    # On one node all ranks have its mask. A core's two threads stay together, and a single thread counts as a core.
     assert _bind("generic", part, 3, "mpiexec", hosts=1).cores == ("0,8", "1,9", "3")
     around = BindingInputs(2, 1, "torchrun", whole, None, (None, None))
     assert bind("auto", site, around).by_shim
@@ -144,7 +149,7 @@ def test_a_generic_host_is_bound_by_socket_and_domain(tmp_path: Path) -> None:
     assert firsts == {3: ["0-3", "4-7", "8-15"], 4: ["0-3", "4-7", "8-11", "12-15"]}
     assert [len(cores) for cores in deal(two, 6)] == [2] * 6
     assert deal(two, 17) == deal(two, 0) == ()
-    # A mask that leaves one socket a single core: ranks follow the cores.
+    # With a mask that leaves one core on a socket, ranks are distributed by cores.
     holes = system_topology(site, _NO_DEVICES, tmp_path / "two", (*range(8), 8))
     assert [len(cores) for cores in deal(holes, 8)] == [1] * 8
     assert system_topology(site, _NO_DEVICES, tmp_path / "nowhere", (0,)) is None
@@ -164,8 +169,8 @@ def test_the_distance_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                            range(32)).devices == {}
 
 
-def test_the_site_says_where_devices_are_that_linux_does_not_name(tmp_path: Path) -> None:
-    # This node's Linux numbers its domains in another order than the site file's list.
+def test_the_site_file_places_devices_unknown_to_linux(tmp_path: Path) -> None:
+    # Linux numbers this node's domains in a different order than the site file.
     root = _sys(tmp_path, 2, 1, 52)
     for node, cpus in (("node0", "52-103,156-207"), ("node1", "0-51,104-155")):
         (root / f"devices/system/node/{node}/cpulist").write_text(cpus)
@@ -176,7 +181,7 @@ def test_the_site_says_where_devices_are_that_linux_does_not_name(tmp_path: Path
 
 
 def test_amd_devices_have_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Written after the kernel's documentation: location_id is bus << 8 | device << 3 | function.
+    # From the kernel's documentation: location_id is bus << 8 | device << 3 | function.
     for number, (gpu, place) in enumerate([(0, 0), (4711, 0xC100), (4712, 0xD109)]):
         node = tmp_path / "nodes" / str(number)
         node.mkdir(parents=True)
@@ -189,7 +194,7 @@ def test_amd_devices_have_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @st.composite
 def _any_topology(draw: st.DrawFn) -> Topology:
-    """Sockets and domains of any size, with cores of one or two threads, and holes."""
+    """Draw a topology: sockets and domains of any size, cores with one or two threads, and gaps in the numbers."""
     sizes = draw(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=4), min_size=1, max_size=4))
     count = sum(map(sum, sizes))
     holes = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=count))
@@ -215,7 +220,7 @@ def test_any_ranks_on_any_host(topology: Topology, ranks: int) -> None:
     assert all(dealt)
     handed = [core for cores in dealt for core in cores]
     assert len(handed) == len(set(handed))
-    # In the host's order, and none that ranks may not use: a reserved core is in no domain.
+    # In the node's order, without cores that ranks must not use: reserved cores belong to no domain.
     places = [topology.cores.index(core) for core in handed]
     assert places == sorted(places)
     by_socket: dict[int, list[int]] = {}
@@ -285,7 +290,7 @@ def test_ranks_on_other_hosts_run_on_their_cores(cluster: Cluster, tmp_path: Pat
         assert json.loads(seen)[0] == cores[half * (rank % 2):half * (rank % 2 + 1)]
 
 
-def test_a_host_without_the_cores_is_told_of() -> None:
+def test_a_node_without_the_cores_is_reported() -> None:
     program = ("import os; from ezpz_llm.launch.shim.rank import keep_to_cores;"
                " from ezpz_llm.launch.ranks import find_rank; keep_to_cores(find_rank({}), os.environ);"
                " print(sorted(os.sched_getaffinity(0)))")

@@ -1,7 +1,8 @@
-"""Ranks in a container: the words of each runtime, real ranks by a stand-in of apptainer, and what is refused.
+"""Ranks in a container: command lines for each runtime, real ranks in a stand-in for apptainer, and errors.
 
-No runtime is installed here: `apptainer` is a script that takes the words which its documentation names and tells
-the command by a variable that it is inside."""
+No runtime is installed: `apptainer` is a script that accepts the documented options, and sets a variable for the
+command.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def _slurm(folder: Path, *programs: str) -> dict[str, str]:
 
 
 def test_ranks_run_inside(tmp_path: Path) -> None:
-    """The site names the image; the plan, its first lines and run.json say so; --wrap is inside too."""
+    """The image comes from the site file; the plan, the first lines and run.json report it; --wrap is inside."""
     need_mpiexec()
     programs = make_program(tmp_path / "bin", "apptainer", _APPTAINER)
     (tmp_path / "x.sif").touch()
@@ -92,7 +93,7 @@ def test_the_words_of_each_runtime(tmp_path: Path, container: str, wanted: str) 
 
 
 def test_srun_takes_the_whole_step_inside(tmp_path: Path) -> None:
-    """Pyxis: the shim is inside, with the image's own python3; variables of ours beat the image's."""
+    """Pyxis runs the shim inside, with the image's python3; our variables override the image's."""
     env = _slurm(tmp_path, "srun")
     make_program(tmp_path / "bin", "python3", f'exec {sys.executable} "$@"')
     site = _site(tmp_path, '{ image = "nvcr.io#nvidia/pytorch:24.05-py3", runtime = "pyxis" }')
@@ -108,14 +109,14 @@ def test_srun_takes_the_whole_step_inside(tmp_path: Path) -> None:
                                                 for rank in range(2)], done.stderr
 
 
-def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
+def test_missing_requirements_are_reported_once(tmp_path: Path) -> None:
     (tmp_path / "x.sif").touch()
     env = _slurm(tmp_path, "srun")
     said = _refused(tmp_path, "--container", "x.sif", **env)
     assert f"error: apptainer is not on PATH, and is required to run {tmp_path}/x.sif" in said
     assert "--container none" in said
     assert f"the image {tmp_path}/y.sif does not exist" in _refused(tmp_path, "--container", "./y.sif", **env)
-    # Alps' Container Engine is not what this srun has.
+    # This srun does not have Alps' Container Engine.
     alps = _refused(tmp_path, "--site", "alps", "--container", "pytorch", **env)
     assert 'this srun has no option --environment, which runtime "environment" requires' in alps
     make_program(tmp_path / "bin", "apptainer", "exit 1")
@@ -127,7 +128,7 @@ def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
 
 
 def test_sites_name_their_runtime() -> None:
-    """The pages are named in the files."""
+    """Check the runtime of each site; the files name the sources."""
     found = {name: find_site(name, {}).job.container
              for name in ("alps", "delta", "lumi", "marenostrum5", "perlmutter")}
     assert found == {"alps": Container(runtime="environment"),

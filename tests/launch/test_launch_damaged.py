@@ -1,4 +1,4 @@
-"""Files in a run directory that are damaged or of wrong types: passed over, and no run ends by them."""
+"""Files in a run directory that are damaged or of a wrong type are skipped and do not end a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_dir(tmp_path):
 
 
 def changed(whole: dict) -> list[str]:
-    """The object with each member missing, and of each wrong kind."""
+    """Yield the object with each member missing, and with each member of every wrong type."""
     texts = [json.dumps({name: value for name, value in whole.items() if name != left}) for left in whole]
     others = ([[]], {"a": 1}, 10**25, "\x1b[31m", True)
     texts += [json.dumps({**whole, name: value}) for name in whole for value in others
@@ -42,7 +42,7 @@ def changed(whole: dict) -> list[str]:
     return [*texts, *HOSTILE]
 
 
-def test_orders_that_are_none_are_passed_over(run_dir):
+def test_invalid_orders_are_skipped(run_dir):
     good = [(StopOrder("me", 5.0, "n1"), "stop"), (StacksOrder("me", "t", (0, 1)), "stacks-a"),
             (SignalOrder("me", "t", 15), "signal-a")]
     for order, name in good:
@@ -59,7 +59,7 @@ def test_orders_that_are_none_are_passed_over(run_dir):
     assert stop_ordered(run_dir, "other") is None
 
 
-def test_records_that_are_none_keep_no_other_from_being_read(run_dir):
+def test_invalid_records_do_not_affect_others(run_dir):
     whole = Failure(1, "n1", 7, 3, None, 100.0, 1.0, ("a",), ("b",), launch="me")
     (run_dir.errors / "rank0001.json").write_text(json.dumps(asdict(whole)))
     for text in changed(asdict(whole)):
@@ -69,7 +69,7 @@ def test_records_that_are_none_keep_no_other_from_being_read(run_dir):
     assert read_failures(run_dir, "me") == [whole]
 
 
-def test_reports_that_are_none_keep_no_other_from_being_read(run_dir):
+def test_invalid_reports_do_not_affect_others(run_dir):
     whole = NodeReport("me", "n1", 2, RUNNING, 1.0, {2: RankReport(7, "step", 3)})
     run_dir.node_report(0).parent.mkdir(exist_ok=True)
     write_report(run_dir, whole)

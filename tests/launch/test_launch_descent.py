@@ -1,7 +1,8 @@
-"""Children of the worst kind: in sessions of their own, orphaned, deaf to signals, and half of them without the
-environment that would tell whose they are. None outlives its run, whoever of the run is killed.
+"""Cleanup of child processes that are hard to find: new sessions, orphaned, ignoring signals.
 
-`pytest -m slow tests/launch/test_launch_descent.py` has 400 of them a run, and real Slurm on two nodes.
+Half of them also lack the environment variables that mark the run. None may outlive its run, whichever process of
+the run is killed. `pytest -m slow tests/launch/test_launch_descent.py` starts 400 of them per run, and uses real
+Slurm on two nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if how == "sleep" or how == "fail":
 
 
 def _tagged(tag: str) -> set[int]:
-    """The processes that call themselves so, on all simulated nodes too."""
+    """Return the processes with this tag, including those on simulated nodes."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -61,13 +62,13 @@ def _tagged(tag: str) -> set[int]:
 def _wait_for(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"{what} has not come within {timeout} s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
         time.sleep(0.1)
 
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """What a test's children call themselves; those that are left at its end are ended."""
+    """Name of a test's child processes; remaining ones are killed at the end of the test."""
     name = f"ezpz-test-{uuid.uuid4().hex[:12]}"
     yield name
     for pid in _tagged(name):
@@ -91,16 +92,16 @@ def _await_children(folder: Path, tag: str, count: int) -> None:
 
 
 def _shims(processes: Iterable[tuple[int, str]]) -> set[int]:
-    """Those of (pid, command line) that are shims of ranks."""
+    """Return the process ids of the ranks' shims, from pairs of process id and command line."""
     forked = {pid for pid, words in processes if words.split()[1:3] == ["-m", "ezpz_llm.launch.shim"]}
-    # Each has a janitor, and an agent, for children.
+    # A shim's children include forked copies of it: a janitor, and the node's agent.
     shims = {pid for pid in forked if _parent(pid) not in forked}
     assert len(shims) == 2
     return shims
 
 
 def _kill(folder: Path, *kinds: str) -> None:
-    """Kill processes of a run: its "shims", its "agent", its "launcher"; all that are not ranks."""
+    """Kill processes of a run by kind: "shims", "agent", "launcher"."""
     of_run = left_over(folder / "r")
     shims = _shims(of_run.items())
     agent = set(agents(record(folder / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]))
@@ -133,11 +134,11 @@ def test_a_run_that_ends(tmp_path: Path, program: str, tag: str, how: str, code:
                          ids=lambda killed: "+".join(killed))
 def test_a_run_of_which_some_are_killed(tmp_path: Path, program: str, tag: str, killed: tuple[str, ...],
                                         count: int) -> None:
-    """Nothing has the time to say goodbye."""
+    """SIGKILL leaves the processes no time to clean up."""
     run = start(tmp_path, *_words("sleep", tag, count))
     try:
         _await_children(tmp_path, tag, count)
-        # Two looks of the agent.
+        # Two polling intervals of the agent.
         time.sleep(2.5)
         if "launch" in killed:
             run.kill()
@@ -155,7 +156,7 @@ def test_a_run_of_which_some_are_killed(tmp_path: Path, program: str, tag: str, 
 @pytest.mark.parametrize("killed", ["nobody", "shims", pytest.param("launch", marks=pytest.mark.full)])
 def test_on_two_nodes(host_cluster: Cluster, tmp_path: Path, program: str, tag: str, killed: str,
                       count: int) -> None:
-    """Over ssh: no scheduler ends what is left."""
+    """Over ssh, no scheduler ends remaining processes."""
     need_mpiexec()
     run = host_cluster.start("launch", "--launcher", "mpiexec", "--hosts", "n1,n2", "--ppn", "1",
                              *_words("end" if killed == "nobody" else "sleep", tag, count), node="n1", cwd=tmp_path)
@@ -179,7 +180,7 @@ def test_on_two_nodes(host_cluster: Cluster, tmp_path: Path, program: str, tag: 
 
 @pytest.mark.slow
 def test_in_a_job_of_slurm(cluster: Cluster, tmp_path: Path, program: str, tag: str) -> None:
-    """The reservation outlives the run: Slurm's own end of the job is not what clears the nodes."""
+    """The reservation outlives the run, so that Slurm's own cleanup at the end of the job plays no part."""
     (tmp_path / "job.sh").write_text(f"""#!/bin/bash
 #SBATCH -N2 --ntasks-per-node=1 -t5
 launch {' '.join(_words('end', tag, _MANY))} &> said.txt
@@ -217,16 +218,16 @@ for pid in doomed:
     os.kill(pid, signal.SIGKILL)
 time.sleep(60)
 """
-"""A child that nobody has seen, when shim and agent are killed."""
+"""Program that starts a child and at once kills shim and agent, which have not seen the child yet."""
 
 
 @pytest.mark.full
 def test_nothing_leaves_a_delegated_control_group(strangers: Strangers, tag: str) -> None:
-    """As a user's own systemd gives them."""
+    """Run in a control group delegated to the user, as by `systemd --user`."""
     hierarchy = next((path for path in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
                       if (path / "cgroup.controllers").exists()), None)
     if hierarchy is None or os.geteuid() != 0:
-        pytest.skip("no control group can be delegated here")
+        pytest.skip("cannot delegate a control group")
     group, user = hierarchy / tag, strangers.victim
     group.mkdir()
     try:
@@ -249,7 +250,7 @@ def test_nothing_leaves_a_delegated_control_group(strangers: Strangers, tag: str
 
 
 def test_a_service_of_a_rank_that_has_ended_serves_the_others(tmp_path: Path, tag: str) -> None:
-    """What a rank leaves running in a session of its own runs, and is heard, until the node's ranks have ended."""
+    """A background process of an ended rank keeps running, with logged output, until the node's ranks end."""
     (tmp_path / "program.py").write_text(f"""
 import os, pathlib, subprocess, sys, time
 folder = os.environ["EZPZ_LLM_RUN_DIR"]
@@ -272,8 +273,7 @@ while not os.path.exists(folder + "/served"):
 
 
 def test_reaping_others_keeps_the_ranks_own_code(tmp_path: Path) -> None:
-    """Orphans that end before, and with, the rank are reaped; one after it does not hold it up; a janitor that is
-    killed is one more child that ended."""
+    """The shim reaps orphans, does not wait for those that outlive the rank, and survives the janitor's death."""
     (tmp_path / "program.py").write_text("""
 import os, signal, sys, time
 for code in range(20):
@@ -304,8 +304,8 @@ sys.exit(5)
 
 
 def test_a_process_of_another_user_is_named(tmp_path: Path, tag: str) -> None:
-    """As sudo starts them. Made by a rank of `nobody` that may become root, and then is not its own any more."""
-    # The last one to read Python where root alone may look.
+    """Start a process as another user, as sudo does: a rank of `nobody` that can become root."""
+    # dac_read_search is needed to read a Python below a folder that only root can read.
     able = "-all,+setuid,+setgid,+dac_read_search"
     drop = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", f"--bounding-set={able}",
             f"--inh-caps={able}", f"--ambient-caps={able}")
@@ -328,9 +328,9 @@ raise SystemExit(3)
                               capture_output=True, text=True, timeout=scaled(60), check=False)
 
     try:
-        tried = as_nobody("-c", "import os, ezpz_llm.launch.__main__; os.setresuid(0, 0, 0)")
-        if tried.returncode:
-            pytest.skip(f"no run of another user can be made here: {tried.stderr[-200:]}")
+        attempt = as_nobody("-c", "import os, ezpz_llm.launch.__main__; os.setresuid(0, 0, 0)")
+        if attempt.returncode:
+            pytest.skip(f"cannot run as another user: {attempt.stderr[-200:]}")
         done = as_nobody("-m", "ezpz_llm.launch", "-n", "1", "--run-dir", "r", sys.executable, "program.py")
         assert done.returncode == 3, done.stderr
         [pid] = _tagged(tag)

@@ -1,4 +1,4 @@
-"""A dialect of mpiexec from outside the package: one file, named by the entry points of an installed package."""
+"""Dialect of mpiexec as a plug-in: one file, declared in the entry points of an installed package."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ wait
 """
 
 _OURS = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-"""Where this package is found, unless it is installed."""
+"""Folder of this package, for PYTHONPATH in case it is not installed."""
 
 
 @pytest.fixture(name="env")
 def _env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which a package with that one file is installed."""
+    """Return an environment in which a package with the plug-in is installed."""
     folder = tmp_path / "installed"
     (folder / "mine_stand_in-1.0.dist-info").mkdir(parents=True)
     (folder / "mine_stand_in.py").write_text(_MINE)
@@ -75,14 +75,14 @@ def test_its_mpiexec_starts_ranks(tmp_path: Path, env: dict[str, str]) -> None:
     assert plan["argv"][1:3] == ["--ranks", "2"]
     done = _launch(tmp_path, env, "--run-dir", "r", "--tee", "all", "echo", "here")
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["[0]", "[1]", "here", "here"]), done.stderr
-    # Without that package it is no mpiexec that is known.
+    # Without the plug-in, this mpiexec is unknown.
     bare = _launch(tmp_path, env | {"PYTHONPATH": os.pathsep.join(_OURS)}, "--dry-run", "hostname")
     assert bare.returncode == 2
     assert "unknown mpiexec; its version text begins with 'my mpi 3.1'" in bare.stderr
 
 
 def test_a_site_names_it(tmp_path: Path, env: dict[str, str]) -> None:
-    """Where the version text says nothing, as for PALS."""
+    """A site file can select the dialect if the version text does not identify it, as for PALS."""
     _put_mpiexec(tmp_path, "4.0")
     (tmp_path / "mine.toml").write_text('dialect = "mine"\n[options]\nmpiexec = ["-o", "x"]\n')
     done = _launch(tmp_path, env, "--dry-run", "--json", "--site", "./mine.toml", "hostname")

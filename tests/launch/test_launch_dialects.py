@@ -1,4 +1,4 @@
-"""Command line, binding and host files for each launcher, and the choice of the launcher. Nothing starts."""
+"""Command line, binding and hostfiles for each launcher, and the choice of the launcher. Nothing is started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TWO = (("n1", 2), ("n2", 2))
 
 
 def _version_texts() -> dict[str, str]:
-    # The captured blocks end in the first line of the launcher's own version text.
+    # The captured blocks end with the first line of the launcher's version text.
     lines = (CAPTURED / "mpi/flags_two_hosts.txt").read_text().splitlines()
     texts = {name: next(line for line in lines if line.startswith(start)) for name, start in
              (("mpich", "HYDRA build details:"), ("intel", "Intel(R) MPI"), ("openmpi5", "mpiexec (Open MPI)"))}
@@ -31,7 +31,7 @@ def _version_texts() -> dict[str, str]:
 
 
 def _work(*ranks: tuple[str, int], bound: str = "none", **changes: object) -> Work:
-    """`bound` is the kind of binding, with two local ranks' cores where it is a list."""
+    """Return work for two ranks per node; `bound` is the kind of binding, or the cores of two local ranks."""
     cores = ("1-2,5", "3-4") if bound == "list" else ()
     binding = Binding(bound, cores, source="the test")
     work = Work(("python3", "-m", "SHIM", "cmd", "a b"), Placement(ranks, "test"), False, Path("/r/hostfile"), 4,
@@ -47,7 +47,7 @@ def _built(name: str, work: Work) -> Built:
 
 
 def _words(built: Built) -> str:
-    """The line up to the command, which is the same in all of them."""
+    """Return the command line without the ranks' command, which is the same for all launchers."""
     assert built.argv[-5:] == ("python3", "-m", "SHIM", "cmd", "a b")
     return " ".join(built.argv[:-5])
 
@@ -97,7 +97,7 @@ def test_uneven_ranks() -> None:
     assert words.endswith("--nodelist n1,n2,n2")
     with pytest.raises(UserError, match=r"PALS fills nodes in order and cannot place \[1, 2\] ranks"):
         _built("pals", uneven)
-    # Hosts filled in order, the last one partly, is what --ppn means.
+    # --ppn fills nodes in order, the last one partly.
     assert "-n 3 --ppn 2 " in _words(_built("pals", _work(("n1", 2), ("n2", 1))))
 
 
@@ -115,14 +115,14 @@ def test_long_host_lists_go_into_a_file() -> None:
 
 
 def test_binding_in_each_launchers_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Open MPI counts cores by itself. Of hosts that are not this one the numbers are the site's, whatever is here.
+    # Open MPI numbers cores itself. For other nodes, the numbers come from the site, not from this machine.
     monkeypatch.setattr("ezpz_llm.launch.dialects.openmpi.logical_cores", lambda: {1: 7, 2: 7, 3: 8, 4: 8, 5: 9})
     listed, depth, none = (_work(*_TWO, bound=kind) for kind in ("list", "depth", "none"))
     assert " -bind-to user:1+2+5,3+4 " in _words(_built("mpich", listed))
     assert "-bind-to" not in _words(_built("mpich", none))
     assert _built("intel", listed).env["I_MPI_PIN_DOMAIN"] == ("[0x26,0x18]", "the test")
     assert _built("intel", none).env["I_MPI_PIN"][0] == "off"
-    # It refuses more domains than a host has ranks.
+    # It rejects more domains than a node has ranks.
     uneven = _built("intel", _work(("n1", 2), ("n2", 1), bound="list"))
     assert (uneven.env.keys(), uneven.env["I_MPI_PIN"][0]) == ({"I_MPI_PIN"}, "off")
     rank_file = "rank 0=n1 slot=1-2,5\nrank 1=n1 slot=3-4\nrank 2=n2 slot=1-2,5\nrank 3=n2 slot=3-4\n"
@@ -152,7 +152,7 @@ def test_launchers_own_daemons_start_inside_a_slurm_step() -> None:
     assert not _built("mpich", _work(*_TWO)).env
 
 
-def test_what_cannot_be_said_is_refused() -> None:
+def test_unsupported_work_is_rejected() -> None:
     colon = _work(*_TWO, command=("SHIM", "cmd", ":", "x"))
     odd = _work(("n1; reboot", 1), ("-oProxyCommand=x", 1))
     for name in (*_version_texts(), "srun"):
@@ -172,7 +172,7 @@ def test_which_mpiexec() -> None:
         identify("PBS mpiexec\n", "m", "t")
     of_site = identify("something newer\n", "m", "t", "pals")
     assert (of_site.dialect, of_site.source) == ("Cray PALS", "t; the site's dialect")
-    # A conda environment's own mpiexec, first on PATH on a PALS machine, is spoken to as what it is.
+    # The mpiexec of a conda environment, first on PATH on a PALS machine, gets its own dialect.
     hiding = identify(texts["mpich"], "/conda/bin/mpiexec", "t", "pals")
     assert hiding.dialect == "MPICH/Hydra"
     assert "/conda/bin/mpiexec is MPICH/Hydra, but the site's mpiexec is Cray PALS" in hiding.notes[0]
@@ -203,7 +203,7 @@ def test_torchrun_on_several_hosts(scheduler: str) -> None:
                      " --log-dir /r/torchrun --no-python --")
     assert "gpus-per-task" not in words
     if scheduler == "slurm":
-        # All of a host's cores for its one torchrun, and no rank's mask.
+        # The torchrun of a node gets all of its cores, not a rank's mask.
         assert outer.startswith("srun -N 2 -n 2 --ntasks-per-node 1 --distribution=block -c 9 --cpu-bind=none ")
     else:
         assert outer == "mpiexec -n 2 -ppn 1 -hosts n1,n2 -genvall"
@@ -219,7 +219,7 @@ def test_core_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert expand_numbers("1-3,8") == (1, 2, 3, 8)
     assert mask("1-3,8") == "0x10e"
     assert mask("104-111") == hex(0xff << 104)
-    # Two packages that the system numbers in turn, two threads a core; CPUs 3 and 7 are another container's.
+    # Two sockets numbered alternately, two threads per core; CPUs 3 and 7 belong to another container.
     for number in range(8):
         topology = tmp_path / f"devices/system/cpu/cpu{number}/topology"
         topology.mkdir(parents=True)
@@ -241,7 +241,7 @@ def _mpiexec_of(folder: Path, version_text: str) -> Path:
 def test_pbs_own_wrapper_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = _mpiexec_of(tmp_path / "pbs", "pbs_version = 23.06.06")
     said = f"skipping {wrapper}: it is PBS's own wrapper, not the mpiexec of an MPI"
-    # Nothing else beside Python either: on one host torchrun, for one rank nothing.
+    # There is no other mpiexec next to Python: torchrun is used on one node, and no launcher for one rank.
     monkeypatch.setattr("sys.executable", str(tmp_path / "venv/bin/python"))
     torchrun_beside = tmp_path / "venv/bin/torchrun"
     torchrun_beside.parent.mkdir(parents=True)
@@ -254,14 +254,14 @@ def test_pbs_own_wrapper_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="mpiexec is not on PATH") as raised:
         choose("mpiexec", "pbs", 2, only)
     assert said in str(raised.value)
-    # MPICH beside Python, as with-env keeps it; then one that comes later on PATH, in a job of PBS.
+    # MPICH next to Python, where with-env installs it; then one later on PATH, in a PBS job.
     beside = _mpiexec_of(tmp_path / "venv/mpi", _version_texts()["mpich"])
     assert choose("mpiexec", "pbs", 2, only).program == str(beside)
     assert choose("auto", "none", 2, only).notes == (said,)
     later = _mpiexec_of(tmp_path / "site", _version_texts()["openmpi5"])
     chosen = choose("auto", "pbs", 2, {"PATH": f"{wrapper.parent}:{later.parent}"})
     assert (chosen.program, chosen.dialect, chosen.notes) == (str(later), "Open MPI 5.0.11", (said,))
-    # A site whose mpiexec speaks PALS is not made to speak it to PBS's wrapper.
+    # At a site with PALS, PBS's wrapper does not get PALS' dialect.
     assert choose("auto", "pbs", 2, only, "pals").program == str(beside)
 
 

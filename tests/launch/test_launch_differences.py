@@ -1,4 +1,4 @@
-"""Ranks that are all silent, compared: which is stopped, somewhere else, or behind."""
+"""Comparison of ranks that are all silent: find the rank that is stopped, in another place, or behind."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def test_the_odd_one_out() -> None:
     waits, reads = [*outer, ("t.py", 7, "all_reduce")], [*outer, ("t.py", 88, "read_batch"), ("os.py", 1, "read")]
     assert odd_ones_out({0: waits, 1: waits, 2: waits, 3: reads}) == (
         [3], "t.py:88 in read_batch", [0, 1, 2], "t.py:7 in all_reduce")
-    # All in one place, no majority, too few to compare.
+    # All in one place, without a majority, or too few to compare.
     assert odd_ones_out({0: waits, 1: waits, 2: waits}) is None
     assert odd_ones_out({0: waits, 1: waits, 2: reads, 3: reads}) is None
     assert odd_ones_out({0: waits, 1: reads}) is None
-    # One that has not come as far in the same function.
+    # A rank that is at an earlier line of the same function.
     assert odd_ones_out({0: waits, 1: waits, 2: outer}) == ([2], "t.py:40 in step", [0, 1], "t.py:7 in all_reduce")
 
 
 def test_what_silent_ranks_wait_for() -> None:
-    """A known place in the stacks of the ranks that are apart, else of all, is the cause."""
+    """The cause is a known place in the stacks of the odd ranks, or of all ranks if none is odd."""
     outer = [("/home/ann/t.py", 90, "<module>")]
     lock = [*outer, ("/opt/torch/utils/cpp_extension.py", 2400, "_jit_compile"),
             ("/opt/torch/utils/file_baton.py", 49, "wait")]
@@ -85,11 +85,11 @@ def test_what_silent_ranks_wait_for() -> None:
                         held.evidence)
     assert (held.text, held.hosts) == ("extension-lock", ("n1", "n2"))
     assert "remove the file `lock`" in held.advice
-    # One that waits for the lock holds up those that are in a collective, and not the other way round.
+    # A rank that waits for a lock delays the ranks in a collective, not the other way round.
     assert judged({0: reduces, 1: reduces, 2: reduces, 3: lock}).evidence.startswith("rank 3: waiting for the lock")
     assert judged({0: lock, 1: lock, 2: lock, 3: reduces}).evidence == (
         f"{stop.text}; rank 3 is at t.py:31 in all_reduce, ranks 0-2 at cpp_extension.py:2400 in _jit_compile")
-    # A rank that is stopped is the cause, whatever the others do.
+    # A stopped rank is the cause, whatever the others do.
     told = Stop("idle", "rank 3 …; stopped by a signal (state T; kill -CONT continues it)")
     stopped = judge(Evidence((), (), replace(facts, stopped=told), stacks=dict.fromkeys(range(3), lock)))
     assert stopped.evidence == f"{told.text}; ranks 0-2 are at file_baton.py:49 in wait"
@@ -110,7 +110,7 @@ def test_in_one_line(tmp_path: Path) -> None:
     assert as_compared(ranks, ranks, {}) == "rank 0 on n1: before its first heartbeat, silent for 9 s (and 3 more)"
     stopped = [_life(1, "T"), _life(0), _life(2), _life(3)]
     assert as_compared(stopped, stopped, stacks).endswith("continues it), unlike ranks 0,2-3")
-    # All of them in one state say nothing of any.
+    # A state that all ranks share does not single out any of them.
     assert as_compared([_life(0, "D"), _life(1, "D")], ranks, {}).endswith("(state D) (and 1 more)")
     behind = [_life(2, step=3), _life(3, step=3), _life(0, step=9), _life(1, step=9)]
     assert as_compared(behind, behind, {}).endswith("; ranks 2-3 (all of n2) are behind, others reached step 9")

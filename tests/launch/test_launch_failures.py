@@ -1,4 +1,4 @@
-"""Why a run ended: what is read from output, records and the launcher's words, and which of it is the cause."""
+"""Root cause of a run's end, from its output, records and the launcher's messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from launch_runs import CAPTURED, clean_env, launch, record
 from slowness import scaled
 
-from ezpz_llm.launch.failures import log_kinds as said
+from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
@@ -48,7 +48,7 @@ def _judge(*failures: Failure, words: str = "", absent: tuple[int, ...] = (), **
                           _facts(**facts), absent))
 
 
-# What kind of failure one record shows
+
 
 @pytest.mark.parametrize(("line", "kind"), [
     (_GLOO, Kind.PEER_LOST),
@@ -99,7 +99,7 @@ def test_kinds_from_last_words(line: str, kind: Kind) -> None:
     if kind is not Kind.EXIT and message and " " not in name:
         assert classify(_failure(0, raised=Raised(name, message))).kind is kind
         assert classify(_failure(0, 4.0, 134, "SIGABRT", raised=Raised(name, message))).kind is kind
-    # A rank that is killed says nothing: its last words are about something else.
+    # The last output of a killed rank is unrelated to its end.
     assert classify(_failure(0, 4.0, 137, "SIGKILL", line)).kind is Kind.SIGNAL
 
 
@@ -109,7 +109,7 @@ def test_kinds_from_codes_and_signals() -> None:
     assert classify(_failure(0, 4.0, 137, None, oom_killed="kernel log: …")).kind is Kind.OOM_KILLED
     worker = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
     assert classify(_failure(0, 4.0, 1, None, worker, oom_killed="oom_kill went up")).kind is Kind.OOM_KILLED
-    # The kernel ended a neighbour: this rank failed of itself.
+    # The kernel killed a worker process, and this rank failed as a consequence.
     assert classify(_failure(0, 4.0, 7, None, "bad", oom_killed="oom_kill went up")).kind is Kind.EXIT
     assert classify(_failure(0, 4.0, 127, None, "launch: cannot run 'x': not there")).kind is Kind.NOT_FOUND
     assert classify(_failure(0, 4.0, 2, None, "error: unknown option --x")).kind is Kind.USAGE
@@ -119,94 +119,96 @@ def test_kinds_from_codes_and_signals() -> None:
     assert classify(_failure(0, 4.0, 143, "SIGTERM")).kind is Kind.SIGNAL
 
 
-# What launchers and schedulers say
+
 
 def _means(text: str) -> list[tuple[str, str]]:
-    return [(found.source, found.kind) for found in read_matches(text)]
+    return [(match.source, match.kind) for match in read_matches(text)]
 
 
 def test_slurms_words() -> None:
     blocks = _captured("slurm/srun_exit_codes.txt").split("=== ")[1:]
-    told = [[(one.host, one.ranks, one.code) for one in read_matches(block) if one.kind == said.ENDED]
-            for block in blocks]
-    assert told[0] == []
-    assert told[1] == [("n2", (3,), 7)]
-    assert told[3] == [("n2", (3,), 7), ("n2", (2,), 143), ("n1", (0,), 143), ("n1", (1,), 143)]
-    assert told[5] == [("n2", (3,), 137), ("n2", (2,), 137), ("n1", (0, 1), 137)]
-    assert told[7] == [("n2", (3,), 139)]
-    assert told[10] == [("n2", (2, 3), 2), ("n1", (0, 1), 2)]
-    # A step that srun itself ends is no order to cancel.
-    assert all(one.kind != said.CANCELLED for block in blocks for one in read_matches(block))
-    assert ("Slurm", said.NOT_STARTED) in _means(blocks[10])
-    assert ("Slurm", said.NOT_STARTED) in _means(blocks[11])
-    assert _means(_captured("slurm/time_limit.txt")) == [("Slurm", said.TIME_LIMIT)] * 2
+    endings = [[(match.host, match.ranks, match.code) for match in read_matches(block)
+                if match.kind == log_kinds.ENDED] for block in blocks]
+    assert endings[0] == []
+    assert endings[1] == [("n2", (3,), 7)]
+    assert endings[3] == [("n2", (3,), 7), ("n2", (2,), 143), ("n1", (0,), 143), ("n1", (1,), 143)]
+    assert endings[5] == [("n2", (3,), 137), ("n2", (2,), 137), ("n1", (0, 1), 137)]
+    assert endings[7] == [("n2", (3,), 139)]
+    assert endings[10] == [("n2", (2, 3), 2), ("n1", (0, 1), 2)]
+    # A step that srun itself ends was not cancelled by a user.
+    assert all(match.kind != log_kinds.CANCELLED for block in blocks for match in read_matches(block))
+    assert ("Slurm", log_kinds.NOT_STARTED) in _means(blocks[10])
+    assert ("Slurm", log_kinds.NOT_STARTED) in _means(blocks[11])
+    assert _means(_captured("slurm/time_limit.txt")) == [("Slurm", log_kinds.TIME_LIMIT)] * 2
     first, _, second = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")
     lost = read_matches(first)
-    assert {one.kind for one in lost} == {said.NODE_FAILED, said.ENDED}
+    assert {match.kind for match in lost} == {log_kinds.NODE_FAILED, log_kinds.ENDED}
     assert lost[0].host == "n2"
-    assert said.CANCELLED in {one.kind for one in read_matches(second)}
-    # By hand, after Slurm's sources and documentation.
+    assert log_kinds.CANCELLED in {match.kind for match in read_matches(second)}
+    # Written by hand after Slurm's sources and documentation.
     for words, means in (
         ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***",
-         said.PREEMPTED),
+         log_kinds.PREEMPTED),
         ("slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***",
-         said.REQUEUED),
+         log_kinds.REQUEUED),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.",
-         said.MEMORY),
+         log_kinds.MEMORY),
         ("slurmstepd: error: Detected 2 oom-kill event(s) in StepId=5.0 cgroup. Some of your processes may have"
-         " been killed by the cgroup out-of-memory handler.", said.MEMORY),
-        ("srun: error: n1: task 0: Out Of Memory", said.MEMORY),
+         " been killed by the cgroup out-of-memory handler.", log_kinds.MEMORY),
+        ("srun: error: n1: task 0: Out Of Memory", log_kinds.MEMORY),
     ):
         assert _means(words) == [("Slurm", means)]
 
 
 def test_words_of_pbs_and_pals() -> None:
-    assert _means(_captured("pbs/walltime_kill.txt")) == [("PBS", said.TIME_LIMIT)]
-    # PALS is not captured: by hand, after its messages in public issues.
+    assert _means(_captured("pbs/walltime_kill.txt")) == [("PBS", log_kinds.TIME_LIMIT)]
+    # No output of PALS was captured: written by hand after its messages in public issues.
     pals = read_matches("x1c0s0b0n0: rank 7 exited with code 3\nx1c0s0b0n0: rank 14 died from signal 15\n"
                         "x2c0s0b0n0: shepherd died from signal 9\nping RPC timeout from x3c0s0b0n0 after 120s\n"
                         "ping failed on x4c0s0b0n0: Couldn't forward RPC ping(1)\n"
                         "launch failed on x5c0s0b0n0: Couldn't forward RPC launch(1)\n")
-    assert [(one.kind, one.host, one.ranks, one.code) for one in pals] == [
-        (said.ENDED, "x1c0s0b0n0", (7,), 3), (said.ENDED, "x1c0s0b0n0", (14,), 143),
-        (said.NODE_FAILED, "x2c0s0b0n0", (), None), (said.NODE_FAILED, "x3c0s0b0n0", (), None),
-        (said.NODE_FAILED, "x4c0s0b0n0", (), None), (said.NOT_STARTED, "x5c0s0b0n0", (), None)]
+    assert [(match.kind, match.host, match.ranks, match.code) for match in pals] == [
+        (log_kinds.ENDED, "x1c0s0b0n0", (7,), 3), (log_kinds.ENDED, "x1c0s0b0n0", (14,), 143),
+        (log_kinds.NODE_FAILED, "x2c0s0b0n0", (), None), (log_kinds.NODE_FAILED, "x3c0s0b0n0", (), None),
+        (log_kinds.NODE_FAILED, "x4c0s0b0n0", (), None), (log_kinds.NOT_STARTED, "x5c0s0b0n0", (), None)]
 
 
 def test_words_of_mpiexec_and_torchrun() -> None:
-    told = {}
+    endings = {}
     for block in _captured("mpi/exit_codes.txt").split("=== ")[1:]:
         title, _, text = block.partition("\n")
-        told[title.split(": rc=")[0].replace(": 4 ranks", "")] = [
-            (one.source, one.ranks, one.host, one.code) for one in read_matches(text) if one.kind == said.ENDED]
-    assert told["mpich-5.0.2: rank 2 exits 7, the others sleep 5 s"] == []
-    assert told["mpich-5.0.2: rank 2 kills itself with SIGKILL"] == [("MPICH", (), "n1", 137)]
-    assert told["intelmpi-2021.18: rank 2 kills itself with SIGSEGV"] == [("Intel MPI", (2,), "n1", 139)]
-    assert told["openmpi-5.0.11: rank 2 exits 7, the others sleep 5 s"] == [("Open MPI", (2,), None, 7)]
-    assert told["openmpi-5.0.11: rank 2 kills itself with SIGABRT"] == [("Open MPI", (2,), "n1", 134)]
+        endings[title.split(": rc=")[0].replace(": 4 ranks", "")] = [
+            (match.source, match.ranks, match.host, match.code) for match in read_matches(text)
+            if match.kind == log_kinds.ENDED]
+    assert endings["mpich-5.0.2: rank 2 exits 7, the others sleep 5 s"] == []
+    assert endings["mpich-5.0.2: rank 2 kills itself with SIGKILL"] == [("MPICH", (), "n1", 137)]
+    assert endings["intelmpi-2021.18: rank 2 kills itself with SIGSEGV"] == [("Intel MPI", (2,), "n1", 139)]
+    assert endings["openmpi-5.0.11: rank 2 exits 7, the others sleep 5 s"] == [("Open MPI", (2,), None, 7)]
+    assert endings["openmpi-5.0.11: rank 2 kills itself with SIGABRT"] == [("Open MPI", (2,), "n1", 134)]
     for name in ("mpich-5.0.2", "intelmpi-2021.18", "openmpi-5.0.11"):
-        [block] = [one for one in _captured("mpi/exit_codes.txt").split("=== ")
-                   if one.startswith(f"{name}: missing executable")]
-        assert ("mpiexec", said.NOT_STARTED) in _means(block), name
+        [block] = [section for section in _captured("mpi/exit_codes.txt").split("=== ")
+                   if section.startswith(f"{name}: missing executable")]
+        assert ("mpiexec", log_kinds.NOT_STARTED) in _means(block), name
     for block, code in zip(_captured("mpi/torchrun_child_failed.txt").split("=== ")[1:], (7, 137), strict=True):
-        assert [(one.source, one.ranks, one.code) for one in read_matches(block)] == [("torchrun", (1,), code)]
+        assert [(match.source, match.ranks, match.code)
+                for match in read_matches(block)] == [("torchrun", (1,), code)]
     [abort] = read_matches("Abort(5) on node 1 (rank 1 in comm 0): application called "
                            "MPI_Abort(MPI_COMM_WORLD, 5) - process 1")
-    assert (abort.kind, abort.ranks, abort.code) == (said.ABORTED, (1,), 5)
+    assert (abort.kind, abort.ranks, abort.code) == (log_kinds.ABORTED, (1,), 5)
 
 
-# Which is the cause
 
-def test_all_is_well() -> None:
+
+def test_success_has_no_verdict() -> None:
     assert _judge(launcher_status=0) is None
-    # Success is never reported after a failure, whatever the launcher says.
+    # A failed rank is never reported as success, whatever the launcher's exit code.
     assert _judge(_failure(2, code=7), launcher_status=0).code == 7
 
 
 def test_the_earliest_of_those_that_failed_of_themselves() -> None:
     late, early = _failure(0, 5.0, 3), _failure(2, 4.0, 7)
     assert _judge(late, early).rank == 2
-    # A follower never is, whatever its clock says.
+    # A rank that only lost a peer is never the cause, whatever its clock says.
     follower = _failure(0, 3.9, 1, None, _GLOO)
     timeout = _failure(3, 3.8, 134, "SIGABRT", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)")
     ended = _failure(2, 3.7, 143, "SIGTERM", ended_by="SIGTERM")
@@ -218,7 +220,7 @@ def test_the_earliest_of_those_that_failed_of_themselves() -> None:
 
 
 def test_srun_hides_the_code() -> None:
-    """srun says 143 for a rank that exited 7, and so do the ranks that it ended (captured)."""
+    """srun reports 143 for a rank that exited with 7, as for the ranks that srun ended (captured)."""
     words = _captured("slurm/srun_exit_codes.txt").split("=== ")[4]
     verdict = _judge(_failure(3, 4.0, 7, None, "bad"), _failure(0, 3.0, 143, "SIGTERM", ended_by="SIGTERM"),
                      words=words)
@@ -241,7 +243,7 @@ def test_143_is_the_time_limit_only_by_words_or_clock(ends_at: float | None, wor
     stopped = Stop("signal", "launch was sent SIGTERM; the run is ended", "SIGTERM")
     verdict = _judge(*terminated, words=words, ends_at=ends_at, stopped=stopped, failed_before_stop=frozenset())
     assert (verdict.code, verdict.kind) == (143, kind)
-    # A crash is a crash, also near the end.
+    # A crash is reported as a crash, even near the end of the job.
     crash = _failure(2, 5.0, 139, "SIGSEGV")
     assert _judge(*terminated[:2], crash, ends_at=ends_at).kind is Kind.SIGNAL
 
@@ -260,7 +262,7 @@ def test_an_order_from_launch_or_the_scheduler() -> None:
     idle = Stop("idle", "no sign of life for 30 s: rank 1 …")
     stopped = [_failure(rank, 3.0, 143, "SIGTERM", ended_by="launch") for rank in range(4)]
     assert _judge(*stopped, stopped=idle, failed_before_stop=frozenset()) == Verdict(124, Kind.IDLE, idle.text)
-    # What a rank says when it is ended is not why it is.
+    # An exception in a rank's signal handler is not the cause of its end.
     handler = _failure(2, 3.5, 1, raised=Raised("ValueError", "in the handler of SIGTERM"))
     interrupted = Stop("signal", "launch was sent SIGINT; the run is ended", "SIGINT")
     verdict = _judge(*stopped[:2], handler, stopped=interrupted, failed_before_stop=frozenset())
@@ -271,22 +273,22 @@ def test_an_order_from_launch_or_the_scheduler() -> None:
     assert _judge(*stopped, words=cancel).kind is Kind.CANCELLED
 
 
-def test_a_node_that_went() -> None:
+def test_a_lost_node() -> None:
     words = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")[0]
     lost = [_failure(0, 3.0, 1, None, _GLOO), _failure(1, 3.0, 143, "SIGTERM", ended_by="SIGTERM")]
     verdict = _judge(*lost, words=words, absent=(2, 3))
     assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.NODE_FAILED, ("n2",), 2)
     assert verdict.code == 143
-    # Slurm signals the other tasks of the step, some before their shims can tell them.
+    # Slurm signals the other tasks of the step directly, some before their shims can forward it.
     signalled = [_failure(rank, 3.0, 143, "SIGTERM", ended_by=by) for rank, by in enumerate((None, "SIGTERM"))]
     assert _judge(*signalled, words=words, absent=(2, 3)).kind is Kind.NODE_FAILED
-    # Nobody says so, but its ranks are gone while others only lost a peer.
+    # No message names the node, but its ranks left no record, while the others only lost a peer.
     verdict = _judge(*lost, absent=(2, 3))
     assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.VANISHED, ("n2",), 2)
 
 
-def test_a_node_that_went_by_another_spelling() -> None:
-    """slurmd has its short name, a hostfile may have the full one."""
+def test_a_lost_node_with_another_spelling() -> None:
+    """slurmd uses the short name, a hostfile may have the full one."""
     hosts = ("n1.site.example", "N1.site.example", "n2.site.example", "n2.site.example")
     words = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")[0]
     lost = [_failure(0, 3.0, 1, None, _GLOO), _failure(1, 3.0, 143, "SIGTERM", ended_by="SIGTERM")]
@@ -305,7 +307,7 @@ def test_no_record_at_all() -> None:
     assert _judge(launcher_status=None).evidence == "launch itself was killed, and its ranks with it"
 
 
-# The post-mortem
+
 
 def _run(folder: Path, failures: list[Failure], reports: list[NodeReport] = (), words: str = "") -> RunDir:
     run_dir = RunDir(folder / "r").create()
@@ -335,11 +337,11 @@ def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
     nodes = [NodeReport("abc", "n2", 8, "running", 1.0, {
         **{rank: RankReport(ended=1) for rank in range(8, 13)},
         **{rank: RankReport(phase="training", step=16) for rank in (13, 14, 15)}})]
-    told = postmortem_of(_run(tmp_path, [*alike, *followers, *ended, cause], nodes), _sixteen(
+    post_mortem = postmortem_of(_run(tmp_path, [*alike, *followers, *ended, cause], nodes), _sixteen(
         stopped=Stop("rank", "a rank failed"), failed_before_stop=frozenset(range(3, 13))))
-    assert (told.code, told.rank, told.kind) == (1, 3, "exception")
-    assert told.cause == "rank 3 on n2: ValueError: rank 3: bad shape (exit code 1)"
-    lines = told.text.splitlines()
+    assert (post_mortem.code, post_mortem.rank, post_mortem.kind) == (1, 3, "exception")
+    assert post_mortem.cause == "rank 3 on n2: ValueError: rank 3: bad shape (exit code 1)"
+    lines = post_mortem.text.splitlines()
     assert lines[0] == "launch: rank 3 on n2 failed: exit code 1, after 1.0 s, in training, step 17"
     assert lines[1:4] == ["  ValueError: rank 3: bad shape  (train.py:12 in step)", "  caused by KeyError: 'x'",
                           "  | last line"]
@@ -347,40 +349,40 @@ def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
     assert "  5 ranks: peer lost (connection closed by peer): 8-12" in lines
     assert "  3 ranks: ended by launch: 0-2" in lines
     assert "  no record: ranks 13-15 on n2, last reported in training, step 16" in lines
-    assert json.loads(json.dumps(told.details))["absent"] == [13, 14, 15]
+    assert json.loads(json.dumps(post_mortem.details))["absent"] == [13, 14, 15]
 
 
 def test_what_to_try_next(tmp_path: Path) -> None:
     ended = [_failure(rank, 9.0, 143, "SIGTERM", ended_by="SIGTERM") for rank in range(16)]
     run_dir = _run(tmp_path, ended, words=_captured("slurm/time_limit.txt"))
-    told = postmortem_of(run_dir, _sixteen())
-    assert told.kind == "time_limit"
-    assert "DUE TO TIME LIMIT" in told.text
-    assert "there is no checkpoint to resume from" in told.text
+    post_mortem = postmortem_of(run_dir, _sixteen())
+    assert post_mortem.kind == "time_limit"
+    assert "DUE TO TIME LIMIT" in post_mortem.text
+    assert "there is no checkpoint to resume from" in post_mortem.text
     (run_dir.checkpoints / "latest").write_text("step-1\n")
     again = f"try: launch python3 -m ezpz_llm.train --steps 9 --resume {run_dir.path}"
     assert again in postmortem_of(run_dir, _sixteen()).text
     run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
-    told = postmortem_of(run_dir, _sixteen())
-    assert (told.kind, told.code) == ("node_failed", 143)
-    assert "leave n2 out: launch --hosts n1 python3" in told.text
+    post_mortem = postmortem_of(run_dir, _sixteen())
+    assert (post_mortem.kind, post_mortem.code) == ("node_failed", 143)
+    assert "leave n2 out: launch --hosts n1 python3" in post_mortem.text
 
 
 def test_ranks_are_compared(tmp_path: Path) -> None:
-    """Who has it is the clue for who lacks it."""
+    """The advice names ranks that did not fail this way, for comparison."""
     lacks = [_failure(rank, 4.0, 1, None, "ModuleNotFoundError: No module named 'apex'") for rank in (2, 3)]
-    told = postmortem_of(_run(tmp_path, lacks), _facts())
-    assert told.kind == "missing_module"
-    assert told.text.startswith("launch: rank 2 on n2 failed: a Python module is missing, on n2 only: exit")
-    assert told.cause.startswith("rank 2 on n2: a Python module is missing, on n2 only: ")
+    post_mortem = postmortem_of(_run(tmp_path, lacks), _facts())
+    assert post_mortem.kind == "missing_module"
+    assert post_mortem.text.startswith("launch: rank 2 on n2 failed: a Python module is missing, on n2 only: exit")
+    assert post_mortem.cause.startswith("rank 2 on n2: a Python module is missing, on n2 only: ")
     assert ("try: ranks 0-1 on n1 did not fail this way: compare PATH, the environment and the mounts of n2"
-            " with n1;" in told.text)
-    # One rank of a host's two is no matter of the host.
+            " with n1;" in post_mortem.text)
+    # If one of a node's two ranks fails, the node is not singled out.
     assert " only" not in postmortem_of(_run(tmp_path / "one", lacks[:1]), _facts()).cause
 
 
 def test_every_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
-    """Whatever its end was: also an error of its own, also where launch was killed and wrote nothing."""
+    """This holds for every kind of end, including an error, and a launch that was killed and wrote no record."""
     run_dir = _run(tmp_path, [_failure(0, 4.0, 1, None, raised=Raised("ValueError", "bad"))])
     assert "--resume" not in postmortem_of(run_dir, _facts()).text
     (run_dir.checkpoints / "latest").write_text("step-1\n")
@@ -399,23 +401,23 @@ def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:
                                                          for rank in range(15)}),
                NodeReport("abc", "n2", 15, "ended", 1.0, {15: RankReport(phase="training", step=7)})]
     stopped = Stop("rank", "a rank failed")
-    told = postmortem_of(_run(tmp_path, timeout, reports),
+    post_mortem = postmortem_of(_run(tmp_path, timeout, reports),
                    _sixteen(stopped=stopped, failed_before_stop=frozenset(range(15))))
-    assert (told.kind, told.code) == ("collective_timeout", 134)
-    assert "behind the others: rank 15 on n2, at step 7 (others reached step 8)" in told.text
-    assert told.cause == "rank 15 on n2 did not join a collective in which ranks 0-14 timed out"
-    assert "15 ranks: timed out waiting for another rank: 0-14" in told.text
+    assert (post_mortem.kind, post_mortem.code) == ("collective_timeout", 134)
+    assert "behind the others: rank 15 on n2, at step 7 (others reached step 8)" in post_mortem.text
+    assert post_mortem.cause == "rank 15 on n2 did not join a collective in which ranks 0-14 timed out"
+    assert "15 ranks: timed out waiting for another rank: 0-14" in post_mortem.text
 
 
 @pytest.mark.parametrize("cleared", ["ended", "ranks ended"])
 def test_a_node_that_is_gone_is_told_from_one_that_cleared_its_ranks(tmp_path: Path, cleared: str) -> None:
-    """Slurm ended all that was left on the first, its agent too, maybe before it saw the launcher's helpers go."""
+    """On n1 Slurm ended the ranks and the agent, maybe before the agent saw the launcher's helpers exit."""
     reports = [NodeReport("abc", host, first, state, 1.0, {first + rank: RankReport() for rank in range(8)})
                for host, first, state in (("n1", 0, cleared), ("n2", 8, "running"))]
-    told = postmortem_of(_run(tmp_path, [], reports), _sixteen(launcher_status=255))
-    assert (told.kind, told.code, told.rank) == ("vanished", 255, 8)
-    assert "launch: ranks 8-15 on n2: gone without a record" in told.text
-    assert "leave n2 out" in told.text
+    post_mortem = postmortem_of(_run(tmp_path, [], reports), _sixteen(launcher_status=255))
+    assert (post_mortem.kind, post_mortem.code, post_mortem.rank) == ("vanished", 255, 8)
+    assert "launch: ranks 8-15 on n2: gone without a record" in post_mortem.text
+    assert "leave n2 out" in post_mortem.text
 
 
 def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
@@ -436,10 +438,10 @@ def test_lists_of_ranks() -> None:
     assert fold_numbers([]) == ""
 
 
-# Real deaths
+
 
 @pytest.mark.parametrize(("words", "code"), [((sys.executable, "mistyped.py"), 2), (("mistyped",), 127)])
-def test_a_name_that_was_mistyped_is_no_missing_library(tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+def test_a_mistyped_name_is_not_a_missing_library(tmp_path: Path, words: tuple[str, ...], code: int) -> None:
     done = launch(tmp_path, "-n", "2", "--run-dir", "r", *words)
     assert done.returncode == code, done.stderr
     assert "the program cannot be run: " in done.stderr
@@ -449,11 +451,11 @@ def test_a_name_that_was_mistyped_is_no_missing_library(tmp_path: Path, words: t
 
 @pytest.mark.full
 def test_real_peers_of_a_real_failure(tmp_path: Path) -> None:
-    """gloo tells the others at once, often before the failing rank itself has ended."""
+    """The other ranks get gloo's error at once, often before the failing rank has exited."""
     (tmp_path / "x.py").write_text("""
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo", rank=int(os.environ["PMI_RANK"]), world_size=int(os.environ["PMI_SIZE"]))
-# Kept: dropped last in one of gloo's own threads, while Python shuts down, it would abort the rank.
+# Keep a reference: if gloo's thread dropped the last one while Python exits, the rank would abort.
 kept = dist.all_reduce(torch.ones(1), async_op=True)
 kept.wait()
 if dist.get_rank() == 1:
@@ -464,22 +466,22 @@ dist.all_reduce(torch.ones(1))
         done = launch(tmp_path, "-n", "3", "--run-dir", "r", sys.executable, "x.py", timeout=120,
                       OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
         assert done.returncode == 1
-        told = done.stderr[done.stderr.index("launch: rank"):]
-        if "peer lost" in told:
+        text = done.stderr[done.stderr.index("launch: rank"):]
+        if "peer lost" in text:
             break
-    assert "launch: rank 1 on" in told
-    assert "ValueError: bad shape  (" in told
-    assert "x.py:8 in <module>)" in told
-    # Closed or reset, as it happens to be; on a busy machine launch may end one first, or both.
-    followers = re.findall(r"ranks?: (peer lost \(connection \w+ by peer\)|ended by launch): ([\d,-]+)", told)
-    assert set().union(*(expand_numbers(ranks) for _, ranks in followers)) == {0, 2}, told
-    assert any(what.startswith("peer lost") for what, _ in followers), told
+    assert "launch: rank 1 on" in text
+    assert "ValueError: bad shape  (" in text
+    assert "x.py:8 in <module>)" in text
+    # Closed or reset, depending on timing; on a busy machine launch may end one or both first.
+    followers = re.findall(r"ranks?: (peer lost \(connection \w+ by peer\)|ended by launch): ([\d,-]+)", text)
+    assert set().union(*(expand_numbers(ranks) for _, ranks in followers)) == {0, 2}, text
+    assert any(what.startswith("peer lost") for what, _ in followers), text
     kept = record(tmp_path / "r")["exit"]
     assert (kept["code"], kept["kind"], kept["rank"]) == (1, "exception", 1)
 
 
 def test_worlds_of_one(tmp_path: Path) -> None:
-    """A launcher whose MPI is not the ranks': every rank is 0 of 1 (a stand-in that starts them so)."""
+    """Every rank is 0 of 1 if the launcher belongs to another MPI than the ranks (here with a stand-in)."""
     mpiexec = tmp_path / "bin/mpiexec"
     mpiexec.parent.mkdir()
     mpiexec.write_text("""#!/bin/sh
@@ -520,7 +522,7 @@ def test_a_missing_module(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_variables_are_cleared_on_the_way(tmp_path: Path) -> None:
-    """torch's own words, behind what a container's --cleanenv does."""
+    """torch reports missing variables after they were removed, as by a container's --cleanenv."""
     (tmp_path / "x.py").write_text("""
 import os
 for name in ("RANK", "WORLD_SIZE"):

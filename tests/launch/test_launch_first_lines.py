@@ -1,4 +1,4 @@
-"""What a person first sees of a launch, as golden files at three widths of terminals, and in a log."""
+"""First lines of a launch, as golden files at three terminal widths, and in a log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMMAND = "python3 -m ezpz_llm.train"
 
 
 def plans(folder: Path) -> dict[str, LaunchPlan]:
-    """Launches on this machine and in a job."""
+    """Return plans of launches on this machine and in a job."""
     for name, body in (("srun", "exit 1"), ("mpiexec", "echo HYDRA build details:")):
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
@@ -64,7 +64,7 @@ def test_lines_are_as_wide_as_the_terminal_and_whole_in_a_log(tmp_path: Path) ->
                            stderr=terminal)
     os.close(terminal)
     shown = b""
-    with contextlib.suppress(OSError):  # EIO: all have closed it
+    with contextlib.suppress(OSError):  # EIO: all writers have closed the terminal
         while data := os.read(console, 4096):
             shown += data
     os.close(console)

@@ -1,4 +1,4 @@
-"""Jobs of schedulers that launch does not speak, and heterogeneous ones: refused by name, with what to type."""
+"""Jobs of unsupported schedulers and heterogeneous jobs: rejected by name, with a command that works instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.schedulers import find_allocation
 
 _JOB = {"LOADL_STEP_ID": "c1.7.0", "LOADL_PROCESSOR_LIST": "h1 h1 h2 h2"}
-"""What LoadLeveler's documentation says of a job on h1 and h2."""
+"""Variables of a job on h1 and h2, after LoadLeveler's documentation."""
 
 
 def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path) -> None:
@@ -36,14 +36,14 @@ def test_its_list_alone_and_its_id_alone(tmp_path: Path) -> None:
     assert (raised.value.instead or "").startswith("write the job's nodes to a file named hosts, one per line; ")
 
 
-def test_who_names_the_hosts_goes_on() -> None:
+def test_nodes_given_by_hand_are_used() -> None:
     for found in (find_allocation(_JOB, hosts_from="--hostfile"), find_allocation(_JOB, "none")):
         assert (found.scheduler, len(found.hosts)) == ("none", 1)
         (note,) = found.notes
         assert note.startswith("ignoring LOADL_STEP_ID=c1.7.0 (--")
 
 
-def test_the_command_refuses_and_goes_on_where_hosts_are_named(tmp_path: Path) -> None:
+def test_the_command_is_rejected_unless_nodes_are_given(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "4", "hostname", **_JOB)
     assert done.returncode == 2
     assert "this is LoadLeveler job c1.7.0, but launch does not support LoadLeveler" in done.stderr
@@ -59,7 +59,7 @@ def test_a_heterogeneous_job_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"is heterogeneous, with 2 components") as raised:
         find_allocation(env)
     assert '"$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"' in str(raised.value)
-    # A step in one of its groups has hosts of its own.
+    # A step in one of its groups has a node list of its own.
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_NUM_TASKS": "1",
             "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert [host.name for host in find_allocation(env | step).hosts] == ["n2", "n3"]

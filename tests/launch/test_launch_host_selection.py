@@ -1,4 +1,4 @@
-"""Parts of a reservation: --hostfile, --hosts, --nodes."""
+"""Selection of nodes in a reservation: --hostfile, --hosts, --nodes."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ def _file(folder: Path, text: str) -> Path:
 def test_each_option_leaves_its_part(tmp_path: Path) -> None:
     assert _hosts(select_hosts(_pbs(), None, None, None)) == [("n1", 1), ("n2", 2), ("n3", 2)]
     assert _hosts(select_hosts(_pbs(), 2, None, None)) == [("n1", 1), ("n2", 2)]
-    # In the order in which they are named, and by any spelling; the reservation's own is kept.
+    # In the given order, and with any spelling; the plan keeps the reservation's spelling.
     assert _hosts(select_hosts(_pbs(), None, "n3.example,n1", None)) == [("n3", 2), ("n1", 1)]
     assert _hosts(select_hosts(_slurm(), None, "n[2-3]", None)) == [("n2", None), ("n3", None)]
-    found = select_hosts(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
-    assert (_hosts(found), found.slots_are_a_limit, found.job_id) == ([("n3", 2), ("n2", 2)], False, "9.login")
-    found = select_hosts(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
-    assert (_hosts(found), found.slots_are_a_limit) == ([("n3", 4), ("n2", 1)], True)
-    found = select_hosts(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
-    assert _hosts(found) == [("n1", 1)]
+    selection = select_hosts(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
+    assert (_hosts(selection), selection.slots_are_a_limit, selection.job_id) == (
+        [("n3", 2), ("n2", 2)], False, "9.login")
+    selection = select_hosts(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
+    assert (_hosts(selection), selection.slots_are_a_limit) == ([("n3", 4), ("n2", 1)], True)
+    selection = select_hosts(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
+    assert _hosts(selection) == [("n1", 1)]
 
 
 def test_slurm_keeps_the_jobs_order() -> None:
-    """srun numbers the hosts of a step so, whatever the order of its --nodelist."""
-    found = select_hosts(_slurm(), None, "n4,n2", None)
-    assert [host.name for host in found.hosts] == ["n2", "n4"]
-    assert found.notes == ("Slurm numbers nodes in the job's order: rank 0 is on n2, not on n4",)
+    """srun numbers the nodes of a step in the job's order, whatever the order of --nodelist."""
+    selection = select_hosts(_slurm(), None, "n4,n2", None)
+    assert [host.name for host in selection.hosts] == ["n2", "n4"]
+    assert selection.notes == ("Slurm numbers nodes in the job's order: rank 0 is on n2, not on n4",)
 
 
 def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
             select_hosts(_slurm(), None, hosts, hostfile)
         assert (f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}") in str(raised.value)
         assert "SLURM_JOB_NODELIST" in str(raised.value)
-    # Only with the reservation left aside.
+    # Only if the reservation is ignored.
     aside = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
     assert _hosts(select_hosts(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
     with pytest.raises(UserError, match=r"which has n1, n2, n3, n4, n5, n6, n7, n8, … \(900 in all\)"):
@@ -78,24 +79,25 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
     (None, "n[1", "not a Slurm host list: 'n[1'"),
     (None, " ", "--hosts lists no node"),
 ])
-def test_what_cannot_be_carved(nodes: int | None, hosts: str | None, found: str) -> None:
+def test_invalid_selections(nodes: int | None, hosts: str | None, found: str) -> None:
     with pytest.raises(UserError) as raised:
         select_hosts(_slurm(), nodes, hosts, None)
     assert raised.value.found == found
 
 
 def test_without_a_reservation_hosts_are_taken_as_they_are() -> None:
-    found = select_hosts(find_allocation({}), None, "m[1-2].example", None)
-    assert (_hosts(found), found.source) == ([("m1.example", None), ("m2.example", None)], "--hosts m[1-2].example")
+    selection = select_hosts(find_allocation({}), None, "m[1-2].example", None)
+    assert (_hosts(selection), selection.source) == (
+        [("m1.example", None), ("m2.example", None)], "--hosts m[1-2].example")
     with pytest.raises(UserError, match="not a hostfile line"):
         select_hosts(find_allocation({}), None, "-oProxyCommand=x", None)
 
 
 def test_a_rank_has_nothing_to_choose() -> None:
     rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
-    found = select_hosts(rank, 1, "n1", None)
-    assert found.hosts == rank.hosts
-    assert found.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is a rank already"
+    selection = select_hosts(rank, 1, "n1", None)
+    assert selection.hosts == rank.hosts
+    assert selection.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is a rank already"
 
 
 def _plan(words: str, **env: str) -> LaunchPlan:
@@ -104,23 +106,23 @@ def _plan(words: str, **env: str) -> LaunchPlan:
 
 
 def test_two_runs_side_by_side_share_nothing(tmp_path: Path) -> None:
-    """Two halves of one job: other hosts, other run directories, other ports."""
+    """Two halves of a job have different nodes, run directories and ports."""
     node_file = _file(tmp_path, "n1\nn1\nn2\nn2\nn3\nn3\nn4\nn4\n")
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt") | {"PBS_NODEFILE": str(node_file)}
     env.pop("PATH")
-    one = _plan("--hosts n1,n2 --run-dir /runs/one hostname", **env)
-    two = _plan("--hosts n3,n4 --run-dir /runs/two hostname", **env)
-    assert {place.host for place in one.ranks}.isdisjoint(place.host for place in two.ranks)
-    assert len(one.ranks) == len(two.ranks) == 4
-    assert (one.env["MASTER_ADDR"].value, two.env["MASTER_ADDR"].value) == ("n1", "n3")
-    # Drawn anew for each: others know the job and may know the run directory, and could take the port first.
+    first = _plan("--hosts n1,n2 --run-dir /runs/one hostname", **env)
+    second = _plan("--hosts n3,n4 --run-dir /runs/two hostname", **env)
+    assert {place.host for place in first.ranks}.isdisjoint(place.host for place in second.ranks)
+    assert len(first.ranks) == len(second.ranks) == 4
+    assert (first.env["MASTER_ADDR"].value, second.env["MASTER_ADDR"].value) == ("n1", "n3")
+    # Ports are random: other users can know the job and the run directory, and could take a derived port first.
     again = [_plan("--hosts n1,n2 --run-dir /runs/one hostname", **env) for _ in range(4)]
-    assert len({plan.env["MASTER_PORT"].value for plan in (one, two, *again)}) > 1
+    assert len({plan.env["MASTER_PORT"].value for plan in (first, second, *again)}) > 1
 
 
 @pytest.mark.full
 def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
-    """10,624 hosts and twelve ranks on each: nothing may grow with the square."""
+    """Nothing may have quadratic cost: 10,624 nodes with twelve ranks each."""
     names = [f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0.hsn.invalid" for number in range(10624)]
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt") | {"PATH": clean_env()["PATH"]}
     took: dict[int, list[float]] = {2: [], 10624: []}
@@ -133,5 +135,5 @@ def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
             seconds.append(cpu_seconds() - begun)
             assert done.returncode == 0, done.stderr
             assert f"{12 * count} on {count} node{'s' * (count > 1)}: {names[0]}" in done.stdout
-    # 0.13 s on a quiet machine; where others use its caches and cores, the same work takes several times as long.
+    # 0.13 s on a quiet machine; several times as long if other programs use its caches and cores.
     assert min(took[10624]) < max(0.5, 5 * min(took[2]))

@@ -26,29 +26,29 @@ _PROGRAM = str(TESTS / "helpers/hostile_processes.py")
 
 
 def _tagged(tag: str) -> set[int]:
-    found = set()
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if tag.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                found.add(int(folder.name))
-    return found
+                pids.add(int(folder.name))
+    return pids
 
 
 def _are_gone(tag: str) -> bool:
-    """One look can miss a process that forks and ends."""
+    """Return True if three scans find no process with the tag: one scan can miss a process that forks and ends."""
     return not any(_tagged(tag) for _ in range(3))
 
 
 def _wait_for(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
     deadline = time.monotonic() + scaled(seconds)
     while not condition():
-        assert time.monotonic() < deadline, f"{what} has not come"
+        assert time.monotonic() < deadline, f"{what} did not happen in time"
         time.sleep(0.05)
 
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """The first argument of all processes of a test; those that are left at its end are ended."""
+    """First argument of a test's processes; remaining ones are killed at the end of the test."""
     name = f"ezpz-test-{uuid.uuid4().hex[:12]}"
     yield name
     deadline = time.monotonic() + 5
@@ -75,9 +75,9 @@ def test_a_run_of_which_some_are_killed(tmp_path: Path, tag: str, killed: tuple[
     run = start(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c", f"{sys.executable} {_PROGRAM} {tag}; sleep 600")
     try:
         _wait_for((tmp_path / "r/up0").exists, "the start of all")
-        time.sleep(2.5)  # two looks of the agent
+        time.sleep(2.5)  # two polling intervals of the agent
         run_id = record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]
-        forks = {one.pid: one.parent for one in marked(run_id) if one.is_shim}
+        forks = {process.pid: process.parent for process in marked(run_id) if process.is_shim}
         doomed = {pid for pid, parent in forks.items() if parent not in forks}
         if "agent" in killed:
             doomed |= agents(run_id)
@@ -98,7 +98,7 @@ def run_id() -> str:
 
 @contextlib.contextmanager
 def _started(tmp_path: Path, tag: str, run_id: str) -> Iterator[None]:
-    """All of them, with the run's marker, where no shim is above them."""
+    """Start all hostile processes with the run's marker, without a shim as their ancestor."""
     env = clean_env(EZPZ_LLM_RUN_ID=run_id, EZPZ_LLM_RANK="0", EZPZ_LLM_RUN_DIR=str(tmp_path))
     subprocess.run([sys.executable, _PROGRAM, tag], env=env, check=True, timeout=scaled(60))
     _wait_for((tmp_path / "up0").exists, "the start of all")
@@ -108,19 +108,19 @@ def _started(tmp_path: Path, tag: str, run_id: str) -> Iterator[None]:
 def test_the_marker_is_enough(tmp_path: Path, tag: str, run_id: str) -> None:
     with _started(tmp_path, tag, run_id):
         assert end_marked(run_id, within_s=scaled(10)) == []
-    # Those without any variable carry no marker.
+    # Processes without variables have no marker.
     assert len(_tagged(tag)) == len(NAMES[::2])
     assert not any(list(marked(run_id)) for _ in range(3))
 
 
 def test_a_hostile_rank_is_a_ranks(tmp_path: Path, tag: str, run_id: str) -> None:
     with _started(tmp_path, tag, run_id):
-        found = list(marked(run_id))
-        ours = [one for one in found if one.pid in _tagged(tag)]
-        # All but the one whose variable was taken away.
-        assert sum(one.is_of_rank for one in ours) >= len(RANKS) + len(NAMES[1::2])
-        assert {one.rank for one in ours} == {0, None}
-        assert not any(one.is_shim for one in found)
+        processes = list(marked(run_id))
+        ours = [process for process in processes if process.pid in _tagged(tag)]
+        # All except the process without the variable.
+        assert sum(process.is_of_rank for process in ours) >= len(RANKS) + len(NAMES[1::2])
+        assert {process.rank for process in ours} == {0, None}
+        assert not any(process.is_shim for process in processes)
         end_marked(run_id, within_s=scaled(10))
 
 
@@ -130,10 +130,10 @@ def test_descendants_are_those_of_a_whole_look() -> None:
     try:
         _wait_for(lambda: len(list(read_descendants(own, ()))) == 2, "two children")
         below = list(read_descendants(own, ()))
-        assert {everyone()[one.pid].parent for one in below} == {child.pid}
+        assert {everyone()[process.pid].parent for process in below} == {child.pid}
         assert list(read_descendants(own, {below[0].pid})) == below[1:]
     finally:
-        for pid in (child.pid, *(one.pid for one in read_descendants(own, ()))):
+        for pid in (child.pid, *(process.pid for process in read_descendants(own, ()))):
             os.kill(pid, signal.SIGKILL)
         child.wait()
 

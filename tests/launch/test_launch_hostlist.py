@@ -1,4 +1,4 @@
-"""Slurm's host lists, against Slurm's own expansion: as captured, and by the scontrol of this machine."""
+"""Slurm node lists, compared with Slurm's expansion: captured, and by this machine's scontrol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
 needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="no scontrol here (slurm-client)")
 
 
-# Ours, where Slurm 22.05 refuses (text after a bracket is harmless) or prints what is no host list.
+# Our expansion where Slurm 22.05 fails (text after a bracket is harmless) or prints an invalid node list.
 _OURS = {
     "n[1-3]-ib": "n1-ib n2-ib n3-ib", "n[1-2]x,m5": "n1x n2x m5", "a[1-2]b[3-4]c": "a1b3c a1b4c a2b3c a2b4c",
     "(null)": "", "n[3-1]": None, "[n1-n2]": None, "n[1-2": None, "n[]": None, "n[1-]": None,
@@ -49,7 +49,7 @@ def test_what_is_no_list_is_quoted(text: str) -> None:
 
 
 def _scontrol(what: str, text: str, folder: Path) -> list[str]:
-    """`scontrol show hostnames` (or hostlist), which wants a configuration and no server."""
+    """Run `scontrol show hostnames` (or hostlist), which needs a configuration but no server."""
     conf = folder / "slurm.conf"
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     done = subprocess.run(["scontrol", "show", what, text], env=os.environ | {"SLURM_CONF": str(conf)},
@@ -91,7 +91,7 @@ def test_any_list_expands_as_slurm_expands_it(tmp_path_factory: pytest.TempPathF
 
 @needs_scontrol
 def test_ten_thousand_names_folded_by_slurm(tmp_path: Path) -> None:
-    """Aurora's forms of names, in a shuffled order with gaps."""
+    """Names as on Aurora, shuffled and with gaps."""
     chance = random.Random(1)
     names = [f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0" for number in range(5000)]
     names += [f"nid{number:06d}" for number in chance.sample(range(20000), 5000)]

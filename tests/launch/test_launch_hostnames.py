@@ -1,4 +1,4 @@
-"""One rule for hostnames, wherever launch compares them."""
+"""Comparison of hostnames: the same rule everywhere in launch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_list_keeps_two_full_names_apart() -> None:
 
 
 def test_another_domain_in_another_source() -> None:
-    found = match_names(["n1.hsn.example", "n2"], ["n2.mgmt.example", "n1.mgmt.example"])
-    assert found.places == (1, 0)
-    (note,) = found.notes("the file", "the job")
+    matches = match_names(["n1.hsn.example", "n2"], ["n2.mgmt.example", "n1.mgmt.example"])
+    assert matches.places == (1, 0)
+    (note,) = matches.notes("the file", "the job")
     assert "the file has n1.hsn.example, the job has n1.mgmt.example" in note
-    # A first label that several nodes share does not identify any of them.
+    # A first label shared by several nodes does not identify any of them.
     assert match_names(["mpi-worker.3.site.example"], _WORKERS).places == (None,)
     assert match_names(["w.1.x", "w.2.x"], ["w.1.y"]).places == (None, None)
     assert same_nodes(["n1"], ["n1.site.example", "n2"]) is None
@@ -86,16 +86,16 @@ def _allocation(*names: str) -> Allocation:
 
 
 def test_selecting_from_a_reservation() -> None:
-    found = host_selection.select_hosts(_allocation(*_WORKERS), None, _WORKERS[1].upper(), None)
-    assert [host.name for host in found.hosts] == [_WORKERS[1]]
+    selection = host_selection.select_hosts(_allocation(*_WORKERS), None, _WORKERS[1].upper(), None)
+    assert [host.name for host in selection.hosts] == [_WORKERS[1]]
     with pytest.raises(UserError, match="the short hostname mpi-worker matches"):
         host_selection.select_hosts(_allocation(*_WORKERS), None, "mpi-worker", None)
     with pytest.raises(UserError, match="is not in pbs job 1"):
         host_selection.select_hosts(_allocation(*_WORKERS), None, "mpi-worker.3.site.example", None)
     job = _allocation("n1.mgmt.example", "n2.mgmt.example")
-    found = host_selection.select_hosts(job, None, "n2.hsn.example", None)
-    assert [host.name for host in found.hosts] == ["n2.mgmt.example"]
-    assert "--hosts n2.hsn.example has n2.hsn.example, PBS_NODEFILE has n2.mgmt.example" in found.notes[-1]
+    selection = host_selection.select_hosts(job, None, "n2.hsn.example", None)
+    assert [host.name for host in selection.hosts] == ["n2.mgmt.example"]
+    assert "--hosts n2.hsn.example has n2.hsn.example, PBS_NODEFILE has n2.mgmt.example" in selection.notes[-1]
 
 
 def test_which_node_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +103,13 @@ def test_which_node_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_here(_WORKERS) == 1
     assert is_here("mpi-worker")
     assert not is_here(_WORKERS[0])
-    # In another domain only by its address.
+    # In another domain, only the address identifies this node.
     assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("launch treats them as different nodes")
     monkeypatch.setattr(addresses, "addresses_of", lambda name: ("192.0.2.7",))
     monkeypatch.setattr(addresses, "_can_bind", lambda address: address == "192.0.2.7")
     assert is_here("mpi-worker.x.example")
     assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("the same node (by its address)")
-    # Where only the short name is known here, the name service has the domain.
+    # If this node only knows its short name, the name service has the domain.
     monkeypatch.setattr(socket, "gethostname", lambda: "mpi-worker")
     monkeypatch.setattr(addresses, "canonical_name", lambda name: _WORKERS[1])
     assert find_here(_WORKERS) == 1

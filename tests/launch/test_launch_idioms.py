@@ -1,5 +1,7 @@
-"""Shell idioms around `launch` and how they end: in every case the ranks have saved their work, run.json
-says how it ended, and postmortem.txt is there."""
+"""Shell idioms around `launch` and how they end.
+
+In every case the ranks have saved their work, run.json records the end, and postmortem.txt exists.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from slowness import scaled
 from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.launch.node.processes import is_alive, started_at
 
-# What is started tells its process number, whatever stands around it.
+# Writes its process id to a file, whatever the shell puts around it.
 _LAUNCH = "sh -c 'echo $$ > pid.new && mv pid.new pid && exec \"$@\"' - {words}"
 
 IDIOMS = {
@@ -48,7 +50,7 @@ def _wait_for(condition: Callable[[], object], what: str, timeout: float = 60.0)
 
 @dataclass
 class Typed:
-    """A command line, as a shell runs it, with launch somewhere in it."""
+    """A command line that contains launch, run by a shell."""
 
     folder: Path
     shell: subprocess.Popen[bytes]
@@ -97,7 +99,7 @@ def _check(folder: Path, code: int, cause: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_a_signal_to_all_that_was_typed(tmp_path: Path, idiom: str, number: signal.Signals) -> None:
-    """Ctrl-C reaches the whole foreground group, and so does a scheduler's SIGTERM: tee ends before launch does."""
+    """Ctrl-C and a scheduler's SIGTERM reach the whole foreground group, so tee ends before launch."""
     with _typed(tmp_path, IDIOMS[idiom]) as typed:
         _wait_for(lambda: _are_up(tmp_path), "the ranks' start")
         os.killpg(os.getpgid(typed.launch), number)
@@ -106,12 +108,12 @@ def test_a_signal_to_all_that_was_typed(tmp_path: Path, idiom: str, number: sign
 
 @pytest.mark.parametrize("idiom", ["plain", "tee of both", "head"])
 def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
-    """A lost ssh, `tmux kill-session`: SIGHUP, and every write ends in EIO."""
+    """A lost ssh connection or `tmux kill-session` sends SIGHUP, and every write fails with EIO."""
     ours, theirs = pty.openpty()
 
     def in_terminal() -> None:
         os.setsid()
-        # The first terminal that a session's leader opens becomes its own.
+        # The first terminal that a session leader opens becomes its controlling terminal.
         os.close(os.open(os.ttyname(0), os.O_RDWR))
 
     reader = threading.Thread(target=_read_all, args=(ours,), daemon=True)
@@ -133,7 +135,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
 
 
 def _read_all(terminal: int) -> None:
-    """What a terminal does until it is closed."""
+    """Read like a terminal until it is closed."""
     reader = threading.current_thread()
     os.set_blocking(terminal, False)
     while getattr(reader, "is_wanted", True):
@@ -144,7 +146,7 @@ def _read_all(terminal: int) -> None:
 
 @pytest.mark.full
 def test_the_trainers_checkpoint(tmp_path: Path) -> None:
-    """The real one, as most people type it."""
+    """Run the real trainer, with a typical command line."""
     with _typed(tmp_path, IDIOMS["tee of both"], sys.executable, "-m", "ezpz_llm.train", *LONG) as typed:
         _wait_for(lambda: (tmp_path / "r/metrics.jsonl").exists(), "the first steps", 120)
         os.killpg(os.getpgid(typed.launch), signal.SIGINT)
@@ -157,7 +159,7 @@ def test_the_trainers_checkpoint(tmp_path: Path) -> None:
 
 
 def test_time_runs_out(tmp_path: Path) -> None:
-    """timeout signals launch, and then launch's whole group: that is one order, not a second, impatient one."""
+    """timeout signals launch and then its whole group. The second signal must not be treated as a second Ctrl-C."""
     with _typed(tmp_path, f"timeout {scaled(5):.0f} {{launch}} 2>&1 | tee log"):
         pass
     assert _are_up(tmp_path)
@@ -168,7 +170,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "talks.py").write_text("for number in range(50000): print(number)\n")
     with _typed(tmp_path, "{launch} 2> said | head -1 > first; echo ${{PIPESTATUS[0]}} > code", sys.executable,
                 "talks.py") as typed:
-        # The shell writes `code` after launch has ended; leaving the block kills it.
+        # The shell writes `code` after launch has ended, and leaving the block kills the shell.
         typed.shell.wait(scaled(60))
     assert (tmp_path / "first").read_text() == "0\n"
     assert (tmp_path / "code").read_text() == "0\n"
@@ -178,8 +180,8 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_reader_that_stands_still(tmp_path: Path) -> None:
-    """`| less`, Ctrl-S: the ranks wait for it as long as they may; once the run is ended, nobody does."""
+def test_a_stopped_reader(tmp_path: Path) -> None:
+    """Ranks block on output to a stopped reader (`| less`, Ctrl-S); ending the run does not block."""
     read, write = os.pipe()
     (tmp_path / "talks.py").write_text(SAVES.replace("time.sleep(0.02)", "").replace('"step"', '"step" * 2000'))
     with _typed(tmp_path, "{launch}", sys.executable, "talks.py", stdout=write, stderr=write) as typed:
@@ -202,7 +204,7 @@ def test_a_slow_reader_gets_all_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_what_the_console_has_shown_is_not_shown_again(tmp_path: Path) -> None:
-    """In a job's own output the rank's last lines stand right above the post-mortem."""
+    """In a job's output file, the rank's last lines are directly above the post-mortem."""
     (tmp_path / "fails.py").write_text("""
 import os, time
 if os.environ["EZPZ_LLM_RANK"] == "1":
@@ -221,12 +223,12 @@ raise ValueError("bad")
 
 @pytest.mark.parametrize(("command", "last"), [
     (("hostname",), "[1] {host}"),
-    # More than a screen.
+    # More than fits on a screen.
     (("seq", "65"), "launch: 1 other rank wrote to {logs} (--tee all shows it here)"),
     (("head", "-c", "20000", "/dev/zero"), "launch: 1 other rank wrote to {logs} (--tee all shows it here)"),
 ])
 def test_other_ranks_that_wrote_are_shown_or_named(tmp_path: Path, command: tuple[str, ...], last: str) -> None:
-    """`launch hostname` shows rank 0's line where it may be read by a program, and those of all others below."""
+    """`launch hostname` prints rank 0's line on standard output, and those of the other ranks afterwards."""
     with _typed(tmp_path, "{launch} > out 2> said", *command):
         pass
     assert (tmp_path / "out").read_text() == subprocess.check_output(command, text=True)
@@ -236,8 +238,10 @@ def test_other_ranks_that_wrote_are_shown_or_named(tmp_path: Path, command: tupl
 
 
 def test_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> None:
-    """scancel signals all processes of a batch job, tee too, and its words are in the job's own output only;
-    in an salloc shell it signals the ranks alone."""
+    """scancel signals all processes of a batch job, including tee, and its message is only in the job's output.
+
+    In an salloc shell it only signals the ranks.
+    """
     typed = "launch -n 2 --run-dir r python3 saves.py"
     folders = {name: tmp_path / name.replace(" ", "-") for name in (*IDIOMS, "salloc")}
     for name, folder in folders.items():
@@ -259,7 +263,7 @@ def test_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_terminal_talks_to_rank_0(tmp_path: Path) -> None:
-    """`python3 -i`, breakpoint(): what is typed reaches the rank, a prompt comes at once."""
+    """Input reaches the rank, and a prompt appears at once, as needed for `python3 -i` and breakpoint()."""
     ours, theirs = pty.openpty()
     said = b""
 

@@ -1,5 +1,4 @@
-"""Situations in which launchers were seen to fail, unless another file tests them
-(docs/evidence/failure_tests.md)."""
+"""Known problems of launchers that no other test covers (docs/evidence/failure_tests.md)."""
 
 from __future__ import annotations
 
@@ -62,14 +61,14 @@ def test_every_test_that_is_named_exists(head: str) -> None:
 
 
 def test_one_reader_for_each_scheduler() -> None:
-    """All commands ask the same two modules for hosts: there is no second parser that could disagree."""
+    """All commands get nodes from the same two modules: there is no second parser that could disagree."""
     readers = {name for name, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Constant)
                and node.value in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST", "PBS_NODEFILE")}
     assert readers == {"ezpz_llm/launch/schedulers/slurm.py", "ezpz_llm/launch/schedulers/pbs.py"}
 
 
 def test_ranks_are_read_from_one_table() -> None:
-    """By names that launchers really set, in one module."""
+    """Only one module has the names of launchers' rank variables."""
     names = {name for family in FAMILIES for name in (family.rank, family.local_rank) if name}
     assert "SLURM_LOCALID" in names
     assert "SLURM_LOCAL_ID" not in names
@@ -77,12 +76,12 @@ def test_ranks_are_read_from_one_table() -> None:
                "ezpz_llm/launch/dialects/on_node.py"}
     reads = {(file, node.value) for file, tree in _sources() for node in ast.walk(tree)
              if isinstance(node, ast.Constant) and node.value in names - {"SLURM_PROCID", "SLURM_LOCALID"}}
-    # setup tells DeepSpeed, on_node takes the outer launcher's away.
+    # setup exports them for DeepSpeed, and on_node removes the outer launcher's.
     assert {file for file, _ in reads} <= allowed, reads
 
 
 def test_nothing_goes_through_a_shell_or_comes_from_the_net() -> None:
-    """Words stay a list from plan to exec, and what runs on compute nodes is in the wheel."""
+    """Arguments stay a list from plan to exec, and all code that runs on compute nodes is in the wheel."""
     for name, tree in _sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
@@ -96,7 +95,7 @@ def test_nothing_goes_through_a_shell_or_comes_from_the_net() -> None:
 
 
 def test_a_job_asks_for_no_signal() -> None:
-    """NCCL and schedulers have uses of their own for SIGUSR1 and SIGUSR2; ours is a real-time signal."""
+    """NCCL and schedulers use SIGUSR1 and SIGUSR2; launch uses a real-time signal."""
     scripts = [*(ROOT / "tests/golden").rglob("*"), *(ROOT / "jobs").rglob("*")]
     assert any("#SBATCH" in path.read_text() for path in scripts if path.is_file())
     for path in scripts:
@@ -132,7 +131,7 @@ def test_the_users_own_values_win_and_the_plan_says_so(tmp_path: Path) -> None:
     assert (plan.env["NCCL_NET"].value, plan.env["NCCL_NET"].source) == ("x", "site here")
     assert plan.env["GLOO_SOCKET_IFNAME"].source == "site here"
     assert all(setting.source for setting in plan.env.values())
-    # On the way to other hosts too.
+    # Also on other nodes.
     assert "keeping MASTER_ADDR=192.0.2.7 from your environment" in plan.notes
 
 
@@ -147,7 +146,7 @@ _SAYS = ["CUDA error: an illegal memory access", "AttributeError: 'NoneType'", "
 
 
 def test_nothing_is_hidden_and_nothing_written_elsewhere(tmp_path: Path) -> None:
-    """Lines that look like an error's are the user's like any other; ./hostfile stays as it was."""
+    """Output lines that look like errors are passed through; ./hostfile is left unchanged."""
     (tmp_path / "hostfile").write_text("n7 slots=3\n")
     program = f"import sys\nfor line in {_SAYS!r}:\n    print(line)\n    print(line, file=sys.stderr)\n"
     done = launch(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, "-c", program)
@@ -162,7 +161,7 @@ def test_nothing_is_hidden_and_nothing_written_elsewhere(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("spoil", "code"), [
-    # Until it is gone: the node's agent may just be writing there.
+    # Repeat until it is removed, since the node's agent may be writing there.
     ('until rm -rf "$EZPZ_LLM_RUN_DIR"; do :; done', 0),
     ('until rm -rf "$EZPZ_LLM_RUN_DIR"; do :; done', 5),
     ('echo "[" > "$EZPZ_LLM_RUN_DIR/run.json"', 5),
@@ -171,7 +170,7 @@ def test_an_end_that_cannot_be_recorded_is_the_same_end(tmp_path: Path, spoil: s
     done = launch(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c", f"{spoil}; exit {code}")
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    # A failing rank's record makes the directory again, and the end is in it; else it is said that it is nowhere.
+    # A failing rank's record creates the directory again, with the end in it; else a message says there is none.
     remade = "rm -rf" in spoil and code != 0
     assert ("cannot record the end of the run in" in done.stderr) is not remade
     if remade:
@@ -179,7 +178,7 @@ def test_an_end_that_cannot_be_recorded_is_the_same_end(tmp_path: Path, spoil: s
 
 
 def test_only_the_runs_own_processes_are_ended(tmp_path: Path) -> None:
-    """A process of the same words, one that listens on a port, and another run of the same program live on."""
+    """A process with the same command line, one that listens on a port, and another run of the program survive."""
     words = ("sh", "-c", "sleep 0.5; exit $CODE")
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -209,7 +208,7 @@ def test_only_the_runs_own_processes_are_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("outer", "inner"), [
     ("mpiexec", "mpiexec"), ("mpiexec", "torchrun"), pytest.param("torchrun", "mpiexec", marks=pytest.mark.full)])
 def test_a_launch_inside_a_single_rank_is_a_run_of_its_own(tmp_path: Path, outer: str, inner: str) -> None:
-    """It inherits what the outer run's shim and launcher told that one rank."""
+    """It inherits the variables that the outer run's shim and launcher set for that rank."""
     program = "import os; from ezpz_llm.launch.ranks import find_rank; i = find_rank(os.environ);" \
               " print(i.rank, i.world_size, os.environ['EZPZ_LLM_RANK'])"
     done = launch(tmp_path, "--launcher", outer, "-n", "1", "--run-dir", "outer", "launch", "--launcher", inner,
@@ -221,7 +220,7 @@ def test_a_launch_inside_a_single_rank_is_a_run_of_its_own(tmp_path: Path, outer
 
 
 def test_any_place_and_any_locale(tmp_path: Path) -> None:
-    """No HOME, no USER, a temporary folder that is too long a name for a socket, names that are no text."""
+    """Run without HOME and USER, with a TMPDIR too long for a socket, and with names that are not valid text."""
     long = tmp_path / ("t" * 200)
     long.mkdir()
     env = {name: value for name, value in clean_env().items() if name not in ("HOME", "USER", "LOGNAME")}

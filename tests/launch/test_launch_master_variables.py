@@ -1,4 +1,4 @@
-"""The user's own MASTER_ADDR and MASTER_PORT, which are wrong before any rank waits for them."""
+"""The user's MASTER_ADDR and MASTER_PORT: errors are reported before any rank waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every MPI that the package index has, really run: ranks meet, words arrive as typed, codes are the rank's own."""
+"""Real runs with every MPI on the package index: rendezvous, unchanged arguments, and the ranks' exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(world.rank, world.size, world.allreduce(world.rank + 1), sys.argv[1:], flu
 print(MPI.Get_library_version(), file=sys.stderr)
 """
 
-# Rank 1 ends badly; rank 0 in order, a little later, so that launch need not end it.
+# Rank 1 fails; rank 0 succeeds a little later, so that launch does not have to end it.
 _END = """
 import os, signal, sys, time
 from ezpz_llm.launch.ranks import find_rank
@@ -73,7 +73,7 @@ time.sleep(4)
 
 @pytest.mark.full
 def test_an_mpi_under_the_mpiexec_of_another_is_named(tmp_path: Path) -> None:
-    """Each rank is a world of one, and says nothing. (MPICH 5 under the mpiexec of Open MPI ends by itself.)"""
+    """Each rank is a world of size 1, without an error. (MPICH 5 under Open MPI's mpiexec fails by itself.)"""
     (tmp_path / "stays.py").write_text(_STAYS)
     env = mpi_environment("mpich") | {"MPI4PY_LIBMPI": mpi_environment("openmpi5")["MPI4PY_LIBMPI"]}
     done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", sys.executable, "stays.py", **env)
@@ -86,7 +86,7 @@ def test_an_mpi_under_the_mpiexec_of_another_is_named(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_codes_are_the_ranks_own(tmp_path: Path, name: str) -> None:
-    """The launchers' own codes for these are 7, 9, 11 and 255 (MPICH), 255 for all but the first (Intel MPI)."""
+    """The launchers' exit codes would be 7, 9, 11 and 255 (MPICH), 255 for all but the first (Intel MPI)."""
     (tmp_path / "end.py").write_text(_END)
     env = mpi_environment(name)
     ends = {"exit": 7, "SIGKILL": 137, "SIGSEGV": 139, "missing": 127}
@@ -117,9 +117,9 @@ def test_test_dist_under_each(tmp_path: Path, name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_ranks_run_on_their_own_cores(tmp_path: Path, name: str) -> None:
-    """Two ranks on two cores, in the order opposite to any launcher's own, by each one's own option.
+    """Bind two ranks to two cores with each launcher's option, in the opposite of the launcher's default order.
 
-    Each rank writes a file of its own: here nothing keeps lines whole that two ranks print at once.
+    Each rank writes its own file, since lines that two ranks print at once could be mixed.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

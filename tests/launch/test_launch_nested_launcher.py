@@ -1,4 +1,4 @@
-"""A launcher as the command to launch: the plan says so, with what to type."""
+"""A launcher as the command of launch: the plan has a note with the command to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of launch, and the words that it leaves to the command."""
+"""Options of launch, and arguments that belong to the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script of the user's own under launch: its closing line, the answer to Ctrl-C, its stacks, its report."""
+"""A user's script under launch: closing line, response to Ctrl-C, stacks, and report."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_console_that_reads_gets_the_line(capfd: pytest.CaptureFixture[str]) -
 
 def test_what_a_program_without_a_python_stack_has_to_add_gives_one(tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines that the stacks file says to add, added, make it have a stack."""
+    """Add the lines that the stacks file recommends, and check that the program's stack is recorded."""
     def stacks_of(program: str) -> str:
         hangs = [sys.executable, "-c", f"{program}\nprint(flush=True)\nimport time\ndef stuck():\n"
                  "    time.sleep(600)\nstuck()"]

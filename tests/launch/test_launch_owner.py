@@ -1,4 +1,4 @@
-"""A run directory has one owner at a time: real launches beside and after each other."""
+"""A run directory has one owner at a time: real launches, concurrent and one after another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _wait_for(path: Path, timeout: float = 60.0) -> None:
 
 
 def _until(path: str) -> tuple[str, ...]:
-    """A program that says that it runs, and ends once `path` is there."""
+    """Return a program that reports that it is running, and ends once `path` exists."""
     return "sh", "-c", f"touch {path}.runs; while [ ! -e {path} ]; do sleep 0.05; done"
 
 
@@ -46,18 +46,18 @@ def _owned_by(run_dir: Path, who: Owner, number: int = 1) -> Path:
     return file
 
 
-def test_of_two_at_once_one_runs(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_launches_runs(tmp_path: Path) -> None:
     both = [start(tmp_path, "-n", "1", "--run-dir", "r", *_until("end")) for _ in range(2)]
     _wait_for(tmp_path / "end.runs")
-    while all(one.poll() is None for one in both):
+    while all(process.poll() is None for process in both):
         time.sleep(0.02)
-    other, refused = sorted(both, key=lambda one: one.poll() is not None)
-    _, said = refused.communicate(timeout=scaled(60))
-    assert refused.returncode == 2, said
-    assert f"the run directory is in use: launch, pid {other.pid} on " in said
+    other, refused = sorted(both, key=lambda process: process.poll() is not None)
+    _, stderr = refused.communicate(timeout=scaled(60))
+    assert refused.returncode == 2, stderr
+    assert f"the run directory is in use: launch, pid {other.pid} on " in stderr
     (tmp_path / "end").touch()
-    _, said = other.communicate(timeout=scaled(60))
-    assert other.returncode == 0, said
+    _, stderr = other.communicate(timeout=scaled(60))
+    assert other.returncode == 0, stderr
     assert record(tmp_path / "r")["exit"]["code"] == 0
 
 
@@ -72,19 +72,19 @@ def test_a_second_launch_does_not_end_the_first(tmp_path: Path) -> None:
     train = launch(tmp_path, "-n", "1", sys.executable, "-m", "ezpz_llm.train", "--run-dir", "r", "--resume", "r")
     assert (train.returncode, "in use" in train.stderr) == (2, True), "the reason is not what its check finds"
     assert record(tmp_path / "r") == before
-    # A record of somebody else's rank is nobody's failure.
+    # The record of another run's rank does not count as a failure.
     (tmp_path / "r/errors/rank0001.json").write_text('{"rank": 1, "exit_code": 7, "launch": "another"}')
     (tmp_path / "r/errors/rank0000.json").write_text("{")
     time.sleep(0.5)
     (tmp_path / "end").touch()
-    _, said = first.communicate(timeout=scaled(60))
-    assert first.returncode == 0, said
+    _, stderr = first.communicate(timeout=scaled(60))
+    assert first.returncode == 0, stderr
     assert not (tmp_path / "second").exists()
     again = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     assert (again.returncode, "taking over" in again.stderr) == (0, False), "it was let go of"
 
 
-def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
+def test_a_killed_launch_is_replaced(tmp_path: Path) -> None:
     first = start(tmp_path, "-n", "2", "--run-dir", "r", *_until("never"))
     _wait_for(tmp_path / "never.runs")
     first.kill()
@@ -97,7 +97,7 @@ def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_launch_that_is_ended_lets_go(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_ended_launch_releases_the_directory(tmp_path: Path, number: signal.Signals) -> None:
     first = start(tmp_path, "-n", "1", "--run-dir", "r", *_until("never"))
     _wait_for(tmp_path / "never.runs")
     first.send_signal(number)
@@ -132,8 +132,8 @@ except UserError as error:
     launched = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     name = f"in use: rank 0, pid {first.pid} on "
     for rank in others:
-        said, _ = rank.communicate(timeout=scaled(120))
-        assert (rank.returncode, name in said) == (2, True), said
+        stderr, _ = rank.communicate(timeout=scaled(120))
+        assert (rank.returncode, name in stderr) == (2, True), stderr
     (tmp_path / "end").touch()
     assert first.wait(timeout=scaled(60)) == 0
     assert (launched.returncode, name in launched.stderr) == (2, True), launched.stderr
@@ -141,7 +141,7 @@ except UserError as error:
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_of_many_that_try_one_owns(tmp_path: Path, stale: bool) -> None:
+def test_one_of_many_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
     run_dir = RunDir(tmp_path / "r").create()
     if stale:
         _owned_by(run_dir.path, replace(_ELSEWHERE, place=place(), pid=os.getpid(), begun=1))
@@ -183,7 +183,7 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
         own(RunDir(tmp_path / "r"), "x", {})
     living.set()
     thread.join()
-    # Its clock may say what it likes: only a change that is seen here is a sign of life.
+    # The owner's clock may be wrong: only a change observed here counts as a sign of life.
     os.utime(file, (time.time() + 3600,) * 2)
     with own(RunDir(tmp_path / "r"), "x", {}) as owned:
         assert owned.killed == ""
@@ -195,7 +195,7 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
     ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "42"}, "job 41 has ended"),
     ("PBS_JOBID 41.pbs", {}, "job 41.pbs has ended"),
 ])
-def test_a_job_that_is_over_owns_nothing(tmp_path: Path, job: str, env: dict, said: str, capfd) -> None:
+def test_an_ended_job_does_not_own_the_directory(tmp_path: Path, job: str, env: dict, said: str, capfd) -> None:
     for name, text in (("squeue", "slurm_load_jobs error: Invalid job id specified"),
                        ("qstat", "qstat: 41.pbs Job has finished, use -x or -H")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
@@ -207,7 +207,7 @@ def test_a_job_that_is_over_owns_nothing(tmp_path: Path, job: str, env: dict, sa
     assert said in capfd.readouterr().err
 
 
-def test_whoever_was_succeeded_ends(tmp_path: Path) -> None:
+def test_a_launch_ends_after_a_takeover(tmp_path: Path) -> None:
     RunDir(tmp_path / "r").create()
     (tmp_path / "own.py").write_text("""
 import time
@@ -222,16 +222,16 @@ with owner.own(RunDir(Path("r")), "x", {}):
     running = subprocess.Popen([sys.executable, "own.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     _wait_for(tmp_path / "up")
     _owned_by(tmp_path / "r", _ELSEWHERE, 2)
-    _, said = running.communicate(timeout=scaled(120))
+    _, stderr = running.communicate(timeout=scaled(120))
     assert running.returncode == -signal.SIGKILL
-    assert "launch, pid 1 on n9" in said
-    assert "took over the run directory: this run ends" in said
+    assert "launch, pid 1 on n9" in stderr
+    assert "took over the run directory: this run ends" in stderr
 
 
 @pytest.mark.full
 @pytest.mark.cluster
 def test_on_other_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    """One that lives there is waited for until its next sign of life; a job that is requeued succeeds itself."""
+    """launch waits for a sign of life of an owner on another node; a requeued job takes over its own directory."""
     (tmp_path / "job.sh").write_text("""#!/bin/bash
 #SBATCH --nodes=1 --nodelist=n1 --requeue --output=job.log --open-mode=append
 if [[ ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
@@ -260,15 +260,15 @@ launch -n 1 --run-dir r hostname
     while "exit" not in (end := record(tmp_path / "r")) or end["exit"] is None:
         assert time.monotonic() < deadline, (tmp_path / "job.log").read_text()
         time.sleep(0.2)
-    said = (tmp_path / "job.log").read_text()
-    assert f"job {job}, since" in said, said
-    assert "its job has been requeued" in said, said
-    assert end["exit"]["code"] == 0, said
+    log = (tmp_path / "job.log").read_text()
+    assert f"job {job}, since" in log, log
+    assert "its job has been requeued" in log, log
+    assert end["exit"]["code"] == 0, log
     assert end["launch"]["hosts"] != ["n1"]
 
 
 def test_the_next_launch_removes_half_written_checkpoints(tmp_path: Path) -> None:
-    """Where it owns the directory; those of a run that goes on there are its own."""
+    """Only the owner removes them, so that those of a running job are kept."""
     checkpoints = tmp_path / "r/checkpoints"
     for name in (".step-00000010.partial", ".step-00000005.removed", "step-00000005"):
         (checkpoints / name).mkdir(parents=True)

@@ -1,5 +1,7 @@
-"""launch in PBS jobs on four simulated nodes: a stand-in for PBS (pbs_standin/) over their real hosts and ssh, the
-real mpiexec of MPICH. All jobs are queued at once; each test looks at what one of them left."""
+"""Run launch in PBS jobs on four simulated nodes: a stand-in for PBS (pbs_standin/), real ssh, and MPICH's mpiexec.
+
+All jobs are queued at once; each test checks the results of one of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from slowness import scaled
 
 MEET = f"python3 {HELPERS / 'connecting_ranks.py'}"
 
-# The first line is the request (qsub's words), the rest the script after its set-up.
+# The first line is the request (qsub's arguments), the rest is the script after its set-up.
 _JOBS = {
     "dist": """-l select=2:ncpus=2:mpiprocs=2 -l walltime=00:10:00
         launch --run-dir $RUNS/dist python3 -m ezpz_llm.test_dist --steps 10
@@ -31,7 +33,7 @@ _JOBS = {
     "plain": f"""-l select=2 -l walltime=1:00:00
         launch --run-dir $RUNS/plain {MEET}
         echo rc=$?""",
-    # PATH as on sites whose compute nodes have no PBS commands.
+    # PATH as at sites without PBS commands on compute nodes.
     "mixed": f"""-l select=1:ncpus=2:mpiprocs=1+2:ncpus=2:mpiprocs=2 -l walltime=1:00:00
         PATH=$(echo "$PATH" | sed "s#[^:]*/home/bin:##")
         launch --run-dir $RUNS/mixed {MEET}
@@ -59,7 +61,7 @@ _JOBS = {
 
 
 class _Pbs:
-    """The jobs' results, once they have ended."""
+    """Results of the jobs, available once they have ended."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder, self.runs = cluster, folder, folder / "runs"
@@ -80,7 +82,7 @@ class _Pbs:
         self.ids[name] = self.command("qsub", str(path))
 
     def job(self, name: str, timeout: float = 120) -> dict:
-        """What qstat says of a job, once it has ended."""
+        """Wait for a job to end, and return its qstat record."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             said = json.loads(self.command("qstat", "-x", "-f", "-F", "json", self.ids[name]))
@@ -111,7 +113,7 @@ def pbs(host_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_two_nodes_with_two_ranks_each(pbs: _Pbs) -> None:
-    """test_dist: four ranks of real torch over gloo, two a host, and the end of the job's time."""
+    """Run test_dist: four ranks with torch and gloo, two per node; the ranks know the end of the job."""
     job = pbs.job("dist")
     output = pbs.output("dist")
     assert "rc=0" in output, output
@@ -127,7 +129,7 @@ def test_two_nodes_with_two_ranks_each(pbs: _Pbs) -> None:
 
 
 def test_a_deleted_job(pbs: _Pbs) -> None:
-    """qdel signals all processes of the job's session, tee too."""
+    """qdel signals all processes of the job's session, including tee."""
     run = pbs.runs / "deleted"
     deadline = time.monotonic() + scaled(120)
     while not all((run / f"up{rank}").exists() for rank in (0, 1)):
@@ -182,7 +184,7 @@ def test_array_jobs(pbs: _Pbs) -> None:
 
 
 def test_the_end_of_the_time(pbs: _Pbs) -> None:
-    """PBS's SIGTERM reaches launch, which ends the ranks on both hosts."""
+    """PBS's SIGTERM reaches launch, which ends the ranks on both nodes."""
     job = pbs.job("walltime")
     assert job["Exit_status"] == -29
     output = pbs.output("walltime")
@@ -204,10 +206,10 @@ def test_addresses(pbs: _Pbs) -> None:
     assert f"no interface 'hsn0' on {first}, which has lo (127.0.0.1), eth0 ({address})" in missing
     refused = (pbs.folder / "localhost.txt").read_text()
     assert f"ranks on {second} would look for rank 0 on their own node" in refused
-    # PBS tells nothing to a shell that ssh started on another host of the job.
+    # A shell that ssh started on another node of the job has no PBS variables.
     assert json.loads((pbs.folder / "elsewhere.json").read_text())["scheduler"] == "none"
     assert output.count("rc=2") == 2
-    # With 127.0.1.1 for its own name, ranks meet all the same.
+    # The rendezvous also works if the node's name resolves to 127.0.1.1.
     assert "rc=0" in output, output
     ranks = [(rank["host"], rank["MASTER_ADDR"]) for rank in pbs.met("debian")]
     assert ranks == [(first, address), (second, address)]

@@ -1,4 +1,4 @@
-"""Plans: who runs where, by which launcher, with which environment; nothing is started."""
+"""Plans: placement of ranks, launcher, and environment; nothing is started."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_a_hostfiles_slots_are_a_limit() -> None:
         place(_allocation(2, 4, limit=True), _NONE, None, 3)
     with pytest.raises(UserError, match="do not fit"):
         place(_allocation(None, None), _NONE, 9, 4)
-    # A host that states none takes what the others leave.
+    # A node without slots gets the ranks that the other nodes cannot take.
     assert place(_allocation(2, None, limit=True), _NONE, 5, None).ranks == (("n1", 2), ("n2", 3))
 
 
 def _programs(folder: Path, **bodies: str) -> str:
-    """A PATH that holds nothing but these scripts."""
+    """Return a PATH with only these scripts."""
     for name, body in bodies.items():
         script = folder / name
         script.write_text(f"#!/bin/sh\n{body}\n")
@@ -92,7 +92,7 @@ def test_inside_a_slurm_job_auto_is_srun(tmp_path: Path) -> None:
 
 
 def test_pbs_own_thread_count_is_no_choice_of_the_user(tmp_path: Path) -> None:
-    # OMP_NUM_THREADS=2 is PBS's own; the captured job's hosts are other machines than this one.
+    # OMP_NUM_THREADS=2 was set by PBS; the captured job's nodes are not this machine.
     node_file = tmp_path / "5.login"
     node_file.write_text("localhost\nlocalhost\n")
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
@@ -131,7 +131,7 @@ def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> No
     assert inner.env["EZPZ_LLM_RUN_ID"].value != "outer"
 
 
-def test_a_rank_stays_what_it_is() -> None:
+def test_a_rank_keeps_its_rank() -> None:
     plan = _plan("-n 8 python3 x.py", captured_env("mpi/env_mpich_rank2.txt"))
     assert plan.is_started
     assert plan.argv == ("python3", "x.py")
@@ -140,7 +140,7 @@ def test_a_rank_stays_what_it_is() -> None:
 
 
 def test_a_rank_exported_for_another_program_is_left_aside(tmp_path: Path) -> None:
-    """Somebody who makes ranks by hand, as training operators do, sets where they meet, too."""
+    """A rank exported by hand, as Kubernetes training operators do, also has MASTER_ADDR and MASTER_PORT."""
     env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:")}
     for left in ({"WORLD_SIZE": "4"}, {"RANK": "7", "WORLD_SIZE": "9"}):
         plan = _plan("-n 2 python3 x.py", env | left)
@@ -205,7 +205,7 @@ def test_dry_run_of_our_own_command_runs_its_check(tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (right.returncode, right.stderr) == (0, "")
     assert right.stdout.splitlines()[-1].lstrip().startswith("1 "), "the plan, and nothing of the check"
-    # Processor time, which does not depend on what else runs here.
+    # Processor time, which does not depend on the load.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.2
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Planted failures, each with the cause that must be the headline and the advice that helps against it."""
+"""Planted failures, each with its expected headline and advice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _aborts(words: str) -> str:
 
 @dataclass(frozen=True)
 class Plant:
-    """What a rank does, the kind of failure that this is, what the post-mortem shows and what it advises."""
+    """A rank's program, its kind of failure, and the expected text and advice of the post-mortem."""
 
     does: str
     kind: str
@@ -93,7 +93,7 @@ Error: network AWS Libfabric not found.''')""", "exception", "RuntimeError: Erro
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One launch, in which each rank dies of something else."""
+    """Run one launch in which each rank fails differently."""
     folder = tmp_path_factory.mktemp("planted")
     for number, plant in enumerate(PLANTS.values()):
         (folder / f"plant{number}.py").write_text(f"import ctypes, os\nrank = {number}\n{plant.does}\n")
@@ -109,8 +109,8 @@ __import__(f"plant{rank}")
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_the_words_are_the_cause(planted: Path, tmp_path: Path, name: str) -> None:
-    """Alone, as if the other ranks of its run had been ended for it."""
+def test_the_last_output_gives_the_cause(planted: Path, tmp_path: Path, name: str) -> None:
+    """Judge each failure alone, as if launch had ended the other ranks."""
     plant, rank = PLANTS[name], list(PLANTS).index(name)
     run_dir = RunDir(tmp_path / "r")
     run_dir.create()
@@ -124,11 +124,11 @@ def test_the_words_are_the_cause(planted: Path, tmp_path: Path, name: str) -> No
     assert plant.advises.format(others=others) in advised, told.text
     assert bool(plant.advises) == bool(advised)
     assert "Fatal Python error: Aborted" not in told.cause
-    assert told.text.count("| loss") == 1  # The loss table in one line.
+    assert told.text.count("| loss") == 1  # The loss table on one line.
 
 
-def test_the_rank_that_did_not_come_is_the_headline(tmp_path: Path) -> None:
-    """Three of four time out in a collective: the fourth is the one to ask."""
+def test_the_rank_missing_in_the_collective_is_the_headline(tmp_path: Path) -> None:
+    """Three of four ranks time out in a collective, so the fourth is the cause."""
     (tmp_path / "hangs.py").write_text(f"""
 import ctypes, os, time
 if os.environ["EZPZ_LLM_RANK"] != "3":
@@ -157,7 +157,7 @@ for step in range(100):
 
 
 def test_a_rank_that_ends_well_while_others_wait(tmp_path: Path) -> None:
-    """They see a peer that is lost; the network is not to blame."""
+    """The others report a lost peer, but the network is not the cause."""
     (tmp_path / "leaves.py").write_text(_LEAVES)
     done = launch(tmp_path, "-n", "3", "--run-dir", "r", sys.executable, "leaves.py", OMP_NUM_THREADS="1")
     assert done.returncode == 1
@@ -198,7 +198,7 @@ while os.environ["EZPZ_LLM_RANK"] != "1" and not os.path.exists("go"):
         running.stderr.close()
 
 
-def test_a_record_that_is_none_keeps_nothing_from_being_told(tmp_path: Path) -> None:
+def test_an_invalid_record_does_not_hide_the_others(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("""
 import os, sys, time
 open(os.path.join(os.environ["EZPZ_LLM_RUN_DIR"], "errors/rank0007.json"), "w").write("{")

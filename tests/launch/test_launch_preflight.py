@@ -1,4 +1,4 @@
-"""launch --preflight: the user's program starts on a reservation that is fit, and on no other."""
+"""`launch --preflight` starts the user's program only if the reservation passes the preflight."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The place of a rank in the names that torch reads: always of the launcher that has started it, whatever the shell
-or an outer launcher had left. Simulated nodes are in test_launch_steps.py."""
+"""Rank variables that torch reads are always those of the launcher that started the rank.
+
+Values left by the shell or an outer launcher are replaced. Tests on simulated nodes are in test_launch_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ said = json.dumps({"place": [os.environ.get(name) for name in names], "source": 
                    "found": [find_rank(os.environ).rank, find_rank(os.environ).world_size],
                    "meets": [bool(os.environ.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT")],
                    "store": os.environ.get("TORCHELASTIC_USE_AGENT_STORE")})
-# A bare mpiexec mixes what its ranks print.
+# A bare mpiexec mixes the output of its ranks.
 if len(sys.argv) > 1:
     open(sys.argv[1] + str(find_rank(os.environ).rank), "w").write(said)
 print(said)
@@ -49,7 +51,7 @@ def test_stale_values_reach_no_rank(tmp_path: Path, program: str, launcher: str,
     assert [report["place"] for report in reports] == [["0", "2", "0", "2", "0"], ["1", "2", "1", "2", "0"]]
     assert all(report["source"] == source for report in reports)
     assert all(report["meets"] == [True, True] for report in reports)
-    # A rank 0 without torchrun serves the store itself.
+    # Without torchrun, rank 0 serves the store itself.
     assert {report["store"] for report in reports} == {"True" if launcher == "torchrun" else None}
 
 
@@ -62,7 +64,7 @@ def test_stale_values_do_not_reach_a_single_rank(tmp_path: Path, program: str) -
 
 @pytest.mark.parametrize("outer", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_inside_a_rank(tmp_path: Path, program: str, outer: str) -> None:
-    """Its own launch, and a bare mpiexec: neither takes the outer rank's place, nor torchrun's store."""
+    """Neither a launch nor a bare mpiexec inside a rank inherits the outer rank's variables or torchrun's store."""
     need_mpiexec()
     inner = (tmp_path / "inner.sh")
     inner.write_text(f"{sys.executable} -m ezpz_llm.launch --launcher mpiexec -n 2 --run-dir inner"

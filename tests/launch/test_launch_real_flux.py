@@ -1,5 +1,7 @@
-"""Flux itself, on simulated nodes, where it is installed: brokers that Slurm starts, and in their instance a batch
-job with an instance of its own. Tried with flux-core 0.88, built from its sources; skipped without it on PATH."""
+"""Real Flux on simulated nodes: Slurm starts the brokers, and a batch job runs in their instance.
+
+Tested with flux-core 0.88, built from source. Skipped if flux is not on PATH.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_a_batch_job(cluster: Cluster, tmp_path: Path) -> None:
     variables = dict(line.split("=", 1) for line in (tmp_path / "variables").read_text().splitlines())
     assert variables["FLUX_ENCLOSING_ID"].startswith(("ƒ", "f"))
     assert "FLUX_JOB_ID" not in variables
-    # The end of the job is that of its time limit.
+    # The job's end time comes from its time limit.
     ends = json.loads((tmp_path / "resources").read_text())["execution"]["expiration"]
     record = next((tmp_path / "runs").glob("*/run.json"))
     assert abs(float(json.loads(record.read_text())["launch"]["env"]["EZPZ_LLM_ENDS_AT"]) - ends) < 1

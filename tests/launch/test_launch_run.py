@@ -1,4 +1,4 @@
-"""Real launches: exit codes, what the shim passes on, and that nothing is left behind."""
+"""Real launches: exit codes, output through the shim, and cleanup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rank = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
 
 _SHIM = f"{sys.executable} -m ezpz_llm.launch.shim"
 
-# Each rank starts one child in its own process group and one in a session of its own, and resists SIGTERM.
+# Each rank ignores SIGTERM, and starts one child in its process group and one in a new session.
 _STUBBORN = _RANK + """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -114,7 +114,7 @@ print("to stderr", file=sys.stderr)
     assert run["exit"]["code"] == 0
     assert run["launch"]["command"][-len(words):] == list(words)
     assert (run["launch"]["world_size"], run["launch"]["launcher"]) == (3, "mpiexec")
-    # The same directory again: logs go on, an old failure is not taken for a new one.
+    # Reusing the directory appends to the logs, and an old failure is not reported again.
     (tmp_path / "r/errors/rank0000.json").write_text("{}")
     again = launch(tmp_path, "-n", "1", "--run-dir", "r", "hostname")
     assert again.returncode == 0, again.stderr
@@ -134,7 +134,7 @@ def test_any_program_from_a_hostfile(tmp_path: Path) -> None:
     assert (too_many.returncode, "the nodes have 2 slots" in too_many.stderr) == (2, True)
 
 
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_command(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", "no-such-program", "x")
     assert done.returncode == 127
     assert "cannot run 'no-such-program'" in done.stderr
@@ -163,7 +163,7 @@ def test_a_script_that_can_be_executed_is_a_program(tmp_path: Path) -> None:
 
 
 def test_launchers_own_failure_is_seen(tmp_path: Path) -> None:
-    """MPI_Abort has MPICH kill every process at once, the shims too: its code and the last lines still appear."""
+    """On MPI_Abort, MPICH kills every process at once, shims included; code and last lines are still reported."""
     program = _script(tmp_path, """
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
@@ -178,7 +178,7 @@ MPI.COMM_WORLD.barrier()
 
 
 def test_idle_runs_are_ended(tmp_path: Path) -> None:
-    """Three at once: silent ranks; ranks that stop computing; a rank whose heartbeat stops first."""
+    """Run three cases at once: silent ranks, ranks that stop computing, and a rank whose heartbeat stops first."""
     quiet = start(tmp_path, "-n", "2", "--idle-timeout", "2", "--run-dir", "quiet", "sleep", "300")
     _script(tmp_path, "import time\nend = time.time() + 4\nwhile time.time() < end: pass\ntime.sleep(300)\n",
             "busy.py")
@@ -208,8 +208,8 @@ while True:
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_launch_told_to_end_or_killed(tmp_path: Path, launcher: str) -> None:
-    """SIGTERM, SIGINT and SIGKILL to launch itself, side by side, with ranks that resist and have children."""
+def test_launch_is_signaled_or_killed(tmp_path: Path, launcher: str) -> None:
+    """Send SIGTERM, SIGINT and SIGKILL to three launches whose ranks ignore SIGTERM and have children."""
     program = _script(tmp_path, _STUBBORN)
     cases = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -signal.SIGKILL}
     runs = {name: start(tmp_path, "--launcher", launcher, "-n", "2", "--run-dir", name, sys.executable, program)
@@ -230,7 +230,7 @@ def test_a_killed_shim_leaves_nothing(tmp_path: Path) -> None:
     run = start(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, program)
     _wait_for(lambda: (tmp_path / "r/up0").exists() and (tmp_path / "r/up1").exists(), "both ranks up")
     of_shims = [pid for pid, words in left_over(tmp_path / "r").items() if words.startswith(_SHIM)]
-    # Each shim has a janitor, and the first one the node's agent: forked copies of itself.
+    # Each shim has a janitor, and the first one the node's agent, which are forked copies of the shim.
     shims = [pid for pid in of_shims if _parent(pid) not in of_shims]
     assert (len(shims), len(of_shims)) == (2, 5)
     os.kill(shims[0], signal.SIGKILL)

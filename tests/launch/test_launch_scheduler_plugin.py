@@ -1,4 +1,4 @@
-"""A scheduler from outside the package: one file, named by the entry points of an installed package."""
+"""Scheduler as a plug-in: one file, declared in the entry points of an installed package."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ exit $code
 """
 
 _OURS = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-"""Where this package is found, unless it is installed."""
+"""Folder of this package, for PYTHONPATH in case it is not installed."""
 
 
 @pytest.fixture(name="env")
 def _env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which a package with that one file is installed, and a program `mine` is on PATH."""
+    """Return an environment in which a package with the plug-in is installed, with a program `mine` on PATH."""
     folder = tmp_path / "installed"
     template = data_dir("jobs") / "slurm.sh"
     (folder / "mine_stand_in-1.0.dist-info").mkdir(parents=True)
@@ -121,7 +121,7 @@ def test_launch_in_its_job(tmp_path: Path, env: dict[str, str]) -> None:
     assert plan["sources"]["launcher"] == "a Mine job"
     assert plan["argv"][1:6] == ["run", "-N", "2", "-n", "4"]
     assert "Mine was asked" in plan["notes"]
-    # By its names on the line, and beside another scheduler's job.
+    # Selected by name on the command line, and next to another scheduler's job.
     assert _run(tmp_path, job, "launch", "--dry-run", "--scheduler", "mine", "--launcher", "mine", "hostname"
                 ).returncode == 0
     two = job | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n3"}
@@ -129,7 +129,7 @@ def test_launch_in_its_job(tmp_path: Path, env: dict[str, str]) -> None:
     assert both.returncode == 2
     assert "SLURM_JOB_ID=1 and MINE_JOB=m7 are both set, with different nodes" in both.stderr
     assert "--scheduler slurm or --scheduler mine" in both.stderr
-    # Without that package its name is unknown.
+    # Without the plug-in, its name is unknown.
     bare = job | {"PYTHONPATH": os.pathsep.join(_OURS)}
     assert "auto, slurm, pbs, flux" in _run(tmp_path, bare, "launch", "--scheduler", "mine", "hostname").stderr
 
@@ -143,9 +143,9 @@ print(info.rank, info.world_size, info.local_rank, info.local_size, os.environ.g
 
 
 def test_its_ranks(tmp_path: Path, env: dict[str, str]) -> None:
-    """Two real ones, which `mine` alone numbers: the shim and the program in it know their places."""
+    """Run two real ranks numbered only by `mine`; the shim and the program know their ranks."""
     (tmp_path / "place.py").write_text(_PLACE)
-    # A batch script of Mine's has a rank of its own, too.
+    # Mine's batch scripts also have a rank variable.
     job = env | {"MINE_JOB": "m7", "MINE_HOSTS": socket.gethostname(), "MINE_RANK": "0", "MINE_SIZE": "1"}
     done = _run(tmp_path, job, "launch", "--run-dir", "r", "--tee", "all", sys.executable, "place.py")
     assert done.returncode == 0, done.stderr
@@ -161,7 +161,7 @@ def test_its_words_for_failures(tmp_path: Path, env: dict[str, str]) -> None:
 
 
 def test_launch_as_one_of_its_ranks(tmp_path: Path, env: dict[str, str]) -> None:
-    """The command runs as that rank; it does not start all of them again."""
+    """Inside a rank, the command runs as that rank, and no new ranks are started."""
     (tmp_path / "place.py").write_text(_PLACE)
     rank = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2", "MINE_STEP": "1", "MINE_RANK": "2", "MINE_SIZE": "4",
                   "MINE_LOCAL": "0"}
@@ -179,7 +179,7 @@ def test_a_site_of_its(tmp_path: Path, env: dict[str, str]) -> None:
     assert [line for line in lines if line.startswith("#MINE:")] == [
         "#MINE: --nodes=2", "#MINE: --time-limit=1:00:00", "#MINE: --queue=q"]
     assert any(re.search("queued by  mine batch .*job", line) for line in lines)
-    # In the job: the site's launcher, with the site's words.
+    # In the job: the site's launcher, with the site's options.
     job = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2"}
     done = _run(tmp_path, job, "launch", "--dry-run", "--json", "--site", "./mine.toml", "hostname")
     plan = json.loads(done.stdout)
@@ -187,7 +187,7 @@ def test_a_site_of_its(tmp_path: Path, env: dict[str, str]) -> None:
     assert plan["argv"][1:8] == ["run", "-N", "2", "-n", "4", "-o", "x"]
 
 
-def test_ours_have_all_that_is_asked() -> None:
+def test_built_in_schedulers_have_all_attributes() -> None:
     names = {name for name in (*vars(Scheduler), *Scheduler.__annotations__) if not name.startswith("_")}
     for scheduler in room.SCHEDULERS:
         assert not {name for name in names if not hasattr(scheduler, name)}

@@ -1,7 +1,8 @@
-"""Every scheduler of the table: the right plan, or a refusal by its name; never one rank in silence.
+"""Every scheduler in the table gives the correct plan or an error that names it, never silently a single rank.
 
-The environments of Slurm and PBS are captured; those of the others are written after their documentation, which
-each scheduler's file names, and `flux`, `jsrun` and `blaunch` are stand-ins (helpers/step_standin.py)."""
+The environments of Slurm and PBS are captured. Those of the others follow their documentation, which each
+scheduler's file cites, and `flux`, `jsrun` and `blaunch` are stand-ins (helpers/step_standin.py).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _Hosts = list[tuple[str, int | None]]
 
 @dataclass(frozen=True)
 class _Job:
-    """A job on two hosts: its variables, in which FILE is a file of `text`, and the hosts with their slots."""
+    """A job on two nodes: its variables, in which FILE is a file with `text`, and the nodes with their slots."""
 
     env: Mapping[str, str]
     hosts: _Hosts
@@ -58,32 +59,32 @@ _JOBS = {
                 "10.0.0.1\n10.0.0.2\n"),
 }
 _NAMES = [*_JOBS]
-_TRACES = [(one.NAME, trace) for one in SCHEDULERS for trace in one.TRACES]
+_TRACES = [(scheduler.NAME, trace) for scheduler in SCHEDULERS for trace in scheduler.TRACES]
 _TELL_HOSTS = {"SLURM_NODELIST": "n[1-2]", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOBID": "7",
                "LSB_DJOB_HOSTFILE": "FILE", "OAR_FILE_NODES": "FILE", "OAR_RESOURCE_FILE": "FILE"}
-"""Variables beside those of `_JOBS` whose values lead to the hosts."""
+"""Variables, besides those of `_JOBS`, whose values lead to the nodes."""
 _COUNTS_ONLY = {
     "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE", "PBS_ENVIRONMENT", "PBS_NODENUM",
     "FLUX_JOB_SIZE", "LSB_BATCH_JID", "LSB_DJOB_NUMPROC", "LSB_AFFINITY_HOSTFILE", "LSB_DJOB_RANKFILE",
     "COBALT_PARTNAME", "COBALT_JOBSIZE", "PJM_ENVIRONMENT", "PJM_NODE"}
-"""Variables of which no line to type can make hosts."""
+"""Variables from which the suggested command cannot derive the nodes."""
 
 
 def test_every_scheduler_is_here() -> None:
-    assert [one.NAME for one in SCHEDULERS] == _NAMES
+    assert [scheduler.NAME for scheduler in SCHEDULERS] == _NAMES
     assert {*_COUNTS_ONLY, *_TELL_HOSTS} <= {trace for _, trace in _TRACES}
 
 
 @pytest.fixture(name="bin_folder", scope="module")
 def _bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    said = step_standin.resources("h[1-2]", "0-1")
-    script = f"""[ "$1" = kvs ] && echo '{said}' || echo "h1\nh2" """
+    resource_set = step_standin.resources("h[1-2]", "0-1")
+    script = f"""[ "$1" = kvs ] && echo '{resource_set}' || echo "h1\nh2" """
     return make_program(tmp_path_factory.mktemp("standin"), "flux", script)
 
 
 @pytest.fixture(name="commands", scope="module")
 def _commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The schedulers' own commands, which know the hosts of a job whose variables do not."""
+    """Create the schedulers' commands, which print the nodes of a job whose variables lack them."""
     folder = tmp_path_factory.mktemp("commands")
     for name, script in (
             ("squeue", "echo 'n[1-2]'"), ("scontrol", """[ "$3" = 'n[1-2]' ] && printf 'n1\\nn2\\n'"""),
@@ -94,7 +95,7 @@ def _commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _typed(refusal: UserError, env: Mapping[str, str], cwd: Path) -> list[str] | None:
-    """The hosts that the line to type makes in the environment that was refused; None where it is in words."""
+    """Run the suggested command in the rejected environment. Return its nodes, or None if there is no command."""
     match = re.fullmatch(r"(?:start launch .*elsewhere )?(.*?); launch --hostfile hosts …   .*",
                          refusal.instead or "")
     assert match, refusal.instead
@@ -108,38 +109,39 @@ def _env(name: str, folder: Path, bin_folder: Path) -> dict[str, str]:
     job = _JOBS[name]
     file = folder / f"nodes_{name}"
     file.write_text(job.text)
-    env = {one: str(file) if value == "FILE" else value for one, value in job.env.items()}
+    env = {name: str(file) if value == "FILE" else value for name, value in job.env.items()}
     return env | {"PATH": f"{bin_folder}:/usr/bin:/bin"}
 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_its_job_is_read(tmp_path: Path, bin_folder: Path, name: str) -> None:
     env = _env(name, tmp_path, bin_folder)
-    found = find_allocation(env)
-    assert (found.scheduler, [(host.name, host.slots) for host in found.hosts]) == (name, _JOBS[name].hosts)
+    allocation = find_allocation(env)
+    assert (allocation.scheduler, [(host.name, host.slots) for host in allocation.hosts]) == (
+        name, _JOBS[name].hosts)
     mark = schedulers()[name].mark(env)
     assert mark
-    assert found.job_id == env[mark]
-    assert find_allocation(env, name).hosts == found.hosts
+    assert allocation.job_id == env[mark]
+    assert find_allocation(env, name).hosts == allocation.hosts
 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_a_job_that_cannot_be_read_is_refused_by_name(tmp_path: Path, bin_folder: Path, commands: Path,
                                                       name: str) -> None:
-    """Only the variable of its id is set; the line to type makes a hostfile there by the scheduler's command."""
+    """Only the job id is set; the suggested command creates a hostfile with the scheduler's command."""
     scheduler = schedulers()[name]
     whole = _env(name, tmp_path, bin_folder)
     mark = scheduler.mark(whole) or ""
     lone = {mark: whole[mark], "PATH": str(tmp_path)} | ({"NSLOTS": "2", "PE": "mpi"} if name == "sge" else {})
-    told = {True: [host for host, _ in _JOBS[name].hosts] if name in ("slurm", "pbs", "flux", "lsf") else None,
+    expected = {True: [host for host, _ in _JOBS[name].hosts] if name in ("slurm", "pbs", "flux", "lsf") else None,
             False: None}
-    for has_commands, hosts in told.items():
+    for has_commands, hosts in expected.items():
         env = lone | {"PATH": f"{commands}:/usr/bin:/bin" if has_commands else str(tmp_path)}
         with pytest.raises(UserError) as raised:
             find_allocation(env)
         assert f"{scheduler.TITLE} job {whole[mark]}" in str(raised.value)
         assert _typed(raised.value, env, tmp_path) == hosts
-    # Who names the hosts by hand goes on, and is told what is left aside.
+    # With nodes given by hand, launch continues, and notes that the job is ignored.
     by_hand = find_allocation(lone, hosts_from="--hostfile")
     assert by_hand.scheduler == "none"
     assert f"ignoring {mark}={whole[mark]} (--hostfile)" in by_hand.notes[0]
@@ -150,7 +152,7 @@ def test_a_job_that_cannot_be_read_is_refused_by_name(tmp_path: Path, bin_folder
     ("lsf", "LSB_DJOB_HOSTFILE")])
 def test_a_job_whose_file_is_gone_is_refused_by_name(tmp_path: Path, commands: Path, name: str,
                                                      variable: str) -> None:
-    """The line to type does not read it."""
+    """The suggested command does not read the missing file."""
     scheduler = schedulers()[name]
     env = {scheduler.JOB_VARIABLE: "7", variable: str(tmp_path / "gone"), "PATH": f"{commands}:/usr/bin:/bin"}
     with pytest.raises(UserError, match=f"{scheduler.TITLE} job 7") as raised:
@@ -162,7 +164,7 @@ def test_a_job_whose_file_is_gone_is_refused_by_name(tmp_path: Path, commands: P
 @pytest.mark.parametrize(("name", "trace"), _TRACES)
 def test_hosts_without_a_job_are_refused_by_name(tmp_path: Path, bin_folder: Path, commands: Path, name: str,
                                                  trace: str) -> None:
-    """Any one variable of a job is enough, and the line to type reads no other."""
+    """Any single variable of a job suffices, and the suggested command reads no other variable."""
     scheduler = schedulers()[name]
     value = {**_TELL_HOSTS, **_env(name, tmp_path, bin_folder)}.get(trace, "h1")
     env = {trace: str(tmp_path / f"nodes_{name}") if value == "FILE" else value,
@@ -176,11 +178,11 @@ def test_hosts_without_a_job_are_refused_by_name(tmp_path: Path, bin_folder: Pat
     assert _typed(raised.value, env, tmp_path) == hosts
 
 
-@pytest.mark.parametrize("path", sorted(str(one.relative_to(CAPTURED)) for one in CAPTURED.glob("*/env_*.txt")))
+@pytest.mark.parametrize("path", sorted(str(path.relative_to(CAPTURED)) for path in CAPTURED.glob("*/env_*.txt")))
 def test_no_captured_environment_is_taken_for_a_trace(path: str) -> None:
-    """Jobs and ranks of Slurm, PBS, Flux and MPI have the job's id, or a rank's place."""
-    found = _found_or_refused(captured_env(path))
-    assert not isinstance(found, UserError) or " belongs to a" not in found.found
+    """Captured jobs and ranks of Slurm, PBS, Flux and MPI have a job id or a rank."""
+    result = _found_or_refused(captured_env(path))
+    assert not isinstance(result, UserError) or " belongs to a" not in result.found
 
 
 _MIXED = sorted({*_TRACES, *((name, variable) for name, job in _JOBS.items() for variable in job.env
@@ -193,25 +195,26 @@ _MIXED = sorted({*_TRACES, *((name, variable) for name, job in _JOBS.items() for
        broken=st.booleans())
 def test_mixtures_of_variables(tmp_path_factory: pytest.TempPathFactory, bin_folder: Path,
                                chosen: set[tuple[str, str]], stale: set[str], broken: bool) -> None:
-    """Any variables of any schedulers, some left over from jobs that are over: their files are gone."""
+    """Combine variables of any schedulers, some left over from ended jobs, whose files no longer exist."""
     folder = tmp_path_factory.getbasetemp()
     env = {"PATH": "/usr/bin:/bin" if broken else f"{bin_folder}:/usr/bin:/bin"}
     whole = {name: _env(name, folder, bin_folder) for name in _NAMES}
     for name, variable in chosen:
         value = whole[name].get(variable, "1")
         env[variable] = f"{value}.gone" if name in stale and value.startswith("/") else value
-    marked = [one for one in schedulers().values() if one.mark(env)]
-    traced = [one for one in schedulers().values() if any(env.get(trace) for trace in one.TRACES)]
-    found = _found_or_refused(env)
-    if isinstance(found, UserError):
-        # By the name of a scheduler whose variables are there, and with what to type.
-        assert any(one.TITLE in str(found) or (one.mark(env) or "?") in str(found) for one in [*marked, *traced])
-        assert "launch --hostfile hosts …" in (found.instead or "")
+    marked = [scheduler for scheduler in schedulers().values() if scheduler.mark(env)]
+    traced = [scheduler for scheduler in schedulers().values() if any(env.get(trace) for trace in scheduler.TRACES)]
+    result = _found_or_refused(env)
+    if isinstance(result, UserError):
+        # The error names a scheduler whose variables are set, and a command to type.
+        assert any(scheduler.TITLE in str(result) or (scheduler.mark(env) or "?") in str(result)
+                   for scheduler in [*marked, *traced])
+        assert "launch --hostfile hosts …" in (result.instead or "")
     elif marked:
-        assert found.scheduler in {one.NAME for one in marked}
-        assert [host.name for host in found.hosts] == [host for host, _ in _JOBS[found.scheduler].hosts]
+        assert result.scheduler in {scheduler.NAME for scheduler in marked}
+        assert [host.name for host in result.hosts] == [host for host, _ in _JOBS[result.scheduler].hosts]
     else:
-        assert (traced, found.scheduler) == ([], "none")
+        assert (traced, result.scheduler) == ([], "none")
 
 
 def _found_or_refused(env: Mapping[str, str]) -> Allocation | UserError:
@@ -221,18 +224,18 @@ def _found_or_refused(env: Mapping[str, str]) -> Allocation | UserError:
         return error
 
 
-# What each of the new ones says beyond the table.
+
 def test_flux_resources() -> None:
     text = step_standin.resources("tuolumne[1001-1002,1007]", "0-2", "0-3", expiration=1795240000.5)
     hosts, ends_at = read_resources(text)
     assert [(host.name, host.devices) for host in hosts] == [("tuolumne1001", 4), ("tuolumne1002", 4),
                                                              ("tuolumne1007", 4)]
     assert ends_at == 1795240000.5
-    # Brokers' ranks need not come in order.
-    found = json.loads(text)
-    found["execution"]["R_lite"] = [{"rank": "2", "children": {"core": "0"}},
+    # The ranks of brokers may be in any order.
+    resource_set = json.loads(text)
+    resource_set["execution"]["R_lite"] = [{"rank": "2", "children": {"core": "0"}},
                                     {"rank": "0-1", "children": {"core": "0", "gpu": "0-1"}}]
-    assert [host.devices for host in read_resources(json.dumps(found))[0]] == [2, 2, None]
+    assert [host.devices for host in read_resources(json.dumps(resource_set))[0]] == [2, 2, None]
     for text, why in (("{}", "RFC 20"), ("[]", "RFC 20"), (step_standin.resources("vm,vm", "0-1"), "on one node"),
                       (step_standin.resources("h1", "0-1"), r"2 brokers on 1")):
         with pytest.raises(UserError, match=why):
@@ -240,19 +243,20 @@ def test_flux_resources() -> None:
 
 
 def test_what_flux_itself_wrote(tmp_path: Path) -> None:
-    """captured/flux: a batch job on two nodes, its resources, ranks, and the words of `flux run`."""
+    """Read captured/flux: a batch job on two nodes, its resources, its ranks, and the messages of `flux run`."""
     text = (CAPTURED / "flux/resource_R.json").read_text()
     hosts, ends_at = read_resources(text)
     assert [host.name for host in hosts] == ["n1", "n2"]
     assert ends_at == json.loads(text)["execution"]["expiration"]
     folder = make_program(tmp_path, "flux", f"cat {CAPTURED}/flux/resource_R.json")
     env = captured_env("flux/env_batch.txt")
-    found = find_allocation(env | {"PATH": f"{folder}:/usr/bin:/bin"})
-    assert (found.scheduler, found.job_id, found.ends_at) == ("flux", env["FLUX_ENCLOSING_ID"], ends_at)
+    allocation = find_allocation(env | {"PATH": f"{folder}:/usr/bin:/bin"})
+    assert (allocation.scheduler, allocation.job_id, allocation.ends_at) == (
+        "flux", env["FLUX_ENCLOSING_ID"], ends_at)
     rank = find_rank(captured_env("flux/env_run_rank3.txt"))
     assert (rank.rank, rank.world_size, rank.local_rank, rank.local_size, rank.node_rank) == (3, 4, 1, 2, 1)
-    said = read_matches((CAPTURED / "flux/flux_run.txt").read_text())
-    assert [(one.kind, one.host, one.ranks) for one in said] == [
+    matches = read_matches((CAPTURED / "flux/flux_run.txt").read_text())
+    assert [(match.kind, match.host, match.ranks) for match in matches] == [
         (NOT_STARTED, "n1", (0,)), (NOT_STARTED, "n2", (2,)), (TIME_LIMIT, None, ()), (NOT_STARTED, None, ()),
         (NOT_STARTED, None, ()), (STEP_CANCELLED, None, ())]
 
@@ -268,7 +272,7 @@ def test_a_task_of_flux_is_refused_and_a_rank_of_it_goes_on(bin_folder: Path) ->
 
 
 def test_flux_job_ids() -> None:
-    """The example of flux-batch(1), and the number that its letters stand for."""
+    """Check the example of flux-batch(1), and the number that it encodes."""
     assert [flux_job_id(line) for line in ("ƒM7Zq9AKHno", "fM7Zq9AKHno", "submitted", "7")] == [
         "ƒM7Zq9AKHno", "fM7Zq9AKHno", None, None]
     request = Request("x", 1, 60, Path("/r"), None, None, None, False, None)
@@ -276,15 +280,15 @@ def test_flux_job_ids() -> None:
 
 
 def test_lsf_on_summit(tmp_path: Path) -> None:
-    """Where jsrun is, slots are cores and the launch node gets no rank."""
+    """Slots are cores under jsrun, and the launch node gets no rank."""
     env = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "batch5 1 h41n13 42 h41n08 42", "PATH": "/usr/bin:/bin"}
     plain = find_allocation(env)
     assert [(host.name, host.slots) for host in plain.hosts] == [("batch5", 1), ("h41n13", 42), ("h41n08", 42)]
     env["PATH"] = f"{step_standin.make(tmp_path, 'jsrun')}:/usr/bin:/bin"
-    found = find_allocation(env)
-    assert [(host.name, host.slots, host.cores) for host in found.hosts] == [("h41n08", None, 42),
+    allocation = find_allocation(env)
+    assert [(host.name, host.slots, host.cores) for host in allocation.hosts] == [("h41n08", None, 42),
                                                                              ("h41n13", None, 42)]
-    assert found.notes == ("batch5 is the launch node: ranks run on the 2 other nodes",)
+    assert allocation.notes == ("batch5 is the launch node: ranks run on the 2 other nodes",)
 
 
 def test_lsf_forms(tmp_path: Path) -> None:
@@ -292,8 +296,9 @@ def test_lsf_forms(tmp_path: Path) -> None:
         3900.0, 0.0, None, None, None]
     (tmp_path / "hosts").write_text("h1\nh1\nh2\n")
     env = {"LSB_JOBID": "7", "LSB_JOBINDEX": "3", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}
-    found = find_allocation(env)
-    assert (found.job_id, [(host.name, host.slots) for host in found.hosts]) == ("7[3]", [("h1", 2), ("h2", 1)])
+    allocation = find_allocation(env)
+    assert (allocation.job_id, [(host.name, host.slots) for host in allocation.hosts]) == (
+        "7[3]", [("h1", 2), ("h2", 1)])
     with pytest.raises(UserError, match=r"LSF job 7: .*not a list of hostnames, each with a slot"):
         find_allocation({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 h2"})
     assert lsf.job_id("Job <12> is submitted to default queue <normal>.") == "12"
@@ -302,11 +307,11 @@ def test_lsf_forms(tmp_path: Path) -> None:
 
 def test_a_lone_job_of_grid_engine() -> None:
     assert find_allocation({"JOB_ID": "7"}).notes == ()  # a name that anybody may use
-    found = find_allocation({"JOB_ID": "7", "NHOSTS": "1"})
-    assert (found.scheduler, [host.name for host in found.hosts]) == ("sge", [socket.gethostname()])
+    allocation = find_allocation({"JOB_ID": "7", "NHOSTS": "1"})
+    assert (allocation.scheduler, [host.name for host in allocation.hosts]) == ("sge", [socket.gethostname()])
 
 
-# The command itself, with the stand-ins.
+
 def _plan(cwd: Path, *words: str, **env: str) -> dict:
     done = launch(cwd, "--dry-run", "--json", *words, **env)
     assert done.returncode == 0, done.stderr
@@ -357,7 +362,7 @@ def test_ranks_by_jsrun(tmp_path: Path) -> None:
 
 
 def test_mpiexec_starts_its_daemons_by_blaunch(tmp_path: Path) -> None:
-    """Where ssh would be refused: on a host that is not this one by name, though it is."""
+    """Use another name for this machine, to which an ssh connection would fail."""
     need_mpiexec()
     folder = step_standin.make(tmp_path / "bin", "blaunch")
     done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--tee", "all", "bash", "-c", "echo $RANK",

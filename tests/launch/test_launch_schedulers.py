@@ -1,4 +1,4 @@
-"""Reservations, read from what real schedulers wrote (captured/)."""
+"""Reservations, read from captured environments of real schedulers (captured/)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ezpz_llm.launch.schedulers.scheduler import Host
     ("array", [("n1", None)]),
 ])
 def test_pbs_node_files(name: str, hosts: list[tuple[str, int | None]]) -> None:
-    found = pbs.node_file_hosts((CAPTURED / f"pbs/nodefile_{name}.txt").read_text())
-    assert [(host.name, host.slots) for host in found] == hosts
+    hosts_read = pbs.node_file_hosts((CAPTURED / f"pbs/nodefile_{name}.txt").read_text())
+    assert [(host.name, host.slots) for host in hosts_read] == hosts
 
 
 def test_a_pbs_job_without_its_node_file() -> None:
@@ -44,7 +44,7 @@ def test_two_spellings_are_one_host() -> None:
                                                                  "10.0.0.2"]
 
 
-# Every captured environment: who we are there, and on which hosts with which slots.
+# Every captured environment, with its rank, and its nodes with their slots.
 _PAIR = [("n1", 2), ("n2", 2)]
 _ENVIRONMENTS = {
     "slurm/env_sbatch_script.txt": ("slurm", _PAIR),
@@ -55,17 +55,17 @@ _ENVIRONMENTS = {
     "slurm/env_salloc_gpus.txt": ("slurm", [("n1", None), ("n2", None)]),
     "slurm/env_salloc_gpus_uneven.txt": ("slurm", [("n1", None), ("n2", None)]),
     "slurm/env_salloc_uneven.txt": ("slurm", [("n1", 2), ("n2", 1)]),
-    # The shell that salloc starts on the first node is a step by name only.
+    # The shell that salloc starts on the first node has a step's variables, but is not a rank.
     "slurm/env_interactive_step.txt": ("slurm", _PAIR),
-    # In a step of one task on n1, the job's two nodes and its tasks a node say nothing.
+    # In a step with one task on n1, the job's two nodes and its tasks per node do not apply.
     "slurm/env_srun_one_task_step.txt": ("slurm", [("n1", None)]),
     "slurm/env_srun_pty_one_task.txt": ("slurm", [("n1", None)]),
-    # mpiexec -n 1: alone in its world, in the step of the proxy that started it.
+    # mpiexec -n 1: a world of size 1, in the step of the proxy that started it.
     "slurm/env_hydra_single.txt": ("slurm", [("n3", None)]),
     "slurm/env_hydra_rank3.txt": ("started", "Hydra (PMI_RANK)"),
     **{f"slurm/env_srun_pmi2_rank{rank}.txt": ("started", "srun with PMI (PMI_RANK)") for rank in range(4)},
     **{f"slurm/env_srun_nompi_rank{rank}.txt": ("started", "srun (SLURM_PROCID)") for rank in range(4)},
-    # Flux's own PMI numbers ranks too, without a local one, which Flux's variables complete.
+    # Flux's PMI has ranks, but no local rank, which comes from Flux's variables.
     **{f"flux/env_run_rank{rank}.txt": ("started", "PMI (PMI_RANK)") for rank in (0, 3)},
     "mpi/env_mpich_rank2.txt": ("started", "Hydra (PMI_RANK)"),
     "mpi/env_intelmpi_rank2.txt": ("started", "Hydra (PMI_RANK)"),
@@ -80,7 +80,7 @@ _ENVIRONMENTS = {
 
 
 def _captured(path: str) -> dict[str, str]:
-    """A captured environment, with the node file that belonged to it."""
+    """Return a captured environment, with its node file."""
     env = captured_env(path)
     if "PBS_NODEFILE" in env:
         name = path.removeprefix("pbs/env_job_")
@@ -98,10 +98,10 @@ def test_every_captured_environment_is_in_the_table() -> None:
 @pytest.mark.parametrize("path", _ENVIRONMENTS)
 def test_captured_environments(path: str) -> None:
     scheduler, expected = _ENVIRONMENTS[path]
-    found = find_allocation(_captured(path))
-    assert found.scheduler == scheduler
-    hosts = [(host.name, host.slots) for host in found.hosts]
-    assert (found.source if scheduler == "started" else hosts) == expected
+    allocation = find_allocation(_captured(path))
+    assert allocation.scheduler == scheduler
+    hosts = [(host.name, host.slots) for host in allocation.hosts]
+    assert (allocation.source if scheduler == "started" else hosts) == expected
 
 
 def _of_words(line: str) -> dict[str, str]:
@@ -109,7 +109,7 @@ def _of_words(line: str) -> dict[str, str]:
 
 
 def test_processes_inside_a_pbs_job() -> None:
-    """Hydra's ranks have the first host's variables of the job, pbsdsh's tasks no node file that they can read."""
+    """Hydra's ranks have the variables of the job's first node; pbsdsh's tasks have no readable node file."""
     text = (CAPTURED / "pbs/hydra_in_pbs_job.txt").read_text()
     by_mpiexec, _, rest = text.partition("=== pbsdsh -- /usr/bin/env\n")
     lines = [line for line in by_mpiexec.splitlines() if line.startswith("rank ")]
@@ -120,21 +120,22 @@ def test_processes_inside_a_pbs_job() -> None:
         assert find_allocation(env).scheduler == "started"
         assert f"rank {find_rank(env).rank}/4" in line
         assert f"local {find_rank(env).local_rank}/2" in line
-    # One task a line of the node file; the variable is there on the second host only, where the file is not.
+    # One task per line of the node file; only the second node has the variable, and it does not have the file.
     tasks = [_of_words(part) for part in rest.partition("rc=0")[0].split("PATH=/bin:/usr/bin\n")[1:]]
     assert [task["PBS_NODENUM"] for task in tasks] == ["0", "0", "1", "1"]
-    for task, found in zip(tasks, ["PBS_NODEFILE is not set"] * 2 + ["cannot read the node file"] * 2, strict=True):
-        with pytest.raises(UserError, match=found) as raised:
+    messages = ["PBS_NODEFILE is not set"] * 2 + ["cannot read the node file"] * 2
+    for task, message in zip(tasks, messages, strict=True):
+        with pytest.raises(UserError, match=message) as raised:
             find_allocation(task)
         assert "the job script" in str(raised.value)
 
 
 def test_the_shell_of_srun_pty_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is task 0 of four, whose others got no terminal and have ended; steps inside it inherit its variables."""
+    """It is task 0 of four; the others got no terminal and have ended. Steps inside it inherit its variables."""
     env = captured_env("slurm/env_srun_pty_shell.txt")
     monkeypatch.setattr(local, "has_terminal", lambda: True)
-    found = find_allocation(env)
-    assert ([(host.name, host.slots) for host in found.hosts], found.step_id) == (_PAIR, "0")
+    allocation = find_allocation(env)
+    assert ([(host.name, host.slots) for host in allocation.hosts], allocation.step_id) == (_PAIR, "0")
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     assert find_allocation(env | torchrun).scheduler == "started"
     monkeypatch.setattr(local, "has_terminal", lambda: False)
@@ -161,9 +162,9 @@ def test_array_jobs_have_their_own_ids() -> None:
 
 def test_slurm_end_time_and_cores() -> None:
     env = captured_env("slurm/env_sbatch_N3_n5.txt") | {"SLURM_JOB_END_TIME": "1795240000"}
-    found = slurm.detect(env)
-    assert found is not None
-    assert (found.ends_at, [host.cores for host in found.hosts]) == (1795240000.0, [2, 2, 1])
+    allocation = slurm.detect(env)
+    assert allocation is not None
+    assert (allocation.ends_at, [host.cores for host in allocation.hosts]) == (1795240000.0, [2, 2, 1])
 
 
 def test_contradictions_are_said_with_both_values() -> None:
@@ -180,14 +181,14 @@ def test_contradictions_are_said_with_both_values() -> None:
 
 def test_two_schedulers_at_once() -> None:
     both = captured_env("slurm/env_sbatch_script.txt") | _captured("pbs/env_job_sel2_nc2_mpi2.txt")
-    found = find_allocation(both)
-    assert (found.scheduler, found.notes) == (
+    allocation = find_allocation(both)
+    assert (allocation.scheduler, allocation.notes) == (
         "slurm", ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set, with the same nodes: using slurm",))
-    found = find_allocation(both | {"PBS_NODEFILE": "/nonexistent/5.login"})
-    assert found.scheduler == "slurm"
-    assert "SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; using slurm: cannot read" in found.notes[0]
-    found = find_allocation(both | {"SLURM_JOB_NODELIST": "n["})
-    assert (found.scheduler, "not a Slurm host list" in found.notes[0]) == ("pbs", True)
+    allocation = find_allocation(both | {"PBS_NODEFILE": "/nonexistent/5.login"})
+    assert allocation.scheduler == "slurm"
+    assert "SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; using slurm: cannot read" in allocation.notes[0]
+    allocation = find_allocation(both | {"SLURM_JOB_NODELIST": "n["})
+    assert (allocation.scheduler, "not a Slurm host list" in allocation.notes[0]) == ("pbs", True)
     other = both | {"PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_scatter.txt")}
     with pytest.raises(UserError, match=r"are both set, with different nodes: n1, n2 and n3, n4") as raised:
         find_allocation(other)
@@ -195,33 +196,33 @@ def test_two_schedulers_at_once() -> None:
     assert "launch --hostfile hosts …" in str(raised.value)
     for wanted, hosts, left in (("slurm", ["n1", "n2"], "PBS_JOBID=5.login"),
                                 ("pbs", ["n3", "n4"], "SLURM_JOB_ID=3")):
-        found = find_allocation(other, wanted)
-        assert (found.scheduler, [host.name for host in found.hosts]) == (wanted, hosts)
-        assert found.notes == (f"ignoring {left} (--scheduler {wanted})",)
+        allocation = find_allocation(other, wanted)
+        assert (allocation.scheduler, [host.name for host in allocation.hosts]) == (wanted, hosts)
+        assert allocation.notes == (f"ignoring {left} (--scheduler {wanted})",)
 
 
 @pytest.mark.parametrize("stale", ["slurm", "pbs"])
-def test_of_two_jobs_the_one_that_has_this_node_counts(tmp_path: Path, stale: str) -> None:
-    """Variables that an outer shell left behind name hosts on which this process is not."""
+def test_of_two_jobs_the_one_with_this_node_is_used(tmp_path: Path, stale: str) -> None:
+    """Variables left by an outer shell name nodes that do not include this one."""
     here = socket.gethostname()
     (tmp_path / "nodes").write_text("n3\nn4\n" if stale == "pbs" else f"{here}\nn9\n")
     env = captured_env("slurm/env_sbatch_script.txt")
     env |= {"PBS_JOBID": "5.login", "PBS_NODEFILE": str(tmp_path / "nodes")}
     if stale == "pbs":
         env |= {"SLURM_JOB_NODELIST": f"n9,{here}"}
-    found = find_allocation(env)
-    assert found.scheduler == ("pbs" if stale == "slurm" else "slurm")
-    assert {host.name for host in found.hosts} == {here, "n9"}
-    assert found.notes[-1] == ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; "
-                               f"using {found.scheduler}: only its job has this node")
+    allocation = find_allocation(env)
+    assert allocation.scheduler == ("pbs" if stale == "slurm" else "slurm")
+    assert {host.name for host in allocation.hosts} == {here, "n9"}
+    assert allocation.notes[-1] == ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; "
+                                    f"using {allocation.scheduler}: only its job has this node")
 
 
-def test_a_scheduler_asked_for() -> None:
-    found = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
-    assert (found.scheduler, found.source, found.notes) == (
+def test_a_requested_scheduler() -> None:
+    allocation = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
+    assert (allocation.scheduler, allocation.source, allocation.notes) == (
         "none", "--scheduler none", ("ignoring SLURM_JOB_ID=3 (--scheduler none)",))
-    found = find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm")
-    assert (found.scheduler, found.notes) == (
+    allocation = find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm")
+    assert (allocation.scheduler, allocation.notes) == (
         "slurm", ("ignoring the rank variables of srun with PMI (PMI_RANK) (--scheduler slurm)",))
     assert "an inconsistent set (PMI_RANK=1 is set" in find_allocation({"PMI_RANK": "1"}, "none").notes[0]
     with pytest.raises(UserError, match="--scheduler pbs was given, but PBS_JOBID is not set"):
@@ -283,7 +284,7 @@ def test_core_ranges() -> None:
     (("nvidiactl", "nvidia0"), None, "", True),
     (("dri", "kfd"), None, None, False),
     (("accel",), None, "", False),
-    # The display of a laptop, and a card for computing.
+    # The display adapter of a laptop, and an accelerator.
     (("dri",), None, None, True),
     (("dri",), "libze_intel_gpu.so.1", None, False),
 ])

@@ -1,4 +1,4 @@
-"""The rank shim: where output goes, what a record holds, and that nothing keeps a rank from its own exit code."""
+"""Rank shim: output, failure records, and exit codes, which nothing may change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _record(run_dir: Path, rank: int) -> dict:
 
 
 def _shim(folder: Path, rank: int, size: int, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """One shim by itself, as one of many that a launcher starts."""
+    """Run a single shim, as a launcher would start it."""
     for name in ("logs", "errors", "heartbeat", "control"):
         (folder / name).mkdir(exist_ok=True)
     variables = {"EZPZ_LLM_RUN_DIR": str(folder), "EZPZ_LLM_RUN_ID": f"test-{os.getpid()}-{next(_NUMBER)}",
@@ -74,7 +74,7 @@ sys.stdout.flush()
 
 
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
-    """Kept whole until it ends, it was copied again with every piece that came: 100 MB took a minute."""
+    """Buffering the whole line copied it again with every read, and took a minute for 100 MB."""
     done = _shim(tmp_path, 1, 2, sys.executable, "-c", "print('x' * 20_000_000, end='')", EZPZ_LLM_TEE="all")
     lines = done.stdout.splitlines()
     assert {line[:4] for line in lines} == {"[1] "}
@@ -90,7 +90,7 @@ def log(tmp_path: Path) -> Iterator[int]:
 
 
 def _logged(handle: int, pieces: Iterable[bytes], *, is_coloured: bool = False) -> bytes:
-    """What the log has of one rank's output that is read in these pieces."""
+    """Return the log of a rank's output that is read in these pieces."""
     os.truncate(handle, 0)
     output = Output(0, handle, "none", is_coloured=is_coloured)
     for piece in pieces:
@@ -102,7 +102,7 @@ def _logged(handle: int, pieces: Iterable[bytes], *, is_coloured: bool = False) 
 
 
 def test_erased_lines_cost_no_time(log: int) -> None:
-    """Searched for their ends from each begin anew, 64 KiB of them held the rank up for 12 seconds."""
+    """A search for the end from each beginning delayed the rank by 12 s for 64 KiB of them."""
     for line in (b"\x1b[2K" * 16384, LIVE_LINE.encode() * 5461, b"\x1b[2K" * 16383 + b"\r"):
         began = time.process_time()
         assert _logged(log, [line]) == line
@@ -110,7 +110,7 @@ def test_erased_lines_cost_no_time(log: int) -> None:
 
 
 def test_the_log_has_all_that_a_program_wrote_but_for_our_own_live_lines(log: int) -> None:
-    """However it is cut into reads."""
+    """The result does not depend on how the output is split into reads."""
     theirs = b"0%\r\x1b[2K 50%\r\x1b[2K\x1b[1K\r100%\r\ndone\x1b[2K\rx\x1b"
     live = f"{LIVE_LINE} 3/1500  0%\r".encode()
     unfinished = f"{LIVE_LINE} 4/1500\nTraceback\r".encode()
@@ -151,13 +151,13 @@ def test_a_log_ends_at_its_limit_with_the_last_words(tmp_path: Path) -> None:
     last = last[left_out.end():]
     assert len(last) == 1 << 17
     assert int(left_out[1]) == 3_000_013 - 1000 - len(last)
-    # Nothing is left out of a log that has room for all.
+    # A log that fits within the limit is complete.
     assert _shim(tmp_path, 1, 2, sys.executable, "-c", program, EZPZ_LLM_LOG_BYTES="3000013").returncode == 7
     assert (tmp_path / "logs/rank0001.log").stat().st_size == 3_000_013
 
 
 def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, monkeypatch) -> None:
-    """Of a rank that takes no time of a core, what it prints is all that is seen."""
+    """For a rank that uses no processor time, output is the only sign of life."""
     monkeypatch.setattr("ezpz_llm.launch.shim.output._TOUCH_S", 0.0)
     (tmp_path / "r/logs").mkdir(parents=True)
     run_dir, log = RunDir(tmp_path / "r"), os.open(tmp_path / "r/logs/rank0000.log", os.O_WRONLY | os.O_CREAT)
@@ -173,7 +173,7 @@ def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, mon
     os.close(log)
 
 
-def test_a_limit_of_logs_that_is_none_is_told(tmp_path: Path) -> None:
+def test_an_invalid_log_limit_is_reported(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "1", "--run-dir", "s", "yes", EZPZ_LLM_LOG_BYTES="10 GB")
     assert done.returncode == 2
     assert "EZPZ_LLM_LOG_BYTES is '10 GB'" in done.stderr
@@ -191,12 +191,12 @@ def test_nothing_on_the_console(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "err 0" not in done.stderr
     assert "| err 1" in done.stderr
-    # One pipe for both streams: their order is kept.
+    # One pipe for both streams preserves their order.
     assert (tmp_path / "r/logs/rank0000.log").read_text() == "out 0\nerr 0\n"
 
 
 def test_what_a_record_holds(tmp_path: Path) -> None:
-    """One launch, six deaths: each with its code, its signal, its exception and where that came from."""
+    """Records of six failures in one launch: code, signal, exception, and the exception's location."""
     program = _script(tmp_path, """
 open(os.environ["EZPZ_LLM_HEARTBEAT"], "w").write("training 17\\n")
 def step():
@@ -212,23 +212,23 @@ step()
 """)
     done = launch(tmp_path, "-n", "6", "--run-dir", "r", sys.executable, program, "--hf-token", "tok-123456",
                   HF_TOKEN="hf_0123456789")
-    found = [_record(tmp_path / "r", rank) for rank in range(6)]
-    assert [one["exit_code"] for one in found] == [1, 139, 137, 134, 7, 1]
-    assert [one["signal"] for one in found] == [None, "SIGSEGV", "SIGKILL", "SIGABRT", None, None]
-    assert [one["exception"] and one["exception"]["type"] for one in found[:5]] == [
+    records = [_record(tmp_path / "r", rank) for rank in range(6)]
+    assert [record["exit_code"] for record in records] == [1, 139, 137, 134, 7, 1]
+    assert [record["signal"] for record in records] == [None, "SIGSEGV", "SIGKILL", "SIGABRT", None, None]
+    assert [record["exception"] and record["exception"]["type"] for record in records[:5]] == [
         "ValueError", "Fatal Python error", None, "", None]
-    assert found[3]["exception"]["message"] == "abort() was called"
-    assert found[0]["exception"]["where"].endswith("program.py:6 in step")
-    assert found[1]["exception"]["where"].endswith("program.py:7 in step")
-    assert found[1]["exception"]["message"] == "Segmentation fault"
-    assert found[5]["exception"]["message"].endswith("a")
-    assert {(one["phase"], one["step"]) for one in found} == {("training", 17)}
-    assert {one["host"] for one in found} == {os.uname().nodename}
-    assert {one["ended_by"] for one in found} == {None}
-    assert done.returncode in {one["exit_code"] for one in found}
-    # The program printed its secret: its own log has it. Nothing that launch writes does.
+    assert records[3]["exception"]["message"] == "abort() was called"
+    assert records[0]["exception"]["where"].endswith("program.py:6 in step")
+    assert records[1]["exception"]["where"].endswith("program.py:7 in step")
+    assert records[1]["exception"]["message"] == "Segmentation fault"
+    assert records[5]["exception"]["message"].endswith("a")
+    assert {(record["phase"], record["step"]) for record in records} == {("training", 17)}
+    assert {record["host"] for record in records} == {os.uname().nodename}
+    assert {record["ended_by"] for record in records} == {None}
+    assert done.returncode in {record["exit_code"] for record in records}
+    # The program printed its secret, so its log has it, but nothing that launch writes does.
     assert (tmp_path / "r/logs/rank0004.log").read_bytes() == b"\xfe\xff no UTF-8\n"
-    assert found[4]["tail"] == ["\ufffd\ufffd no UTF-8"]
+    assert records[4]["tail"] == ["\ufffd\ufffd no UTF-8"]
     for path in (*tmp_path.glob("r/*.json"), *tmp_path.glob("r/errors/*"), *tmp_path.glob("r/*.txt")):
         text = path.read_text()
         assert "hf_0123456789" not in text, path
@@ -265,7 +265,7 @@ def test_large_worlds_keep_their_logs_on_the_node(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
+    """Mount a file system of 64 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", str(folder)],
@@ -300,7 +300,7 @@ time.sleep(60)
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup of 300 MiB."""
+    """Create a memory cgroup with a limit of 300 MiB."""
     group = _CGROUPS / f"ezpz_llm-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -330,7 +330,7 @@ def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -
     assert "try: use fewer ranks per node" in done.stderr
     evidence = _record(tmp_path / "r", 1)["oom_killed"]
     assert f"Killed process {_record(tmp_path / 'r', 1)['pid']} (python" in evidence or "oom_kill in" in evidence
-    # Where the log cannot be read the counter alone tells.
+    # If the kernel log cannot be read, only the counter shows it.
     asked = subprocess.run([*inside, "-c", """
 import subprocess, sys, time
 from ezpz_llm.launch.shim.memory import count_kills, evidence
@@ -339,14 +339,14 @@ print(evidence(before, (), time.monotonic(), is_killed=False))
 subprocess.run([sys.executable, "-c", "x = b'x' * (600 << 20)"])
 print(evidence(before, (), time.monotonic(), is_killed=False))
 """], capture_output=True, text=True, timeout=scaled(60), check=True)
-    none, told = asked.stdout.splitlines()
+    none, reason = asked.stdout.splitlines()
     assert none == "None"
     assert re.fullmatch(r"the out-of-memory killer struck: oom_kill in "
-                        rf"{small_cgroup}/memory.oom_control went from \d+ to \d+", told)
+                        rf"{small_cgroup}/memory.oom_control went from \d+ to \d+", reason)
 
 
 def test_the_kernels_words(tmp_path: Path) -> None:
-    """cgroup v2's file and the messages of kernels since 4.x, by hand after their documentation and sources."""
+    """Parse cgroup v2's file and messages of kernels since 4.x, written by hand after documentation and sources."""
     events = tmp_path / "memory.events"
     events.write_text("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 1\n")
     assert read_count(events) == 2
@@ -361,7 +361,7 @@ def test_the_kernels_words(tmp_path: Path) -> None:
 
 
 def test_it_starts_quickly() -> None:
-    """One is started a rank, on thousands of nodes at once: what it imports is read from a shared file system."""
+    """Shims start on thousands of nodes at once, and read their imports from a shared file system."""
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import ezpz_llm.launch.shim.__main__"],
                           capture_output=True, text=True, timeout=scaled(60), check=True)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()[1:]}
@@ -370,8 +370,8 @@ def test_it_starts_quickly() -> None:
     assert len(modules) < 170
 
 
-def test_told_to_end_is_not_failing(tmp_path: Path) -> None:
-    """A rank that ends on a signal to its shim says who ended it; on one to itself, it does not."""
+def test_a_signal_to_the_shim_is_not_a_failure(tmp_path: Path) -> None:
+    """The record names who ended the rank if its shim got the signal, but not if only the rank did."""
     program = _script(tmp_path, """
 open(os.path.join(os.environ["EZPZ_LLM_RUN_DIR"], "up"), "w").close()
 if sys.argv[1] == "itself": os.kill(os.getpid(), signal.SIGTERM)
@@ -399,7 +399,7 @@ time.sleep(60)
 
 
 def test_last_words_outlive_a_shim_that_is_killed(tmp_path: Path) -> None:
-    """Some launchers kill every shim at once when a rank calls MPI_Abort, whose message it has just written."""
+    """On MPI_Abort some launchers kill every shim at once, just after the rank has written its message."""
     program = _script(tmp_path, """
 os.write(1, b"first\\n")
 os.kill(os.getppid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Sites with a source for every value, and the lines and masks that their documentation prints."""
+"""Sources for the values in site files, and command lines and masks from the sites' documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_value_has_a_source(name: str) -> None:
 @pytest.mark.parametrize(("name", "without"), [
     ("aurora", {"network", "stage"}), ("polaris", {"interface", "stage"}), ("frontier", {"recognise"})])
 def test_what_has_no_source_in_the_first_sites(name: str, without: set[str]) -> None:
-    """They are older than the rule: the few values that their documentation does not have are named."""
+    """These sites predate the rule: the few values that their documentation lacks are listed."""
     content = parse_toml((data_dir("launchers") / f"sites/{name}.toml").read_text(), name)
     assert content.keys() - _ABOUT - content["sources"].keys() == without
     assert not content["sources"].keys() - content.keys()
@@ -74,7 +74,7 @@ def test_lumis_own_masks(tmp_path: Path) -> None:
 
 
 _CORES = ("49-55", "57-63", "17-23", "25-31", "1-7", "9-15", "33-39", "41-47")
-"""LUMI's masks as lists: those of local ranks 0 to 7."""
+"""LUMI's masks as lists of cores, for local ranks 0 to 7."""
 _INTEL = "0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000"
 _VERSIONS = {"MPICH": "HYDRA build details:", "Intel MPI": "Intel(R) MPI Library for Linux* OS",
              "Open MPI 4": "mpiexec (OpenRTE) 4.1.8", "Open MPI 5": "mpiexec (Open MPI) 5.0.3",
@@ -83,8 +83,10 @@ _VERSIONS = {"MPICH": "HYDRA build details:", "Intel MPI": "Intel(R) MPI Library
 
 @pytest.mark.parametrize("launcher", [*_VERSIONS, "Flux", "jsrun"])
 def test_the_same_domains_in_other_dialects(tmp_path: Path, launcher: str) -> None:
-    """The cores of the site's own masks for every rank of both hosts, in each launcher's own words. jsrun has
-    none that names cores: there the rank shim keeps to them."""
+    """Express the site's masks for every rank of both nodes with each launcher's options.
+
+    jsrun has no option that names cores, so the rank shim sets them.
+    """
     folder = step_standin.make(tmp_path / "bin", "flux", "jsrun", resources=step_standin.resources("n[1-2]", "0-1"))
     env, words = {"PATH": f"{folder}:/usr/bin:/bin"}, ["--run-dir", "r"]
     if launcher == "Flux":
@@ -124,8 +126,11 @@ def test_the_same_domains_in_other_dialects(tmp_path: Path, launcher: str) -> No
     ("marenostrum5", 80, ["-N", "2", "-n", "8", "--ntasks-per-node", "4", "--distribution=block", "-c", "20"]),
 ])
 def test_lines_of_srun(tmp_path: Path, site: str, cpus: int, wanted: list[str]) -> None:
-    """One rank a device, each with its share of the node's CPUs: `srun --ntasks-per-node 4` of the pages that the
-    files name under `launcher` and `job`, and 20 cores a device on MareNostrum 5."""
+    """Each rank has a device and its share of the node's CPUs.
+
+    The pages that the files cite under `launcher` and `job` have `srun --ntasks-per-node 4`, and 20 cores per
+    device on MareNostrum 5.
+    """
     plan = _plan(tmp_path, "--site", site, **_slurm(tmp_path / "bin", cpus))
     assert plan["argv"][1:1 + len(wanted)] == wanted
 
@@ -149,14 +154,14 @@ def test_the_line_of_vista(tmp_path: Path) -> None:
 
 
 def test_where_ranks_of_juwels_booster_meet(tmp_path: Path) -> None:
-    """By the node's name on InfiniBand (the script that the file's `master_suffix` names)."""
+    """Rank 0's address is the node's name on InfiniBand (the script that the file cites for `master_suffix`)."""
     plan = _plan(tmp_path, "--site", "juwels-booster", **_slurm(tmp_path / "bin", 96))
     assert plan["env"]["MASTER_ADDR"] == "n1i"
     assert plan["env"]["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_the_line_of_tuolumne(tmp_path: Path) -> None:
-    """One rank a device: `srun -N ${NNODES} --ntasks-per-node=4` in the documentation, in Flux's own words."""
+    """The documentation's `srun -N ${NNODES} --ntasks-per-node=4`, as options of Flux."""
     folder = step_standin.make(tmp_path / "bin", "flux",
                                resources=step_standin.resources("tuolumne[1001-1002]", "0-1"))
     plan = _plan(tmp_path, "--site", "tuolumne", PATH=f"{folder}:/usr/bin:/bin", FLUX_ENCLOSING_ID="ƒ2")

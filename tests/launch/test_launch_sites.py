@@ -1,6 +1,6 @@
-"""Site files: which is taken, what a broken one says, and the launch line that each site documents.
+"""Site files: selection of a site, errors in a file, and the command line that each site documents.
 
-The environments are written by hand after the sites' user guides; nothing was captured there.
+The environments are written by hand after the sites' user guides; none was captured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_the_site_is_the_one_named_or_a_guess_that_says_so() -> None:
 
 @pytest.mark.parametrize("env", [
     {}, {"PBS_O_HOST": "login", "PBS_JOBID": "5.login"}, {"SLURM_CLUSTER_NAME": "sim"},
-    # Names of compute nodes that many machines use.
+    # Names of compute nodes that are common to many machines.
     {"SLURM_JOB_NODELIST": "nid[001000-001003]", "SLURM_CLUSTER_NAME": "other", "HOSTNAME": "nid001000"},
     {"PBS_O_HOST": "x1000c0s0b0n0", "HOSTNAME": "x1921c0s3b0n0"},
 ])
@@ -58,7 +58,7 @@ def test_nothing_is_guessed_from_names_of_compute_nodes(env: dict[str, str]) -> 
     assert find_site(None, env) == Site(description=find_site("generic", {}).description)
 
 
-def test_two_guesses_are_none() -> None:
+def test_two_matching_sites_are_not_used() -> None:
     site = find_site(None, {"SLURM_CLUSTER_NAME": "frontier", "NERSC_HOST": "perlmutter"})
     assert site.name == "generic"
     assert "frontier (SLURM_CLUSTER_NAME=frontier)" in site.source
@@ -103,7 +103,7 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ('cores = ["0-7", "8-15", "16-23"]\nsockets = 2\n', "sockets is 2", 2, "evenly"),
     ("devices_per_host 4\n", "cannot read the site file: this is not TOML", None, "generic.toml"),
 ])
-def test_a_broken_file_is_told_by_key_and_line(tmp_path: Path, text: str, found: str, line: int | None,
+def test_errors_in_a_file_name_key_and_line(tmp_path: Path, text: str, found: str, line: int | None,
                                                accepted: str) -> None:
     path = tmp_path / "broken.toml"
     path.write_text(text)
@@ -124,7 +124,7 @@ def _programs(folder: Path, **bodies: str) -> str:
 
 
 def _pbs(folder: Path, hosts: tuple[str, ...], **env: str) -> dict[str, str]:
-    """A PBS job on these hosts, with an mpiexec whose text only a site file explains."""
+    """Return a PBS job on these nodes, with an mpiexec that only a site file identifies."""
     nodes = folder / "nodes"
     nodes.write_text("".join(f"{host}\n" for host in hosts))
     path = _programs(folder, mpiexec="echo PALS", qstat="exit 1")
@@ -142,7 +142,7 @@ def _plan(words: str, env: dict[str, str]) -> LaunchPlan:
 
 
 def _line(plan: LaunchPlan) -> str:
-    """The launcher's own words, without its path and that of the host file."""
+    """Return the launcher's arguments, without its path and the path of the hostfile."""
     words = plan.argv[1:plan.argv.index(sys.executable)]
     return " ".join(words).replace(str(plan.run_dir.path), "RUN")
 
@@ -159,14 +159,14 @@ def test_the_line_of_polaris(tmp_path: Path) -> None:
     assert values["NCCL_NET"] == "AWS Libfabric"
     assert values["EZPZ_LLM_SITE"] == "polaris"
     assert values["NCCL_SOCKET_IFNAME"] == values["GLOO_SOCKET_IFNAME"] == "hsn0"
-    # Device 3 is beside cores 0-7; the order makes it index 0 for every rank of the host, and hides none.
+    # Device 3 is next to cores 0-7; the order makes it index 0 for every rank of the node, and hides no device.
     assert values["CUDA_VISIBLE_DEVICES"] == "3,2,1,0"
     assert [(place.cores, place.device, place.distance) for place in plan.ranks[:4]] == [
         ("0-7", "3", "near"), ("8-15", "2", "near"), ("16-23", "1", "near"), ("24-31", "0", "near")]
     half = _plan("--ppn 2 python3 x.py", env)
     assert half.env["CUDA_VISIBLE_DEVICES"].value == "3,1,2,0"
     assert [place.distance for place in half.ranks[:2]] == ["near", "near"]
-    # What the user has set stays.
+    # The user's setting is kept.
     own = _plan("python3 x.py", env | {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_NET": "Socket", "OMP_NUM_THREADS": "3"})
     assert not {"CUDA_VISIBLE_DEVICES", "NCCL_NET", "OMP_NUM_THREADS"} & own.env.keys()
     assert [place.device for place in own.ranks[:2]] == ["0", "1"]
@@ -200,10 +200,10 @@ def test_the_line_of_frontier(tmp_path: Path) -> None:
     assert _line(plan).endswith(" --nodelist frontier00001,frontier00002 --gpus-per-task=1 --gpu-bind=closest")
     assert plan.env["NCCL_SOCKET_IFNAME"].value == "hsn0,hsn1,hsn2,hsn3"
     assert plan.env["OMP_NUM_THREADS"].value == "7"
-    # srun chooses the device, and each rank sees that one alone.
+    # srun selects the device, and each rank sees only that one.
     assert {place.device for place in plan.ranks} == {None}
     assert plan.ranks_source == "8 devices (site frontier)"
-    # An salloc as one types it lacks what goes with one of the site's variables.
+    # A plain salloc lacks the options that one of the site's variables needs.
     want = "FI_CXI_RDZV_PROTO=alt_read requires a job with --network=disable_rdzv_get"
     assert any(want in note for note in plan.notes)
     for right in ({"SLURM_NETWORK": "disable_rdzv_get"}, {"FI_CXI_RDZV_PROTO": "default"}):
@@ -220,7 +220,7 @@ def test_the_line_of_perlmutter(tmp_path: Path) -> None:
     # 32 hardware threads are 16 cores.
     assert plan.env["OMP_NUM_THREADS"].value == "16"
     assert [place.device for place in plan.ranks[:4]] == ["0", "1", "2", "3"]
-    # The user's word: the job got fewer cores than the site's hosts have.
+    # The user requested fewer cores than the site's nodes have.
     assert " -c 8 " in _line(_plan("python3 x.py", env | {"SLURM_JOB_CPUS_PER_NODE": "32(x2)"}))
 
 
@@ -251,7 +251,7 @@ _LUMI_BOUND = [(cores, str(device), "near") for device, cores in enumerate(_LUMI
 
 
 def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None:
-    """LUMI numbers its devices neither along its NUMA domains nor against them (LUMI's user guide)."""
+    """LUMI numbers its devices neither in nor against the order of its NUMA domains (LUMI's user guide)."""
     slurm = _slurm(tmp_path, "nid[005000-005001]", 2, 56)
     plan = _lumi(tmp_path, "", slurm)
     masks = ",".join(hex(sum(1 << core for core in expand_numbers(cores))) for cores in _LUMI_CORES)
@@ -259,13 +259,13 @@ def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None
     assert _bound(plan) == _LUMI_BOUND
     assert not any("not near" in note for note in plan.notes)
     assert "CUDA_VISIBLE_DEVICES" not in plan.env
-    # Fewer ranks than devices share the domains of those that they take.
+    # Fewer ranks than devices share the domains of the devices that they use.
     assert _bound(_lumi(tmp_path, "--ppn 4", slurm)) == _LUMI_BOUND[:4]
     assert _bound(_lumi(tmp_path, "--ppn 1", slurm)) == [(
         "1-7,9-15,17-23,25-31,33-39,41-47,49-55,57-63", "0", "near")]
-    # More ranks than devices have none each to be near to.
+    # With more ranks than devices, ranks are not placed by device.
     assert {place.distance for place in _lumi(tmp_path, "--ppn 9", slurm).ranks[8:9]} == {None}
-    # A site that lets srun count is told so; one that leaves it to us is dealt by device.
+    # If the site's srun counts cores, it gets their number; otherwise ranks are placed by device.
     depth = _lumi(tmp_path, "", slurm, binding='"depth"')
     assert " -c 7 --cpu-bind=cores " in _line(depth)
     assert any('binding = "list" in the site file to assign them by device_domains' in note for note in depth.notes)
@@ -275,7 +275,7 @@ def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None
 
 
 def test_the_same_under_mpiexec(tmp_path: Path) -> None:
-    """By lists; by a depth devices are put in the cores' order, but where a mask is the user's, cores in theirs."""
+    """Cores are lists, or a depth with devices in the cores' order; with a user's mask, cores are in its order."""
     job = _pbs(tmp_path, ("n1", "n2"))
     changes = {"scheduler": '"pbs"', "launcher": '"mpiexec"', "dialect": '"pals"'}
     plan = _lumi(tmp_path, "", job, **changes)
@@ -288,7 +288,7 @@ def test_the_same_under_mpiexec(tmp_path: Path) -> None:
     own = _lumi(tmp_path, "", job | {"CUDA_VISIBLE_DEVICES": "0,4"}, **changes, binding='"depth"')
     assert " --cpu-bind=list:33-39,41-47,49-55,57-63:1-7,9-15,17-23,25-31 " in _line(own)
     assert {distance for _, _, distance in _bound(own)} == {"near"}
-    # Half of Aurora's ranks all take devices of its first socket: both sockets' cores stay in use, as a note says.
+    # Half of Aurora's ranks only use devices of the first socket; cores of both sockets are used, with a note.
     half = _plan("--ppn 6 python3 x.py", _pbs(tmp_path, ("a1",), EZPZ_LLM_SITE="aurora"))
     assert ("3 of 6 ranks of a node are not near their device: local rank 3 has cores 53-69, but device 3 is on "
             "another socket") in half.notes
@@ -310,8 +310,8 @@ def test_more_ranks_than_the_job_has_cpus(tmp_path: Path) -> None:
     assert not any("share" in note for note in enough.notes)
 
 
-def test_the_sites_interface_gives_way(tmp_path: Path) -> None:
-    """On a host of the job that lacks it, and to the user's own."""
+def test_the_sites_interface_yields_to_the_users(tmp_path: Path) -> None:
+    """It is dropped on a node that lacks it, and if the user selects an interface."""
     env = _pbs(tmp_path, ("localhost",), EZPZ_LLM_SITE="polaris")
     plan = _plan("-n 1 python3 x.py", env)
     assert "localhost has no interface hsn0, which site polaris names" in plan.notes
@@ -321,7 +321,7 @@ def test_the_sites_interface_gives_way(tmp_path: Path) -> None:
     assert own.env["MASTER_ADDR"].value == "n1.hsn.cm.aurora.alcf.anl.gov"
 
 
-def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_between_node_and_site_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         (tmp_path / f"gpus/0000:0{number}:00.0").mkdir(parents=True)
     monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
@@ -351,8 +351,10 @@ def _dry_run_cpu_s(cwd: Path, env: dict[str, str]) -> tuple[float, str]:
 
 
 def test_a_plan_of_ten_thousand_hosts_takes_less_than_half_a_second(tmp_path: Path) -> None:
-    """Aurora has 10,624. Processor time, and no more than a plan for two hosts takes five times where a machine is
-    so busy that all takes longer; and once more for Slurm."""
+    """Plan for Aurora's 10,624 nodes, and for as many under Slurm.
+
+    The limit is on processor time; on a busy machine, it is five times that of a plan for two nodes.
+    """
     hosts = tuple(f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0" for number in range(10624))
     env = clean_env(**_pbs(tmp_path, hosts, PBS_O_HOST="aurora-uan-0010"))
     spent, text = _dry_run_cpu_s(tmp_path, env)

@@ -1,4 +1,4 @@
-"""launch in Slurm's interactive shells, on the simulated cluster's real Slurm."""
+"""Run launch in Slurm's interactive shells, with the simulated cluster's real Slurm."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MEET = HELPERS / "connecting_ranks.py"
 
 
 def _typed(cluster: Cluster, folder: Path, shell: str, *commands: str) -> subprocess.CompletedProcess[str]:
-    """What a person at a terminal does: `shell`, and then `commands` at its prompt."""
+    """Start `shell` in a terminal, and type `commands` at its prompt."""
     script = folder / "typed.sh"
     script.write_text("\n".join(["exec > typed.txt 2>&1 < /dev/null", *commands, "touch done"]))
-    # script(1) is the terminal; the shell would take the end of its input for a hang-up.
+    # script(1) provides the terminal; without it the shell would treat the end of its input as a hang-up.
     typing = ("(echo 'bash typed.sh; exit'; timeout 270 bash -c 'until [ -e done ]; do sleep 0.1; done') | "
               f"script -qec '{shell}' /dev/null")
     return cluster.run("bash", "-c", typing, cwd=folder, timeout=280)
 
 
 def test_the_shell_of_srun_pty_starts_ranks_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
-    """It is task 0 of four; srun, and mpiexec, whose helpers srun starts, share the step's resources."""
+    """The shell is task 0 of four. srun, and mpiexec's helpers, which srun starts, share the step's resources."""
     meet = f"{sys.executable} {MEET}"
-    # The other tasks end at once, without a terminal; this cluster's WaitTime would end the shell 5 s later.
+    # The other tasks have no terminal and end at once; this cluster's WaitTime would end the shell 5 s later.
     _typed(cluster, tmp_path, "srun -N2 --ntasks-per-node=2 -t 5 --wait=0 --pty bash",
            'squeue --noheader --jobs "$SLURM_JOB_ID" --format %e > end',
            f"timeout 120 launch --run-dir srun {meet}; echo rc=$?",

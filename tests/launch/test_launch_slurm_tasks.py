@@ -1,4 +1,4 @@
-"""Ranks that a Slurm job asked for, in whichever variables it did."""
+"""Number of ranks requested by a Slurm job, from any of its variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODE
     ({"NTASKS_PER_GPU": "2", "GPUS_PER_NODE": "a100:4"}, (8, 8), "SLURM_NTASKS_PER_GPU=2, 4 GPUs per node"),
     ({"NTASKS_PER_GPU": "1", "GPUS": "8"}, (4, 4), "SLURM_NTASKS_PER_GPU=1, 4 GPUs per node"),
     ({"NTASKS_PER_GPU": "1", "GPUS_ON_NODE": "4"}, (4, 4), "SLURM_NTASKS_PER_GPU=1, 4 GPUs per node"),
-    # Nobody asked for these: Slurm writes 1, or as many tasks as fit the CPUs.
+    # Not requested: Slurm writes 1, or the number of tasks that fit the CPUs.
     ({"TASKS_PER_NODE": "1(x2)"}, (None, None), ""),
     ({"TASKS_PER_NODE": "8(x2)", "JOB_CPUS_PER_NODE": "8(x2)"}, (None, None), ""),
     ({"TASKS_PER_NODE": "8(x2)", "JOB_CPUS_PER_NODE": "64(x2)", "CPUS_PER_TASK": "8"}, (None, None), ""),
@@ -38,7 +38,7 @@ def test_tasks_of_a_job(variables: dict[str, str], slots: tuple[int | None, ...]
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS_PER_NODE", "SLURM_NPROCS", "SLURM_NTASKS_PER_GPU"])
 @pytest.mark.parametrize("value", ["0", "many", "-1"])
-def test_values_that_are_no_numbers(name: str, value: str) -> None:
+def test_values_that_are_not_numbers(name: str, value: str) -> None:
     with pytest.raises(UserError, match=f"{name}='{value}' is not a number of tasks"):
         find_allocation({**_JOB, name: value})
 
@@ -72,7 +72,7 @@ def test_the_plan_names_the_variable(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert (len(plan["ranks"]), plan["sources"]["ranks"]) == (8, "SLURM_NTASKS_PER_NODE=4")
-    # The user's own slots have another source.
+    # The user's slots have another source.
     (tmp_path / "hosts").write_text("n2 slots=3\n")
     done = launch(tmp_path, "--dry-run", "--hostfile", "hosts", "hostname", **env)
     assert "3 on 1 node: n2 (slots of --hostfile hosts)" in done.stdout

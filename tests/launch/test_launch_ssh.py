@@ -1,5 +1,7 @@
-"""launch over hosts that ssh reaches: every mpiexec there is, and a stand-in for PALS' in a PBS job of a site like
-Aurora."""
+"""Run launch over nodes reached by ssh: every available mpiexec, and a stand-in for PALS in a PBS job.
+
+The site of the PBS job resembles Aurora.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ MEET = (sys.executable, str(HELPERS / "connecting_ranks.py"))
 WORDS = ("report", "a b", "it's", '"q"', "$(date)", "; exit 9", "x\\ny", "two\nlines", "*", "", "-n", "--", "ü")
 PLACES = [(0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1)]
 
-# As Aurora's file, for the hosts here: their names have another suffix on the network that ranks meet on.
+# Like Aurora's file, for these nodes: on the network of the rendezvous, their names have another suffix.
 _SITE = """
 scheduler = "pbs"
 launcher = "mpiexec"
@@ -48,7 +50,7 @@ def _places(reports: list[dict]) -> list[tuple[int, str, int]]:
 
 @pytest.fixture
 def pals(tmp_path: Path) -> dict[str, str]:
-    """The environment of a PBS job on n1 and n2, with the stand-in first on PATH and the site file named."""
+    """Return the environment of a PBS job on n1 and n2, with the stand-in first on PATH and the site selected."""
     cores = ", ".join(f'"{core}"' for core in sorted(os.sched_getaffinity(0))[:2])
     (tmp_path / "site.toml").write_text(_SITE.format(cores=cores))
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
@@ -81,7 +83,7 @@ def test_pals_in_a_pbs_job(host_cluster: Cluster, tmp_path: Path, pals: dict[str
     env = [report["env"] for report in reports]
     assert {one["MASTER_ADDR"] for one in env} == {"n1.sim"}
     assert {one["SITE_WORD"] for one in env} == {"from the site"}
-    # PMIx, which says no size, and no PMI.
+    # PMIx, which has no variable for the size, without PMI.
     assert [(one["PMIX_RANK"], one["PMI_RANK"]) for one in env] == [(str(rank), None) for rank in range(4)]
     assert [one["ZE_AFFINITY_MASK"] for one in env] == ["0.0", "0.1"] * 2
     if len(cores) == 2:
@@ -96,7 +98,7 @@ def test_pals_ranks_meet_and_part_of_the_job_is_obeyed(host_cluster: Cluster, tm
     assert done.returncode == 0, done.stdout + done.stderr
     met = json.loads((tmp_path / "r/met.json").read_text())
     assert [(one["rank"], one["host"], one["local_rank"]) for one in met] == PLACES
-    # The stand-in, like PALS, would take PBS's own node file.
+    # The stand-in, like PALS, uses PBS's node file by default.
     part = host_cluster.run("launch", "--hosts", "n2", "--run-dir", "p", *PROGRAM, "report", cwd=tmp_path, **pals)
     assert part.returncode == 0, part.stdout + part.stderr
     assert _places(_reports(tmp_path / "p", 2)) == [(0, "n2", 0), (1, "n2", 1)]
@@ -109,7 +111,7 @@ def test_codes_under_pals(host_cluster: Cluster, tmp_path: Path, pals: dict[str,
     assert done.returncode == code, done.stdout + done.stderr
     if how != "missing":
         assert "rank 1 on n1" in done.stderr
-        # Its own words reach the console as they are.
+        # Its messages are printed unchanged.
         assert f"n1: rank 1 exited with code {code}" in done.stderr
     run_id = json.loads((tmp_path / "r/run.json").read_text())["launch"]["env"]["EZPZ_LLM_RUN_ID"]
     assert host_cluster.processes(run_id) == {}

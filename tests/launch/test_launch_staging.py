@@ -1,4 +1,4 @@
-"""launch --stage-env: an environment that says in many ways where it is, copied and run from the copy."""
+"""`launch --stage-env`: an environment with many kinds of absolute paths, copied and run from the copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slowness import scaled
 from ezpz_llm.base.private import new_secret
 from ezpz_llm.launch.staging.receive import _as_sent, copy_of, mover, remove_stale
 
-# Says where everything of this rank comes from, one JSON line a rank.
+# Prints where each part of this rank's environment comes from, as a line of JSON.
 WHERE = """
 import json, os, shutil, socket, sys, demo, ezpz_llm, plain, string
 launch = shutil.which("launch")
@@ -51,8 +51,11 @@ sys.meta_path.append(Finder)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small virtual environment with mpi4py, this project editable by a .pth file, another package editable by a
-    finder (as setuptools does it), and a module on PYTHONPATH."""
+    """Create a small virtual environment with mpi4py and several kinds of installed code.
+
+    This project is editable through a .pth file, another package through a finder (as with setuptools), and a
+    module is on PYTHONPATH.
+    """
     folder = tmp_path_factory.mktemp("environment")
     env, project, more = folder / "env", folder / "project" / "demo", folder / "more"
     venv.create(env, symlinks=True, with_pip=False)
@@ -83,13 +86,13 @@ def variables(environment: Path) -> dict[str, str]:
 
 
 def places(run_dir: Path) -> list[dict]:
-    """What the ranks said, by host."""
+    """Return the ranks' reports by node."""
     found = [json.loads(path.read_text()) for path in run_dir.glob("where-*.json")]
     return sorted(found, key=lambda place: place["host"])
 
 
 def check_place(place: dict, environment: Path) -> str:
-    """All of a rank's environment is that of one copy; the copy's folder."""
+    """Check that all of a rank's environment is in one copy. Return the copy's folder."""
     copy = place["prefix"].removesuffix("/env")
     assert re.fullmatch(r"/(local|tmp)/ezpz_llm-0-[0-9a-f]{16}-[0-9a-f]{16}", copy), copy
     assert place["executable"] == place["python3"] == f"{copy}/env/bin/python3"
@@ -128,7 +131,7 @@ def test_ranks_run_from_the_copy(environment: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ranks_run_from_a_mounted_image(environment: Path, tmp_path: Path) -> None:
-    """With the real sqfstar and squashfuse, where they are here."""
+    """Use the real sqfstar and squashfuse if they are installed."""
     env = clean_env(**variables(environment))
     for program in ("sqfstar", "squashfuse"):
         if shutil.which(program, path=env["PATH"]) is None:
@@ -150,7 +153,7 @@ def test_ranks_run_from_a_mounted_image(environment: Path, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_no_image_without_its_programs(environment: Path, tmp_path: Path) -> None:
-    """Each is named, with what to do."""
+    """Each missing program is named, with a remedy."""
     (tmp_path / "mine.toml").write_text('stage = "squashfs"\n')
     bare = variables(environment) | {"EZPZ_LLM_CACHE": str(tmp_path / "cache"),
                                      "PATH": f"{environment}/env/bin:{Path(sys.prefix)}/mpi:{Path(sys.prefix)}/bin"
@@ -169,7 +172,7 @@ def test_no_image_without_its_programs(environment: Path, tmp_path: Path) -> Non
         assert missing_one in done.stderr
         assert "remove stage = \"squashfs\" from the site file" in done.stderr
         assert "ran" not in done.stdout
-        # One that makes something: the hosts' own program is missing next.
+        # With a working sqfstar, the nodes' program is the next one missing.
         (made / "sqfstar").write_text('#!/bin/sh\ncat > "$3"\n')
         (made / "sqfstar").chmod(0o755)
 
@@ -184,7 +187,7 @@ def test_mentions_of_a_folder_are_replaced_and_nothing_like_them() -> None:
 
 @pytest.fixture(scope="module")
 def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes, each with a disk of its own on /local."""
+    """Start three nodes, each with a local disk at /local."""
     if (why := missing()) is not None:
         pytest.skip(why)
     with Cluster(tmp_path_factory.mktemp("disks") / "sim", nodes=3, net="10.79.0", node_tmp=True) as found:
@@ -196,7 +199,7 @@ def left(disks: Cluster) -> list[str]:
 
 
 def stage(disks: Cluster, environment: Path, folder: Path, run: str, *, in_a_job: bool) -> tuple[int, str]:
-    """A staged launch of the three nodes, in a Slurm job or by mpiexec over ssh; its code and what it printed."""
+    """Run a staged launch on the three nodes, in a Slurm job or by mpiexec over ssh. Return its code and output."""
     words = ["launch", "--stage-env", "--hosts", "n1,n2,n3", "--ppn", "1", "--run-dir", str(folder / run),
              "python3", str(environment / "where.py"), "a b", str(environment / "env/bin/python3")]
     if not in_a_job:
@@ -238,7 +241,7 @@ def test_every_node_gets_a_copy_or_none(way: str, disks: Cluster, environment: P
 
 
 def test_copies_of_dead_runs_are_removed_and_those_of_living_ones_kept(tmp_path: Path) -> None:
-    """By the run's id in their names; a stranger's, and young ones, stay."""
+    """Copies are matched by the run's id in their names; other users' copies and recent ones are kept."""
     own = f"ezpz_llm-{os.getuid()}"
     names = {f"{own}-dead-aa": False, f"{own}-dead-aa.0.tar": False, f"{own}-alive-bb": True,
              f"{own}-young-cc": True, "ezpz_llm-12345-dead-dd": True}
@@ -255,7 +258,7 @@ def test_copies_of_dead_runs_are_removed_and_those_of_living_ones_kept(tmp_path:
 
 
 def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
-    """Its name is on no command line, and what lies there all the same is not used."""
+    """The name is not on any command line, and an existing folder of that name is not used."""
     secret, begin = new_secret(), f"{tmp_path}/ezpz_llm-"
     folder = copy_of(begin, {"EZPZ_LLM_SECRET": secret})
     assert folder.parent == tmp_path

@@ -1,4 +1,4 @@
-"""Ranks that come late or never, and hosts that refuse to start any: who is named, and how the run is ended."""
+"""Ranks that start late or never, and nodes that fail to start ranks: messages, and the end of the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 _EXECVE = "slurmstepd-n2: error: execve(): /x/python: No such file or directory\n"
 _TASK = "srun: error: n2: task {}: Exited with exit code 2\n"
 
-# Read by every Python that starts: the shim of one rank, or of one node, is SECONDS late.
+# Imported by every Python at start: delays the shim of one rank, or of one node, by SECONDS.
 _LATE = """
 import os, sys, time
 if "ezpz_llm.launch.shim" in sys.orig_argv and {who}:
@@ -44,7 +44,7 @@ def _arrivals(folder: Path, limit_s: float | None = 10.0, words: str = "") -> Ar
     return Arrivals(_HOSTS, run_dir, limit_s, named_after_s=1.0)
 
 
-# Who is missing, and what is said of it
+
 
 def test_missing_ranks_are_named_again_as_they_change(tmp_path: Path) -> None:
     arrivals = _arrivals(tmp_path)
@@ -58,7 +58,7 @@ def test_missing_ranks_are_named_again_as_they_change(tmp_path: Path) -> None:
     assert arrivals.news({}, 110) is None
 
 
-def test_a_start_in_time_is_no_news(tmp_path: Path) -> None:
+def test_a_start_in_time_is_not_reported(tmp_path: Path) -> None:
     arrivals = _arrivals(tmp_path)
     assert arrivals.news(_HOSTS, 0.5) is None
     assert arrivals.news({}, 2.0) is None
@@ -84,7 +84,7 @@ def test_the_deadline(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "missing", "is_refused"), [
     (_EXECVE, {2: "n2"}, True),
     (_TASK.format("2-3"), {3: "n2"}, True),
-    # A rank that has come tells of its own end.
+    # A rank that has started reports its own end.
     (_TASK.format("0"), {3: "n2"}, False),
     ("a program: all is well\n", {3: "n2"}, False),
 ])
@@ -99,8 +99,8 @@ def test_the_launchers_words_end_it_at_once(tmp_path: Path, words: str, missing:
     assert arrivals.verdict({}, 7.0) is None
 
 
-def test_what_rank_0_says_of_other_hosts_is_its_own_matter(tmp_path: Path) -> None:
-    """Its standard error is in the launcher's log, too: a program may run git or ssh."""
+def test_messages_of_rank_0_about_other_nodes_are_ignored(tmp_path: Path) -> None:
+    """The standard error of rank 0 is also in the launcher's log, and a program may run git or ssh."""
     words = "ssh: Could not resolve hostname github.com: Temporary failure in name resolution\n"
     arrivals = _arrivals(tmp_path, None, words)
     RunDir(tmp_path).rank_log(0).write_text(f"begin\n{words}end\n")
@@ -109,7 +109,7 @@ def test_what_rank_0_says_of_other_hosts_is_its_own_matter(tmp_path: Path) -> No
 
 
 def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
-    """No room for an agent, an agent that gave up, a disk without room for its report."""
+    """The agent could not start, gave up, or had no disk space for its report."""
     run_dir = RunDir(tmp_path).create()
     life = HeartbeatMonitor(run_dir, "id", {**_HOSTS, 4: "n3", 5: "n3", 6: "n4", 7: "n4"}, started=0.0)
     life.look(1.0)
@@ -122,14 +122,14 @@ def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     assert dict(life.missing) == {1: "n1", 2: "n2"}
 
 
-# What refuses a start, in its own words
+
 
 @pytest.mark.parametrize(("words", "who", "host"), [
-    # Seen with MPICH 5.0.2 and OpenSSH 9.2 on simulated nodes.
+    # Observed with MPICH 5.0.2 and OpenSSH 9.2 on simulated nodes.
     ("root@n2: Permission denied (publickey,password,hostbased).", said.SSH, "n2"),
     ("ssh: connect to host n2 port 22: Connection refused", said.SSH, "n2"),
     ("ssh: Could not resolve hostname nope: Temporary failure in name resolution", said.SSH, "nope"),
-    # By OpenSSH's sources.
+    # From OpenSSH's sources.
     ("ssh: connect to host n2 port 22: Connection timed out", said.SSH, "n2"),
     ("No ED25519 host key is known for n2 and you have requested strict checking.\nHost key verification failed.",
      said.SSH, "n2"),
@@ -143,12 +143,12 @@ def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     ("slurmstepd: error: execve(): /x/python: No such file or directory", "Slurm", None),
     ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential", "Slurm", "n2"),
 ])
-def test_words_of_a_refusal(words: str, who: str, host: str | None) -> None:
+def test_messages_of_failed_starts(words: str, who: str, host: str | None) -> None:
     [found] = read_matches(f"before\n{words}\nafter\n")
     assert (found.source, found.kind, found.host) == (who, said.NOT_STARTED, host)
 
 
-# Real runs
+
 
 def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
     late = _late(tmp_path, 'os.environ.get("PMI_RANK") == "1"', 1000)
@@ -173,7 +173,7 @@ def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 @contextmanager
 def _python_missing_on(cluster: Cluster, node: str) -> Iterator[None]:
-    """As an unmounted file system, or an environment on another node's own disk."""
+    """Hide Python on a node, as with an unmounted file system, or an environment on another node's local disk."""
     folder = str(Path(sys.executable).parent)
     mounted = cluster.run("mount", "-t", "tmpfs", "tmpfs", folder, node=node)
     assert mounted.returncode == 0, mounted.stderr
@@ -185,7 +185,7 @@ def _python_missing_on(cluster: Cluster, node: str) -> Iterator[None]:
 
 @pytest.mark.full
 def test_python_missing_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
-    """srun tells at once, and leaves rank 0 to run or to wait alone."""
+    """srun reports it at once, but leaves rank 0 running or waiting alone."""
     with _python_missing_on(cluster, "n2"):
         began = time.monotonic()
         done = cluster.run("salloc", "--quiet", "-N2", "--ntasks-per-node=1", "launch", "--run-dir", "r", "sleep",
@@ -194,7 +194,7 @@ def test_python_missing_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     first = next(line for line in done.stderr.splitlines() if "the launcher could not start the ranks" in line)
     assert "n2" in first
-    # `python` or `python3`: whichever name pip gave to the first line of the installed `launch`.
+    # `python` or `python3`, depending on the first line of the installed `launch`.
     folder = re.escape(str(Path(sys.executable).parent))
     assert re.search(rf"execve\(\): {folder}/python3?: No such file or directory", first)
     assert "check that n2 can read this launch's Python" in done.stderr
@@ -214,7 +214,7 @@ def test_ranks_that_are_90_seconds_late_are_named_and_come(cluster: Cluster, tmp
 
 @contextmanager
 def _sshd(cluster: Cluster, node: str, options: str | None) -> Iterator[None]:
-    """Another sshd on the node, or none."""
+    """Restart sshd on the node with other options, or stop it."""
     again = "/usr/sbin/sshd -f /etc/ssh/sshd_config"
     stop = "pkill -x sshd; while pgrep -x sshd > /dev/null; do sleep 0.05; done;"
     cluster.run("bash", "-c", f"{stop} {f'{again} {options}' if options else ''}", node=node)
@@ -229,7 +229,7 @@ def _sshd(cluster: Cluster, node: str, options: str | None) -> Iterator[None]:
     ("-o AuthorizedKeysFile=none -o HostbasedAuthentication=yes -o KbdInteractiveAuthentication=no",
      "root@n2: Permission denied (publickey,hostbased)."),
 ])
-def test_sshs_refusal_is_quoted_first(host_cluster: Cluster, tmp_path: Path, options: str | None,
+def test_the_error_of_ssh_is_quoted_first(host_cluster: Cluster, tmp_path: Path, options: str | None,
                                       words: str) -> None:
     with _sshd(host_cluster, "n2", options):
         done = host_cluster.run("launch", "--hosts", "n1,n2", "--run-dir", "r", "sleep", "100", cwd=tmp_path)

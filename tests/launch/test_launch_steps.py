@@ -1,5 +1,7 @@
-"""Steps of a real Slurm job and torchruns on several hosts: who runs where, side by side and inside one another,
-what arrives, and how it ends. One job runs them, most at the same time; a test looks at what one of them left."""
+"""Steps of a real Slurm job and torchruns on several nodes: placement, concurrency, nesting, arguments, exit codes.
+
+One job runs them, most at the same time; each test checks the results of one of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from places import HELPERS
 from simcluster.cluster import Cluster
 
 pytestmark = pytest.mark.full
-"""The batch job of test_cluster_launch.py places, and the faults end, ranks of each launcher by default."""
+"""Mark of steps that only `-m full` runs; by default, test_cluster_launch.py and the faults cover each launcher."""
 
 PROGRAM = [sys.executable, str(HELPERS / "reporting_ranks.py")]
 WORDS = ("report", "a b", "it's", '"q"', "$(date)", "; exit 9", "x\\ny", "two\nlines", "*", "", "-n", "--", "ü")
@@ -23,7 +25,7 @@ def _line(*options: str, words: tuple[str, ...] = ("report",)) -> str:
     return shlex.join([*options, *PROGRAM, *words])
 
 
-# A name, and what is typed after `launch --run-dir NAME`.
+# Name, and arguments after `launch --run-dir NAME`.
 _RUNS = {
     "half1": _line("--hosts", "n1,n2", words=("await", "half2/here")),
     "half2": _line("--hosts", "n[3-4]", words=("await", "half1/here")),
@@ -39,7 +41,7 @@ _RUNS = {
     **{f"torchrun-{how}": _line("--nodes", "2", "--launcher", "torchrun", words=(how,))
        for how in ("exit", "SIGKILL")},
 }
-# The same, in a step that holds all CPUs of its node.
+# The same, inside a step that uses all CPUs of its node.
 _INSIDE = {
     "inside-srun": _line("-n", "2"),
     "inside-mpiexec": _line("-n", "2", "--launcher", "mpiexec"),
@@ -48,8 +50,8 @@ _INSIDE = {
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
-# SLURM_EXPORT_ENV is what `sbatch --export=NONE` leaves behind, SLURM_DISTRIBUTION what an outer step may, and
-# RANK and its like what was exported for another program.
+# SLURM_EXPORT_ENV as after `sbatch --export=NONE`, SLURM_DISTRIBUTION as inside an outer step, and RANK and others
+# as if exported for another program.
 _SCRIPT = """
 export SLURM_EXPORT_ENV=NONE SLURM_DISTRIBUTION=cyclic MY_OWN=mine
 export RANK=7 WORLD_SIZE=9 LOCAL_RANK=5 LOCAL_WORLD_SIZE=6 NODE_RANK=8 GROUP_RANK=8
@@ -116,7 +118,7 @@ def test_torchruns_are_told_where_to_meet_and_which_host_they_are_on(job: Path) 
     assert [report["node_rank"] for report in reports] == [0, 0, 1, 1]
     assert {report["source"] for report in reports} == {"torchrun (RANK)"}
     assert {report["env"]["MASTER_ADDR"] for report in reports} == {"n1"}
-    # The place of the one torchrun in srun's world is no rank's, and its quiet is its own.
+    # The variables of torchrun as srun's task, and its log level, are not passed to the ranks.
     assert {report["env"]["PMI_RANK"] for report in reports} == {None}
     assert {report["env"]["TORCH_CPP_LOG_LEVEL"] for report in reports} == {None}
     run = json.loads((job / "torchrun/run.json").read_text())["launch"]
@@ -139,7 +141,7 @@ def test_inside_an_interactive_step(job: Path, launcher: str) -> None:
 
 
 def test_ranks_may_end_long_before_others(job: Path) -> None:
-    """The cluster's WaitTime would end the others after 5 seconds."""
+    """The cluster's WaitTime would end the others after 5 s without --wait."""
     assert len(_reports(job, "last", 4)) == 4
 
 
@@ -153,7 +155,7 @@ def test_only_rank_0_reads(job: Path) -> None:
     ("missing", 127, "cannot run 'no-such-program'"),
 ])
 def test_codes_are_the_ranks_own(job: Path, cluster: Cluster, name: str, code: int, said: str) -> None:
-    """The launchers' own would be 143 or 137 (srun), 1 (torchrun), 2 (srun, for what is missing)."""
+    """The launchers' exit codes would be 143 or 137 (srun), 1 (torchrun), 2 (srun, for a missing program)."""
     found, text = _ended(job, name)
     assert found == code, text
     assert said in text

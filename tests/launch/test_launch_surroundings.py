@@ -1,5 +1,7 @@
-"""Machines that lack something: no shared memory, a file size limit, little memory, a checkout that is read-only, a
-clock that is set during a run. A run ends with its own code, and says what is wrong."""
+"""Restricted environments: no shared memory, file size limits, little memory, read-only checkouts, clock changes.
+
+A run keeps its own exit code, and reports what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from slowness import scaled
 
 
 def _inside(setting: str, cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`launch WORDS` where the shell command `setting` has changed what this process and its children see."""
+    """Run `launch WORDS` after the shell command `setting`, in new namespaces."""
     tried = subprocess.run(["unshare", "-m", "sh", "-c", setting], capture_output=True, text=True,
                            timeout=scaled(120), check=False)
     if tried.returncode:
@@ -29,7 +31,7 @@ def _inside(setting: str, cwd: Path, *words: str, **env: str) -> subprocess.Comp
 
 @pytest.mark.parametrize("how", ["ro", "size=4k,nr_inodes=1"], ids=["read-only", "without-room"])
 def test_no_shared_memory(tmp_path: Path, how: str) -> None:
-    """Where it is read-only the temporary folder serves; where it is full a hang cannot be seen, which is said."""
+    """A read-only /dev/shm is replaced by the temporary folder; a full one gives a note: hangs go undetected."""
     child = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); sys.exit(3)"
     done = _inside(f"mount -t tmpfs -o {how} none /dev/shm", tmp_path, "-n", "2", "--run-dir", "r", sys.executable,
                    "-c", child, TMPDIR=str(tmp_path))
@@ -40,7 +42,7 @@ def test_no_shared_memory(tmp_path: Path, how: str) -> None:
 
 
 def test_files_may_not_grow(tmp_path: Path) -> None:
-    """Writes fail in the middle of a file."""
+    """Writes beyond the limit fail in the middle of a file."""
     program = "import sys; print('x' * 300_000, flush=True); print('y', file=sys.stderr); sys.exit(7)"
     done = _inside("ulimit -f 128", tmp_path, "-n", "2", "--run-dir", "r", "--tee", "none", sys.executable, "-c",
                    program)
@@ -68,7 +70,7 @@ ssize_t write(int to, const void *data, size_t size) {
     return real(to, data, size);
 }
 """
-"""For LD_PRELOAD: each process may write so many bytes to files, then it is over quota, as the kernel says that."""
+"""Source of an LD_PRELOAD library: after a number of bytes, a process's writes fail with EDQUOT."""
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def quota(tmp_path: Path) -> dict[str, str]:
 
 
 def test_over_quota(tmp_path: Path, quota: dict[str, str]) -> None:
-    """While a run goes on it goes on without what cannot be written; before one it does not begin."""
+    """A running job continues without the files that cannot be written; a new one does not start."""
     program = "import sys; print('x' * 300_000, flush=True); print('y', file=sys.stderr); sys.exit(7)"
     done = _inside("true", tmp_path, "-n", "2", "--run-dir", "r", "--tee", "none", sys.executable, "-c", program,
                    QUOTA="131072", **quota)
@@ -126,7 +128,7 @@ def test_a_run_in_a_folder_that_is_read_only(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_set_during_a_run(tmp_path: Path) -> None:
-    """The shim's own wall clock jumps by a day between the rank's start and its end: the duration does not."""
+    """The wall clock jumps by a day between the rank's start and end; the recorded duration does not."""
     for name in ("logs", "errors", "heartbeat", "control"):
         (tmp_path / name).mkdir(mode=0o700)
     jumping = ("import sys, time; real, calls = time.time, []\n"
@@ -150,7 +152,7 @@ time.time = lambda: real() + (float(os.environ["SET_BY"]) if os.path.exists(os.e
 
 @pytest.mark.parametrize("by", ["86400", pytest.param("-86400", marks=pytest.mark.full)])
 def test_a_clock_that_is_set_in_launch_agent_and_ranks(tmp_path: Path, by: str) -> None:
-    """The run lives on, and its end has its own cause."""
+    """The run continues, and its end is reported with the true cause."""
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock/sitecustomize.py").write_text(_SET_MEANWHILE)
     program = ("import os, sys, time; open(os.environ['SET_WHEN'], 'w').close(); time.sleep(2.5)\n"

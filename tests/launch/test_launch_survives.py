@@ -1,5 +1,7 @@
-"""A program can write into its run directory, and a full disk can cut a file short: launch's own end does not
-depend on what lies there. The cause keeps its code, and all nodes are cleared."""
+"""Corrupted run directories: launch ends with the cause's code and clears all nodes.
+
+A program can write into its run directory, and a full disk can truncate files.
+"""
 
 from __future__ import annotations
 
@@ -88,15 +90,15 @@ def test_the_cause_keeps_its_code(tmp_path: Path, several: list[str]) -> None:
     (None, 7, 7), (None, 0, 0), (None, -9, 137), (Stop("rank", "a rank failed"), 143, 143),
     (Stop("idle", "no sign of life"), 143, 124), (Stop("signal", "launch was sent SIGINT", "SIGINT"), 1, 130),
     (Stop("late", "a rank did not start"), 1, 124), (Stop("refused", "a rank cannot start"), 1, 3)])
-def test_what_is_said_where_nothing_makes_sense(tmp_path: Path, stopped: Stop | None, status: int,
+def test_messages_for_a_directory_without_valid_files(tmp_path: Path, stopped: Stop | None, status: int,
                                                 code: int) -> None:
     (tmp_path / "errors").write_text("x")
     facts = RunFacts(2, ("n1", "n1"), "srun", status, 1000.0, stopped)
     assert bare_postmortem(RunDir(tmp_path), "id", facts).code == code
 
 
-def test_a_clock_that_was_set_back_hides_no_log(tmp_path: Path) -> None:
-    """Logs from before the run's start are an earlier run's, as far as the clock tells."""
+def test_a_clock_that_was_set_back_does_not_hide_logs(tmp_path: Path) -> None:
+    """Logs from before the run's start would belong to an earlier run, judging by the clock."""
     run_dir = RunDir(tmp_path / "r").create()
     run_dir.record.write_text(json.dumps({"launch": {"started": 10_000.0, "env": {"EZPZ_LLM_RUN_ID": "id"}}}))
     run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
@@ -107,8 +109,8 @@ def test_a_clock_that_was_set_back_hides_no_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["x", " ", "1 ", "- "])
-def test_a_log_of_one_long_line_holds_launch_s_end_up_no_longer(tmp_path: Path, unit: str) -> None:
-    """The search for what MPI_Abort and others say took minutes of it, at the end of a run."""
+def test_a_log_of_one_long_line_does_not_delay_the_end(tmp_path: Path, unit: str) -> None:
+    """The search for messages of MPI_Abort and others took minutes on such a line, at the end of a run."""
     run_dir = RunDir(tmp_path / "r").create()
     run_dir.record.write_text(json.dumps({"launch": {"started": 1.0, "env": {"EZPZ_LLM_RUN_ID": "id"}}}))
     for path in (run_dir.launcher_log, run_dir.rank_log(0), run_dir.rank_log(1)):
@@ -119,8 +121,8 @@ def test_a_log_of_one_long_line_holds_launch_s_end_up_no_longer(tmp_path: Path, 
     assert ended.code == 7
 
 
-def test_a_log_that_is_gone_when_it_is_to_be_shown_changes_no_code(tmp_path: Path) -> None:
-    """launch shows short logs of other ranks at the end. A folder stands for whatever can no longer be read."""
+def test_an_unreadable_log_does_not_change_the_code(tmp_path: Path) -> None:
+    """launch prints short logs of other ranks at the end. Here a folder replaces an unreadable log."""
     damage = "test $EZPZ_LLM_RANK = 0 || { cd r/logs && rm rank0001.log && mkdir -p rank0001.log/x; }"
     done = launch(tmp_path, "-n", "2", "--run-dir", "r", "sh", "-c", damage)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -1,4 +1,4 @@
-"""Last exception of a program, read from its output."""
+"""Parsing of a program's last exception from its output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PROGRAMS = {
         "ValueError", "\\udcff", "p.py:3 in <module>", None),
     "import faulthandler, os, signal\nfaulthandler.enable()\ndef f(): os.kill(os.getpid(), signal.SIGSEGV)\nf()": (
         "Fatal Python error", "Segmentation fault", "p.py:3 in f", None),
-    # The parent only loses its child, whose error stands above.
+    # The parent only reports a lost child, whose error is above.
     "import multiprocessing, os\nos.environ['TMPDIR'] = f = os.path.abspath('x' * 60 + '/' + 'y' * 60)\n"
     "os.makedirs(f)\nmultiprocessing.Manager()": (
         "EOFError", "", "p.py:4 in <module>", "OSError: AF_UNIX path too long"),
@@ -53,7 +53,7 @@ def test_exceptions_of_real_programs(tmp_path: Path) -> None:
         assert (found.type, found.caused_by) == (name, cause)
         assert found.message.startswith(message)
         assert found.where.endswith(where), program
-    # Caught long before the end, or only in a destructor: not what ended it.
+    # An exception that was caught long before the end, or raised in a destructor, did not end the program.
     caught = "Traceback (most recent call last):\n  File \"p.py\", line 1, in f\nValueError: x\n"
     assert last_exception(caught + "going on\n" * 300) is None
     assert last_exception(f"Exception ignored in: <function A.__del__>\n{caught}") is None
@@ -72,7 +72,7 @@ def test_exceptions_of_real_programs(tmp_path: Path) -> None:
      "ValueError: Caught KeyError in DataLoader worker process 0.\n"
      "Original Traceback (most recent call last):\n  File \"/u/data.py\", line 7, in __getitem__\nKeyError: 5\n",
      "KeyError", "5", "/u/data.py:7 in __getitem__"),
-    # Broken at the width of a terminal, in the name of a function, too.
+    # Wrapped at the terminal's width, even within a function's name.
     ("Traceback (most recent call last):\n  File \"/opt/lib/python3.12/site-packages/hub/v.py\", line 1, in \n"
      "_inner_fn\n    return fn(*args)\n  File \"/u/t.py\", line 2, in \nload\n    raise Gone(\n"
      "hub.errors.GoneError: not in the\ncache\n", "hub.errors.GoneError", "not in the\ncache", None),
@@ -80,7 +80,7 @@ def test_exceptions_of_real_programs(tmp_path: Path) -> None:
      "c10::DistBackendError", "[PG ID 0] watchdog", None),
     ("terminate called without an active exception\n", "std::terminate",
      "terminate called without an active exception", None),
-    # Python 3.11's own, of which 3.10 has none.
+    # Exception groups of Python 3.11, which 3.10 lacks.
     ("  + Exception Group Traceback (most recent call last):\n  |   File \"p.py\", line 5, in <module>\n"
      "  |     raise ExceptionGroup('many', [ValueError('a'), t])\n  | ExceptionGroup: many (2 sub-exceptions)\n"
      "  +-+---------------- 1 ----------------\n    | ValueError: a\n    +---------------- 2 ----------------\n"

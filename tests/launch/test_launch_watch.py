@@ -1,4 +1,4 @@
-"""Silent and waiting ranks, the agents of the nodes, real hangs, real stacks, forwarded signals."""
+"""Silent and waiting ranks, agents of nodes, real hangs, real stacks, forwarded signals."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def _life(rank: int, silent_s: float | None, idle_s: float = 0.0, phase: str | N
 
 
 @pytest.mark.parametrize(("ranks", "silent"), [
-    # Heartbeats: each rank for itself, whatever another prints.
+    # With heartbeats, each rank is judged by itself, whatever another prints.
     ([_life(0, 1), _life(1, 20, idle_s=20)], [1]),
     ([_life(0, 1), _life(1, 20, idle_s=0)], [1]),
     ([_life(0, 1), _life(1, 9)], []),
-    # The one that is furthest behind is the first suspect, a rank whose node has gone comes before it.
+    # The rank furthest behind is the first suspect, after a rank whose node is lost.
     ([_life(0, 20, step=6), _life(1, 20, step=5), _life(2, 20, step=6)], [1, 0, 2]),
     ([_life(0, 20, step=6), _life(1, 20, step=5), _life(2, 40, step=6, node_s=40)], [2, 1, 0]),
-    # A rank that compiles, saves or evaluates is at work while it uses the processor, and others may wait for it.
+    # A rank that compiles, saves or evaluates is active while it uses the processor, and others may wait for it.
     ([_life(0, 20, phase=SAVING), _life(1, 20)], []),
     ([_life(0, 20, phase=COMPILING, step=0), _life(1, 20, step=0)], []),
     ([_life(0, 20, idle_s=20, phase=EVALUATING), _life(1, 20, idle_s=20, phase=EVALUATING)], [0, 1]),
-    # It is no excuse for one that is behind it.
+    # It does not excuse a rank that is behind it.
     ([_life(0, 20, phase=SAVING, step=6), _life(1, 20, step=5)], [1]),
-    # Without heartbeats one rank that works is enough.
+    # Without heartbeats, one active rank is enough.
     ([_life(0, None, idle_s=1), _life(1, None, idle_s=99)], []),
     ([_life(0, None, idle_s=20), _life(1, None, idle_s=99)], [0, 1]),
-    # Ranks that meet wait for one that still imports.
+    # Ranks in the rendezvous wait for one that is still importing.
     ([_life(0, 20, phase=RENDEZVOUS, step=None), _life(1, None, idle_s=0, phase=None, step=None)], []),
     ([], []),
 ])
-def test_who_is_silent(ranks: list[RankLife], silent: list[int]) -> None:
-    found = [one.rank for one in judge(ranks, limit_s=10.0)]
-    assert sorted(found) == sorted(silent)
-    assert found[:1] == silent[:1]
+def test_silent_ranks(ranks: list[RankLife], silent: list[int]) -> None:
+    suspects = [rank.rank for rank in judge(ranks, limit_s=10.0)]
+    assert sorted(suspects) == sorted(silent)
+    assert suspects[:1] == silent[:1]
 
 
 @pytest.mark.full
 def test_a_stopped_rank_is_the_first_suspect(tmp_path: Path) -> None:
-    """Of ranks without heartbeats, all silent alike, the kernel tells one that was sent SIGSTOP."""
+    """Among ranks without heartbeats, all equally silent, the kernel's state identifies one that got SIGSTOP."""
     (tmp_path / "stops.py").write_text("""
 import os, signal, time
 if os.environ["EZPZ_LLM_RANK"] == "1":
@@ -84,7 +84,7 @@ time.sleep(60)
 
 @pytest.mark.full
 def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
-    """While the others wait for it, and once."""
+    """The note is printed once, while the others wait for the stopped rank."""
     (tmp_path / "soon.py").write_text("""
 import sys
 from ezpz_llm.launch import supervise
@@ -114,28 +114,28 @@ def _report(run_dir: RunDir, rank: int, silent_s: float, state: str = "running")
 
 
 def test_ages_rest_on_no_two_clocks(tmp_path: Path) -> None:
-    """A node's report tells ages by its clock; the rest is counted here. File times and dates play no part."""
+    """A node reports ages by its own clock, and launch adds the time since; file times and dates are not used."""
     run_dir = RunDir(tmp_path).create()
     life = HeartbeatMonitor(run_dir, "id", {0: "n0", 1: "n1"}, started=1000.0)
     _report(run_dir, 0, 2.0)
     os.utime(run_dir.node_report(0), (0, 0))
     life.look(1001.0)
-    ages = {one.rank: one for one in life.ranks(1004.0)}
+    ages = {rank.rank: rank for rank in life.ranks(1004.0)}
     assert ages[0].silent_s == pytest.approx(5.0)
     assert ages[1].idle_s < 0  # it has not come yet, and has a minute for that
     for now in range(1005, 1065, 5):
         life.look(float(now))
-    assert {one.rank: one for one in life.ranks(1064.0)}[0].silent_s == pytest.approx(65.0)
+    assert {rank.rank: rank for rank in life.ranks(1064.0)}[0].silent_s == pytest.approx(65.0)
     assert life.silent_nodes(1064.0, 60.0) == []  # no other node reports
     _report(run_dir, 1, 0.0)
     life.look(1064.5)
     assert [report.host for report, _ in life.silent_nodes(1065.0, 60.0)] == ["n0"]
     _report(run_dir, 0, 2.0, state=ENDED)
     life.look(1066.0)
-    assert [one.rank for one in life.ranks(1066.0)] == [1]
+    assert [rank.rank for rank in life.ranks(1066.0)] == [1]
 
 
-def test_time_in_which_launch_could_not_look_is_nobodys_silence(tmp_path: Path) -> None:
+def test_time_without_polling_does_not_count_as_silence(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path).create()
     life = HeartbeatMonitor(run_dir, "id", {0: "n0"}, started=0.0)
     _report(run_dir, 0, 1.0)
@@ -182,7 +182,7 @@ def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -
     (tmp_path / "hang.py").write_text(_HANG)
     done = launch(tmp_path, "-n", "2", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "hang.py")
     assert done.returncode == 124, done.stderr
-    # The same phase is written once a second, so that the step may be an earlier one.
+    # The same phase is written once a second, so the step may be an earlier one.
     assert re.search(r"rank 1 on \S+: training, step [0-3], silent for \d+ s; its stack: \S+/r/stacks/rank0001.txt",
                      done.stderr), done.stderr
     assert "for comparison, rank 0" in done.stderr
@@ -195,7 +195,7 @@ def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -
     assert run_id not in [named for _, named, _ in folder.own_folders()]
 
 
-# Waits as torch.utils.cpp_extension.load does, without the seconds of an `import torch`.
+# Waits like torch.utils.cpp_extension.load, without the seconds for `import torch`.
 _LOCKED = """
 import importlib.util, os, signal, sys, time
 from pathlib import Path
@@ -216,17 +216,19 @@ module.FileBaton("ops/frob/lock").wait()
 
 @pytest.mark.full
 def test_ranks_without_py_spy_say_where_they_stand_as_they_are_ended(tmp_path: Path) -> None:
-    """A lock that a killed build has left is named, although the program says nothing and answers no signal. One
-    that saves when it is told to end can still do so, and nobody leaves a core file."""
+    """A lock left by a killed build is named, although the program prints nothing and ignores signals.
+
+    A rank that saves on a signal can still do so, and no rank leaves a core file.
+    """
     (tmp_path / "locked.py").write_text(_LOCKED)
     words = f"ulimit -c unlimited; exec {sys.executable} locked.py"
     done = launch(tmp_path, "-n", "3", "--idle-timeout", "3", "--run-dir", "r", "bash", "-c", words)
     assert done.returncode == 124, done.stderr
-    told = (tmp_path / "r/postmortem.txt").read_text()
+    text = (tmp_path / "r/postmortem.txt").read_text()
     assert re.match(r"launch: ranks 0-1: the lock under which torch compiles an extension is held, .*: no sign of"
-                    r" life for 3 s: .*; ranks 0-1 are at file_baton\.py:\d+ in wait\n", told), told
-    assert "\n  try: where no rank compiles (no ninja on any host), remove the file `lock` from " in told
-    assert f"remove it: rm {tmp_path}/ops/frob/lock" in told
+                    r" life for 3 s: .*; ranks 0-1 are at file_baton\.py:\d+ in wait\n", text), text
+    assert "\n  try: where no rank compiles (no ninja on any host), remove the file `lock` from " in text
+    assert f"remove it: rm {tmp_path}/ops/frob/lock" in text
     assert (tmp_path / "r/saved").exists()
     assert not list(tmp_path.glob("core*"))
     assert record(tmp_path / "r")["exit"]["kind"] == "idle"
@@ -244,7 +246,7 @@ if os.environ["EZPZ_LLM_RANK"] == "1":
 
 @pytest.mark.full
 def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
-    """One that has ended in order is not silent; the other ranks of its node are still watched."""
+    """A rank that succeeded does not count as silent; the other ranks of its node are still monitored."""
     (tmp_path / "ends.py").write_text(_RANK_0_ENDS)
     done = launch(tmp_path, "-n", "2", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "ends.py")
     assert done.returncode == 124, done.stderr
@@ -257,7 +259,7 @@ def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
     assert left_over(tmp_path / "r") == {}
 
 
-# A long save: no heartbeat, but work in a child.
+# A long save without heartbeats, with its work in a child process.
 _SAVE = """
 import os, subprocess, sys
 from ezpz_llm.dist.heartbeat import Heartbeat
@@ -286,8 +288,8 @@ time.sleep(60)
 """
 
 
-def test_a_signal_that_is_the_ranks_to_understand_reaches_all(tmp_path: Path) -> None:
-    """As Slurm's --signal=B:USR1@60 sends it to launch, in a batch script."""
+def test_user_signals_are_forwarded_to_all_ranks(tmp_path: Path) -> None:
+    """Slurm's --signal=B:USR1@60 sends it to launch in a batch script."""
     (tmp_path / "asked.py").write_text(_ASKED)
     running = start(tmp_path, "-n", "2", "--tee", "all", "--run-dir", "r", sys.executable, "asked.py")
     deadline = time.monotonic() + scaled(30)
@@ -301,9 +303,9 @@ def test_a_signal_that_is_the_ranks_to_understand_reaches_all(tmp_path: Path) ->
 
 
 def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
-    """Of a run whose processes would be seen here, at once; of one elsewhere (in a container), after a while."""
+    """Folders are removed at once if the run would be visible here, and later if not (in a container)."""
     own = f"test{os.getpid()}"
-    # First, as in a run: agents of other runs on this machine sweep too.
+    # First, as in a run, since agents of other runs on this machine also sweep.
     sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, "EZPZ_LLM_RUN_ID": f"{own}lived"})
     folders = {}
     try:
@@ -327,7 +329,7 @@ def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
 
 
 def test_a_rank_is_registered_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent reads at any moment; a file that was still empty ended it."""
+    """The agent can read at any moment, and an empty file made it fail."""
     seen, replace = [], os.replace
     run_id = f"test-{os.getpid()}-whole"
 
@@ -347,7 +349,7 @@ def test_a_rank_is_registered_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatc
     assert not entered.path.exists()
 
 
-def test_ranks_of_a_node_find_one_folder_that_nobody_could_have_guessed() -> None:
+def test_ranks_of_a_node_share_an_unpredictable_folder() -> None:
     run_id, secret = f"test-{os.getpid()}-one", new_secret()
     env = {"EZPZ_LLM_RUN_ID": run_id, "EZPZ_LLM_SECRET": secret}
     entered = [folder.enter(RankInfo(rank, 2, rank, 2, 0, "a test"), env).path for rank in (0, 1)]
@@ -366,7 +368,7 @@ def test_without_a_secret_there_is_no_folder(env: dict[str, str]) -> None:
 
 
 def test_no_folder_is_made_where_others_could_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank is told its heartbeat file by its path."""
+    """The rank gets its heartbeat file by path."""
     monkeypatch.setattr(folder, "base", lambda: tmp_path / "open")
     (tmp_path / "open").mkdir()
     env = {"EZPZ_LLM_RUN_ID": "x", "EZPZ_LLM_SECRET": new_secret()}

@@ -1,5 +1,7 @@
-"""--wrap: a container's words around each rank's command. A script that executes its arguments stands in for
-apptainer; what the real one passes on is in docs/reference/launchers.md."""
+"""--wrap: a container command around each rank's command.
+
+A script that executes its arguments stands in for apptainer; docs/reference/launchers.md describes the real one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ exec "$@"
 
 @pytest.fixture
 def container(tmp_path: Path) -> dict[str, str]:
-    """The environment in which `apptainer` is the stand-in; it notes its calls in `calls`."""
+    """Return an environment with the stand-in `apptainer`, which records its calls in `calls`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "apptainer").write_text(_STAND_IN)
@@ -67,7 +69,7 @@ def test_the_check_before_the_start_runs_behind_them_too(tmp_path: Path, contain
     assert plan["argv"][-6:] == ["apptainer", "exec", "x.sif", *train]
 
 
-def test_a_wrapper_that_cannot_run(tmp_path: Path, container: dict[str, str]) -> None:
+def test_a_missing_wrapper(tmp_path: Path, container: dict[str, str]) -> None:
     train = (sys.executable, "-m", "ezpz_llm.train")
     missing = launch(tmp_path, "-n", "2", "--wrap", "no-such-container exec", *train, **container)
     assert (missing.returncode, "no-such-container" in missing.stderr) == (127, True), missing.stderr

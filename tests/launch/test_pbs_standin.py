@@ -1,4 +1,4 @@
-"""The stand-in for PBS (pbs_standin/) prints what PBS printed, and refuses what PBS refuses."""
+"""The stand-in for PBS (pbs_standin/) prints the captured output, and rejects what PBS rejects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_stand_ins_tables() -> None:
             ("10[0].login", "envdump", "user", "00:00:00", "E", "workq"),
             ("10[1].login", "envdump", "user", "00:00:00", "E", "workq")]
     assert table(rows) == (CAPTURED / "pbs/qstat_t_array.txt").read_text()
-    # Lines are broken in qstat -Qf as in qstat -f.
+    # qstat -Qf wraps lines like qstat -f.
     queue = (CAPTURED / "pbs/qstat_Qf.txt").read_text()
     fields = dict(line.lstrip().split(" = ", 1) for line in queue.replace("\n\t", "").splitlines()[1:] if line)
     assert as_text("workq", fields).replace("Job Id: ", "Queue: ") == queue
@@ -38,7 +38,7 @@ def test_the_stand_ins_tables() -> None:
 
 
 def test_chunks_are_placed_as_captured(tmp_path: Path) -> None:
-    """The requests of the captured jobs on four free hosts, and the exec_host and node file that they got."""
+    """Place the captured jobs' requests on four free nodes, and compare exec_host and node file."""
     pbs_standin.make(tmp_path / "home", {f"n{number}": 2 for number in range(1, 5)})
     home = Home(tmp_path / "home")
     for name in ("sel2_nc2_mpi2", "sel2_plain", "sel3_ompthreads", "mixed"):
@@ -50,7 +50,7 @@ def test_chunks_are_placed_as_captured(tmp_path: Path) -> None:
     assert place(home, "5:ncpus=1", "scatter") is None
 
 
-def test_its_commands_refuse(tmp_path: Path) -> None:
+def test_invalid_commands_are_rejected(tmp_path: Path) -> None:
     bin_folder = pbs_standin.make(tmp_path / "home", {"n1": 2})
 
     def run(*words: str) -> tuple[int, str]:

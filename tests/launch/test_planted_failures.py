@@ -1,6 +1,7 @@
-"""Failures planted in runs of four ranks on two simulated nodes: does the post-mortem's headline name the cause, is
-its advice right, absent or wrong? They are data, planted/*.toml (planted/README.md says how to add one). The
-results in benchmarks/results/planted_failures.md are written by
+"""Planted failures in runs of four ranks on two simulated nodes: check the post-mortem's headline and advice.
+
+The failures are data, planted/*.toml (planted/README.md explains how to add one). The table in
+benchmarks/results/planted_failures.md is written by
 
     python3 benchmarks/record.py planted-failures
 """
@@ -34,13 +35,13 @@ RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = ROOT / "benchmarks/results/blind_failures.json"
 _AT_ONCE = 4
 _LIMIT_S = 300
-"""Of each wait: on a machine with forty processes at work one play took 100 s."""
+"""Time limit of each wait: with forty busy processes on the machine, one run took 100 s."""
 _BAR = 0.95
-"""The cause is named in 57 of 60; wrong advice is given in none."""
+"""Required results: the cause is named in 57 of 60 failures, and the advice is never wrong."""
 _PAIRS = (("n1", "n2"), ("n3", "n4"), ("n5", "n6"))
 _ALONE = ("n7", "n8")
 
-# What a rank runs; the failure's own lines come last, so that tracebacks show them.
+# Program of a rank; the failure's lines come last, so that tracebacks show them.
 _PROGRAM = """
 import ctypes, os, sys, time
 rank, host = int(os.environ["EZPZ_LLM_RANK"]), os.uname().nodename
@@ -55,7 +56,7 @@ _ENDS = {"exit": "sys.stderr.flush(); os._exit({})", "abort": "ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Plant:
-    """One table of a file: planted/README.md says what its keys mean."""
+    """A table of a file; planted/README.md explains its keys."""
 
     name: str
     file: str
@@ -84,7 +85,7 @@ class Plant:
         assert not (self.prints and self.does), f"[{self.name}]: either does or prints"
 
     def write(self, folder: Path) -> None:
-        """Its programs, into the folder of the run."""
+        """Write the failure's programs into the folder of the run."""
         for name in ("lib", "scratch"):
             (folder / name).mkdir()
         (folder / "lib/made_up.py").touch()
@@ -109,14 +110,14 @@ _NO_ERROR = re.compile(r"  (?:log|try|\d+ ranks?|ranks?|no record|last lines)\b"
 
 @dataclass(frozen=True)
 class Seen:
-    """The post-mortem of one run, and the names of its two hosts."""
+    """The post-mortem of a run, and the names of its two nodes."""
 
     text: str
     hosts: tuple[str, str]
 
     @property
     def headline(self) -> str:
-        """The first line, and the error's own below it."""
+        """The first line of the post-mortem, and the line of the error below it."""
         lines = self.text.splitlines()
         has_error = len(lines) > 1 and re.match(r"  [^| ]", lines[1]) and not _NO_ERROR.match(lines[1])
         return "\n".join(lines[:2] if has_error else lines[:1])
@@ -134,7 +135,7 @@ class Seen:
         return all(self.fits(pattern, self.headline) for pattern in plant.cause)
 
     def advice(self, plant: Plant) -> str:
-        """right, absent or wrong"""
+        """Rating of the advice: right, absent or wrong."""
         if not self.advised:
             return "absent"
         return "right" if plant.advice is not None and self.fits(plant.advice, self.advised) else "wrong"
@@ -142,7 +143,7 @@ class Seen:
 
 def _play(cluster: Cluster, folder: Path, plant: Plant, pairs: Queue[tuple[str, str]],
           alone: Queue[tuple[str, str]]) -> Seen:
-    """One run on two nodes of the simulated cluster."""
+    """Run a failure on two nodes of the simulated cluster."""
     plant.write(folder)
     queue = alone if plant.alone or plant.under != "ssh" else pairs
     hosts = queue.get()
@@ -168,7 +169,7 @@ def _ended(cluster: Cluster, folder: Path, plant: Plant, hosts: tuple[str, str],
         words[1:1] = ["--hosts", ",".join(hosts), "--ppn", "2"]
     reservation = ["-N2", "--ntasks-per-node=2", "-t5", "-w", ",".join(hosts)]
     if plant.under == "sbatch":
-        # The script outlives a cancelled job's first signal, as one that saves its results does.
+        # The script survives a cancelled job's first signal, like a script that saves results.
         (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -o job.txt\ntrap : TERM\n{' '.join(words)}\n")
         cluster.run("sbatch", *reservation, "job.sh", cwd=folder)
         running = None
@@ -222,7 +223,7 @@ def _params(plants: list[Plant]) -> list:
 @pytest.fixture(scope="module")
 def played(wide_cluster: Cluster, request: pytest.FixtureRequest,
            tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Seen]]]:
-    """All plants that were asked for, several at a time."""
+    """Run all selected failures, several at a time."""
     wanted = [item.callspec.params["plant"] for item in request.session.items
               if item.path == request.path and "played" in getattr(item, "fixturenames", ())
               and "plant" in getattr(getattr(item, "callspec", None), "params", {})]
@@ -231,7 +232,7 @@ def played(wide_cluster: Cluster, request: pytest.FixtureRequest,
         pairs.put(pair)
     alone: Queue[tuple[str, str]] = Queue()
     alone.put(_ALONE)
-    # Those that need the one pair of nodes begin first, in a pool of their own: they wait for each other.
+    # Failures that need the only pair of nodes start first, in their own pool, since they run one by one.
     lone, many = ([one for one in wanted if (one.alone or one.under != "ssh") is is_alone]
                   for is_alone in (True, False))
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(_AT_ONCE - 1) as rest:
@@ -256,7 +257,7 @@ def test_planted(played: dict[str, Future[Seen]], plant: Plant) -> None:
 
 @pytest.mark.parametrize("plant", _params([plant for plant in PLANTS if plant.default]))
 def test_planted_on_one_host(tmp_path: Path, plant: Plant) -> None:
-    """A handful, without a cluster."""
+    """Run a few failures without a cluster."""
     plant.write(tmp_path)
     done = launch(tmp_path, "-n", "4", "--run-dir", "run", *plant.options, sys.executable, "program.py")
     assert done.returncode != 0
@@ -268,7 +269,7 @@ def test_planted_on_one_host(tmp_path: Path, plant: Plant) -> None:
 
 @pytest.mark.full
 def test_the_bar(recording: bool) -> None:
-    """Over all but the blind ones, whose first play is kept (planted/README.md); the tables are written here."""
+    """Check all but the blind failures, whose first result is kept (planted/README.md), and write the tables."""
     plants = [plant for plant in PLANTS if plant not in _BLIND_ONES]
     score = _score(plants)
     if recording:
@@ -280,7 +281,7 @@ def test_the_bar(recording: bool) -> None:
 
 @pytest.mark.full
 def test_the_blind_ones_since_they_were_seen(recording: bool) -> None:
-    """All are named by now, which says nothing of failures that nobody has seen."""
+    """All of these are named by now, which does not predict the result on new failures."""
     score = _score(_BLIND_ONES)
     if recording:
         _note_the_blind()

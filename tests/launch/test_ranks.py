@@ -1,4 +1,4 @@
-"""Rank of a process, from environments that real launchers made (tests/captured) and some written by hand."""
+"""Rank of a process, from captured environments of real launchers (tests/captured) and handwritten ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPTURED = TESTS / "captured"
 
 
 def captured(name: str) -> dict[str, str]:
-    """The variables of a file of NAME=value lines."""
+    """Return the variables in a file of NAME=value lines."""
     lines = (CAPTURED / name).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
 
@@ -26,7 +26,7 @@ def place(env: dict[str, str]) -> tuple[int, int, int, int, int]:
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
             "TORCHELASTIC_RUN_ID": "x"}
-# Written by hand after the sites' documentation and public job scripts: PALS was not to be had.
+# Written by hand after the sites' documentation and public job scripts, since PALS was not available.
 PALS_POLARIS = {"PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2", "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "1",
                 "PMI_RANK": "6", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "2", "PMI_LOCAL_SIZE": "4"}
 PALS_AURORA = {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "12", "PALS_NODEID": "1",
@@ -42,7 +42,7 @@ PALS_AURORA = {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE":
     ("slurm/env_srun_nompi_rank0.txt", (0, 4, 0, 2, 0), "srun (SLURM_PROCID)"),
     ("slurm/env_srun_nompi_rank3.txt", (3, 4, 1, 2, 1), "srun (SLURM_PROCID)"),
     ("slurm/env_srun_one_task_step.txt", (0, 1, 0, 1, 0), "srun (SLURM_PROCID)"),
-    # Neither is a rank, though a batch script has SLURM_PROCID=0 and SLURM_NTASKS=4.
+    # Neither is a rank, although a batch script has SLURM_PROCID=0 and SLURM_NTASKS=4.
     ("slurm/env_sbatch_script.txt", (0, 1, 0, 1, 0), "single process"),
     ("slurm/env_salloc_shell.txt", (0, 1, 0, 1, 0), "single process"),
 ])
@@ -86,7 +86,7 @@ def test_hydra_inside_slurm_beats_the_proxys_variables():
       "JSM_NAMESPACE_LOCAL_SIZE": "6"}, (7, 12, 1, 6, 1), "jsrun (JSM_NAMESPACE_RANK)"),
     ({"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"},
      (5, 8, 1, 4, 1), "Flux (FLUX_TASK_RANK)"),
-    # Three tasks on two nodes: the last is alone on the second.
+    # Three tasks on two nodes; the last is alone on the second node.
     ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0",
       "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,1"}, (2, 3, 0, 1, 1), "srun (SLURM_PROCID)"),
 ])
@@ -105,7 +105,7 @@ def test_children_of_torchrun_are_its_ranks_whatever_started_it(parent):
     assert "says rank 5 of 8" in info.notes[0]
 
 
-def test_ranks_exported_by_hand_take_the_local_rank_from_whoever_agrees():
+def test_ranks_exported_by_hand_take_the_local_rank_from_a_matching_family():
     env = captured("slurm/env_srun_nompi_rank3.txt")
     assert place({**env, "RANK": "3", "WORLD_SIZE": "4"}) == (3, 4, 1, 2, 1)
 
@@ -136,14 +136,14 @@ def test_a_broken_environment_is_an_error_and_never_rank_0(env, found):
     assert error.value.found.startswith(found)
 
 
-def test_nonsense_in_a_family_that_does_not_count_is_noted():
+def test_invalid_values_in_an_unused_family_are_noted():
     info = find_rank({**captured("mpi/env_mpich_rank2.txt"), "SLURM_STEP_ID": "0", "SLURM_PROCID": "x",
                       "SLURM_STEP_NUM_TASKS": "2"})
     assert info.rank == 2
     assert info.notes == ("SLURM_PROCID='x' is not a whole number; using Hydra (PMI_RANK)",)
 
 
-# What the shim sees under each launcher: rank 2 of 4, the first on the second node of two.
+# The shim's variables under each launcher: rank 2 of 4, the first rank on the second of two nodes.
 _IN_THE_SHIM = {
     "mpiexec": {**captured("mpi/env_mpich_rank2.txt")},
     "srun": captured("slurm/env_srun_nompi_rank3.txt"),
@@ -154,8 +154,8 @@ _IN_THE_SHIM = {
 
 
 @pytest.mark.parametrize("launcher", _IN_THE_SHIM)
-def test_below_the_shim_a_rank_is_what_the_launcher_said(launcher: str) -> None:
-    """The shim's RANK is no torchrun's; and where only its variables are left, as in a container, they do."""
+def test_below_the_shim_the_launchers_rank_is_used(launcher: str) -> None:
+    """The shim's RANK does not count as torchrun's; the shim's variables are used if only they remain."""
     shim = _IN_THE_SHIM[launcher]
     world = {"EZPZ_LLM_WORLD_SIZE": str(find_rank(shim).world_size)}
     info = find_rank(shim | world)
@@ -184,7 +184,7 @@ def test_what_is_started_inside_a_rank_has_ranks_of_its_own(launcher: str) -> No
         assert place(rank | by_hand)[:4] == (inner, 3, inner, 3)
 
 
-def test_the_plan_tells_the_node_where_nodes_have_unequal_ranks() -> None:
+def test_the_plan_has_the_node_rank_if_nodes_have_unequal_ranks() -> None:
     for rank, local_rank, local_size, node in ((0, 0, 1, 0), (1, 0, 2, 1), (2, 1, 2, 1)):
         env = {"PMI_RANK": str(rank), "PMI_SIZE": "3", "MPI_LOCALRANKID": str(local_rank),
                "MPI_LOCALNRANKS": str(local_size), "EZPZ_LLM_RANKS_PER_NODE": "1,2"}

@@ -1,4 +1,4 @@
-"""The simulated cluster itself: what is started in it ends, whatever becomes of the test."""
+"""The simulated cluster: all processes in it end, however the test ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_commands_signals_and_power(host_cluster: Cluster, tmp_path: Path) -> No
     done = host_cluster.run("sh", "-c", 'echo "$1"; hostname; pwd; exit 7', "-", "a b;c", node="n3", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, f"a b;c\nn3\n{tmp_path}\n")
     assert host_cluster.run("ssh", "n2", "hostname").stdout == "n2\n"
-    # Its own handler: Python installs none where the tests themselves run with SIGINT ignored, as in a shell's
+    # With an explicit handler: Python installs none if the tests run with SIGINT ignored, as in a shell's
     # background.
     program = ("import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
                "print(1, flush=True); time.sleep(600)")

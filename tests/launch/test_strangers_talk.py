@@ -1,4 +1,4 @@
-"""Another user of the node at the ports of a preflight and a run: he ends nothing, and nobody believes him.
+"""Another user of the node attacks the ports of a preflight and a run, without effect.
 
 Each attack is tried a few times; 100 times each with `-m slow`.
 """
@@ -15,8 +15,8 @@ from strangers import Strangers
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _ESCAPE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f]")
 
-# Attacks each port of MASTER_PORT's range at which user argv[1] listens, in all of the ways argv[3] at once, until
-# it is ended, and takes the ports that his records (below argv[4]) name before he does. Writes the ports that it
+# Attacks each port of MASTER_PORT's range on which user argv[1] listens, with all attacks in argv[3] at once, until
+# it is killed. Occupies the ports named in that user's records (below argv[4]) first. Writes the ports that it
 # found to argv[2].
 ATTACK = r"""
 import collections, glob, json, socket, sys, threading, time
@@ -117,7 +117,7 @@ KINDS = "deep norank impostor unfinished idle slow echo"
 
 
 def attacked(strangers: Strangers, *words: str) -> tuple[str, bool]:
-    """What the victim's `launch WORDS` prints, which has to end with code 0, and whether he found a port."""
+    """Run the victim's `launch WORDS`, which must succeed. Return its output, and True if a port was attacked."""
     victim, attacker = strangers.victim, strangers.attacker
     log = attacker.home / "log"
     attacker.run("rm", "-f", log)

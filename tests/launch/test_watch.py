@@ -1,4 +1,4 @@
-"""`ezpz-llm watch`: what it says of live runs, through a restart, and of files that are hardly there."""
+"""`ezpz-llm watch` of running jobs, through a restart, and of incomplete files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ENV = {**os.environ, "TERM": "dumb", "COLUMNS": "80"}
 
 
 def start(run_dir: Path, *words: str) -> subprocess.Popen[str]:
-    """Two ranks of heartbeat_ranks.py under launch."""
+    """Start two ranks of heartbeat_ranks.py under launch."""
     return subprocess.Popen([sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir),
                              sys.executable, str(HELPERS / "heartbeat_ranks.py"), *words],
                             env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def look(run_dir: Path, *words: str) -> str:
-    """One look."""
+    """Run `watch --once`."""
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.watch", str(run_dir), "--once", *words], env=ENV,
                           capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def test_a_live_run_is_followed_through_a_restart_to_its_end(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     first = start(run_dir, "1000", "0.2", "7")
     deadline = time.monotonic() + scaled(60)
-    # A step can be written before a rank's phase is.
+    # A step can be written before the rank's phase.
     while not (run_dir / "metrics.jsonl").exists() or json.loads(look(run_dir, "--json"))["phase"] != "training":
         assert time.monotonic() < deadline
         assert first.poll() is None
@@ -86,7 +86,7 @@ def test_why_of_a_live_run_names_watch(tmp_path: Path) -> None:
         job.wait(60)
 
 
-def test_a_record_that_says_little_is_still_a_status(tmp_path: Path) -> None:
+def test_an_incomplete_record_still_gives_a_status(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run").create()
     write_json(run_dir.record, {})
     assert read_status(run_dir, 30.0).state == "running", "without launch nothing tells of its end"
@@ -101,7 +101,7 @@ def test_a_record_that_says_little_is_still_a_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_look_fits_the_terminal(width: int, tmp_path: Path) -> None:
+def test_output_fits_the_terminal(width: int, tmp_path: Path) -> None:
     status = Status("running", 3731.0, "training", 350, 1500, left_s=2669.0, loss=2.6818, loss_step=350,
                     val_loss=2.469, tokens_per_second=36_200.0, step_s=0.0565, ranks=8,
                     slowest={"rank": 5, "host": "n3", "steps_behind": 4}, silent=(5,), last_words="x " * 50)

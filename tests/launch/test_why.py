@@ -1,4 +1,4 @@
-"""`ezpz-llm why`: what a run's directory tells, of runs that are over, that go on, and whose launch was killed."""
+"""`ezpz-llm why` for runs that have ended, that are running, and whose launch was killed."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ time.sleep(60)
     post_mortem = ended.stderr[ended.stderr.index("launch: rank 1 on"):]
     [run_dir] = (tmp_path / "runs").iterdir()
     assert (run_dir / "postmortem.txt").read_text() == post_mortem
-    # The newest run, from its files alone.
+    # The newest run, from its files only.
     (run_dir / "postmortem.txt").unlink()
-    said = _why(tmp_path)
-    assert said.splitlines()[0].startswith(f"{run_dir}: ended ")
-    assert said.splitlines()[0].endswith("with code 1")
-    assert said.partition("\n")[2] == post_mortem
-    told = json.loads(_why(tmp_path, str(run_dir), "--json"))
-    assert (told["state"], told["code"], told["kind"], told["rank"]) == ("ended", 1, "exception", 1)
-    assert told["record"]["exception"]["message"] == "bad"
-    assert told.keys() == {"state", "code", "cause", "kind", "rank", "text", "evidence", "failure_text", "hosts",
+    text = _why(tmp_path)
+    assert text.splitlines()[0].startswith(f"{run_dir}: ended ")
+    assert text.splitlines()[0].endswith("with code 1")
+    assert text.partition("\n")[2] == post_mortem
+    answer = json.loads(_why(tmp_path, str(run_dir), "--json"))
+    assert (answer["state"], answer["code"], answer["kind"], answer["rank"]) == ("ended", 1, "exception", 1)
+    assert answer["record"]["exception"]["message"] == "bad"
+    assert answer.keys() == {"state", "code", "cause", "kind", "rank", "text", "evidence", "failure_text", "hosts",
                            "only", "ranks", "waiting", "record", "followers", "absent", "said", "try", "resume"}
     well = launch(tmp_path, "--run-dir", "well", "-n", "2", "hostname")
     assert well.returncode == 0
@@ -81,26 +81,26 @@ def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     _wait_for(lambda: (tmp_path / "r/heartbeat/node0000.json").exists()
               and "ranks 0-1,3: training, step 5" in _why(tmp_path, "r"), "all ranks at step 5")
     _wait_for(lambda: "silent: rank 2 on" in _why(tmp_path, "r", "--silent-after", "2"), "silence of rank 2")
-    said = _why(tmp_path, "r", "--silent-after", "2")
-    assert "rank 2: training, step 3" in said
-    assert f"silent: rank 2 on {os.uname().nodename}: training, step 3" in said
-    assert "in never_comes" in said
+    text = _why(tmp_path, "r", "--silent-after", "2")
+    assert "rank 2: training, step 3" in text
+    assert f"silent: rank 2 on {os.uname().nodename}: training, step 3" in text
+    assert "in never_comes" in text
     assert (tmp_path / "r/stacks/rank0002.txt").exists()
-    told = json.loads(_why(tmp_path, "r", "--silent-after", "2", "--json"))
-    assert (told["state"], told["silent"]) == ("running", [2])
-    assert told["ranks"]["2"]["step"] == 3
-    assert list(told["stacks"]) == ["2"]
+    answer = json.loads(_why(tmp_path, "r", "--silent-after", "2", "--json"))
+    assert (answer["state"], answer["silent"]) == ("running", [2])
+    assert answer["ranks"]["2"]["step"] == 3
+    assert list(answer["stacks"]) == ["2"]
     assert "rank 0: " in _why(tmp_path, "r", "--stacks", "0")
     run.send_signal(signal.SIGKILL)
     run.communicate(timeout=scaled(120))
     _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of all processes")
     assert record(tmp_path / "r")["exit"] is None
     assert not (tmp_path / "r/postmortem.txt").exists()
-    said = _why(tmp_path, "r")
-    assert "launch was killed before it could record the exit" in said
-    assert "launch itself was killed" in said
-    told = json.loads(_why(tmp_path, "r", "--json"))
-    assert (told["state"], told["kind"], told["code"]) == ("launch was killed", "launcher", 137)
+    text = _why(tmp_path, "r")
+    assert "launch was killed before it could record the exit" in text
+    assert "launch itself was killed" in text
+    answer = json.loads(_why(tmp_path, "r", "--json"))
+    assert (answer["state"], answer["kind"], answer["code"]) == ("launch was killed", "launcher", 137)
 
 
 def test_a_run_whose_ranks_have_ended_and_whose_launch_has_yet_to_say_so(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_was_removed_during_the_run(tmp_path: Path) -> None:
-    """launch writes the end into a new one; `why` and `report` make of it what there is."""
+    """launch writes the end into a new directory; `why` and `report` show what it contains."""
     program = "import os, shutil; shutil.rmtree(os.environ['EZPZ_LLM_RUN_DIR']); raise SystemExit(7)"
     done = launch(tmp_path, "-n", "1", "--run-dir", "r", sys.executable, "-c", program)
     assert done.returncode == 7, done.stderr
@@ -157,18 +157,18 @@ def test_a_directory_that_was_removed_during_the_run(tmp_path: Path) -> None:
     assert json.loads(_why(tmp_path, "r", "--json")) == {"state": "ended", "code": 7, "cause": "rank 0 failed",
                                                          "rank": 0}
     for room, found in (("report", "run directory does not exist"), ("explain", "run directory does not exist")):
-        told = subprocess.run([sys.executable, "-m", f"ezpz_llm.{room}", "gone"], cwd=tmp_path, env=clean_env(),
+        done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{room}", "gone"], cwd=tmp_path, env=clean_env(),
                               capture_output=True, text=True, timeout=scaled(60), check=False)
-        assert (told.returncode, told.stderr.count("error: ")) == (2, 1)
-        assert found in told.stderr
+        assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
+        assert found in done.stderr
 
 
-def test_it_needs_no_torch() -> None:
+def test_torch_is_not_imported() -> None:
     code = "import sys, ezpz_llm.why; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60), check=False).returncode == 0
 
 
-# As torch does: the lock, then ninja in the extension's folder.
+# Like torch: the lock, then ninja in the extension's folder.
 _COMPILES = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -184,8 +184,10 @@ subprocess.run([sys.argv[1]], cwd=folder)
 
 @pytest.mark.full
 def test_locks_of_builds(tmp_path: Path) -> None:
-    """One that a rank of the run leaves is removed with the rank; of an earlier one `why` and the post-mortem say
-    what to type."""
+    """A lock left by a rank of this run is removed with the rank.
+
+    For an older lock, `why` and the post-mortem print the command to remove it.
+    """
     (tmp_path / "compiles.py").write_text(_COMPILES)
     ninja = tmp_path / "ninja"
     ninja.write_text("#!/bin/sh\nsleep 300 & wait\n")
@@ -210,7 +212,7 @@ def test_locks_of_builds(tmp_path: Path) -> None:
              f" another node, remove the lock: rm {lock}")
     assert words in _why(tmp_path, "w")
     record = tmp_path / "w/run.json"
-    record.chmod(0o666)  # by now anybody may have named that folder
+    record.chmod(0o666)  # by now, another user may have created that folder
     assert "rm " not in _why(tmp_path, "w")
     record.chmod(0o600)
     waits.terminate()

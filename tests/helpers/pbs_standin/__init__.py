@@ -1,7 +1,7 @@
-"""A stand-in for OpenPBS: qsub, qstat, qdel and pbsnodes over hosts that ssh reaches, in the captured formats.
+"""Stand-in for OpenPBS: qsub, qstat, qdel and pbsnodes over nodes reached by ssh, with the captured output formats.
 
-There is no server: each job has a small process of its own, started by qsub. What is not in captured/pbs (exit
-codes of qstat, options of qsub) is written after the reference guide.
+There is no server: qsub starts a small process for each job. Behavior that is not in captured/pbs (exit codes of
+qstat, options of qsub) follows the reference guide.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def make(home: Path, nodes: dict[str, int]) -> Path:
-    """Lay out an empty PBS over `nodes` (name to CPUs); the folder of its commands, to be put on PATH."""
+    """Create an empty PBS over `nodes` (name to CPUs). Return the folder of its commands, for PATH."""
     for folder in ("jobs", "aux", "bin"):
         (home / folder).mkdir(parents=True)
     (home / "nodes.json").write_text(json.dumps(nodes))

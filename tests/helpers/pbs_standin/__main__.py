@@ -1,4 +1,4 @@
-"""HOME NAME ARGUMENTS…: one of PBS's commands."""
+"""Run one of PBS's commands: HOME NAME ARGUMENTS…"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""qstat, qdel and pbsnodes."""
+"""PBS's commands qstat, qdel and pbsnodes."""
 
 from __future__ import annotations
 

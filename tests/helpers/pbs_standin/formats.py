@@ -1,4 +1,4 @@
-"""Output of PBS's commands, byte for byte as captured."""
+"""Output formats of PBS's commands, byte for byte as captured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def as_json(value: object, depth: int = 0) -> str:
-    """As PBS prints it: tabs, and a line for every key. Strings that are numbers have become numbers."""
+    """Format a value as PBS prints JSON: tabs, and a line for every key; numeric strings are already numbers."""
     if isinstance(value, dict):
         tabs = "\t" * (depth + 1)
         lines = ",\n".join(f'{tabs}"{name}":\t{as_json(inner, depth + 1)}' for name, inner in value.items())
@@ -16,7 +16,7 @@ def as_json(value: object, depth: int = 0) -> str:
 
 
 def as_text(job_id: str, fields: dict) -> str:
-    """`qstat -f`."""
+    """Format a job as `qstat -f` does."""
     lines = [f"Job Id: {job_id}"]
     for name, value in fields.items():
         if name == "Variable_List":
@@ -27,7 +27,7 @@ def as_text(job_id: str, fields: dict) -> str:
 
 
 def _wrapped(line: str, value: str) -> str:
-    # A line ends before an item of a list that does not fit in 79 columns, and in the middle of a longer one.
+    # qstat wraps at 79 columns: before a list item that does not fit, and inside an item longer than a line.
     done: list[str] = []
     items = value.split(",")
     for number, item in enumerate(items):
@@ -44,7 +44,7 @@ def _wrapped(line: str, value: str) -> str:
 
 
 def table(rows: list[tuple[str, str, str, str, str, str]]) -> str:
-    """Plain `qstat`: id, name, user, time used, state, queue; the id is cut to its column."""
+    """Format jobs as plain `qstat` does: id (truncated to its column), name, user, time used, state, queue."""
     head = ("Job id            Name             User              Time Use S Queue\n"
             "----------------  ---------------- ----------------  -------- - -----\n")
     return head + "".join(f"{job:<16.16}  {name:<16.16} {user:<16.16}  {used:>8} {state} {queue:<16}\n"

@@ -1,4 +1,4 @@
-"""A job's own process: waits for other jobs and for hosts, runs the script over ssh, ends it at its walltime."""
+"""Process of a job: wait for other jobs and for nodes, run the script over ssh, and end it at its walltime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pbs_standin.state import Home, place
 
 KILL_DELAY_S = 10
 BY_QDEL, BY_WALLTIME = 271, -29
-"""Exit_status of a job that was ended."""
+"""Exit_status of a job that was ended by qdel or its walltime."""
 
 
 class Job:
@@ -31,7 +31,7 @@ class Job:
             time.sleep(0.1)
             if self._fields()["job_state"] != "Q":
                 return
-        code = self._stay(chunks[0])
+        code = self._run_script(chunks[0])
         self.node_file.unlink(missing_ok=True)
         with self.home.locked():
             self.home.update(self.job_id, job_state="F", substate=92, Exit_status=code)
@@ -86,8 +86,8 @@ class Job:
             "TMPDIR": "/var/tmp", "USER": user.pw_name,
         }
 
-    def _stay(self, first: tuple[str, int, dict]) -> int:
-        """Run the script on its host to its end, or to the end of its time."""
+    def _run_script(self, first: tuple[str, int, dict]) -> int:
+        """Run the script on its first node, to its end or to its walltime."""
         host, _, chunk = first
         fields = self._fields()
         output = fields["Output_Path"].partition(":")[2]
@@ -117,7 +117,7 @@ class Job:
         return killed or script.returncode
 
     def _end(self, host: str, pid_file: Path, script: subprocess.Popen[bytes]) -> None:
-        # As seen: SIGTERM to the script's processes, a second later to the script, SIGKILL after the site's delay.
+        # As observed: SIGTERM to the script's processes, 1 s later to the script, SIGKILL after the site's delay.
         session = pid_file.read_text().strip()
         children = f"for p in $(pgrep -s {session}); do [ $p = {session} ] || kill -TERM $p; done"
         for delay, command in ((1, children), (KILL_DELAY_S, f"kill -TERM {session}"),

@@ -1,4 +1,4 @@
-"""qsub."""
+"""PBS's command qsub."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def qsub(home: Home, words: list[str]) -> int:
 
 
 def options_of(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    found, rest = [], list(words)
+    options, rest = [], list(words)
     while rest and rest[0].startswith("-") and len(rest[0]) > 1:
         word = rest.pop(0)
         name, value = word[1], word[2:]
         if name not in "hVXz" + _VALUED:
             sys.exit(fail(f"qsub: invalid option -- '{name}'", 2))
-        found.append((name, value or rest.pop(0) if name in _VALUED and name != "I" else ""))
-    return found, rest
+        options.append((name, value or rest.pop(0) if name in _VALUED and name != "I" else ""))
+    return options, rest
 
 
 def settled(from_script: list[tuple[str, str]], typed: list[tuple[str, str]]) -> dict:
-    """Options by letter; -l, -v and -W as dictionaries. What is typed beats the script."""
+    """Return options by letter; -l, -v and -W as dictionaries. The command line overrides the script."""
     wanted: dict = {"l": {}, "v": {}, "W": {}, "N": None, "j": "n", "q": QUEUE, "r": "y"}
     for name, value in [*from_script, *typed]:
         if name in "lvW":

@@ -1,4 +1,4 @@
-"""State of the stand-in: its hosts, and one file a job with what `qstat -f` shows."""
+"""State of the stand-in: its nodes, and a file for each job with the fields of `qstat -f`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Home:
         return self.path / "jobs" / f"{job_id}.{kind}"
 
     def read(self, job_id: str) -> dict | None:
-        found = self.file(job_id)
-        return json.loads(found.read_text()) if found.exists() else None
+        file = self.file(job_id)
+        return json.loads(file.read_text()) if file.exists() else None
 
     def write(self, job_id: str, fields: dict) -> None:
         new = self.file(job_id, "new")
@@ -37,27 +37,27 @@ class Home:
         self.write(job_id, {**(self.read(job_id) or {}), **fields})
 
     def jobs(self) -> dict[str, dict]:
-        found = {path.name[:-5]: json.loads(path.read_text()) for path in (self.path / "jobs").glob("*.json")}
-        return dict(sorted(found.items(), key=lambda item: [int(word) for word in re.findall(r"\d+", item[0])]))
+        jobs = {path.name[:-5]: json.loads(path.read_text()) for path in (self.path / "jobs").glob("*.json")}
+        return dict(sorted(jobs.items(), key=lambda item: [int(word) for word in re.findall(r"\d+", item[0])]))
 
     def next_number(self) -> int:
         return 1 + max((int(re.match(r"\d+", job)[0]) for job in self.jobs()), default=-1)
 
     def taken(self) -> list[tuple[str, int]]:
-        """Host and CPUs of every chunk that runs."""
+        """Return node and CPUs of every running chunk."""
         return [(host, int(cpus)) for job in self.jobs().values() if job["job_state"] == "R"
                 for host, cpus in re.findall(r"\(([^:()]+):ncpus=(\d+)\)", job.get("exec_vnode", ""))]
 
 
 def place(home: Home, select: str, how: str) -> list[tuple[str, int, dict]] | None:
-    """Host, slot and request of every chunk; None where they do not fit just now."""
+    """Return node, slot and request of every chunk; None if they do not fit at present."""
     taken = home.taken()
     chosen: list[tuple[str, int, dict]] = []
     for chunk in chunks_of(select):
         for host, size in home.nodes.items():
             used = [cpus for name, cpus in taken if name == host]
-            mine = [one for one in chosen if one[0] == host]
-            full = sum(used) + sum(one[2]["ncpus"] for one in mine) + chunk["ncpus"] > size
+            mine = [request for name, _, request in chosen if name == host]
+            full = sum(used) + sum(request["ncpus"] for request in mine) + chunk["ncpus"] > size
             if not (full or ("scatter" in how and mine) or ("excl" in how and used)):
                 chosen.append((host, len(used) + len(mine), chunk))
                 break

@@ -1,4 +1,4 @@
-"""A simulated cluster (simcluster.sh) for tests: real Slurm and sshd on nodes made of Linux namespaces."""
+"""Simulated cluster (simcluster.sh) for tests: real Slurm and sshd on nodes made of Linux namespaces."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _BEGIN_TIMEOUT_S = 20
 
 @functools.cache
 def missing() -> str | None:
-    """Why no cluster can be had on this machine; None if it can."""
+    """Return the reason why this machine cannot simulate a cluster, or None."""
     if os.geteuid():
         return "a simulated cluster needs root"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program, package in {**_PROGRAMS, **_SLURM_PROGRAMS, **_SSHD_PROGRAMS}.items():
         if shutil.which(program, path=path) is None:
             return f"no {program}: apt-get install {package}"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc",
-                            "sh", "-c", "mount -t tmpfs tmpfs /dev/shm && ip link add br0 type bridge"],
-                           capture_output=True, text=True, timeout=30, check=False)
-    if tried.returncode:
-        return f"no namespaces for simulated nodes: {tried.stderr.strip()}"
+    attempt = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc",
+                              "sh", "-c", "mount -t tmpfs tmpfs /dev/shm && ip link add br0 type bridge"],
+                             capture_output=True, text=True, timeout=30, check=False)
+    if attempt.returncode:
+        return f"cannot create namespaces for simulated nodes: {attempt.stderr.strip()}"
     return None
 
 
 class Command(subprocess.Popen):
-    """A command inside the cluster. Signals reach the command itself, not what brought it there."""
+    """A command inside the cluster. Signals go to the command itself, not to the nsenter wrappers around it."""
 
     token: str
 
@@ -55,11 +55,11 @@ class Command(subprocess.Popen):
                 os.kill(inner, sig)
 
     def _inner(self) -> int | None:
-        """The process id of the command, as this machine sees it, once it has begun; None if it has ended."""
+        """Wait for the command to start. Return its process id on this machine, or None if it has ended."""
         deadline = time.monotonic() + scaled(_BEGIN_TIMEOUT_S)
         while self.poll() is None and time.monotonic() < deadline:
             pid: int | None = self.pid
-            while pid is not None and _is_way_in(pid):
+            while pid is not None and _is_wrapper(pid):
                 children = _read(Path(f"/proc/{pid}/task/{pid}/children")).split()
                 pid = int(children[0]) if children else None
             if pid is not None:
@@ -69,17 +69,17 @@ class Command(subprocess.Popen):
 
 
 class Cluster:
-    """`with Cluster(folder) as cluster:` starts it; nothing of it is left afterwards, also if this process dies.
+    """A simulated cluster, started by `with Cluster(folder)`. It ends with the block, or if this process dies.
 
     Args:
         folder: empty or absent; holds the cluster's configuration and logs (`log/`).
         nodes: named n1, n2 …; the login node is `login`.
-        slots: CPUs that Slurm believes a node has.
-        gpus: pretended devices a node: variables, no computation.
-        slurm, sshd: what runs on the nodes.
+        slots: CPUs per node in Slurm's configuration.
+        gpus: simulated devices per node, which only exist as variables.
+        slurm, sshd: daemons to run on the nodes.
         mpi: Slurm's MpiDefault.
         net: the first three parts of the nodes' addresses.
-        node_tmp: whether each node has a disk of its own at /local.
+        node_tmp: give each node a local disk at /local.
     """
 
     def __init__(self, folder: Path, nodes: int = 4, slots: int = 2, gpus: int = 0, *, slurm: bool = True,
@@ -93,7 +93,7 @@ class Cluster:
         self._dead: set[str] = set()
 
     def __enter__(self) -> Cluster:
-        # The end of this process, of whatever kind, closes the pipe, and with it the cluster.
+        # However this process ends, the pipe closes, which ends the cluster.
         lifeline, self._lifeline = os.pipe()
         try:
             done = subprocess.run(["bash", str(_SCRIPT), "up", str(self.folder)], pass_fds=[lifeline],
@@ -127,17 +127,17 @@ class Cluster:
 
     def run(self, *words: str | Path, node: str | None = None, cwd: Path | None = None, timeout: float = 60,
             **env: str) -> subprocess.CompletedProcess[str]:
-        """A command to its end.
+        """Run a command to its end.
 
         Raises:
-            AssertionError: it did not end within `timeout` seconds (scaled by the machine's slowness); all that it
-                had started is killed.
+            AssertionError: it did not end within `timeout` seconds (scaled by the machine's slowness); everything
+                that it had started is killed.
         """
         started = self.start(*words, node=node, cwd=cwd, **env)
         return self.finish(started, timeout)
 
     def finish(self, started: Command, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """Wait for what `start` returned; else as `run`."""
+        """Wait for a command of `start`, with the timeout of `run`."""
         timeout = scaled(timeout)
         try:
             out, err = started.communicate(timeout=timeout)
@@ -150,16 +150,16 @@ class Cluster:
         return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
     def batch(self, *words: str | Path, cwd: Path, timeout: float = 60) -> list[str]:
-        """`sbatch WORDS`, and what Slurm says of the job's (or its array tasks') end: COMPLETED, TIMEOUT, …
+        """Run `sbatch WORDS` and return the job's (or its array tasks') final states: COMPLETED, TIMEOUT, …
 
         Raises:
-            AssertionError: sbatch refused; or the job has not ended within `timeout` seconds.
+            AssertionError: sbatch failed, or the job has not ended within `timeout` seconds.
         """
         sent = self.run("sbatch", "--parsable", *words, cwd=cwd)
         assert sent.returncode == 0, sent.stderr
         deadline = time.monotonic() + scaled(timeout)
         while True:
-            # sbatch --wait would ask at intervals that grow to 30 s.
+            # sbatch --wait would poll at intervals that grow to 30 s.
             lines = self._inside("scontrol", "--oneliner", "show", "job", sent.stdout.strip()).splitlines()
             states = [line.partition("JobState=")[2].split(maxsplit=1)[0] for line in lines]
             if states and not {"PENDING", "RUNNING", "COMPLETING"} & set(states):
@@ -168,13 +168,13 @@ class Cluster:
             time.sleep(0.2)
 
     def kill(self, started: Command) -> None:
-        """End all that a command started, on every node, and its Slurm jobs."""
+        """End all processes that a command started, on every node, and its Slurm jobs."""
         own = [pid for pids in self.processes(started.token).values() for pid, _ in pids]
         jobs = {word for pid in own for word in _read(Path(f"/proc/{pid}/environ")).split("\0")
                 if word.startswith("SLURM_JOB_ID=")}
         if jobs:
             self._inside("scancel", "--full", *(word.partition("=")[2] for word in jobs))
-        # salloc and srun that are killed would leave their job behind.
+        # SIGTERM first: salloc and srun leave their job behind if they are killed.
         _send(own, signal.SIGTERM)
         deadline = time.monotonic() + 5
         while self.processes(started.token) and time.monotonic() < deadline:
@@ -182,17 +182,20 @@ class Cluster:
         _send([pid for pids in self.processes(started.token).values() for pid, _ in pids], signal.SIGKILL)
 
     def limit_memory(self, node: str, size: int) -> Callable[[], None]:
-        """Hold all of a node's processes, present and future, to `size` bytes of memory; returns what ends that.
+        """Limit all of a node's processes, present and future, to `size` bytes of memory.
+
+        Returns:
+            A function that removes the limit.
 
         Raises:
-            OSError: the machine does not let us.
+            OSError: this machine does not permit it.
         """
         return self._limit(node, "memory", {"memory.limit_in_bytes": size}, {"memory.max": size})
 
     def limit_cores(self, node: str, cores: float) -> Callable[[], None]:
-        """The same for the time of the machine's cores, `cores` of them, in slices of 10 ms.
+        """Limit a node to the processor time of `cores` cores, in periods of 10 ms. Otherwise as `limit_memory`.
 
-        So nodes compute side by side as long as they have no more cores together than the machine.
+        Nodes then compute concurrently, as long as they have no more cores in total than the machine.
         """
         period = 10_000
         quota = round(cores * period)
@@ -223,9 +226,9 @@ class Cluster:
         return end
 
     def shape(self, rate: str | None, *nodes: str) -> None:
-        """Hold the links of `nodes`, or of all, to a rate such as "200mbit" in both directions; None frees them.
+        """Limit the links of `nodes` (default: all) to a rate such as "200mbit" in each direction; None removes it.
 
-        tbf counts each segment's headers, as a real link does: some 95.6 % of the rate is left for data.
+        tbf counts the headers of segments, as a real link does, which leaves about 95.6 % of the rate for data.
         """
         act = ["replace" if rate else "del"]
         how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"] if rate else ["root"]
@@ -235,10 +238,12 @@ class Cluster:
                 assert done.returncode == 0, done.stderr
 
     def processes(self, marker: str) -> dict[str, list[tuple[int, str]]]:
-        """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees
-        it, and command line, for each node that has any."""
+        """Return the living processes with `marker` (a run's id) in their environment, by node.
+
+        Each is a process id on this machine and a command line.
+        """
         homes = {self._namespace(node): node for node in (*self.nodes, "login")}
-        found: dict[str, list[tuple[int, str]]] = {}
+        processes: dict[str, list[tuple[int, str]]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if marker.encode() not in (folder / "environ").read_bytes():
@@ -247,11 +252,11 @@ class Cluster:
                 continue
             node, words = homes.get(_link(folder / "ns/uts")), _read(folder / "cmdline").replace("\0", " ")
             if node is not None and not words.startswith("nsenter "):
-                found.setdefault(node, []).append((int(folder.name), words))
-        return found
+                processes.setdefault(node, []).append((int(folder.name), words))
+        return processes
 
     def in_memory(self, node: str, run_id: str) -> list[str]:
-        """The names of a run's folders in the node's own /dev/shm; none where it is switched off."""
+        """Return the names of a run's folders in the node's /dev/shm; empty if the node is off."""
         for folder in self._on(self._namespace(node)):
             with contextlib.suppress(OSError):
                 memory = folder / "root/dev/shm"
@@ -259,7 +264,7 @@ class Cluster:
         return []
 
     def kill_node(self, name: str) -> None:
-        """Switch a node's power off: its ranks, its daemons and its network are gone at once."""
+        """Power a node off: its ranks, daemons and network disappear at once."""
         namespace = self._namespace(name)
         self._dead.add(name)
         self._script("kill-node", name)
@@ -269,7 +274,7 @@ class Cluster:
             time.sleep(0.05)
 
     def boot_node(self, name: str, timeout: float = 60) -> None:
-        """Switch it on again, and wait until Slurm would use it."""
+        """Power a node on again, and wait until Slurm considers it idle."""
         self._script("boot-node", name)
         self._dead.discard(name)
         deadline = time.monotonic() + scaled(timeout)
@@ -278,16 +283,16 @@ class Cluster:
             time.sleep(0.2)
 
     def settle(self, timeout: float = 60) -> None:
-        """End what is left of Slurm jobs, and switch on nodes that are off, until all nodes are idle."""
+        """Cancel remaining Slurm jobs and power on nodes that are off, until all nodes are idle."""
         for name in sorted(self._dead):
             self._script("boot-node", name)
             self._dead.discard(name)
         if not self.slurm:
             return
         deadline = time.monotonic() + scaled(timeout)
-        look = "squeue --noheader --format %i; sinfo --noheader --partition debug --format '%T %D'"
+        query = "squeue --noheader --format %i; sinfo --noheader --partition debug --format '%T %D'"
         wanted = f"idle {len(self.nodes)}"
-        while (seen := self.run("bash", "-c", look, timeout=30).stdout.strip()) != wanted:
+        while (seen := self.run("bash", "-c", query, timeout=30).stdout.strip()) != wanted:
             if time.monotonic() > deadline:
                 raise AssertionError(f"nodes are not idle in time: {seen}")
             self._cancel_jobs()
@@ -308,7 +313,7 @@ class Cluster:
                        timeout=scaled(60), check=True)
 
     def _on(self, namespace: str) -> Iterator[Path]:
-        """The folders in /proc of a node's processes."""
+        """Return the folders in /proc of a node's processes."""
         return (folder for folder in Path("/proc").glob("[0-9]*") if _link(folder / "ns/uts") == namespace)
 
     def _namespace(self, node: str) -> str:
@@ -325,12 +330,12 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 def _move(pids: Iterable[str], group: Path) -> None:
     for pid in pids:
-        # One that has just ended cannot be moved.
+        # A process that has just ended cannot be moved.
         with contextlib.suppress(ProcessLookupError):
             (group / "cgroup.procs").write_text(pid)
 
 
-def _is_way_in(pid: int) -> bool:
+def _is_wrapper(pid: int) -> bool:
     words = _read(Path(f"/proc/{pid}/cmdline")).split("\0")
     return words[0] == "nsenter" or str(_SCRIPT) in words[:2]
 
