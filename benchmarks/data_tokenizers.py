@@ -31,7 +31,7 @@ from small_tokenizers import FAMILIES, mixed_text, trained
 
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenizers import choose
+from ezpz_llm.data.tokenizers import choose_tokenizer
 from ezpz_llm.rundir import write_json
 
 DOCUMENT_BYTES = 5000
@@ -66,7 +66,7 @@ def measure(family: str, texts: list[str], corpus: Path, work: Path, tokens: int
         end = data.manifest["end_of_text"]
         expected = np.concatenate([[end, *found] for found in ids])
         same &= np.array_equal(np.concatenate([data.split("train")[:], data.split("val")[:]]), expected)
-    found = {"family": family, "vocabulary": choose(str(file)).entry["vocab_size"], "text_mb": size / 1e6,
+    found = {"family": family, "vocabulary": choose_tokenizer(str(file)).entry["vocab_size"], "text_mb": size / 1e6,
              "tokens": int(expected.size), "ids_equal": bool(same), "alone_mb_per_cpu_s": size / min(alone) / 1e6,
              "prepare_mb_per_cpu_s": size / min(prepared) / 1e6, "ratio": min(alone) / min(prepared)}
     print(f"{family}: alone {found['alone_mb_per_cpu_s']:.2f} MB a processor second, prepared "

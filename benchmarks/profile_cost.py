@@ -27,7 +27,7 @@ import torch
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.observe import HostProfile, StepTimeline, Window
+from ezpz_llm.observe import PythonProfile, StepTimeline, Window
 from ezpz_llm.observe.profile import PROFILE_STEPS
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -75,7 +75,7 @@ class Trainer:
         self.timeline.end_step()
         self.losses.append(loss.item())
 
-    def block(self, profile: HostProfile | None, steps: int) -> Block:
+    def block(self, profile: PythonProfile | None, steps: int) -> Block:
         """Take `steps` steps, inside `profile` if there is one."""
         cpu_s = outside_s = 0.0
         for step in range(steps):
@@ -87,7 +87,7 @@ class Trainer:
         wall_s = statistics.median(times.step_time_s for times in self.timeline.drain())
         return Block(wall_s, cpu_s / steps, outside_s)
 
-    def _outside(self, profile: HostProfile | None, action: str, step: int) -> float:
+    def _outside(self, profile: PythonProfile | None, action: str, step: int) -> float:
         began = time.perf_counter()
         if profile is not None:
             getattr(profile, action)(step)
@@ -113,9 +113,9 @@ def measure(pairs: int, steps: int, micro_batch: int) -> dict[str, object]:
         run_dir = RunDir(Path(folder)).create()
         for _ in range(pairs):
             for profiled in shuffle.sample((True, False), 2):
-                profile = HostProfile(run_dir, Window(0, steps)) if profiled else None
+                profile = PythonProfile(run_dir, Window(0, steps)) if profiled else None
                 blocks[profiled].append(trainer.block(profile, steps))
-        whole = trainer.block(HostProfile(run_dir, Window(0, PROFILE_STEPS)), PROFILE_STEPS)
+        whole = trainer.block(PythonProfile(run_dir, Window(0, PROFILE_STEPS)), PROFILE_STEPS)
     if not trainer.losses[-1] < trainer.losses[0]:
         raise SystemExit(f"error: the loss went from {trainer.losses[0]:.3f} to {trainer.losses[-1]:.3f}")
     on, off = blocks[True], blocks[False]

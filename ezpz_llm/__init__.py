@@ -25,6 +25,6 @@ _PLACES = {"UserError": "base", "Target": "library.target", "trainer_callback": 
 
 
 def __getattr__(name: str) -> Any:
-    from ezpz_llm.base import lazy  # here: every helper process of launch imports this module
+    from ezpz_llm.base import lazy_names  # here: every helper process of launch imports this module
 
-    return lazy(__name__, _PLACES)(name)
+    return lazy_names(__name__, _PLACES)(name)

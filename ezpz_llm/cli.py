@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command, unknown, version_text
-from ezpz_llm.base.parser import examples, help_width
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base import UserError, describe_unknown, run_command, version_text
+from ezpz_llm.base.command_parser import examples, help_width
+from ezpz_llm.base.shell_commands import to_typable
 
 _PACKAGE = Path(__file__).parent
 _GROUPS = {
@@ -55,7 +55,7 @@ def _dispatch(argv: Sequence[str]) -> int | None:
     if name in _SYNONYMS:
         raise UserError(f"unknown command {argv[0]!r}", where="ezpz-llm", instead=f"ezpz-llm {_SYNONYMS[name]}")
     if name not in commands:
-        raise unknown("command", argv[0], commands, where="ezpz-llm")
+        raise describe_unknown("command", argv[0], commands, where="ezpz-llm")
     sys.argv = [f"ezpz-llm {name}", *argv[1:]]
     return importlib.import_module(module_of(commands[name])).main(argv[1:])
 
@@ -82,8 +82,8 @@ def _help() -> str:
     commands = find_commands()
     grouped = {name for names in _GROUPS.values() for name in names}
     others = tuple(name for name in commands if name not in grouped)
-    lines = [f"usage: {typable('ezpz-llm COMMAND')} …     (each has --help, with examples)",
-             f"       {typable('ezpz-llm --version')}"]
+    lines = [f"usage: {to_typable('ezpz-llm COMMAND')} …     (each has --help, with examples)",
+             f"       {to_typable('ezpz-llm --version')}"]
     for title, names in {**_GROUPS, "Other commands": others}.items():
         lines += ["", title] if names else []
         lines += [textwrap.fill(f"  {name:<10}  {_summary(commands[name])}", help_width(), break_on_hyphens=False,

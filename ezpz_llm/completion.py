@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from ezpz_llm.base import run_command
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.cli import find_commands, module_of
 from ezpz_llm.layout.ds_config import names
 from ezpz_llm.model.config import MODELS

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, run_command
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.layout.ops import OPS
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("--json cannot be combined with --build-ops", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
     from ezpz_llm.check.doctor import run_checks
-    from ezpz_llm.check.judge.gathered import findings_text
+    from ezpz_llm.check.rules.gathered import findings_text
 
     checks = run_checks(os.environ)
     counts = Counter(check.level for check in checks)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base import UserError, run_command
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
-from ezpz_llm.hf.tokenizer import given_warning, tokenizer_of
+from ezpz_llm.hf.tokenizer import tokenizer_of, tokenizer_warning
 from ezpz_llm.launch.ranks import find_rank
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     engine = open_model(plan, dist)
     tokens = torch.tensor(prompt.tolist(), device=engine.device)
     generator = torch.Generator().manual_seed(seed_for(options.seed, "sample"))
-    if dist.is_main and (remark := given_warning(plan.source, options.tokenizer)):
+    if dist.is_main and (remark := tokenizer_warning(plan.source, options.tokenizer)):
         print(f"warning: {remark}", file=sys.stderr, flush=True)
     texts: list[str] = []
     with engine.evaluating():

@@ -8,18 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, run_command
-from ezpz_llm.base.parser import CommandParser
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.layout.listing import (
     as_json,
     check_world,
+    layout_purposes,
     legal_grids,
     legal_text,
     named_layouts,
-    purposes,
     purposes_text,
 )
-from ezpz_llm.layout.recommend import choices, choices_text, recommendation
+from ezpz_llm.layout.recommendation import choices, choices_text, recommendation
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if options.memory is not None:
         return _recommend(options, model)
     if options.world is None:
-        print(json.dumps(purposes(), indent=2) if options.json else purposes_text(purposes()))
+        print(json.dumps(layout_purposes(), indent=2) if options.json else purposes_text(layout_purposes()))
         return 0
     legal = named_layouts(model, options.world), legal_grids(model, options.world)
     if options.json:
@@ -64,8 +64,8 @@ def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
     layouts = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
     print(choices_text(layouts, memory, f"{options.model} on {options.world} ranks, GB per device with micro "
                        f"batches of {options.micro_batch_size} sequences", rich=sys.stdout.isatty()))
-    print(recommendation(layouts, memory, typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
-                                                  f"--micro-batch-size {options.micro_batch_size}")))
+    print(recommendation(layouts, memory, to_typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
+                                                     f"--micro-batch-size {options.micro_batch_size}")))
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.base import UserError, run_command
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.check.server import Place, rendezvous_point, secret_of
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -49,12 +49,12 @@ def main(argv: Sequence[str]) -> int:
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
     rendezvous = Place(address, port, secret_of(os.environ, run_dir))
     if info.rank == 0:
-        from ezpz_llm.check.coordinator import lead
+        from ezpz_llm.check.coordinator import run_coordinator
 
-        return lead(info, os.environ, run_dir.create(), rendezvous, options.limit)
-    from ezpz_llm.check.client import follow
+        return run_coordinator(info, os.environ, run_dir.create(), rendezvous, options.limit)
+    from ezpz_llm.check.client import run_client
 
-    return follow(info, os.environ, run_dir, rendezvous, options.limit)
+    return run_client(info, os.environ, run_dir, rendezvous, options.limit)
 
 
 if __name__ == "__main__":

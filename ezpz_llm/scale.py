@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
 
         return paper(argv[1:])
     if argv and argv[0] in ("report", "compare"):
-        from ezpz_llm.scaling.reporting import compare_main, report_main
+        from ezpz_llm.scaling.study_report import compare_main, report_main
 
         return (report_main if argv[0] == "report" else compare_main)(argv[1:])
     from ezpz_llm.scaling.command import main as study

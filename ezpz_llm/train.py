@@ -12,11 +12,11 @@ from pathlib import Path
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import read_state
-from ezpz_llm.launch.addresses import is_here
+from ezpz_llm.launch.addresses import is_local_address
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
-from ezpz_llm.trainer.check_report import explain_plan, remarks, warning
+from ezpz_llm.trainer.check_report import explain_plan, setting_warnings, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
 from ezpz_llm.trainer.resume import find_resume_point
@@ -64,20 +64,22 @@ def _check(options: Options) -> CheckReport:
         return CheckReport(explanation=point.complete)
     options = point.options
     places = read_places(os.environ)
-    plan = check_run(options, options.world_size or 1, _device(places), puts_aside=point.puts_aside)
+    plan = check_run(options, options.world_size or 1, _device(places),
+                     renames_old_metrics=point.renames_old_metrics)
     resolved, batch = plan.resolved, plan.resolved.batch
     changes = None
     if plan.config.resume is not None:
         changes = resume_warning(plan, read_state(find(Path(plan.config.resume)))["step"])
     warnings = (warning(plan, options, places), changes and f"warning: {changes}",
-                *(f"warning: {remark}" for remark in remarks(plan)), *(f"note: {note}" for note in options.notes))
+                *(f"warning: {remark}" for remark in setting_warnings(plan)),
+                *(f"note: {note}" for note in options.notes))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
                        batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
 
 
 def _device(places: Places) -> str | None:
     """Return "cpu" if all ranks run on this machine and it has no accelerator; else None, unknown without torch."""
-    return "cpu" if len(places) == 1 and is_here(places[0][0]) and has_none(os.environ) else None
+    return "cpu" if len(places) == 1 and is_local_address(places[0][0]) and has_none(os.environ) else None
 
 
 if __name__ == "__main__":

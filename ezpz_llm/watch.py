@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import cleaned, run_command
-from ezpz_llm.base.parser import CommandParser
-from ezpz_llm.base.rows import aligned
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base import escape_control_characters, run_command
+from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.observe.terminal import terminal_width
-from ezpz_llm.observe.throughput import duration, short_number
+from ezpz_llm.observe.throughput import format_duration, format_number
 from ezpz_llm.rundir import ANY, RunDir, newest_run
 
 _EVERY_S = 2.0
@@ -87,7 +87,7 @@ class _Screen:
             print(json.dumps({"run_dir": str(run_dir.path), **status.as_json()}), flush=True)
             return
         if self._redraws or is_last:
-            text = cleaned(block(run_dir, status, terminal_width()))
+            text = escape_control_characters(block(run_dir, status, terminal_width()))
             up = f"\x1b[{self._drawn}F\x1b[J" if self._redraws and self._drawn else ""
             self._drawn = text.count("\n")
             print(up + text, end="", flush=True)
@@ -97,7 +97,7 @@ class _Screen:
         is_new_state = self._last is None or news[:2] != self._last[:2]
         if news != self._last and (is_new_state or now - self._printed_at >= _PLAIN_EVERY_S):
             self._last, self._printed_at = news, now
-            print(cleaned(one_line(status)), flush=True)
+            print(escape_control_characters(one_line(status)), flush=True)
 
     def say_waiting(self, status: Status) -> None:
         """Print that we wait for a restart, once per failed start."""
@@ -111,7 +111,7 @@ def block(run_dir: RunDir, status: Status, width: int) -> str:
     behind = status.slowest
     loss = "" if status.loss is None else f"{status.loss:.4f} at step {status.loss_step}" + (
         "" if status.val_loss is None else f", validation {status.val_loss:.4f}")
-    speed = "" if status.tokens_per_second is None else f"{short_number(status.tokens_per_second)} tokens/s" + (
+    speed = "" if status.tokens_per_second is None else f"{format_number(status.tokens_per_second)} tokens/s" + (
         "" if status.step_s is None else f", {status.step_s * 1e3:.1f} ms a step")
     rows = [
         ("run", str(run_dir.path)),
@@ -122,30 +122,30 @@ def block(run_dir: RunDir, status: Status, width: int) -> str:
         ("slowest", "" if behind is None else
          f"rank {behind['rank']} on {behind['host']}, {behind['steps_behind']} steps behind"),
         ("silent", "" if not status.silent else
-         f"ranks {', '.join(map(str, status.silent[:8]))} ({typable('ezpz-llm why')} shows their stacks)"),
+         f"ranks {', '.join(map(str, status.silent[:8]))} ({to_typable('ezpz-llm why')} shows their stacks)"),
         ("last output", (status.last_words or "")[:4 * width]),
     ]
-    return aligned(((label, text) for label, text in rows if text), width, 12)
+    return align_rows(((label, text) for label, text in rows if text), width, 12)
 
 
 def one_line(status: Status) -> str:
     """Format the state as one line, for a log."""
     loss = "" if status.loss is None else f"loss {status.loss:.4f}"
-    speed = "" if status.tokens_per_second is None else f"{short_number(status.tokens_per_second)} tokens/s"
+    speed = "" if status.tokens_per_second is None else f"{format_number(status.tokens_per_second)} tokens/s"
     behind = "" if status.slowest is None else f"rank {status.slowest['rank']} is behind"
     return "  ".join(filter(None, (time.strftime("%H:%M:%S"), _state(status), _step(status), loss, speed, behind)))
 
 
 def _state(status: Status) -> str:
-    elapsed = "" if status.elapsed_s is None else duration(status.elapsed_s)
+    elapsed = "" if status.elapsed_s is None else format_duration(status.elapsed_s)
     after = f" after {elapsed}" if elapsed else ""
     if status.state == "ended" and status.stopped:
         return f"stopped{after}: {status.stopped}"
     if status.state == "ended":
         return f"succeeded{after}" if not status.code else (
-            f"failed{after} with code {status.code}: {status.cause} (details: {typable('ezpz-llm why')})")
+            f"failed{after} with code {status.code}: {status.cause} (details: {to_typable('ezpz-llm why')})")
     if status.state == "lost":
-        return f"launch was killed before it recorded the exit (details: {typable('ezpz-llm why')})"
+        return f"launch was killed before it recorded the exit (details: {to_typable('ezpz-llm why')})"
     phase = f", {status.phase}" if status.phase and status.phase != status.state else ""
     return f"{status.state}{phase}{f', for {elapsed}' if elapsed else ''}"
 
@@ -155,7 +155,7 @@ def _step(status: Status) -> str:
         return ""
     if not status.steps:
         return f"step {status.step}"
-    left = "" if status.left_s is None else f", {duration(status.left_s)} left"
+    left = "" if status.left_s is None else f", {format_duration(status.left_s)} left"
     return f"{status.step} of {status.steps} ({status.step / status.steps:.0%}){left}"
 
 

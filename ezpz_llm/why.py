@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, open_private, run_command, show
-from ezpz_llm.base.parser import CommandParser
-from ezpz_llm.base.shell_commands import typable
-from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
+from ezpz_llm.base import UserError, open_private, print_lines, run_command
+from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
+from ezpz_llm.launch.failures.run_facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.liveness import Live, as_details, as_lines, look, who_is_silent
+from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, look
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run, own_record, read_record
+from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run, read_own_record, read_record
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
@@ -86,9 +86,9 @@ def _check_launch(run_dir: RunDir, record: Mapping[str, Any]) -> None:
 
 def _show_exit_only(run_dir: RunDir, ended: Mapping[str, Any], as_json: bool) -> int:
     """Print the exit of a run whose directory was removed while it ran, so that nothing else is recorded."""
-    show(json.dumps({"state": "ended", **ended}, indent=2) if as_json else
-         f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'success'}. The command is unknown:"
-         " run.json was removed during the run")
+    print_lines(json.dumps({"state": "ended", **ended}, indent=2) if as_json else
+                f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'success'}. The command is"
+                " unknown: run.json was removed during the run")
     return 0
 
 
@@ -112,22 +112,23 @@ def _ask_for_logs(run_dir: RunDir, ranks: set[int]) -> None:
 def _show_ended(run_dir: RunDir, record: dict, as_json: bool) -> int:
     ended = record.get("exit") or {}
     if ended.get("kind") == NOT_STARTED and ended.keys() >= {"cause", "code"}:
-        show(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
-             f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
+        print_lines(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
+                    f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
         return 0
     postmortem = postmortem_of(run_dir, facts_from(record, _last_activity(run_dir)))
     unknown = record.get("exit") is None
     if as_json:
-        show(json.dumps({"state": "launch was killed" if unknown else "ended", "code": postmortem.code,
-                         "cause": postmortem.cause, "kind": postmortem.kind, "rank": postmortem.rank,
-                         "text": postmortem.text, **postmortem.details}, indent=2))
+        print_lines(json.dumps({"state": "launch was killed" if unknown else "ended", "code": postmortem.code,
+                                "cause": postmortem.cause, "kind": postmortem.kind, "rank": postmortem.rank,
+                                "text": postmortem.text, **postmortem.details}, indent=2))
         return 0
     if unknown:
-        show(f"{run_dir.path}: launch was killed before it could record the exit. From the files of the run:")
+        print_lines(f"{run_dir.path}: launch was killed before it could record the exit. From the files of the "
+                    "run:")
     else:
         ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(postmortem.facts.ended))
-        show(f"{run_dir.path}: ended {ended} with code {postmortem.code}")
-    show(postmortem.text or postmortem.cause)
+        print_lines(f"{run_dir.path}: ended {ended} with code {postmortem.code}")
+    print_lines(postmortem.text or postmortem.cause)
     return 0
 
 
@@ -154,20 +155,20 @@ def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.N
     if options.json:
         print(json.dumps(as_details(live, stacks), indent=2))
         return 0
-    show(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
-    silent = [who_is_silent(live.silent)] if live.silent else []
+    print_lines(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
+    silent = [describe_silent_ranks(live.silent)] if live.silent else []
     # Suggest removing build locks only from our own record: another user's may name any file.
-    launch = (own_record(run_dir) or {}).get("launch") or {}
+    launch = (read_own_record(run_dir) or {}).get("launch") or {}
     for line in (*as_lines(live), *locks_of(launch.get("env") or {}), *silent):
-        show(f"  {line}")
-    show(f"  to monitor it: {typable(f'ezpz-llm watch {run_dir.path}')}")
+        print_lines(f"  {line}")
+    print_lines(f"  to monitor it: {to_typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:
         if rank not in stacks:
-            show(f"  rank {rank} did not write its stack within {_STACKS_WITHIN_S:.0f} s")
+            print_lines(f"  rank {rank} did not write its stack within {_STACKS_WITHIN_S:.0f} s")
             continue
-        show(f"  rank {rank}: {stacks[rank]}")
+        print_lines(f"  rank {rank}: {stacks[rank]}")
         for line in tail_text(Path(stacks[rank])).splitlines()[:_STACK_LINES]:
-            show(f"  | {line}")
+            print_lines(f"  | {line}")
     return 0
 
 

@@ -12,34 +12,16 @@ from ezpz_llm.base.errors import (
     EXIT_PREFLIGHT,
     EXIT_USAGE,
     UserError,
-    cleaned,
+    describe_unknown,
     end_at_once_when_shown,
+    escape_control_characters,
     import_package,
     is_one_line,
-    nearest,
+    nearest_name,
+    print_lines,
     require_package,
     run_command,
-    show,
-    unknown,
     version_text,
-)
-from ezpz_llm.base.outside import (
-    JsonText,
-    NoFile,
-    ask_command,
-    command_line,
-    file_in,
-    open_regular,
-    parse_json,
-    parse_toml,
-    read_bytes,
-    read_commented_json,
-    read_json,
-    read_text,
-    read_yaml,
-    shown,
-    system_link,
-    system_text,
 )
 from ezpz_llm.base.package_data import (
     cache_dir,
@@ -50,13 +32,13 @@ from ezpz_llm.base.package_data import (
     tested_range,
     user_path,
 )
-from ezpz_llm.base.private import (
+from ezpz_llm.base.private_folders import (
     SECRET_VARIABLE,
     NotPrivate,
     PrivateFolder,
-    derived,
-    is_out_of_reach,
+    derive_key,
     is_own,
+    is_protected_from_others,
     make_private,
     new_secret,
     open_private,
@@ -66,16 +48,16 @@ from ezpz_llm.base.private import (
     run_secret,
 )
 from ezpz_llm.base.schema import (
-    LONGEST_HOST,
-    MOST_CORES_ON_A_HOST,
-    MOST_HOSTS,
-    MOST_IDS,
-    MOST_RANKS,
-    MOST_RANKS_ON_A_HOST,
-    MOST_REPEATS,
-    MOST_SECONDS,
-    MOST_STEPS,
-    MOST_TOKENS,
+    MAX_CORES_PER_NODE,
+    MAX_HOSTNAME_LENGTH,
+    MAX_IDS,
+    MAX_NODES,
+    MAX_RANKS,
+    MAX_RANKS_PER_NODE,
+    MAX_REPEATS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MAX_TOKENS,
     Epoch,
     Range,
     as_dataclass,
@@ -83,21 +65,39 @@ from ezpz_llm.base.schema import (
     epoch,
     whole_number,
 )
+from ezpz_llm.base.untrusted_input import (
+    JsonText,
+    NoFile,
+    ask_command,
+    command_line,
+    join_file_name,
+    open_regular,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    read_commented_json,
+    read_json,
+    read_text,
+    read_yaml,
+    shorten_value,
+    system_link,
+    system_text,
+)
 
 __all__ = [
     "EXIT_IDLE",
     "EXIT_PREFLIGHT",
     "EXIT_USAGE",
-    "LONGEST_HOST",
-    "MOST_CORES_ON_A_HOST",
-    "MOST_HOSTS",
-    "MOST_IDS",
-    "MOST_RANKS",
-    "MOST_RANKS_ON_A_HOST",
-    "MOST_REPEATS",
-    "MOST_SECONDS",
-    "MOST_STEPS",
-    "MOST_TOKENS",
+    "MAX_CORES_PER_NODE",
+    "MAX_HOSTNAME_LENGTH",
+    "MAX_IDS",
+    "MAX_NODES",
+    "MAX_RANKS",
+    "MAX_RANKS_PER_NODE",
+    "MAX_REPEATS",
+    "MAX_SECONDS",
+    "MAX_STEPS",
+    "MAX_TOKENS",
     "SECRET_VARIABLE",
     "Epoch",
     "JsonText",
@@ -106,35 +106,37 @@ __all__ = [
     "PrivateFolder",
     "Range",
     "UserError",
-    "apportioned",
+    "apportion",
     "as_dataclass",
     "as_type",
     "ask_command",
     "cache_dir",
-    "cleaned",
     "command_line",
-    "counted",
+    "count_noun",
     "data_dir",
-    "derived",
+    "derive_key",
+    "describe_unknown",
     "end_at_once_when_shown",
     "entry_points",
     "epoch",
+    "escape_control_characters",
     "extensions_dir",
-    "file_in",
-    "grouped",
+    "group_by_key",
     "import_package",
     "installed",
     "is_one_line",
-    "is_out_of_reach",
     "is_own",
-    "lazy",
+    "is_protected_from_others",
+    "join_file_name",
+    "lazy_names",
     "make_private",
-    "nearest",
+    "nearest_name",
     "new_secret",
     "open_private",
     "open_regular",
     "parse_json",
     "parse_toml",
+    "print_lines",
     "read_bytes",
     "read_commented_json",
     "read_json",
@@ -146,12 +148,10 @@ __all__ = [
     "require_package",
     "run_command",
     "run_secret",
-    "show",
-    "shown",
+    "shorten_value",
     "system_link",
     "system_text",
     "tested_range",
-    "unknown",
     "user_path",
     "version_text",
     "whole_number",
@@ -161,7 +161,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+def group_by_key(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     """Return the values of each key, with keys in the order of their first appearance."""
     groups: dict[Key, list[Value]] = {}
     for key, value in pairs:
@@ -169,12 +169,12 @@ def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     return groups
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """Return "1 rank" or "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` that imports each name of a package on first access.
 
     Args:
@@ -188,7 +188,7 @@ def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     return get
 
 
-def apportioned(parts: Sequence[float], whole: int) -> list[int]:
+def apportion(parts: Sequence[float], whole: int) -> list[int]:
     """Split `whole` into integers in proportion to `parts`, by the largest-remainder method."""
     total = sum(parts)
     exact = [part / total * whole for part in parts]

@@ -20,26 +20,26 @@ from types import TracebackType
 from typing import Any
 
 from ezpz_llm import __version__
-from ezpz_llm.base.shell_commands import typable_text
+from ezpz_llm.base.shell_commands import to_typable_text
 
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;:]*m")
 # Control characters except tab, newline, and DEL, which terminals ignore. C1 is included because 0x9b starts an
 # escape sequence. Then line and paragraph separators, marks that change the text direction, and surrogates, which
 # cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def cleaned(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Remove colors from a text and escape control and invisible characters: `\\x1b]0;title\\x07`.
 
     Use it for error messages and for any text from another process, node, or file. Keeps newlines and tabs.
     """
-    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], _COLOUR.sub("", text))
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], _COLOR.sub("", text))
 
 
-def show(text: str) -> None:
+def print_lines(text: str) -> None:
     """Print text that may hold untrusted parts. Escape sequences are removed, also our own."""
-    print(cleaned(text), flush=True)
+    print(escape_control_characters(text), flush=True)
 
 
 def is_one_line(text: str) -> bool:
@@ -111,9 +111,9 @@ class UserError(Exception):
         if self.where:
             lines.append(f"  where:   {self.where}")
         if self.instead:
-            lines.append(f"  instead: {typable_text(self.instead)}")
+            lines.append(f"  instead: {to_typable_text(self.instead)}")
         # Parts of the message may come from files, nodes, and processes of other users.
-        return cleaned("\n".join(lines))
+        return escape_control_characters("\n".join(lines))
 
 
 def version_text() -> str:
@@ -122,7 +122,7 @@ def version_text() -> str:
     return f"ezpz_llm {__version__} from {folder} (Python {sys.version.split()[0]})"
 
 
-def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
+def nearest_name(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` known words that begin with `word` or are most similar to it, best first."""
     # Imported here because every command imports this module, and few of them fail.
     import difflib
@@ -133,10 +133,10 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     return [*completions, *(name for name in similar if name not in completions)][:count]
 
 
-def unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
+def describe_unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
     """Return the error for an unknown name. It offers the nearest known names, or all of them."""
     known = sorted(known)
-    near = nearest(word, known)
+    near = nearest_name(word, known)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return UserError(f"unknown {kind} {word!r}", where=where, instead=hint)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json
+from ezpz_llm.base.untrusted_input import parse_json
 
 OPENING_BYTES = 32
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, cleaned
-from ezpz_llm.base.outside import system_text
+from ezpz_llm.base.errors import UserError, escape_control_characters
+from ezpz_llm.base.untrusted_input import system_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -85,8 +85,8 @@ def entry_points(group: str, wrong: Callable[[Any], str | None]) -> list[Any]:
         if why is None:
             values.append(value)
         else:
-            print(cleaned(f"warning: ignoring the entry point {point.name} = {point.value} ({group}): {why}"),
-                  file=sys.stderr, flush=True)
+            warning = f"warning: ignoring the entry point {point.name} = {point.value} ({group}): {why}"
+            print(escape_control_characters(warning), file=sys.stderr, flush=True)
     return values
 
 

@@ -9,27 +9,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ezpz_llm.base.errors import UserError, nearest
-from ezpz_llm.base.outside import shown
+from ezpz_llm.base.errors import UserError, nearest_name
+from ezpz_llm.base.untrusted_input import shorten_value
 
 # Each limit is larger than any existing machine needs, and far below what would exhaust the memory or CPU of a
 # login node. Larger numbers are typing errors or malicious.
-MOST_HOSTS = 200_000
-MOST_RANKS = 2_000_000
-MOST_RANKS_ON_A_HOST = 10_000
+MAX_NODES = 200_000
+MAX_RANKS = 2_000_000
+MAX_RANKS_PER_NODE = 10_000
 """Maximum number of ranks per node: Linux has 32768 process ids by default, and a rank needs three or more."""
-MOST_CORES_ON_A_HOST = 1_000_000
-LONGEST_HOST = 255
+MAX_CORES_PER_NODE = 1_000_000
+MAX_HOSTNAME_LENGTH = 255
 """Maximum length of a hostname: DNS allows 253 characters."""
-MOST_STEPS = 10**9
-MOST_TOKENS = 10**15
-MOST_IDS = 2**24
+MAX_STEPS = 10**9
+MAX_TOKENS = 10**15
+MAX_IDS = 2**24
 """Maximum vocabulary size; the largest known is 262,144."""
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 """Maximum number of runs per point of a study, and of jobs in a chain."""
 LAST_SECOND = 253_402_300_799
 """Seconds from 1970 to the end of the year 9999, the last year that datetime supports."""
-MOST_SECONDS = 10 * 366 * 86_400
+MAX_SECONDS = 10 * 366 * 86_400
 
 
 def whole_number(text: str) -> int | None:
@@ -84,7 +84,7 @@ def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = F
     of which each reader uses only some members.
 
     Args:
-        value: parsed value, as returned by `ezpz_llm.base.outside`.
+        value: parsed value, as returned by `ezpz_llm.base.untrusted_input`.
         where: name of the file, for the message.
         drop_unknown: ignore unknown keys, which a newer version may have written, instead of rejecting them.
 
@@ -135,8 +135,8 @@ def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
     fields, is_open = _fields(cls), is_typeddict(cls)
     for name in value:
         if name not in fields and not (drop or is_open):
-            near = nearest(str(name), fields)
-            raise UserError(f"unknown key {shown(_under(key, name))}", where=where,
+            near = nearest_name(str(name), fields)
+            raise UserError(f"unknown key {shorten_value(_under(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
     members = dict(value) if is_open else {}
     for name, (kind, is_required) in fields.items():
@@ -217,7 +217,7 @@ def _type_name(kind: Any) -> str:
 
 
 def _under(key: str, name: Any) -> str:
-    name = shown(name)[1:-1] if isinstance(name, str) else shown(name)
+    name = shorten_value(name)[1:-1] if isinstance(name, str) else shorten_value(name)
     return f"{key}.{name}" if key else name
 
 
@@ -228,7 +228,7 @@ def _wrong(key: str, value: Any, expected: str, where: str) -> UserError:
 def _format_value(value: Any) -> str:
     if isinstance(value, (bool, type(None))):
         return {None: "null", True: "true", False: "false"}[value]
-    return "a number beyond 64 bits" if isinstance(value, int) and abs(value) > _LARGEST else shown(value)
+    return "a number beyond 64 bits" if isinstance(value, int) and abs(value) > _LARGEST else shorten_value(value)
 
 
 def _short(bound: float) -> str:

@@ -18,7 +18,7 @@ _BEGIN = re.compile(r"(?<![\w./-])(?<!with-env )"
                     r"|python3 (?=-m ezpz_llm\.))")
 
 
-def typable(command: str) -> str:
+def to_typable(command: str) -> str:
     """Return a command that begins with `launch`, `ezpz-llm`, `pip` or `python3` as this user must type it."""
     word, _, rest = command.partition(" ")
     if typed := os.environ.get(WITH_ENV_VARIABLE):
@@ -36,14 +36,14 @@ def typable(command: str) -> str:
     return " ".join(filter(None, (python, module, rest))) if module is not None else command
 
 
-def typable_text(text: str) -> str:
-    """Replace the first command of each clause in a text by its `typable` form."""
+def to_typable_text(text: str) -> str:
+    """Replace the first command of each clause in a text by its `to_typable` form."""
     return "".join(_in_clause(clause) for clause in _CLAUSES.split(text))
 
 
 def _in_clause(clause: str) -> str:
     match = _BEGIN.search(clause)
-    return clause[:match.start()] + typable(clause[match.start():]) if match else clause
+    return clause[:match.start()] + to_typable(clause[match.start():]) if match else clause
 
 
 def _python() -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, nearest
-from ezpz_llm.base.outside import parse_toml, read_text
+from ezpz_llm.base.errors import UserError, nearest_name
+from ezpz_llm.base.untrusted_input import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("synonyms.toml")
 _CUTOFF = 0.9
@@ -65,7 +65,7 @@ def unknown_option(option: str, known: Collection[str], *, where: str | None = N
     message = f"unknown option {option!r}" + (f", an option of {programs}" if programs else "")
     if answer is not None:
         return UserError(message, where=where, instead=answer)
-    near = [] if programs else nearest(option, known)
+    near = [] if programs else nearest_name(option, known)
     guess = f"did you mean {' or '.join(near)}?" if near else ""
     return UserError(message, where=where, instead=f"{guess} {remark}".strip())
 

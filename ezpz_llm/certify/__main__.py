@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, read_json, run_command
 from ezpz_llm.certify.cases import Work, parser, plan
-from ezpz_llm.certify.lead import lead, refusal, results
+from ezpz_llm.certify.local_launches import read_reference_error, results, run_cases
 from ezpz_llm.certify.recheck import compare, read_certificate
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
@@ -35,19 +35,19 @@ def main(argv: Sequence[str]) -> int:
         return _recheck(options, began)
     if info.source != ALONE or RUN_DIR_VARIABLE in os.environ:
         work = plan(options, info.world_size)
-        from ezpz_llm.certify.worker import follow
+        from ezpz_llm.certify.worker import run_on_launched_ranks
 
-        return follow(work, options, argv, began)
+        return run_on_launched_ranks(work, options, argv, began)
     return _lead(plan(options), options, argv, began)
 
 
 def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     run_dir = RunDir((options.run_dir or default_run_dir("certify").path).absolute()).create()
-    if results(run_dir.path) or refusal(run_dir.path):
+    if results(run_dir.path) or read_reference_error(run_dir.path):
         raise UserError("the run directory already has results of certify", where=str(run_dir.path),
                         instead="another --run-dir")
     signal.signal(signal.SIGTERM, _end)
-    environment = lead(work, run_dir.path)
+    environment = run_cases(work, run_dir.path)
     return conclude(work, options, argv, began, run_dir, environment)
 
 

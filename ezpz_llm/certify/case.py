@@ -15,14 +15,13 @@ import torch
 from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
-from ezpz_llm.certify.copies import copies_apart
+from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.injected_faults import find_fault
-from ezpz_llm.certify.paths import one_process_with
 from ezpz_llm.certify.reference import (
     Reference,
     Trajectory,
     compare,
-    counted,
+    compared_elements,
     make_engine,
     own_rows,
     read_reference,
@@ -30,8 +29,9 @@ from ezpz_llm.certify.reference import (
     seed_checkpoint,
     train,
 )
+from ezpz_llm.certify.uncovered_paths import one_process_with
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import CollectiveCounter, by_ranks
 from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
@@ -85,7 +85,7 @@ def result_of(case: Case, findings: dict[str, list[verdict.Finding]], failures: 
         "norms": [ranks[0] for ranks in measured["norms"]],
         "reference": {"losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
-                      "sight": verdict.sight(expected), "zero_by_symmetry": reference.symmetric,
+                      "sight": verdict.sensitivity(expected), "zero_by_symmetry": reference.symmetric,
                       "one_process": reference.one_process},
         "by_parameter": {kind: {finding.what: [finding.value, finding.bound] for finding in findings[kind]}
                          for kind in ("gradient", "weight")},
@@ -118,7 +118,7 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     trajectory = train(engine, config, dist, rows, steps, around=watcher.around, span=watcher.span,
                        after_first=compare_gradients)
     measured["weight"] = compare(engine, config, reference, "weight", "weight", dist)
-    measured["copy"] = copies_apart(engine, dist)
+    measured["copy"] = differing_copies(engine, dist)
     ranks = all_gather(dist, (trajectory.losses, trajectory.norms, watcher.counter.totals(), watcher.memory))
     measured["losses"] = [sum(losses) / len(ranks) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
     measured["norms"] = list(zip(*(rank[1] for rank in ranks), strict=True))
@@ -131,7 +131,7 @@ def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, A
     precision, gradients = resolved.precision, resolved.gradients
     return {"arithmetic": [asdict(part) for part in memory_per_rank(resolved.layout, config, world,
                                                                     precision=precision, gradients=gradients)],
-            "textbook": textbook(resolved.layout, config, resolved.batch, precision, gradients)}
+            "textbook": published_traffic(resolved.layout, config, resolved.batch, precision, gradients)}
 
 
 def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[str, Any]) -> list[verdict.Finding]:
@@ -143,8 +143,9 @@ def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[
     layout, batch, gradients = resolved.layout, resolved.batch, resolved.gradients
     if not RECIPES[resolved.precision].has_masters:
         return []
-    expected = textbook(layout, config, batch, resolved.precision, gradients)
-    # `textbook` uses stage 2's settings for stages 1 and 2, which reduce in each micro-step; pipelines reduce once.
+    expected = published_traffic(layout, config, batch, resolved.precision, gradients)
+    # `published_traffic` uses stage 2's settings for stages 1 and 2, which reduce in each micro-step. Pipelines
+    # reduce once.
     times = batch.accumulation if layout.zero.stage in (1, 2) and layout.pp == 1 else 1
     by_kind: Counter[str] = Counter()
     for name, size in expected.items():
@@ -210,7 +211,7 @@ def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numb
     def movement(name: str) -> float:
         """Distance from the initial to the last weights, without elements that are zero by symmetry."""
         moved = tensors[f"weight/{name}"] - tensors[f"first/{name}"]
-        mask = counted(config, name, tuple(moved.shape))
+        mask = compared_elements(config, name, tuple(moved.shape))
         return (moved if mask is None else moved * mask).norm().item()
 
     return {
@@ -225,8 +226,8 @@ def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numb
 _FP32 = 4
 
 
-def textbook(layout: Layout, model: ModelConfig, batch: Batch, precision: str = "fp32",
-             gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
+def published_traffic(layout: Layout, model: ModelConfig, batch: Batch, precision: str = "fp32",
+                      gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
     """Return the bytes of communication buffers per step, by kind, according to the papers.
 
     The rank with the most parameters. Parameters and activations have 4 bytes, or 2 in recipes with master weights.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, unknown
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base import UserError, describe_unknown
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.injected_faults import FAULTS, find_fault
 from ezpz_llm.certify.target_file import ACCUMULATION, DTYPES, LAYOUTS, TargetFile, find_target
@@ -22,7 +22,7 @@ from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.config import MODELS
 
 _DP_SIZES = (1, 2, 4)
-_MOST_RANKS = 4
+_MAX_RANKS = 4
 _WORLDS = {"3d": (8,), "zero3_hpz2": (4,), "fsdp2_within2": (4,)}
 """Exceptions to `natural_worlds`: the third dimension of 3d is data-parallel, and subgroups of two ranks need more
 than two ranks to differ from the whole group."""
@@ -73,7 +73,7 @@ def natural_worlds(name: str) -> tuple[int, ...]:
     """Return the world sizes to certify by default: 1, 2 or 4 data-parallel ranks, at most 4 ranks (3d: 8)."""
     layout = layout_of(name)
     unit = layout.tp * layout.pp * layout.sp
-    return _WORLDS.get(layout.name) or tuple(unit * size for size in _DP_SIZES if unit * size <= _MOST_RANKS)
+    return _WORLDS.get(layout.name) or tuple(unit * size for size in _DP_SIZES if unit * size <= _MAX_RANKS)
 
 
 def resolve_case(case: Case, device: str | None) -> Resolved:
@@ -135,7 +135,7 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
     return sorted(cases, key=lambda case: case.world)
 
 
-def left_out(work: Work) -> str:
+def omitted_cases(work: Work) -> str:
     """Return lines that name the cases omitted by --quick and the code paths that no case exercises."""
     layouts = list(dict.fromkeys(case.layout for case in work.cases))
     whole, _ = divide(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
@@ -380,4 +380,4 @@ def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
 def _check_known(names: Sequence[str], valid: Sequence[str], kind: str, where: str) -> None:
     for name in names:
         if name not in valid:
-            raise unknown(kind, name, valid, where=where)
+            raise describe_unknown(kind, name, valid, where=where)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.optimizer_state import Slice, cut
+from ezpz_llm.engine.optimizer_state import Slice, slice_placement
 from ezpz_llm.model.parameters import placement_of, size
 
 _BLOCK = 64
@@ -34,10 +34,10 @@ def whole_parameters(engine: Engine) -> Iterator[Slice]:
     for name, parameter in engine.module.named_parameters():
         at, tensor = placement_of(name, parameter), parameter.detach()
         if not isinstance(tensor, DTensor) and tensor.numel() == sum(size(box) for box in at.boxes):
-            yield from cut(at, 0, tensor.numel(), {"parameter": tensor.view(-1)})
+            yield from slice_placement(at, 0, tensor.numel(), {"parameter": tensor.view(-1)})
 
 
-def copies_apart(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
+def differing_copies(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
     """Compare the replicas of each parameter and of its optimizer state bit by bit. Collective.
 
     Returns:

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ezpz_llm.base import EXIT_IDLE, UserError
-from ezpz_llm.certify.lead import Definition, definitions, definitions_file
+from ezpz_llm.certify.local_launches import Definition, definitions, definitions_file
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.rundir import write_json
 
@@ -28,7 +28,7 @@ LIMIT_S = 200
 """Time limit: ten times the duration on two cores, and less than the timeout of collectives."""
 
 
-def hold_to_definitions(root: Path) -> None:
+def check_definitions(root: Path) -> None:
     """Check all topics and write the outcome below `root`. Call on one rank.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ezpz_llm.base import unknown
+from ezpz_llm.base import describe_unknown
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def find_fault(name: str) -> Fault:
         UserError: an unknown name.
     """
     if name not in FAULTS:
-        raise unknown("fault", name, FAULTS, where="--inject-fault")
+        raise describe_unknown("fault", name, FAULTS, where="--inject-fault")
     return FAULTS[name]
 
 
@@ -89,7 +89,7 @@ def _early_sync(engine: Any, dist: Dist) -> None:
 
 def _unmarked_tp(engine: Any, dist: Dist) -> None:
     """Mix up partitioned and replicated tensor-parallel parameters in the gradient norm."""
-    from ezpz_llm.model.parameters import place, placement_of
+    from ezpz_llm.model.parameters import placement_of, set_placement
 
     named = list(engine.module.named_parameters())
     for _, parameter in named:
@@ -105,10 +105,10 @@ def _unmarked_tp(engine: Any, dist: Dist) -> None:
     def step(lr: float) -> Any:
         """Make a step with swapped marks, so that the gradient norm is wrong."""
         for (_, parameter), placement in zip(named, swapped, strict=True):
-            place(parameter, placement)
+            set_placement(parameter, placement)
         norm = inner(lr)
         for (_, parameter), placement in zip(named, correct, strict=True):
-            place(parameter, placement)
+            set_placement(parameter, placement)
         return norm
 
     engine.step = step

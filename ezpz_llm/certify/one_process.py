@@ -17,7 +17,7 @@ from torch import Tensor
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import plain_step, recipe
 from ezpz_llm.certify.plain_step import ARITHMETIC, MicroBatch, Settings, State, Tensors
-from ezpz_llm.certify.verdict import Finding, in_order
+from ezpz_llm.certify.verdict import Finding, backward_order
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.model.config import ModelConfig
 
@@ -66,7 +66,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Comparison:
     """A comparison of one step in one phase."""
 
     step: str
@@ -121,7 +121,7 @@ def _plain(step: Observed, dtype: str, seed: int | None = None) -> _Plain:
     return _Plain(loss, plain_step.global_norm(gradients), gradients)
 
 
-def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -> tuple[list[Judged], Spread]:
+def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -> tuple[list[Comparison], Spread]:
     """Compare the steps of one process with the plain step.
 
     Args:
@@ -133,16 +133,16 @@ def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -
     plain = [_plain(step, dtype) for step in steps]
     if spread is None:
         spread = _spread(plain, [_plain(step, dtype, seed) for seed, step in enumerate(steps, 1)])
-    comparisons: list[Judged] = []
+    comparisons: list[Comparison] = []
     for step, plain_step_run in zip(steps, plain, strict=True):
         by_phase = {"resume": _resumed(step), "forward": [_loss("loss", step.loss, plain_step_run.loss, spread)],
                     **_backward(step, plain_step_run, spread), "optimizer": _optimizer(step),
                     "evaluation": _evaluation(step, dtype, spread)}
-        comparisons += [Judged(step.title, phase, finding) for phase in PHASES for finding in by_phase[phase]]
+        comparisons += [Comparison(step.title, phase, finding) for phase in PHASES for finding in by_phase[phase]]
     return comparisons, spread
 
 
-def complaint(comparisons: Sequence[Judged]) -> str | None:
+def complaint(comparisons: Sequence[Comparison]) -> str | None:
     """Return the first failure and the number of failures as text, or None."""
     failed = [comparison for comparison in comparisons if comparison.finding.failed]
     if not failed:
@@ -151,7 +151,7 @@ def complaint(comparisons: Sequence[Judged]) -> str | None:
     return f"{failed[0]} ({len(failed)} of {len(comparisons)} comparisons fail, in {phases})"
 
 
-def refuse(comparisons: Sequence[Judged], what: str, which: str) -> None:
+def raise_if_failed(comparisons: Sequence[Comparison], what: str, which: str) -> None:
     """Raise an error if a comparison failed.
 
     Args:
@@ -166,7 +166,7 @@ def refuse(comparisons: Sequence[Judged], what: str, which: str) -> None:
                         instead="fix this first: every layout is compared with the single process")
 
 
-def worst_by_phase(comparisons: Sequence[Judged]) -> dict[str, dict[str, object]]:
+def worst_by_phase(comparisons: Sequence[Comparison]) -> dict[str, dict[str, object]]:
     """Return the comparison with the largest ratio of each phase, for certify.json."""
     return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(part)}
             for phase in PHASES if (part := [comparison for comparison in comparisons if comparison.phase == phase])
@@ -234,7 +234,7 @@ def _backward(step: Observed, plain: _Plain, spread: Spread) -> dict[str, list[F
     factor = plain_step.clip_factor(step.norm, step.settings.clip)
     scale = _scale(clipped, plain.gradients)
     each = []
-    for name in in_order(plain.gradients):
+    for name in backward_order(plain.gradients):
         length = plain.gradients[name].norm().item()
         recovery_error = _ratio(error[name].norm().item(), abs(scale) * length)
         apart = _ratio((clipped[name] - scale * plain.gradients[name]).norm().item(), abs(scale) * length)
@@ -282,11 +282,11 @@ def _optimizer(step: Observed) -> list[Finding]:
     # From the actual moments: the loop below checks those.
     moved = plain_step.moved(State(before.weights, after.first, after.second, due.step), step.rate, step.settings)
     findings = [Finding("the optimizer's step count", abs(after.step - due.step), 0.0)]
-    for name in in_order(due.weights):
+    for name in backward_order(due.weights):
         g, off, old = clipped[name].abs(), error[name], before.second[name]
         allowed = share * (2 * g * off + off ** 2) + 8 * _U * (old + due.second[name]) + 2 * _U * g ** 2 + _LEAST
         findings.append(_elements(f"second moments of {name}", after.second[name], due.second[name], allowed))
-    for name in in_order(due.weights):
+    for name in backward_order(due.weights):
         old, new = before.weights[name], moved.weights[name]
         allowed = 2 * _U * (old.abs() + new.abs()) + 16 * _U * (new - old).abs() + _LEAST
         findings.append(_elements(f"weights of {name}", after.weights[name], new, allowed))

@@ -19,16 +19,16 @@ from torch.nn import functional
 from ezpz_llm import checkpoint
 from ezpz_llm.base import UserError, as_type, read_json
 from ezpz_llm.certify import one_process, recipe
-from ezpz_llm.certify.lead import reference_numbers
+from ezpz_llm.certify.local_launches import reference_numbers
 from ezpz_llm.certify.one_process import DISAGREES, WITH_ITSELF, Evaluated, Observed, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.optimizer_state import Slice, owned
+from ezpz_llm.engine.optimizer_state import Slice, owned_parts
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_defaults import uses_nvme
@@ -82,7 +82,7 @@ class Reference:
     tensors: dict[str, Tensor]
 
 
-def alone(dist: Dist) -> Dist:
+def single_rank_world(dist: Dist) -> Dist:
     """Return a world that consists of this rank only."""
     return Dist(RankInfo(0, 1, 0, 1, 0, "certify"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)
 
@@ -99,10 +99,10 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     numbers = reference_numbers(root, model, dtype, steps)
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
-    config, me = recipe.model_config(model), alone(dist)
+    config, me = recipe.model_config(model), single_rank_world(dist)
     trajectory, tensors, observed = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
     comparisons, spread = one_process.judge(observed, dtype)
-    one_process.refuse(comparisons, DISAGREES, f"{model} {dtype}")
+    one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
     if min(trajectory.norms) <= recipe.CLIP:
         raise UserError(f"the gradient norm of {model} falls to {min(trajectory.norms):.3g}, below the clip "
@@ -110,12 +110,12 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
                         instead="another --model, or fewer --steps")
     repetitions = []
     for number, accumulation in enumerate(_SPLITS):
-        with other_sums(number):
+        with reordered_sums(number):
             repetition, values, observed = _run(config, dtype, steps, me, accumulation, order=number + 1)
         repetitions.append((repetition, values))
         # The tolerances come from the noise of these runs, which must not exceed rounding.
         reordered, _ = one_process.judge(observed, dtype, spread)
-        one_process.refuse(reordered, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
+        one_process.raise_if_failed(reordered, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, {
         **asdict(trajectory), "noise": baseline_noise(config, trajectory, tensors, repetitions),
@@ -157,7 +157,7 @@ def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
     return checkpoint.find(reference_numbers(root, model, dtype, steps).with_name("seed"))
 
 
-def counted(config: ModelConfig | None, name: str, shape: tuple[int, ...]) -> Tensor | None:
+def compared_elements(config: ModelConfig | None, name: str, shape: tuple[int, ...]) -> Tensor | None:
     """Return a mask with 0 for elements that are zero by symmetry, or None if all elements are compared.
 
     Args:
@@ -214,7 +214,7 @@ def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
 
 
 @contextmanager
-def other_sums(seed: int) -> Iterator[None]:
+def reordered_sums(seed: int) -> Iterator[None]:
     """Change the summation order of every linear layer: shuffle, and add two halves that are rounded separately.
 
     The halves are of the inputs in the forward pass and of the outputs in the backward pass, as in layouts that
@@ -247,7 +247,7 @@ def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[s
     def apart(kind: str, name: str) -> float:
         """Return the largest 2-norm of the difference between a tensor in this run and in another."""
         tensor = tensors[f"{kind}/{name}"]
-        mask = counted(config, name, tuple(tensor.shape))
+        mask = compared_elements(config, name, tuple(tensor.shape))
         differences = [run[f"{kind}/{name}"].double() - tensor.double() for _, run in others]
         return max((each if mask is None else each * mask).norm().item() for each in differences)
 
@@ -292,14 +292,14 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
         """Return the squared difference of a slice from the reference; inf if either has NaN."""
         box = tuple(slice(*side) for side in part.box)
         difference = part.tensors[kind].detach().cpu().double() * scale - _slice_of(whole, box, part).double()
-        mask = counted(config, part.name, part.shape) if against != "first" else None
+        mask = compared_elements(config, part.name, part.shape) if against != "first" else None
         if mask is not None:
             difference *= _slice_of(mask, box, part)
         return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
 
     state = engine.training_state()
     rows: dict[str, Row] = {}
-    for piece, owned_piece in owned(state.slices(), state.raw_slices()):
+    for piece, owned_piece in owned_parts(state.slices(), state.raw_slices()):
         row = rows.setdefault(piece.name, [0.0, 0.0, 0.0])
         whole = reference.tensors[f"{against}/{piece.name}"]
         row[2] += squared(piece, whole)

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, grouped
+from ezpz_llm.base import UserError, group_by_key
 from ezpz_llm.certify import recipe, target_file, verdict
-from ezpz_llm.certify.cases import Skipped, Work, layout_of, left_out
-from ezpz_llm.certify.lead import Definition, definitions, refusal, results
+from ezpz_llm.certify.cases import Skipped, Work, layout_of, omitted_cases
+from ezpz_llm.certify.local_launches import Definition, definitions, read_reference_error, results
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
@@ -43,7 +43,8 @@ def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
                  marked=[number for number, result in enumerate(results) if not result["passed"]])
 
 
-def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict[str, str] | None = None) -> str:
+def closing_text(results: Sequence[Result], skipped: Sequence[Skipped],
+                 refused: dict[str, str] | None = None) -> str:
     """Return the failures, the skipped cases and the overall verdict as text.
 
     Args:
@@ -53,7 +54,7 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict
     for result in results:
         if not result["passed"]:
             lines += [f"{title(result)}:", *(f"    {line}" for line in result["failures"])]
-    reasons = grouped(((skip.case.layout, skip.reason, skip.illegal), skip.case.world) for skip in skipped)
+    reasons = group_by_key(((skip.case.layout, skip.reason, skip.illegal), skip.case.world) for skip in skipped)
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
@@ -91,7 +92,7 @@ def basis(steps: int) -> dict[str, Any]:
                    "seed": recipe.SEED, "data_seed": recipe.DATA_SEED,
                    "shapes": {name: asdict(recipe.model_config(name)) for name in recipe.MODELS}},
         "bounds": {"rounding": verdict.ROUNDING, "k": verdict.K, "C": verdict.C, "factor": verdict.FACTOR,
-                   "least_loss": verdict.LEAST_LOSS},
+                   "least_loss": verdict.MIN_LOSS},
     }
 
 
@@ -162,7 +163,7 @@ def _short(label: str) -> str:
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
     """Print and write the outcome and return the exit code. Call in one process."""
-    outcome, refused, checks = results(run_dir.path), refusal(run_dir.path), definitions(run_dir.path)
+    outcome, refused, checks = results(run_dir.path), read_reference_error(run_dir.path), definitions(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
     certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused, checks)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
@@ -171,11 +172,11 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
     update_record(run_dir, certify={"passed": certificate["passed"], "command": command})
     if outcome:
         print(verdict_table(outcome, rich=sys.stdout.isatty()))
-    print(closing(outcome, work.skipped, refused))
+    print(closing_text(outcome, work.skipped, refused))
     if checks and refused is None:
         print(f"single-process checks passed: {', '.join(topic['what'] for topic in checks)}")
     if work.target is None:
-        print(left_out(work))
+        print(omitted_cases(work))
     print(f"{certificate['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
     if options.write_docs and refused is None:
         write_docs(certificate)

@@ -40,7 +40,7 @@ EVALUATED = 100
 
 
 @functools.cache
-def hold_reader_to_definition() -> None:
+def check_reader() -> None:
     """Check the samples of training and evaluation.
 
     Raises:

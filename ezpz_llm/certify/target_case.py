@@ -15,22 +15,22 @@ from ezpz_llm.base import as_type, read_json
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import numbers_of, result_of
 from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.copies import copies_apart
-from ezpz_llm.certify.lead import Job, reference_numbers
+from ezpz_llm.certify.copies import differing_copies
+from ezpz_llm.certify.local_launches import Job, reference_numbers
 from ezpz_llm.certify.reference import Reference, compare, read_reference, release
 from ezpz_llm.certify.target_file import ACCUMULATION, SAME, load
-from ezpz_llm.certify.target_reference import STATISTIC, About, gradient_scale, write_ds_config
-from ezpz_llm.certify.target_resume import Held, Middle, compare_resumed, held_weights, resume
-from ezpz_llm.certify.target_run import Batches, Seen, mean_held_out, mean_losses, train, wrapped
+from ezpz_llm.certify.target_reference import STATISTIC, TargetProperties, gradient_scale, write_ds_config
+from ezpz_llm.certify.target_resume import HeldWeights, MidRunCheckpoints, compare_resumed, held_weights, resume
+from ezpz_llm.certify.target_run import Batches, Observations, mean_held_out, mean_losses, train, wrapped
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.running_statistics import statistics_of
 
 PHASES = {"data": "data", **verdict.PHASES, "statistics": "running statistics", "random": "random numbers",
           "evaluation": "evaluation", "resume": "resume"}
 """Phases by kind of finding, like `verdict.PHASES`, with the checks that only targets have."""
-_LEAST_STATISTIC = verdict.K * verdict.ROUNDING["fp32"]
+_MIN_STATISTIC = verdict.K * verdict.ROUNDING["fp32"]
 """Minimum bound of running statistics, relative; they are fp32 in every precision."""
 
 
@@ -52,8 +52,8 @@ def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     began = time.perf_counter()
     reference = read_reference(job.root, case.model, case.dtype, job.steps, case.world)
     path = reference_numbers(job.root, case.model, case.dtype, job.steps, case.world).with_name("about.json")
-    about: About = as_type(About, read_json(path), str(path))
-    middle = Middle(case, job, dist)
+    about: TargetProperties = as_type(TargetProperties, read_json(path), str(path))
+    middle = MidRunCheckpoints(case, job, dist)
     run = _train(case, job, dist, reference, about, middle)
     release(dist.device)
     measured, expected = run.numbers, numbers_of(reference, None)
@@ -83,14 +83,15 @@ class _Run:
 
     ds_config: Path
     numbers: verdict.Numbers
-    seen: Seen
-    everyone: list[Seen]
+    seen: Observations
+    everyone: list[Observations]
     drawn: list[dict[int, list[str]]]
-    weights: Held
+    weights: HeldWeights
     statistics: dict[str, float]
 
 
-def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: About, middle: Middle) -> _Run:
+def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: TargetProperties,
+           middle: MidRunCheckpoints) -> _Run:
     assert job.target is not None
     target = load(job.target)
     file = write_ds_config(job.root / "ds_configs", case.layout, case.dtype, about["parameters"],
@@ -100,7 +101,7 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: About,
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
     measured: verdict.Numbers = {"first": compare(model.engine, None, reference, "weight", "first", dist)}
 
-    def after_step(step: int, trajectory: Seen) -> None:
+    def after_step(step: int, trajectory: Observations) -> None:
         """Compare the gradients of the first step, and save a checkpoint in the middle of the run."""
         if step == 0:
             measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
@@ -112,7 +113,7 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: About,
     trajectory = train(model, batches, own=True, after=after_step)
     everyone = all_gather(dist, trajectory)
     measured["weight"] = compare(model.engine, None, reference, "weight", "weight", dist)
-    measured["copy"] = {**copies_apart(model.engine, dist), **_buffers_apart(everyone)}
+    measured["copy"] = {**differing_copies(model.engine, dist), **_buffers_apart(everyone)}
     measured["losses"] = mean_losses(everyone)
     measured["norms"] = list(zip(*(rank.norms for rank in everyone), strict=True))
     measured["held_out"] = mean_held_out(everyone)
@@ -123,8 +124,8 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: About,
     return _Run(file, measured, trajectory, everyone, list(drawn.values()), held_weights(model), statistics)
 
 
-def _buffers_apart(ranks: Sequence[Seen]) -> dict[str, dict[str, Any]]:
-    """Compare buffers over the ranks bit by bit, like `copies_apart`: a checkpoint only saves rank 0's."""
+def _buffers_apart(ranks: Sequence[Observations]) -> dict[str, dict[str, Any]]:
+    """Compare buffers over the ranks bit by bit, like `differing_copies`: a checkpoint only saves rank 0's."""
     differences = {}
     for name, content in ranks[0].buffers.items():
         differing = [rank for rank, trajectory in enumerate(ranks) if trajectory.buffers[name] != content]
@@ -133,12 +134,12 @@ def _buffers_apart(ranks: Sequence[Seen]) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _statistics(apart: dict[str, float], reference: Reference, about: About) -> list[Finding]:
+def _statistics(apart: dict[str, float], reference: Reference, about: TargetProperties) -> list[Finding]:
     """Compare running statistics after the last step with one process's."""
     findings = []
     for name, value in apart.items():
         size = reference.tensors[f"{STATISTIC}{name}"].norm().item() or 1.0
-        bound = max(_LEAST_STATISTIC, verdict.FACTOR * about["statistics"][name] / size)
+        bound = max(_MIN_STATISTIC, verdict.FACTOR * about["statistics"][name] / size)
         findings.append(Finding(name, value / size, bound, " (relative)"))
     return findings
 
@@ -165,7 +166,7 @@ def _data(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]])
             _Count("micro batches are repeated", len(repeated), 0.0, first_repeated)]
 
 
-def _random(ranks: Sequence[Seen], drops: bool) -> list[Finding]:
+def _random(ranks: Sequence[Observations], drops: bool) -> list[Finding]:
     """Check that ranks have different random states, if the module uses dropout."""
     alike = [step for step, states in enumerate(zip(*(trajectory.random for trajectory in ranks), strict=True), 1)
              if drops and len(set(states)) < len(states)]
@@ -173,7 +174,7 @@ def _random(ranks: Sequence[Seen], drops: bool) -> list[Finding]:
                    len(alike), 0.0, f"; first after step {alike[0]}" if alike else "")]
 
 
-def _evaluation(ranks: Sequence[Seen]) -> list[Finding]:
+def _evaluation(ranks: Sequence[Observations]) -> list[Finding]:
     """Check that an evaluation does not change the training state."""
     changed = list(dict.fromkeys(part for trajectory in ranks for part in trajectory.changed))
     return [_Count("parts of the state were changed by an evaluation", len(changed), 0.0,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, read_bytes, unknown
+from ezpz_llm.base import UserError, describe_unknown, read_bytes
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.library.target import Target
 
@@ -30,7 +30,7 @@ noise is, as in bf16."""
 DTYPES = ("fp32", "bf16")
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "fsdp2")
 """Shipped layouts that work with any module, without those that offload."""
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ def find_target(text: str, folders: tuple[Path, ...] = (Path(),)) -> TargetFile:
         raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION", where="--target",
                         instead="--target FILE.py:FUNCTION")
     path = next((folder / name for folder in folders if (folder / name).is_file()), Path(name)).resolve()
-    content = read_bytes(path, _MOST_BYTES)
+    content = read_bytes(path, _MAX_BYTES)
     try:
         defined = [node.name for node in ast.parse(content).body if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError) as error:
         raise UserError(f"invalid Python: {error}", where=str(path)) from error
     if function not in defined:
-        raise unknown("function", function, defined, where=str(path))
+        raise describe_unknown("function", function, defined, where=str(path))
     return TargetFile(str(path), function, hashlib.sha256(content).hexdigest())
 
 
@@ -79,7 +79,7 @@ def load(file: TargetFile) -> Target:
     """
     path = Path(file.path)
     # Hash and run the same bytes: the file on disk may change in between, and __pycache__ may be stale.
-    content = read_bytes(path, _MOST_BYTES)
+    content = read_bytes(path, _MAX_BYTES)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise UserError("the file changed after certify had read it", where=file.path,
                         instead="certify again, without changing the file while it runs")
@@ -107,6 +107,6 @@ def basis(file: TargetFile, steps: int) -> dict[str, Any]:
                    "default_optimizer": {"lr": recipe.PEAK_LR, "betas": recipe.BETAS, "eps_share": EPS_SHARE,
                                          "weight_decay": recipe.WEIGHT_DECAY}},
         "bounds": {"rounding": verdict.ROUNDING, "k": verdict.K, "factor": verdict.FACTOR,
-                   "least_loss": verdict.LEAST_LOSS, "same": SAME,
+                   "least_loss": verdict.MIN_LOSS, "same": SAME,
                    "resumed": RESUMED},
     }

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import verdict
 from ezpz_llm.certify.cases import scaled_down
-from ezpz_llm.certify.lead import Job, reference_numbers
+from ezpz_llm.certify.local_launches import Job, reference_numbers
 from ezpz_llm.certify.one_process import DISAGREES, WITH_ITSELF, state_of
-from ezpz_llm.certify.reference import alone, baseline_noise, other_sums
+from ezpz_llm.certify.reference import baseline_noise, reordered_sums, single_rank_world
 from ezpz_llm.certify.target_file import ACCUMULATION, CLIP_SHARE, SAME, load
-from ezpz_llm.certify.target_run import Batches, Seen, fresh_module, train, wrapped
-from ezpz_llm.certify.target_statistics import normalises_over_the_batch
+from ezpz_llm.certify.target_run import Batches, Observations, fresh_module, train, wrapped
+from ezpz_llm.certify.target_statistics import normalizes_over_batch
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.running_statistics import statistics_of
 from ezpz_llm.layout import ds_config
@@ -33,7 +33,7 @@ _ROUNDING_ALONE = 1e-6
 """Share of the global gradient norm below which a gradient that depends on the summation order is only rounding."""
 
 
-class About(TypedDict):
+class TargetProperties(TypedDict):
     """Properties of a target that all layouts need.
 
     `clip` is the gradient clip, `parameters` the number of parameters, `drops` is True if the module has dropout,
@@ -58,12 +58,12 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
             with the plain loop or, with split micro batches, with itself; `wrap` rejects the module.
     """
     assert job.target is not None
-    target, me = load(job.target), alone(dist)
+    target, me = load(job.target), single_rank_world(dist)
     path = reference_numbers(job.root, model, dtype, job.steps, dist.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     module, drops = fresh_module(target)
     check_ties(module)
-    in_parts, size = normalises_over_the_batch(module), max(2, dist.world_size)
+    in_parts, size = normalizes_over_batch(module), max(2, dist.world_size)
 
     def batches(places: int, order: int = 0) -> Batches:
         """Return all parts of the micro batches for `places` ranks."""
@@ -80,15 +80,16 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
         _hold_to(plain, tensors)
     repetitions = []
     for order, (places, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
-        with other_sums(order) if shuffled else nullcontext():
+        with reordered_sums(order) if shuffled else nullcontext():
             repetitions.append(_run(batches(whole.size if in_parts else places, order), me, dtype, clip))
     noise = baseline_noise(None, whole_run, tensors, repetitions)
     if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
         noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses)))
-    about = About(clip=clip, parameters=sum(value.numel() for value in plain.values()), drops=drops,
-                  batches=whole.seen,
-                  statistics={name: max((run[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
-                                        for _, run in repetitions) for name in statistics_of(module)})
+    about = TargetProperties(clip=clip, parameters=sum(value.numel() for value in plain.values()), drops=drops,
+                             batches=whole.seen,
+                             statistics={name: max(
+                                 (run[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
+                                 for _, run in repetitions) for name in statistics_of(module)})
     write_json(path.with_name("about.json"), dict(about))
     save_file(tensors, path.with_name("tensors.safetensors"))
     write_json(path, {"losses": whole_run.losses, "norms": whole_run.norms, "held_out": whole_run.held_out,
@@ -177,14 +178,14 @@ def _norm(gradients: dict[str, Tensor]) -> float:
     return torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
 
 
-def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Seen, dict[str, Tensor]]:
+def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
     """Train one process; return its trajectory and the tensors of `reference.Reference`."""
     accumulation = ACCUMULATION * len(batches.places)
     file = write_ds_config(me.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
     model = wrapped(batches.target, me, file, accumulation, clip)
     tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
 
-    def keep_gradients(step: int, trajectory: Seen) -> None:
+    def keep_gradients(step: int, trajectory: Observations) -> None:
         """Record the gradients of the first step."""
         if step == 0:
             scale, first = gradient_scale(model.optimizer, clip, trajectory), state_of(model.engine).first
@@ -197,7 +198,7 @@ def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Seen, dic
     return trajectory, tensors
 
 
-def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Seen) -> float:
+def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Observations) -> float:
     """Return the factor from the first moments after step 1 to the gradients before clipping."""
     return 1 / (1 - optimizer.param_groups[0]["betas"][0]) / min(1.0, clip / (seen.norms[0] + 1e-6))
 

@@ -12,21 +12,29 @@ from torch import Tensor
 from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.lead import Job
+from ezpz_llm.certify.local_launches import Job
 from ezpz_llm.certify.reference import Reference
 from ezpz_llm.certify.target_file import ACCUMULATION, RESUMED, load
-from ezpz_llm.certify.target_run import Batches, Seen, half, mean_held_out, mean_losses, train, wrapped
+from ezpz_llm.certify.target_run import (
+    Batches,
+    Observations,
+    first_epoch_steps,
+    mean_held_out,
+    mean_losses,
+    train,
+    wrapped,
+)
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather, broadcast
+from ezpz_llm.dist.agreement import all_gather, broadcast
 from ezpz_llm.library.wrapping import Wrapped
 from ezpz_llm.rundir import RunDir
 
-Held = list[tuple[str, Tensor]]
+HeldWeights = list[tuple[str, Tensor]]
 """Weights on a rank: parameter names and slices."""
 
 
-class Middle:
+class MidRunCheckpoints:
     """Checkpoints of a case and of the last case that passed with the same precision and world size.
 
     `loaded` is the layout whose checkpoint was loaded.
@@ -34,7 +42,7 @@ class Middle:
 
     def __init__(self, case: Case, job: Job, dist: Dist) -> None:
         folder = job.root / "middle" / f"{case.dtype}-{case.world}"
-        self.own, self.passed, self.step = folder / "own", folder / "passed", half(job.steps)
+        self.own, self.passed, self.step = folder / "own", folder / "passed", first_epoch_steps(job.steps)
         self.loaded = ""
         self._dist, self._layout = dist, case.layout
         self._remove(self.own)
@@ -62,14 +70,14 @@ class Middle:
         self._dist.barrier()
 
 
-def held_weights(model: Wrapped) -> Held:
+def held_weights(model: Wrapped) -> HeldWeights:
     """Copy this rank's slices of the weights to the CPU."""
     return [(piece.name, piece.tensors["weight"].detach().cpu().clone())
             for piece in model.engine.training_state().slices()]
 
 
 def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
-           middle: Middle) -> tuple[Seen, Held]:
+           middle: MidRunCheckpoints) -> tuple[Observations, HeldWeights]:
     """Load the checkpoint into a module with other initial weights and make the remaining steps. Collective.
 
     Returns:
@@ -84,8 +92,8 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     return trajectory, held_weights(model)
 
 
-def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Seen, Held],
-                    resumed: tuple[Seen, Held]) -> list[Finding]:
+def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Observations, HeldWeights],
+                    resumed: tuple[Observations, HeldWeights]) -> list[Finding]:
     """Compare the resumed run with the uninterrupted run of the same layout. Collective."""
     noise = reference.noise
     again, full = (all_gather(dist, trajectory) for trajectory, _ in (resumed, whole))

@@ -83,7 +83,7 @@ def numbers(target: Target, steps: int) -> list[range]:
     Raises:
         UserError: an epoch has too few micro batches.
     """
-    per_epoch = half(steps)
+    per_epoch = first_epoch_steps(steps)
     epoch = target.epoch_batches or per_epoch * ACCUMULATION
     if epoch < per_epoch * ACCUMULATION:
         raise UserError(f"an epoch has {epoch} micro batches, but certify needs {per_epoch * ACCUMULATION}",
@@ -128,7 +128,7 @@ class Batches:
 
     def evaluated(self) -> list[Any]:
         """Return this process's parts of the evaluation batch, the first micro batch of the third epoch."""
-        number = 2 * (self.target.epoch_batches or half(self.steps) * ACCUMULATION)
+        number = 2 * (self.target.epoch_batches or first_epoch_steps(self.steps) * ACCUMULATION)
         if len(self.places) == 1 or self.in_turn:
             return [self._part(number, place) for place in self.places]
         return [self._part(number, 0, 1)]
@@ -138,7 +138,7 @@ class Batches:
         return on_tensors(batch, lambda tensor: tensor.to(self.device))
 
 
-def half(steps: int) -> int:
+def first_epoch_steps(steps: int) -> int:
     """Return the number of steps of the first epoch, rounded up."""
     return -(-steps // 2)
 
@@ -176,7 +176,7 @@ def _hash(content: bytes) -> str:
 
 
 @dataclass
-class Seen(Trajectory):
+class Observations(Trajectory):
     """Trajectory of a run on one rank.
 
     Attributes:
@@ -193,7 +193,7 @@ class Seen(Trajectory):
 
 
 def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
-          after: Callable[[int, Seen], None] = lambda step, trajectory: None) -> Seen:
+          after: Callable[[int, Observations], None] = lambda step, trajectory: None) -> Observations:
     """Train for two epochs, with an evaluation after each. Collective.
 
     Args:
@@ -204,7 +204,7 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
     Raises:
         UserError: the target's step function does not return a loss, or makes no optimizer step.
     """
-    trajectory, target, steps = Seen(), batches.target, batches.steps
+    trajectory, target, steps = Observations(), batches.target, batches.steps
     statistics = StatisticsByPlace(model.module, batches.places)
     rates = [group["lr"] for group in model.optimizer.param_groups]
     for step in range(first, steps):
@@ -227,7 +227,7 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
         trajectory.norms.append(float(model.grad_norm))
         trajectory.random.append(_hash(_bytes(_random_state(batches.device))))
         after(step, trajectory)
-        if step in (half(steps) - 1, steps - 1):
+        if step in (first_epoch_steps(steps) - 1, steps - 1):
             state = _state(model)
             losses = [float((target.evaluate or _evaluate(target))(model, part)) for part in batches.evaluated()]
             trajectory.held_out = sum(losses) / len(losses)
@@ -239,18 +239,18 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
     return trajectory
 
 
-def mean_losses(ranks: Sequence[Seen]) -> list[float]:
+def mean_losses(ranks: Sequence[Observations]) -> list[float]:
     """Return the losses of the steps, averaged over the ranks."""
     return [sum(losses) / len(ranks) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
 
 
-def mean_held_out(ranks: Sequence[Seen]) -> float:
+def mean_held_out(ranks: Sequence[Observations]) -> float:
     """Return the loss of the last evaluation, averaged over the ranks."""
     return sum(rank.held_out for rank in ranks) / len(ranks)
 
 
 def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByPlace,
-          trajectory: Seen) -> Tensor:
+          trajectory: Observations) -> Tensor:
     """Make a step with the mean of the micro batches' losses."""
     losses = []
     for place, batch in parts:

@@ -13,7 +13,7 @@ from ezpz_llm.engine.running_statistics import statistics_of
 _OF_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def normalises_over_the_batch(module: nn.Module) -> bool:
+def normalizes_over_batch(module: nn.Module) -> bool:
     """Return True if a module uses batch statistics, so that its output depends on the split of a batch."""
     return any(isinstance(part, _OF_THE_BATCH) for part in module.modules())
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ezpz_llm.certify.loss_scaling import small_config
 from ezpz_llm.certify.plain_step import IGNORED
 from ezpz_llm.checkpoint.index import Part, common
-from ezpz_llm.checkpoint.saver import HostMemory
+from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.checkpoint.writer import read_shard
 from ezpz_llm.engine import sequence_parallel
 from ezpz_llm.engine.optimizer_state import TorchState
@@ -77,7 +77,7 @@ def _check_copy() -> Iterator[str]:
     optimizer.step()
     state = TorchState(model, optimizer, 0, 1, None)
     expected = [tensor.clone() for tensor in read_shard(state, 0, torch.device("cpu")).tensors]
-    copied = HostMemory(torch.device("cpu")).copy(read_shard(state, 0, torch.device("cpu")))
+    copied = CpuMemory(torch.device("cpu")).copy(read_shard(state, 0, torch.device("cpu")))
     for piece in state.slices():
         for tensor in piece.tensors.values():
             tensor.fill_(-1.0)

@@ -31,7 +31,7 @@ from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.model.init import initial_values
-from ezpz_llm.model.parameters import whole
+from ezpz_llm.model.parameters import whole_box
 from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.trainer.loop import train
@@ -171,7 +171,7 @@ def _check_start(run: _Run) -> Iterator[str]:
     """Check that a run starts with the initial weights of its seed and without moments."""
     values, state = initial_values(run.session.plan.model, SEED), run.before[0]
     for name, weight in state.weights.items():
-        if not torch.equal(weight, values(name, whole(weight.shape))):
+        if not torch.equal(weight, values(name, whole_box(weight.shape))):
             yield f"the initial {name} of a run is not that of its seed"
     if state.step or any(value.any() for kind in (state.first, state.second) for value in kind.values()):
         yield "a run starts with nonzero moments or a nonzero step count"

@@ -46,8 +46,8 @@ Numbers = dict[str, Any]
 """Numbers of a layout (`measured`) or of the reference (`expected`), by name.
 
 `measured`: losses, held_out, norms (per step and rank); first, gradient and weight from `compare`; copy from
-`copies_apart`. `expected`: losses, held_out, norms, noise; by parameter numel and the 2-norms gradient, weight and
-movement (difference between last and initial weights)."""
+`differing_copies`. `expected`: losses, held_out, norms, noise; by parameter numel and the 2-norms gradient, weight
+and movement (difference between last and initial weights)."""
 
 
 PHASES = {"cover": "coverage", "first": "start", "loss": "forward", "gradient": "backward", "norm": "reduction",
@@ -72,7 +72,7 @@ def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> 
     }
 
 
-def sight(expected: Numbers) -> dict[str, float]:
+def sensitivity(expected: Numbers) -> dict[str, float]:
     """Return the sensitivity of certify: bounds relative to the effect of all steps.
 
     "loss" is relative to the decrease of the loss; "weights" and "weights_largest" are the median and the maximum
@@ -128,7 +128,7 @@ def _losses(measured: Numbers, expected: Numbers) -> list[Finding]:
 
 
 def _loss_bound(expected: Numbers) -> float:
-    return max(LEAST_LOSS, FACTOR * expected["noise"]["loss"])
+    return max(MIN_LOSS, FACTOR * expected["noise"]["loss"])
 
 
 def _norms(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> list[Finding]:
@@ -163,7 +163,7 @@ def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], flo
 def _parameters(kind: str, measured: Numbers, expected: Numbers, minimum: Callable[[str], float]) -> list[Finding]:
     title = {"gradient": "gradient", "weight": "weights"}[kind]
     findings = []
-    for name in in_order(measured[kind]):
+    for name in backward_order(measured[kind]):
         entry = measured[kind][name]
         scale = expected[kind][name] or 1.0
         bound = _bound(kind, name, expected, minimum) / scale
@@ -188,7 +188,7 @@ ROUNDING = {"fp32": 2.0 ** -24, "bf16_autocast": 2.0 ** -8, "bf16": 2.0 ** -8}
 """Rounding error by recipe: half the spacing of numbers in the dtype of matmul outputs."""
 K, C = 4.0, 1.03
 FACTOR = 5.0
-LEAST_LOSS = 1e-5
+MIN_LOSS = 1e-5
 
 
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
@@ -206,7 +206,7 @@ _BACKWARDS = ("lm_head", "transformer.ln_f", "mlp.c_proj", "mlp.c_fc", "mlp.c_ga
 """Modules in the order of the backward pass; layers are ordered by `depth` first."""
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def backward_order(names: Iterable[str]) -> list[str]:
     """Sort parameters in the order in which the backward pass reaches them; tied embeddings come last."""
     names = list(names)
     layers = 1 + max((int(match[1]) for name in names if (match := _LAYER.match(name))), default=0)

@@ -13,18 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, run_command
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.certify.case import certify_case
 from ezpz_llm.certify.cases import Work
-from ezpz_llm.certify.definitions import hold_to_definitions
-from ezpz_llm.certify.lead import Job, definitions_file, references_of, refuse, results_file
-from ezpz_llm.certify.paths import hold_to_definition
+from ezpz_llm.certify.definitions import check_definitions
+from ezpz_llm.certify.local_launches import (
+    Job,
+    definitions_file,
+    references_of,
+    results_file,
+    write_reference_error,
+)
 from ezpz_llm.certify.reference import make_reference
 from ezpz_llm.certify.report import all_passed, conclude
 from ezpz_llm.certify.target_case import certify_target
 from ezpz_llm.certify.target_reference import make_target_reference
+from ezpz_llm.certify.uncovered_paths import check_paths
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import together
+from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.observe import run_environment
@@ -45,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         environment = run_environment(dist)
         if dist.is_main:
             update_record(dist.run_dir, environment=environment)
-        work(job, dist)
+        run_job(job, dist)
     return 0
 
 
@@ -53,7 +59,7 @@ COLLECTIVE_TIMEOUT_S = 240.0
 """Timeout of collectives; other ranks wait while one rank computes a reference."""
 
 
-def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
+def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
     """Run a job: references first, then the cases, all in one process group. Collective.
 
     Rank 0 appends each result to the results file. If a reference is rejected, rank 0 records the reason, no layout
@@ -70,14 +76,14 @@ def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
         for task in tasks[dist.rank:dist.rank + 1]:
             if task is None:
                 with _recorded(job, dist, {"definitions": "all"}):
-                    hold_to_definitions(job.root)
+                    check_definitions(job.root)
                 continue
             model, dtype = task
             with _recorded(job, dist, {"reference": f"{model} {dtype}"}):
                 if job.target is not None:
                     make_target_reference(job, model, dtype, dist)
                     continue
-                hold_to_definition(model, dtype, dist)
+                check_paths(model, dtype, dist)
                 heartbeat.beat(EVALUATING)
                 make_reference(job.root, model, dtype, job.steps, dist)
 
@@ -93,10 +99,10 @@ def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
             say("checking the trainer's loop and the parts of a step in one process" if task is None
                 else f"reference: {task[0]} {task[1]} in one process")
         try:
-            together(dist, partial(make_reference_of_rank, tasks))
+            run_together(dist, partial(make_reference_of_rank, tasks))
         except UserError as why:
             if dist.is_main:
-                refuse(job.root, why)
+                write_reference_error(job.root, why)
             return []
     results = []
     for number, case in enumerate(job.cases):
@@ -114,13 +120,13 @@ def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
     return results
 
 
-def follow(todo: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
+def run_on_launched_ranks(todo: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     """Run the cases on the ranks of a launch; every rank returns the same exit code. Collective."""
     with setup(device=options.device, run_dir=options.run_dir, name="certify",
                timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
         job = Job(dist.run_dir.path, references_of(todo.cases), todo.cases, todo.steps, options.device, todo.target)
-        results = work(job, dist)
+        results = run_job(job, dist)
         if dist.is_main:
             conclude(todo, options, argv, began, dist.run_dir, environment)
         dist.barrier()

@@ -20,16 +20,16 @@ from typing import IO, Any, TypedDict, cast
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, parse_json, read_json
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.check.facts import (
+from ezpz_llm.check.node_facts import (
     environment_facts,
-    host_facts,
     is_about_network,
     network_facts,
+    node_facts,
     read_network,
     versions,
 )
-from ezpz_llm.check.judge.gathered import MPI, NETWORK
 from ezpz_llm.check.report import report_path
+from ezpz_llm.check.rules.gathered import MPI, NETWORK
 from ezpz_llm.check.server import CLOCK, FACTS, FIRST_WORDS_S, Place, candidate_ports
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
@@ -53,13 +53,13 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
     return {
         "rank": info.rank, "world_size": info.world_size, "local_rank": info.local_rank,
         "local_size": info.local_size, "node_rank": info.node_rank, "rank_source": info.source,
-        "rank_notes": list(info.notes), **host_facts(), **network_facts(env), **environment_facts(env),
+        "rank_notes": list(info.notes), **node_facts(), **network_facts(env), **environment_facts(env),
         "versions": versions(),
     }
 
 
-def reach(place: Place, info: RankInfo, folder: Path | None,
-          is_over: Callable[[], bool]) -> Connection | None:
+def connect(place: Place, info: RankInfo, folder: Path | None,
+            is_over: Callable[[], bool]) -> Connection | None:
     """Connect to rank 0, retrying until `is_over()`.
 
     After 8 s without success, write the reason into `folder`, once per node, so that rank 0 learns of nodes that
@@ -158,16 +158,16 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
-def take_part(place: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
-              is_over: Callable[[], bool]) -> bool:
-    """Connect to rank 0 (see `reach`) and serve it to the end. Return False if it was not reached."""
-    connection = reach(place, info, folder, is_over)
+def connect_and_serve(place: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
+                      is_over: Callable[[], bool]) -> bool:
+    """Connect to rank 0 (see `connect`) and serve it to the end. Return False if it was not reached."""
+    connection = connect(place, info, folder, is_over)
     if connection is not None:
-        converse(connection, info, env)
+        serve_questions(connection, info, env)
     return connection is not None
 
 
-def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
+def serve_questions(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
     """Send this rank's facts to rank 0 and answer its questions until it ends or disconnects."""
     sending, measuring = threading.Lock(), Measuring(env)
 
@@ -207,7 +207,7 @@ _LAST_LINES = 6
 
 
 class Measuring:
-    """Subprocess `ezpz_llm.check.measure`, which answers one question at a time.
+    """Subprocess `ezpz_llm.check.measurements`, which answers one question at a time.
 
     torch, drivers and collectives can hang or abort in it without affecting the rank.
     """
@@ -216,7 +216,7 @@ class Measuring:
         self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self._network: list[str] = []
         # Descriptors stay open, because MPI needs the one that its launcher passed to the rank.
-        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measure"],
+        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measurements"],
                                          env=_logging_environment(env), close_fds=False, stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._questions, self._answers, self._output = cast(
@@ -282,7 +282,7 @@ def _logging_environment(env: Mapping[str, str]) -> dict[str, str]:
 _GRACE_S = 5.0
 
 
-def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
+def run_client(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
     """Run the client side of a rank other than 0 and return exit code 0: rank 0 decides.
 
     Raises:
@@ -297,7 +297,7 @@ def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: 
         has_report = path.exists() and path.stat().st_mtime > began - _GRACE_S
         return has_report or time.monotonic() > until
 
-    if take_part(rendezvous, info, env, run_dir.path, is_over) or time.monotonic() < until:
+    if connect_and_serve(rendezvous, info, env, run_dir.path, is_over) or time.monotonic() < until:
         return 0
     raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
                     f"{rendezvous.address}:{rendezvous.port}, but it neither answered nor wrote a report",

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, grouped, run_secret, show
-from ezpz_llm.check.client import read_unreached, take_part, unreached_files
-from ezpz_llm.check.judge import Gathered, judge
-from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
-from ezpz_llm.check.judge.hosts import LOST, STUCK
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
+from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
-from ezpz_llm.check.server import CLOCK, FACTS, Board, Member, Place
+from ezpz_llm.check.rules import Gathered, judge
+from ezpz_llm.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
+from ezpz_llm.check.rules.nodes import LOST, STUCK
+from ezpz_llm.check.server import CLOCK, FACTS, Member, Place, PreflightServer
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
@@ -33,20 +33,21 @@ _END_WITHIN_S = 4.0
 _LOOK_FOR_UNREACHED_S = 1.0
 
 
-def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
+def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place,
+                    limit_s: float) -> int:
     """Run all preflight stages and write the report. Return 0 if the reservation is fit, else EXIT_PREFLIGHT."""
     began = time.monotonic()
     for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
         stale.unlink(missing_ok=True)
-    board = Board(rendezvous.address, rendezvous.port, rendezvous.secret)
+    board = PreflightServer(rendezvous.address, rendezvous.port, rendezvous.secret)
     # In a thread, so that the report is written even if gathering this rank's own facts hangs.
     place = Place(board.address, board.port, rendezvous.secret)
-    client_thread = threading.Thread(target=take_part, daemon=True, args=(
+    client_thread = threading.Thread(target=connect_and_serve, daemon=True, args=(
         place, info, env, None, lambda: time.monotonic() > began + limit_s))
     client_thread.start()
-    gathered = _Lead(board, info, env, run_dir, began, limit_s).gather()
+    gathered = _Coordinator(board, info, env, run_dir, began, limit_s).gather()
     report = Report(gathered, judge(gathered), time.monotonic() - began)
-    show(as_text(report))
+    print_lines(as_text(report))
     write_report(run_dir, report)
     board.dismiss()
     client_thread.join(_END_WITHIN_S)
@@ -59,10 +60,10 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Pl
 
 
 @dataclass
-class _Lead:
+class _Coordinator:
     """Preflight stages, in order."""
 
-    board: Board
+    board: PreflightServer
     info: RankInfo
     env: Mapping[str, str]
     run_dir: RunDir
@@ -83,7 +84,7 @@ class _Lead:
         on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
         port_error = None if on_node or self.info.source.startswith("torchrun") else board.port_error
         return Gathered(self.info.world_size, [self._facts(member) for member in ordered],
-                        planned_hosts(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
+                        planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
                         port_error, site_network(self.env), waited_s)
 
     def _by(self, share: float, within_s: float = float("inf")) -> float:
@@ -173,7 +174,7 @@ def _places(members: Sequence[Member]) -> list[tuple[int, str]]:
     return sorted((member.rank, member.host) for member in members)
 
 
-def planned_hosts(run_dir: RunDir, world_size: int) -> list[str]:
+def planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
     """Return the hostname of each rank from launch's record, or nothing if it has another world size."""
     launch = read_record(run_dir).get("launch", {})
     hosts, counts = launch.get("hosts", []), launch.get("ranks_per_host", [])
@@ -195,7 +196,7 @@ RankPlace = tuple[int, str]
 
 def node_groups(places: Sequence[RankPlace]) -> list[tuple[int, ...]]:
     """Return the ranks of each node with more than one rank."""
-    return [tuple(ranks) for ranks in _by_host(places).values() if len(ranks) > 1]
+    return [tuple(ranks) for ranks in _by_node(places).values() if len(ranks) > 1]
 
 
 def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
@@ -204,10 +205,10 @@ def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
     The nodes form a ring, so that each is measured with both neighbors, with one of them per round. The n-th rank
     of a node pairs with the n-th rank of the other, which measures each network adapter if each rank has its own.
     """
-    by_host = _by_host(places)
-    hosts = list(by_host)
+    by_node = _by_node(places)
+    hosts = list(by_node)
     return [[pair for left, right in edges
-             for pair in zip(by_host[hosts[left]], by_host[hosts[right]], strict=False)]
+             for pair in zip(by_node[hosts[left]], by_node[hosts[right]], strict=False)]
             for edges in ring_rounds(len(hosts))]
 
 
@@ -226,5 +227,5 @@ def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
     return [turn for turn in rounds if turn]
 
 
-def _by_host(places: Sequence[RankPlace]) -> dict[str, list[int]]:
-    return grouped((host, rank) for rank, host in sorted(places))
+def _by_node(places: Sequence[RankPlace]) -> dict[str, list[int]]:
+    return group_by_key((host, rank) for rank, host in sorted(places))

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import UserError, cache_dir, counted
+from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
-from ezpz_llm.check.facts import host_facts, named_interfaces, numa_domains, room
-from ezpz_llm.check.judge.gathered import Finding, format_bytes, judged
-from ezpz_llm.check.judge.hosts import LEAST_MEMORY_A_RANK, LEAST_SHARED_MEMORY, LEAST_TEMPORARY
-from ezpz_llm.launch.addresses import describe, is_loopback, missing_interface, own_interfaces, resolve
+from ezpz_llm.check.node_facts import file_system_space, named_interfaces, node_facts, numa_domains
+from ezpz_llm.check.rules.gathered import Finding, first_problem, format_bytes
+from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
+from ezpz_llm.launch.addresses import describe, is_loopback, list_interfaces, missing_interface, resolve
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.schedulers import find_allocation, local
@@ -34,7 +34,7 @@ _COMMANDS = {"Slurm": ("sbatch", "srun"), "PBS": ("qsub", "qstat"), "Flux": ("fl
 
 def reservation_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the checks of scheduler, job, site and launcher."""
-    yield available(env)
+    yield installed_schedulers(env)
     try:
         allocation = find_allocation(env)
     except UserError as error:
@@ -46,7 +46,7 @@ def reservation_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     yield launcher(env, allocation.scheduler)
 
 
-def available(env: Mapping[str, str]) -> Finding:
+def installed_schedulers(env: Mapping[str, str]) -> Finding:
     """Report the schedulers whose commands are on PATH, inside a job or not."""
     path = env.get("PATH", "")
     available = [f"{name} ({', '.join(present)})" for name, commands in _COMMANDS.items()
@@ -60,7 +60,7 @@ def job(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -
         text = "not inside a job: launch uses only this node" if scheduler == local.NAME else scheduler
         return Finding("ok", "job", text)
     remaining = "" if ends_at is None else f", {max(0, ends_at - time.time()) / 60:.0f} min left"
-    return Finding("ok", "job", f"inside {scheduler} job {job_id}: {counted(hosts, 'node')}{remaining}")
+    return Finding("ok", "job", f"inside {scheduler} job {job_id}: {count_noun(hosts, 'node')}{remaining}")
 
 
 def site(env: Mapping[str, str]) -> Finding:
@@ -92,12 +92,12 @@ _REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "pan
 
 def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the checks of cores, memory, limits, temporary folder and cache."""
-    facts = host_facts()
+    facts = node_facts()
     yield cores(facts["cores"], facts["host_cores"], numa_domains())
     memory = facts["memory"]
-    yield enough("memory", memory["free"], memory["total"], LEAST_MEMORY_A_RANK, "end other processes")
-    yield enough("/dev/shm", facts["shm"]["free"], facts["shm"]["total"], LEAST_SHARED_MEMORY,
-                 "data loaders and NCCL die of SIGBUS; docker --shm-size=8g or mount -o remount,size=…")
+    yield check_free_space("memory", memory["free"], memory["total"], MIN_MEMORY_PER_RANK, "end other processes")
+    yield check_free_space("/dev/shm", facts["shm"]["free"], facts["shm"]["total"], MIN_SHARED_MEMORY,
+                           "data loaders and NCCL die of SIGBUS; docker --shm-size=8g or mount -o remount,size=…")
     yield from limits(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK),
                       any(path.exists() for path in _FABRICS))
     yield temporary(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
@@ -110,16 +110,17 @@ def cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -
     text = f"{len(own)} of {len(online) or len(own)} ({fold_numbers(own)})"
     if len(domains) > 1:
         text += f", in {len(own_domains)} of {len(domains)} NUMA domains"
-    return judged("cores", text,
-                  (len(own) == 1 < len(online), "warn",
-                   "this shell and its programs are bound to one core; use srun -c or taskset -p"))
+    return first_problem("cores", text,
+                         (len(own) == 1 < len(online), "warn",
+                          "this shell and its programs are bound to one core; use srun -c or taskset -p"))
 
 
-def enough(name: str, free: int | None, total: int | None, least: int, instead: str) -> Finding:
+def check_free_space(name: str, free: int | None, total: int | None, least: int, instead: str) -> Finding:
     """Check that at least `least` bytes are free."""
     if free is None:
         return Finding("warn", name, "unknown")
-    return judged(name, f"{format_bytes(free)} of {format_bytes(total)} free", (free < least, "warn", instead))
+    return first_problem(name, f"{format_bytes(free)} of {format_bytes(total)} free",
+                         (free < least, "warn", instead))
 
 
 def limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) -> Iterator[Finding]:
@@ -131,11 +132,13 @@ def limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) ->
     unlimited = resource.RLIM_INFINITY
     # A soft limit can be raised up to the hard one.
     is_low = all(limit != unlimited and limit < _MIN_FILES for limit in files)
-    yield judged("limits", f"open files {_limit(files[0])} (up to {_limit(files[1])})",
-                 (is_low, "warn", f"request a hard limit of {_MIN_FILES} or more: many ranks need many sockets"))
+    yield first_problem("limits", f"open files {_limit(files[0])} (up to {_limit(files[1])})",
+                        (is_low, "warn",
+                         f"request a hard limit of {_MIN_FILES} or more: many ranks need many sockets"))
     is_little = has_fabric and locked[0] != unlimited and locked[0] < _MIN_LOCKED
-    yield judged("limits", f"locked memory {'unlimited' if locked[0] == unlimited else format_bytes(locked[0])}",
-                 (is_little, "warn", "set ulimit -l unlimited, or RDMA fails or falls back to TCP"))
+    yield first_problem("limits",
+                        f"locked memory {'unlimited' if locked[0] == unlimited else format_bytes(locked[0])}",
+                        (is_little, "warn", "set ulimit -l unlimited, or RDMA fails or falls back to TCP"))
 
 
 def _limit(value: int) -> str:
@@ -144,15 +147,16 @@ def _limit(value: int) -> str:
 
 def temporary(folder: str, kind: str) -> Finding:
     """Check that the temporary folder is on a local disk with free space and has a short path."""
-    space = room(Path(folder))
+    space = file_system_space(Path(folder))
     free, total = format_bytes(space["free"]), format_bytes(space["total"])
     text = f"{folder}, {kind or 'unknown file system'}, {free} of {total} free"
-    return judged(
+    return first_problem(
         "temporary", text,
         (len(folder) > _MAX_TMPDIR_LENGTH, "warn",
          "set a shorter TMPDIR, or sockets below it fail with 'path too long'"),
         (kind in _REMOTE, "warn", "set TMPDIR to a local disk of the node or to memory: /tmp, /dev/shm"),
-        (space["free"] is not None and space["free"] < LEAST_TEMPORARY, "warn", "free space there, or set TMPDIR"))
+        (space["free"] is not None and space["free"] < MIN_TEMPORARY_SPACE, "warn",
+         "free space there, or set TMPDIR"))
 
 
 def file_system(folder: Path) -> str:
@@ -171,19 +175,19 @@ def cache(env: Mapping[str, str]) -> Finding:
     """Check that the cache, the only folder outside run directories, is writable and has free space."""
     folder = cache_dir(env)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    space = room(existing)
+    space = file_system_space(existing)
     text = f"{folder}, {file_system(existing) or 'unknown file system'}, {format_bytes(space['free'])} free"
     free, can_write = space["free"], os.access(existing, os.W_OK)
     instead = "free space, or set EZPZ_LLM_CACHE=DIR: it holds environments, token shards and built ops"
-    return judged("cache", text + ", not writable" * (not can_write),
-                  (not can_write, "bad", "set EZPZ_LLM_CACHE=DIR to another folder"),
-                  (free is not None and free < _MIN_CACHE, "bad", instead),
-                  (free is not None and free < _GOOD_CACHE, "warn", instead))
+    return first_problem("cache", text + ", not writable" * (not can_write),
+                         (not can_write, "bad", "set EZPZ_LLM_CACHE=DIR to another folder"),
+                         (free is not None and free < _MIN_CACHE, "bad", instead),
+                         (free is not None and free < _GOOD_CACHE, "warn", instead))
 
 
 def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the checks of interfaces and of this node's hostname."""
-    interfaces = own_interfaces()
+    interfaces = list_interfaces()
     yield Finding("ok", "interfaces", describe(interfaces))
     for variable, names in named_interfaces(env).items():
         if missing := missing_interface(variable, names, interfaces):
@@ -194,8 +198,9 @@ def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def host_name(name: str, address: str | None) -> Finding:
     """Check that the hostname resolves to an address at which other nodes reach this one."""
-    return judged("host name", f"{name} is {address}" if address else f"{name} does not resolve",
-                  (address is None, "warn",
-                   "for runs on several nodes, pass launch --interface NAME or add an entry to /etc/hosts"),
-                  (is_loopback(address or ""), "warn",
-                   "for runs on several nodes, pass launch --interface NAME: gloo would listen on the loopback"))
+    return first_problem("host name", f"{name} is {address}" if address else f"{name} does not resolve",
+                         (address is None, "warn",
+                          "for runs on several nodes, pass launch --interface NAME or add an entry to /etc/hosts"),
+                         (is_loopback(address or ""), "warn",
+                          "for runs on several nodes, pass launch --interface NAME: gloo would listen on the "
+                          "loopback"))

@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import counted
-from ezpz_llm.check.judge import Finding, Gathered
-from ezpz_llm.check.judge.gathered import (
+from ezpz_llm.base import count_noun
+from ezpz_llm.check.rules import Finding, Gathered
+from ezpz_llm.check.rules.gathered import (
     COMPUTE,
     MPI,
     NETWORK,
     NODE,
     READY,
     Facts,
-    answer_of,
     findings_text,
     format_bytes,
     format_rate,
+    stage_answer,
 )
-from ezpz_llm.check.judge.network import link_rates, talks_over
+from ezpz_llm.check.rules.network import link_rates, used_interfaces
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, without_secrets, write_json
@@ -60,8 +60,8 @@ def as_text(report: Report) -> str:
 
 
 def _hosts(gathered: Gathered) -> str:
-    links, used = link_rates(gathered), talks_over(gathered)
-    rows = [_row(host, ranks, links.get(host), used.get(host)) for host, ranks in gathered.by_host().items()]
+    links, used = link_rates(gathered), used_interfaces(gathered)
+    rows = [_row(host, ranks, links.get(host), used.get(host)) for host, ranks in gathered.by_node().items()]
     if len(rows) > _MAX_ROWS:
         half = _MAX_ROWS // 2
         rows[half:-half] = [(f"… {len(rows) - 2 * half} more", *[""] * (len(rows[0]) - 1))]
@@ -82,13 +82,13 @@ def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None
 
 
 def _device(ranks: Sequence[Facts]) -> str:
-    devices = [answer_of(facts, READY).get("device") for facts in ranks]
+    devices = [stage_answer(facts, READY).get("device") for facts in ranks]
     names = [device.get("name", device["kind"]) if device else "?" for device in devices]
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def _median(ranks: Sequence[Facts], stage: str, key: str) -> float | None:
-    values = [answer[key] for facts in ranks if key in (answer := answer_of(facts, stage))]
+    values = [answer[key] for facts in ranks if key in (answer := stage_answer(facts, stage))]
     return statistics.median(values) if values else None
 
 
@@ -112,9 +112,9 @@ def _verdict(report: Report) -> str:
     levels = [finding.level for finding in report.findings]
     bad, warn = levels.count("bad"), levels.count("warn")
     scope = (f"{len(report.gathered.reporting)} of {report.gathered.world_size} ranks on "
-             f"{counted(len(report.gathered.by_host()), 'node')} in {report.seconds:.1f} s")
-    warned = f", {counted(warn, 'warning')}" if warn else ""
-    verdict = "fit" if report.is_fit else f"unfit: {counted(bad, 'problem')}"
+             f"{count_noun(len(report.gathered.by_node()), 'node')} in {report.seconds:.1f} s")
+    warned = f", {count_noun(warn, 'warning')}" if warn else ""
+    verdict = "fit" if report.is_fit else f"unfit: {count_noun(bad, 'problem')}"
     return f"preflight: {verdict}{warned} ({scope})"
 
 
@@ -124,7 +124,7 @@ def write_report(run_dir: RunDir, report: Report) -> None:
     Facts that most ranks share are stored once.
     """
     gathered = report.gathered
-    common, per_rank = split_common(gathered.facts)
+    common, per_rank = split_common_facts(gathered.facts)
     write_json(report_path(run_dir), without_secrets({
         "fit": report.is_fit, "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
         "findings": [asdict(finding) for finding in report.findings],
@@ -132,7 +132,7 @@ def write_report(run_dir: RunDir, report: Report) -> None:
     }, os.environ))
 
 
-def split_common(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def split_common_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the facts that most ranks share, and the differing facts of each rank (None if missing)."""
     common = {}
     for name in dict.fromkeys(name for of_rank in facts for name in of_rank):

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError, cleaned, make_private, run_secret
+from ezpz_llm.base import UserError, escape_control_characters, make_private, run_secret
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.launch.addresses import holder, listen, own_end
+from ezpz_llm.launch.addresses import holder, listen, local_address
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.rundir import RunDir
 
@@ -123,7 +123,7 @@ class Member:
         return next(open_stages, None)
 
 
-class Board:
+class PreflightServer:
     """Server for all ranks, with a single thread and a connection per rank; every wait has a limit."""
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
@@ -132,7 +132,7 @@ class Board:
         self._selector = selectors.DefaultSelector()
         self.port_error: str | None = None
         self._listener = self._listen(address, port)
-        self.address, self.port = own_end(self._listener), self._listener.getsockname()[1]
+        self.address, self.port = local_address(self._listener), self._listener.getsockname()[1]
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._stage = "its introduction"
@@ -230,7 +230,7 @@ class Board:
 
     def _handle(self, member: Member, message: dict[str, Any]) -> None:
         if member.rank < 0:
-            rank, member.host = int(message["rank"]), cleaned(str(message["host"]))
+            rank, member.host = int(message["rank"]), escape_control_characters(str(message["host"]))
             if rank < 0:
                 raise ValueError("not a rank")
             member.rank = rank

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ezpz_llm.base import UserError, extensions_dir, installed, parse_json
-from ezpz_llm.check.facts import drivers, mpi_library, torch_build
-from ezpz_llm.check.judge.gathered import Finding, judged
+from ezpz_llm.check.node_facts import drivers, mpi_library, torch_build
+from ezpz_llm.check.rules.gathered import Finding, first_problem
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
@@ -44,8 +44,8 @@ def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 def python() -> Finding:
     """Check the version of Python."""
     text = f"{platform.python_version()} ({sys.executable})"
-    return judged("python", text, (sys.version_info[:2] < _MIN_PYTHON, "bad",
-                                   "use Python 3.10 or newer: load its module, or set EZPZ_PYTHON"))
+    return first_problem("python", text, (sys.version_info[:2] < _MIN_PYTHON, "bad",
+                                          "use Python 3.10 or newer: load its module, or set EZPZ_PYTHON"))
 
 
 def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
@@ -69,7 +69,7 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
         machine = f"the driver supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
     elif makers and not loaded:
         machine = "this machine has no driver for it"
-    return judged(
+    return first_problem(
         "torch", "; ".join(filter(None, (text, machine))),
         (_numbers(build["version"]) < _MIN_TORCH, "bad",
          "use torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
@@ -94,10 +94,10 @@ def cuda_of_driver() -> tuple[int, int] | None:
 def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
     """Check that a package is installed in a tested version."""
     version, requirement = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
-    return judged(name, version or "not installed",
-                  (version is None, "bad", f"pip install '{requirement}', or run in launchers/with-env"),
-                  (not least <= _numbers(version or "") < below, "warn",
-                   f"pip install '{requirement}'; other versions are untested"))
+    return first_problem(name, version or "not installed",
+                         (version is None, "bad", f"pip install '{requirement}', or run in launchers/with-env"),
+                         (not least <= _numbers(version or "") < below, "warn",
+                          f"pip install '{requirement}'; other versions are untested"))
 
 
 def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
@@ -168,24 +168,24 @@ def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("warn", "stale lock", f"{lock}: builds of this op would wait forever",
                       f"rm {shlex.quote(str(lock))}")
     yield py_spy()
-    yield clock(time.time(), clock_is_kept())
+    yield clock(time.time(), is_clock_synchronized())
 
 
 def op(name: str) -> Finding:
     """Check that one of DeepSpeed's ops is built."""
     built = is_built(name)
-    return judged(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
-                  (not built, "warn", f"for layouts with offload, ezpz-llm doctor --build-ops {name}"))
+    return first_problem(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
+                         (not built, "warn", f"for layouts with offload, ezpz-llm doctor --build-ops {name}"))
 
 
 def compiler(env: Mapping[str, str]) -> Finding:
     """Check the C++ compiler and ninja, which build ops and torch.compile's kernels."""
     name = env.get("CXX", "c++")
     path, ninja = shutil.which(name, path=env.get("PATH")), _find_program("ninja")
-    return judged("compiler", f"{path or f'no C++ compiler ({name})'}, {ninja or 'no ninja'}",
-                  (path is None, "warn",
-                   "install g++, load its module or set CXX, for DeepSpeed's ops and torch.compile"),
-                  (ninja is None, "warn", "pip install ninja, for DeepSpeed's ops"))
+    return first_problem("compiler", f"{path or f'no C++ compiler ({name})'}, {ninja or 'no ninja'}",
+                         (path is None, "warn",
+                          "install g++, load its module or set CXX, for DeepSpeed's ops and torch.compile"),
+                         (ninja is None, "warn", "pip install ninja, for DeepSpeed's ops"))
 
 
 def stale_locks(env: Mapping[str, str]) -> list[Path]:
@@ -210,11 +210,12 @@ def clock(now: float, is_kept: bool | None) -> Finding:
     """Check this machine's time; `is_kept` is None if it is unknown whether the clock is synchronized."""
     text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
     suffix = ", not synchronized by chrony or ntpd on this machine" if is_kept is False else ""
-    return judged("clock", text + suffix, (now < _EARLIEST, "bad",
-                                           "set it, or certificates, logs and the remaining job time are wrong"))
+    return first_problem("clock", text + suffix, (now < _EARLIEST, "bad",
+                                                  "set it, or certificates, logs and the remaining job time are "
+                                                  "wrong"))
 
 
-def clock_is_kept() -> bool | None:
+def is_clock_synchronized() -> bool | None:
     """Return True if the kernel's clock is synchronized, by a read-only adjtimex(2)."""
     try:
         state = ctypes.create_string_buffer(256)

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base import lazy
-from ezpz_llm.checkpoint.manifest import Damaged
+from ezpz_llm.base import lazy_names
+from ezpz_llm.checkpoint.manifest import DamagedCheckpointError
 from ezpz_llm.checkpoint.retention import Keep, find, prune
 
-__all__ = ["Damaged", "Keep", "NotWritten", "Saved", "Saver", "find", "load", "load_newest", "prune", "save"]
+__all__ = ["DamagedCheckpointError", "Keep", "NotWrittenError", "Saved", "Saver", "find", "load", "load_newest",
+           "prune", "save"]
 
-__getattr__ = lazy(__name__, {**dict.fromkeys(("load", "load_newest"), "reader"),
-                              **dict.fromkeys(("save", "Saver", "Saved", "NotWritten"), "saver")})
+__getattr__ = lazy_names(__name__, {**dict.fromkeys(("load", "load_newest"), "reader"),
+                                    **dict.fromkeys(("save", "Saver", "Saved", "NotWrittenError"), "saver")})

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, counted, run_command, show, user_path
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base import UserError, count_noun, print_lines, run_command, user_path
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import LATEST, MANIFEST, complete, latest, read_manifest, read_state, verify
 from ezpz_llm.evaluate.model import SOURCE_HELP
@@ -64,9 +64,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
         with open_weights(source) as weights:
             facts["notes"] = weights.notes
-    show(json.dumps(facts, indent=2) if options.json else _as_text(facts))
+    print_lines(json.dumps(facts, indent=2) if options.json else _as_text(facts))
     if options.parameters and source.kind == "checkpoint":
-        show("\n".join(["", *(_line(*item) for item in read_index(source.folder).parameters.items())]))
+        print_lines("\n".join(["", *(_line(*item) for item in read_index(source.folder).parameters.items())]))
     return 0
 
 
@@ -92,7 +92,7 @@ def _export(options: argparse.Namespace) -> int:
 
     done = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
                   shard_bytes=int(options.shard_gb * 1e9))
-    print(f"{done.folder}: {done.bytes:,} bytes of weights in {counted(done.files, 'file')}, "
+    print(f"{done.folder}: {done.bytes:,} bytes of weights in {count_noun(done.files, 'file')}, "
           f"from {source.describe()}",
           *(f"note: {note}" for note in done.notes), sep="\n")
     return 0
@@ -117,7 +117,7 @@ def _line(name: str, parameter: Parameter) -> str:
     files = sorted({piece.file for piece in parameter.pieces})
     shape = "x".join(map(str, parameter.shape))
     return (f"{name:<40} {shape:>14} {math.prod(parameter.shape):>14,}  "
-            f"{counted(len(parameter.pieces), 'piece')} in "
+            f"{count_noun(len(parameter.pieces), 'piece')} in "
             f"{files[0]}{f' … {files[-1]}' if len(files) > 1 else ''}")
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, as_dataclass, file_in
-from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged, read_json
+from ezpz_llm.base import UserError, as_dataclass, join_file_name
+from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged_error, read_json
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, size
 from ezpz_llm.rundir import write_json
@@ -114,13 +114,14 @@ def read_index(folder: Path) -> Index:
     """
     stored = read_json(folder / INDEX)
     if stored.get("format") != FORMAT:
-        raise damaged(folder, f"{INDEX} has format {stored.get('format')!r}, the manifest has format {FORMAT}")
+        raise damaged_error(folder,
+                            f"{INDEX} has format {stored.get('format')!r}, the manifest has format {FORMAT}")
     try:
         index = as_dataclass(Index, {name: value for name, value in stored.items() if name != "format"}, INDEX)
         for name in {piece.file for parameter in index.parameters.values() for piece in parameter.pieces}:
-            file_in(folder, name, INDEX)
+            join_file_name(folder, name, INDEX)
     except UserError as error:
-        raise damaged(folder, f"in {INDEX}, {error.found}") from error
+        raise damaged_error(folder, f"in {INDEX}, {error.found}") from error
     return index
 
 

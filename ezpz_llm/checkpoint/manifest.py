@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from ezpz_llm.base import MOST_STEPS, Range, UserError, as_type, file_in, outside, system_text
-from ezpz_llm.rundir import hash_file, sweep_checkpoints, write_atomic, write_json
+from ezpz_llm.base import MAX_STEPS, Range, UserError, as_type, join_file_name, system_text, untrusted_input
+from ezpz_llm.rundir import hash_file, remove_incomplete_checkpoints, write_atomic, write_json
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
 
@@ -56,7 +56,7 @@ def latest(checkpoints: Path) -> Path | None:
 def start_partial(checkpoints: Path, step: int) -> Path:
     """Create an empty folder to write into, and remove incomplete checkpoints of killed runs."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    sweep_checkpoints(checkpoints)
+    remove_incomplete_checkpoints(checkpoints)
     partial = checkpoints / f".{folder_name(step)}.partial"
     partial.mkdir()
     return partial
@@ -102,11 +102,11 @@ def _flush(folder: Path) -> None:
 
 FORMAT = 1
 """Version of the file format; increased when older readers would misread the files."""
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 """Size limit of a JSON file; the index has 100 bytes for each piece of each parameter, of thousands of ranks."""
 
 
-class Damaged(UserError):
+class DamagedCheckpointError(UserError):
     """Error for a damaged checkpoint; another checkpoint of the run may be intact."""
 
 
@@ -126,7 +126,7 @@ class _Entry:
 
 
 class _Step(TypedDict):
-    step: Annotated[int, Range(0, MOST_STEPS)]
+    step: Annotated[int, Range(0, MAX_STEPS)]
 
 
 class State(_Step, total=False):
@@ -151,10 +151,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     try:
         return as_type(State, read_json(folder / STATE), STATE)
-    except Damaged:
+    except DamagedCheckpointError:
         raise
     except UserError as error:
-        raise damaged(folder, f"in {STATE}, {error.found}") from error
+        raise damaged_error(folder, f"in {STATE}, {error.found}") from error
 
 
 def read_manifest(folder: Path) -> list[FileRecord]:
@@ -171,12 +171,12 @@ def read_manifest(folder: Path) -> list[FileRecord]:
                         where=str(folder), instead="the version that saved it, or a later one")
     try:
         files = as_type(dict[str, _Entry], manifest.get("files"), MANIFEST, "files")
-        records = [FileRecord(file_in(folder, name, MANIFEST).name, entry.size, entry.sha256)
+        records = [FileRecord(join_file_name(folder, name, MANIFEST).name, entry.size, entry.sha256)
                    for name, entry in files.items()]
     except UserError as error:
-        raise damaged(folder, f"in {MANIFEST}, {error.found}") from error
+        raise damaged_error(folder, f"in {MANIFEST}, {error.found}") from error
     if stored_format != FORMAT or not records:
-        raise damaged(folder, f"{MANIFEST} has format {stored_format!r} and lists {len(records)} files")
+        raise damaged_error(folder, f"{MANIFEST} has format {stored_format!r} and lists {len(records)} files")
     return records
 
 
@@ -193,14 +193,14 @@ def read_json(path: Path) -> dict[str, Any]:
         Damaged: it is missing or invalid.
     """
     try:
-        value = outside.read_json(path, _MOST_BYTES)
-    except outside.NoFile as error:
+        value = untrusted_input.read_json(path, _MAX_BYTES)
+    except untrusted_input.NoFile as error:
         problem = f"{path.name} is missing" if path.parent.is_dir() else "the folder does not exist"
-        raise damaged(path.parent, problem) from error
+        raise damaged_error(path.parent, problem) from error
     except UserError as error:
-        raise damaged(path.parent, f"{path.name} cannot be read: {error.found}") from error
+        raise damaged_error(path.parent, f"{path.name} cannot be read: {error.found}") from error
     if not isinstance(value, dict):
-        raise damaged(path.parent, f"{path.name} is not a JSON object")
+        raise damaged_error(path.parent, f"{path.name} is not a JSON object")
     return value
 
 
@@ -216,9 +216,9 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
             sha256 = hash_file(folder / record.name)
         except (OSError, UserError) as error:
             reason = error.found if isinstance(error, UserError) else error.strerror
-            raise damaged(folder, f"{record.name} cannot be read: {reason}") from error
+            raise damaged_error(folder, f"{record.name} cannot be read: {reason}") from error
         if sha256 != record.sha256:
-            raise damaged(folder, f"{record.name} has sha256 {sha256}, the manifest expects {record.sha256}")
+            raise damaged_error(folder, f"{record.name} has sha256 {sha256}, the manifest expects {record.sha256}")
 
 
 def describe(path: Path) -> FileRecord:
@@ -227,27 +227,28 @@ def describe(path: Path) -> FileRecord:
 
 
 def check_size(folder: Path, record: FileRecord) -> None:
-    """Raise `Damaged` if a file is missing or its size differs from the manifest."""
+    """Raise `DamagedCheckpointError` if a file is missing or its size differs from the manifest."""
     try:
         size = (folder / record.name).stat().st_size
     except FileNotFoundError:
-        raise damaged(folder, f"{record.name} is missing") from None
+        raise damaged_error(folder, f"{record.name} is missing") from None
     if size != record.size:
-        raise damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
+        raise damaged_error(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
 
 
-def damaged(folder: Path, problem: str) -> Damaged:
+def damaged_error(folder: Path, problem: str) -> DamagedCheckpointError:
     """Return the error for a damaged checkpoint; it suggests another checkpoint of the run."""
     others = [path for path in complete(folder.parent) if path.name != folder.name]
-    return Damaged(f"the checkpoint is damaged: {problem}", where=str(folder),
+    return DamagedCheckpointError(f"the checkpoint is damaged: {problem}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)
 
 
-def none_whole(errors: Sequence[Damaged]) -> Damaged:
+def all_damaged_error(errors: Sequence[DamagedCheckpointError]) -> DamagedCheckpointError:
     """Return the error for a run whose checkpoints are all damaged, newest first; it suggests none of them."""
     if len(errors) == 1:
         return errors[0]
     names = ", ".join(Path(str(error.where)).name for error in errors)
-    return Damaged(f"all {len(errors)} checkpoints are damaged ({names}); the newest: {errors[0].found}",
-                   where=str(Path(str(errors[0].where)).parent),
-                   instead="restore an intact step-… folder from a backup, or start a new run in another --run-dir")
+    return DamagedCheckpointError(
+        f"all {len(errors)} checkpoints are damaged ({names}); the newest: {errors[0].found}",
+        where=str(Path(str(errors[0].where)).parent),
+        instead="restore an intact step-… folder from a backup, or start a new run in another --run-dir")

@@ -15,10 +15,18 @@ from safetensors import SafetensorError, safe_open
 from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
-from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
+from ezpz_llm.checkpoint.manifest import (
+    DamagedCheckpointError,
+    all_damaged_error,
+    damaged_error,
+    read_manifest,
+    read_state,
+    shard_name,
+    verify,
+)
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import broadcast, together
+from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine.base import Engine
 
 Accept = Callable[[Path, dict[str, Any]], None]
@@ -31,7 +39,7 @@ class Loaded:
 
     folder: Path
     state: dict[str, Any]
-    passed_over: tuple[Damaged, ...]
+    skipped: tuple[DamagedCheckpointError, ...]
 
 
 def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -> Loaded:
@@ -40,14 +48,14 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
     Raises:
         UserError: there is none, or all are damaged, or `accept` rejects it. The same on every rank.
     """
-    folders = together(dist, lambda: candidates(where), on_main=True)
-    passed_over: list[Damaged] = []
+    folders = run_together(dist, lambda: candidates(where), on_main=True)
+    skipped: list[DamagedCheckpointError] = []
     for folder in broadcast(dist, folders):
         try:
-            return Loaded(folder, load(folder, engine, dist, accept), tuple(passed_over))
-        except Damaged as damage:
-            passed_over.append(damage)
-    raise none_whole(passed_over)
+            return Loaded(folder, load(folder, engine, dist, accept), tuple(skipped))
+        except DamagedCheckpointError as damage:
+            skipped.append(damage)
+    raise all_damaged_error(skipped)
 
 
 def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
@@ -78,8 +86,8 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         return state, index
 
     # Agree on the hashes before reading: the content of a damaged file is meaningless.
-    together(dist, lambda: _verify_share(folder, dist))
-    state, index = together(dist, read)
+    run_together(dist, lambda: _verify_share(folder, dist))
+    state, index = run_together(dist, read)
     same_split = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
     with ExitStack() as stack:
         # Shards are memory-mapped on first use.
@@ -141,4 +149,4 @@ def _verify_share(folder: Path, dist: Dist) -> None:
                 with safe_open(folder / record.name, framework="pt"):
                     pass
             except SafetensorError as error:
-                raise damaged(folder, f"{record.name} is not a safetensors file: {error}") from error
+                raise damaged_error(folder, f"{record.name} is not a safetensors file: {error}") from error

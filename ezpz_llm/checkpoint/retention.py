@@ -7,15 +7,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, nearest
+from ezpz_llm.base import UserError, nearest_name
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
-    Damaged,
+    DamagedCheckpointError,
+    all_damaged_error,
     check_size,
     complete,
     folder_name,
     latest,
-    none_whole,
     read_manifest,
     step_of,
 )
@@ -57,16 +57,16 @@ def find(where: str | Path) -> Path:
     Raises:
         UserError: there is no checkpoint, or each has a missing or truncated file.
     """
-    passed_over: list[Damaged] = []
+    skipped: list[DamagedCheckpointError] = []
     for folder in candidates(where):
         try:
             for record in read_manifest(folder):
                 check_size(folder, record)
-        except Damaged as damage:
-            passed_over.append(damage)
+        except DamagedCheckpointError as damage:
+            skipped.append(damage)
         else:
             return folder
-    raise none_whole(passed_over)
+    raise all_damaged_error(skipped)
 
 
 def has_any(where: str | Path) -> bool:
@@ -89,7 +89,7 @@ def candidates(where: str | Path) -> list[Path]:
     path = Path(where)
     if not path.is_dir():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = [str(path.with_name(name)) for name in nearest(path.name, siblings)]
+        near = [str(path.with_name(name)) for name in nearest_name(path.name, siblings)]
         raise UserError(f"no run directory or checkpoint at {path}", where="--resume",
                         instead=f"did you mean {' or '.join(near)}?" if near else None)
     if (path / MANIFEST).is_file():

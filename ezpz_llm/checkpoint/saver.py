@@ -22,7 +22,7 @@ from ezpz_llm.checkpoint.manifest import complete, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.writer import Shard, buffers_of, complete_folder, facts, read_shard, write_shard
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import broadcast, gather, together
+from ezpz_llm.dist.agreement import broadcast, gather, run_together
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import synchronize
 from ezpz_llm.engine.base import Engine
@@ -32,7 +32,7 @@ from ezpz_llm.rundir import RunDir
 _ALIGN = 64
 
 
-def host_bytes(shard: Shard) -> int:
+def cpu_bytes(shard: Shard) -> int:
     """Return the bytes of CPU memory that a copy of a shard needs."""
     return sum(map(_aligned, shard.outline.values()))
 
@@ -41,7 +41,7 @@ def _aligned(tensor: torch.Tensor) -> int:
     return math.ceil(tensor.numel() * tensor.element_size() / _ALIGN) * _ALIGN
 
 
-class HostMemory:
+class CpuMemory:
     """CPU memory for a copy of a rank's shard, which a thread writes while training changes the state.
 
     It is allocated for the first copy and reused for later ones, once the previous copy is written. For GPUs it is
@@ -54,7 +54,7 @@ class HostMemory:
 
     def copy(self, shard: Shard) -> Shard:
         """Return a copy of the shard; the engine may change its tensors when this returns."""
-        needed = host_bytes(shard)
+        needed = cpu_bytes(shard)
         if self._memory.numel() < needed:
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=DEVICES[self._device.type].pins)
         offsets = itertools.accumulate(map(_aligned, shard.outline.values()), initial=0)
@@ -67,7 +67,7 @@ class HostMemory:
         return replace(shard, tensors=iter(copies))
 
 
-class NotWritten(UserError):
+class NotWrittenError(UserError):
     """Error for a checkpoint that could not be written; earlier checkpoints are unchanged."""
 
 
@@ -153,7 +153,7 @@ class Saver:
         self._dist, self._run_dir, self._keep = dist, run_dir, keep
         self.in_background = in_background
         """True if saves run in the background; `start` sets it to False if that is impossible."""
-        self._memory: HostMemory | None = None
+        self._memory: CpuMemory | None = None
         self._save: _Save | None = None
 
     @property
@@ -187,7 +187,7 @@ class Saver:
             note = self._background_blocker(engine, shard)
             in_background = self.in_background = note is None
         if in_background:
-            self._memory = self._memory or HostMemory(engine.device)
+            self._memory = self._memory or CpuMemory(engine.device)
             shard = self._memory.copy(shard)
         task = start_task(lambda: write_shard(partial, shard), in_background)
         self._save = _Save(partial, record, training.shapes, training.kinds, began, task)
@@ -212,7 +212,7 @@ class Saver:
                 save.task = start_task(lambda: self._complete(save, written), self.in_background)
                 save.is_last_part = True
                 return None
-        except NotWritten:
+        except NotWrittenError:
             self._save = None
             if self._dist.is_main:
                 shutil.rmtree(save.partial, ignore_errors=True)
@@ -245,18 +245,18 @@ class Saver:
             except OSError as failure:
                 before = complete(self._run_dir.checkpoints)
                 intact = f"; {before[-1].name} is intact" if before else ""
-                raise NotWritten(
+                raise NotWrittenError(
                     f"the checkpoint of step {step} could not be written: {failure.strerror}{intact}",
                     where=f"rank {self._dist.rank}, {failure.filename or self._run_dir.checkpoints}",
                     instead="free disk space there, or pass another --run-dir DIR", exit_code=1) from failure
 
-        return together(self._dist, attempt, on_main=on_main)
+        return run_together(self._dist, attempt, on_main=on_main)
 
     def _background_blocker(self, engine: Engine, shard: Shard) -> str | None:
         """Return the reason why the state cannot be copied to CPU memory, the same on every rank. Collective."""
         if uses_nvme(engine.layout):
             return "the optimizer state is in files, not in memory"
-        demands = gather(self._dist, (socket.gethostname(), host_bytes(shard), psutil.virtual_memory().available))
+        demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard), psutil.virtual_memory().available))
         by_node: dict[str, tuple[int, int]] = {}
         for hostname, size, available in demands or []:
             by_node[hostname] = (by_node.get(hostname, (0, 0))[0] + size, available)

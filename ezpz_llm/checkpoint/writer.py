@@ -23,7 +23,7 @@ from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, describe, publish, shard_name, write_manifest
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.optimizer_state import EngineState, owned
+from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
 from ezpz_llm.rundir import write_json
 
 BUFFER = "buffer/"
@@ -61,7 +61,7 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
     raw = list(training.raw_slices())
-    for _, part in owned(raw, raw):
+    for _, part in owned_parts(raw, raw):
         if part is None:
             continue
         # A rank may own several boxes of the same parameter.
@@ -71,7 +71,7 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
     states = {f"rng/{source}": value for source, value in capture(device).items()}
     states.update({f"{BUFFER}{key}": value for key, value in buffers.items()})
     outline.update(states)
-    parts = (part for _, part in owned(training.slices(), raw) if part is not None)
+    parts = (part for _, part in owned_parts(training.slices(), raw) if part is not None)
     values = (part.tensors[kind] for part in parts for kind in training.kinds)
     return Shard(name, outline, pieces, chain(values, states.values()))
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command, show
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base import UserError, print_lines, run_command
+from ezpz_llm.base.command_parser import CommandParser
 
 # Subcommands import their modules when they run, so that `--help` stays fast.
 
@@ -107,14 +107,14 @@ def _prepare(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from ezpz_llm.data.manifest import verify
 
-    show(f"all {verify(args.folder)} shards match the manifest: {args.folder}")
+    print_lines(f"all {verify(args.folder)} shards match the manifest: {args.folder}")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     from ezpz_llm.data.samples import as_mixture
     from ezpz_llm.data.shards import TokenData
-    from ezpz_llm.data.tokenize_corpus import remarks
+    from ezpz_llm.data.tokenize_corpus import reading_notes
 
     data = TokenData.open(args.folder)
     facts = data.manifest
@@ -133,21 +133,21 @@ def _show(args: argparse.Namespace) -> int:
           for (part, weight), count in zip(data.parts, counts, strict=True)),
         ("entropy", f"{data.unigram_entropy:.4f} nats per token (unigram); "
                     f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}"),
-        *(("note", remark) for remark in remarks(source)),
+        *(("note", remark) for remark in reading_notes(source)),
         ("command", facts["command"]),
     ]
-    show("\n".join(f"{name:12} {text}" for name, text in lines))
+    print_lines("\n".join(f"{name:12} {text}" for name, text in lines))
     return 0
 
 
 def _which(args: argparse.Namespace) -> int:
-    from ezpz_llm.data.which import described, step_read
+    from ezpz_llm.data.document_lookup import describe_read, step_read
 
     step_documents = step_read(args.folder, args.step)
     if args.json:
         print(json.dumps(asdict(step_documents)))
     else:
-        show(described(step_documents))
+        print_lines(describe_read(step_documents))
     return 0
 
 

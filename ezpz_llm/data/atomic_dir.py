@@ -136,11 +136,11 @@ def _discard(hidden: Path) -> None:
 
 
 JOURNAL = ".journal.json"
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Size limit of a journal, which stores one count per id of the vocabulary."""
 
 
-class Interrupted(UserError):
+class InterruptedWriteError(UserError):
     """Error that the corpus did not cause; the journal is kept, so that a later run can resume."""
 
 
@@ -180,7 +180,7 @@ class Journal:
     def load(cls, folder: Path, request: str) -> Journal | None:
         """Return the journal in `folder`, or None if it is missing, invalid or of another request."""
         try:
-            journal = as_dataclass(cls, read_json(folder / JOURNAL, _MOST_BYTES), JOURNAL)
+            journal = as_dataclass(cls, read_json(folder / JOURNAL, _MAX_BYTES), JOURNAL)
         except UserError:
             return None
         return journal if journal.request == request else None

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, cache_dir, unknown, user_path
+from ezpz_llm.base import UserError, cache_dir, describe_unknown, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
 from ezpz_llm.data.manifest import FORMAT, MANIFEST, SHARD_TOKENS
-from ezpz_llm.data.tokenizers import Choice, choose
+from ezpz_llm.data.tokenizers import Choice, choose_tokenizer
 
 SHAKESPEARE = PublicFile(
     what="tiny Shakespeare", folder="corpora", name="tinyshakespeare.txt", size=1_115_394,
@@ -124,7 +124,7 @@ def find_corpus(corpus: str) -> Corpus:
         if path.suffix or os.sep in corpus:
             raise UserError("no such corpus file or folder", where=str(path),
                             instead=f"give a {_FILES} file, a folder, or one of " + ", ".join(CORPORA))
-        raise unknown("corpus", corpus, CORPORA, where=f"neither a known name nor a file in {Path.cwd()}")
+        raise describe_unknown("corpus", corpus, CORPORA, where=f"neither a known name nor a file in {Path.cwd()}")
     return _at_path(path)
 
 
@@ -276,7 +276,7 @@ def make_request(corpus: str, options: Options) -> Request:
     Raises:
         UserError: unknown corpus or tokenizer, or an option is out of range.
     """
-    tokenizer = None if options.tokenizer is None else choose(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else choose_tokenizer(options.tokenizer)
     source = find_corpus(corpus)
     fraction, val_tokens = options.val_fraction, options.val_tokens
     for is_wrong, message, where, instead in (
@@ -294,5 +294,5 @@ def make_request(corpus: str, options: Options) -> Request:
     if fraction is None and val_tokens is None:
         fraction, val_tokens = source.val_fraction, source.val_tokens
     out = options.out and options.out.expanduser().absolute()
-    return Request(source, tokenizer or choose(source.tokenizer),
+    return Request(source, tokenizer or choose_tokenizer(source.tokenizer),
                    replace(options, val_fraction=fraction, val_tokens=val_tokens, out=out))

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, cache_dir, cleaned, read_bytes
+from ezpz_llm.base import UserError, cache_dir, escape_control_characters, read_bytes
 from ezpz_llm.rundir import write_atomic
 
 _TIMEOUT_S = 60
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PublicFile:
         if not self.path.exists():
             raise UserError(f"{self.what} is not on this machine", where=str(self.path),
                             instead=f"install it once with: {self.provide}")
-        self._check(read_bytes(self.path, _MOST_BYTES), str(self.path), f"install it again with: {self.provide}")
+        self._check(read_bytes(self.path, _MAX_BYTES), str(self.path), f"install it again with: {self.provide}")
         return self.path
 
     def copy_from(self, source: Path) -> Path:
@@ -65,7 +65,7 @@ class PublicFile:
         Raises:
             UserError: the file is missing, or has other content.
         """
-        content = read_bytes(source, _MOST_BYTES)
+        content = read_bytes(source, _MAX_BYTES)
         self._check(content, str(source), f"use the published file: {self.size:,} bytes, {self.address}")
         return self._keep(content)
 
@@ -130,7 +130,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 def say(text: str) -> None:
     """Print one line to stderr."""
-    print(cleaned(text), file=sys.stderr, flush=True)
+    print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -267,7 +267,7 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
             text.end()
 
         try:
-            for texts in gathered(members(), size, key):
+            for texts in gather_documents(members(), size, key):
                 yield Documents(str(path), begin, texts, stream.taken - previous_bytes, "item")
                 begin, previous_bytes = begin + len(texts), stream.taken
         except ValueError as error:
@@ -288,7 +288,7 @@ class NoText:
     other: str | None = None
 
 
-_MOST_KEYS = 8
+_MAX_KEYS = 8
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list",
           dict: "an object"}
 
@@ -298,9 +298,9 @@ def text_of(item: Any, key: str) -> str | NoText:
     if not isinstance(item, dict):
         return NoText(f'has no "{key}": it is {_kind_of(item)}')
     if key not in item:
-        keys = ", ".join(f'"{name}"' for name in list(item)[:_MOST_KEYS])
+        keys = ", ".join(f'"{name}"' for name in list(item)[:_MAX_KEYS])
         strings = [name for name, value in item.items() if isinstance(value, str)]
-        return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MOST_KEYS)}" if keys else ""),
+        return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MAX_KEYS)}" if keys else ""),
                       max(strings, key=lambda name: len(item[name]), default=None))
     text = item[key]
     return text if isinstance(text, str) else NoText(f'has "{key}", but it is {_kind_of(text)}, not text')
@@ -310,7 +310,7 @@ def _kind_of(value: Any) -> str:
     return _KINDS.get(type(value), "a string" if isinstance(value, str) else type(value).__name__)
 
 
-def gathered(values: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
+def gather_documents(values: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
     """Yield lists of texts, each with about `size` characters in total, from the values under `key`."""
     texts: list[str | UserError | NoText] = []
     buffered = 0
@@ -326,7 +326,7 @@ def gathered(values: Iterable[Any], size: int, key: str) -> Iterator[list[str | 
 
 
 TEXT = "text"
-_MOST_ROWS = 10_000
+_MAX_ROWS = 10_000
 _BUFFER_BYTES = 1 << 20
 
 
@@ -377,7 +377,7 @@ def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -
         if begin <= first:
             continue
         mean = group.column(column).total_uncompressed_size / max(1, group.num_rows)
-        at_once = min(_MOST_ROWS, max(1, int(size // max(1.0, mean))))
+        at_once = min(_MAX_ROWS, max(1, int(size // max(1.0, mean))))
         for batch in parquet.iter_batches(at_once, row_groups=[number], columns=[key], use_threads=False):
             values = batch.column(0)[max(0, first - row):].to_pylist()
             texts: list[str | UserError | NoText] = [text_of({key: value}, key) for value in values]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, require_package, user_path
-from ezpz_llm.data.atomic_dir import Interrupted
-from ezpz_llm.data.formats import TEXT, Documents, gathered
+from ezpz_llm.data.atomic_dir import InterruptedWriteError
+from ezpz_llm.data.formats import TEXT, Documents, gather_documents
 
-PREFIX = "hf:"
+HUB_PREFIX = "hf:"
 LIBRARY = ("datasets", "reading a data set of the hub", "data")
 """Arguments of `require_package`."""
 _MEANING = {"fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
@@ -53,12 +53,12 @@ def find_dataset(words: str) -> HubDataset | None:
     Raises:
         UserError: `words` has the prefix of a data set, but is malformed.
     """
-    if not words.startswith(PREFIX) and words not in _MEANING:
+    if not words.startswith(HUB_PREFIX) and words not in _MEANING:
         return None
-    location = _MEANING.get(words, words).removeprefix(PREFIX)
+    location = _MEANING.get(words, words).removeprefix(HUB_PREFIX)
     path = user_path(location).absolute()
     if path.is_dir():
-        return HubDataset(PREFIX + str(path), str(path))
+        return HubDataset(HUB_PREFIX + str(path), str(path))
     form = _FORM.fullmatch(location)
     if form is None:
         raise UserError(f"{words!r} is neither a data set nor a folder",
@@ -109,7 +109,7 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
         if state:
             stream.load_state_dict(state["stream"])
         with contextlib.closing(iter(stream)) as rows:
-            for texts in gathered((row[key] for row in rows), size, key):
+            for texts in gather_documents((row[key] for row in rows), size, key):
                 text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts
                                  if isinstance(text, str))
                 documents = Documents(dataset.words, number, texts, text_bytes)
@@ -119,7 +119,7 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
 
 @contextlib.contextmanager
 def _access(dataset: HubDataset) -> Iterator[None]:
-    """Convert the libraries' access errors to `Interrupted`."""
+    """Convert the libraries' access errors to `InterruptedWriteError`."""
     import datasets
     import huggingface_hub.errors
 
@@ -127,6 +127,6 @@ def _access(dataset: HubDataset) -> Iterator[None]:
         yield
     except (OSError, ValueError, huggingface_hub.errors.HTTPError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise Interrupted(f"cannot read the data set: {reason}", where=dataset.words,
-                          instead="check its name and the network, and run the same command again: "
+        raise InterruptedWriteError(f"cannot read the data set: {reason}", where=dataset.words,
+                                    instead="check its name and the network, and run the same command again: "
                                   "it continues where it stopped") from error

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from ezpz_llm.base import (
-    MOST_IDS,
-    MOST_TOKENS,
+    MAX_IDS,
+    MAX_TOKENS,
     Range,
     UserError,
     as_type,
-    file_in,
+    join_file_name,
     open_regular,
     parse_json,
     read_json,
@@ -54,14 +54,14 @@ FORMAT = "ezpz_llm tokens 1"
 ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
 """Bytes per token by data type; only other programs write uint8, int32 and int64."""
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 1 << 14
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Size limit of a manifest, which has about 130 bytes per shard."""
-Count = Annotated[int, Range(0, MOST_TOKENS)]
+Count = Annotated[int, Range(0, MAX_TOKENS)]
 
 
 class _Shard(TypedDict):
     file: str
-    tokens: Annotated[int, Range(1, MOST_TOKENS)]
+    tokens: Annotated[int, Range(1, MAX_TOKENS)]
     sha256: str
 
 
@@ -109,7 +109,7 @@ class TokenizerEntry(_Tokenizer, total=False):
 
     table: str
     kind: Literal["tokenizers", "sentencepiece"]
-    vocab_size: Annotated[int, Range(1, MOST_IDS)]
+    vocab_size: Annotated[int, Range(1, MAX_IDS)]
     end_of_text: int | None
 
 
@@ -119,7 +119,7 @@ class _Manifest(TypedDict):
     command: str
     source: _Source
     tokenizer: TokenizerEntry
-    vocab_size: Annotated[int, Range(1, MOST_IDS)]
+    vocab_size: Annotated[int, Range(1, MAX_IDS)]
     end_of_text: int | None
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"]
     documents: Count
@@ -146,7 +146,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not os.path.isfile(path):  # also False for an invalid path
         raise UserError("not a folder of token shards: it has no manifest.json", where=str(folder),
                         instead="create one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR")
-    stored = read_json(path, _MOST_BYTES)
+    stored = read_json(path, _MAX_BYTES)
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         raise UserError("this manifest.json is not a manifest of token shards, or another version wrote it",
                         where=str(path),
@@ -175,7 +175,7 @@ def read_part(folder: Path, mixture: Path) -> dict[str, Any]:
 def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
     # Shards of another program have absolute paths outside `folder`.
     path = (Path(shard["file"]) if "written_by" in manifest else
-            file_in(folder, shard["file"], str(folder / MANIFEST)))
+            join_file_name(folder, shard["file"], str(folder / MANIFEST)))
     needed = shard["tokens"] * ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
     expected = shard.get("file_bytes", needed)
     if needed > expected:
@@ -235,8 +235,8 @@ def _repair_advice(folder: Path, manifest: dict[str, Any]) -> str:
     if "written_by" in manifest:
         return f"copy that file again from the source of {manifest['source']['corpus']}"
     place = shlex.quote(str(folder.absolute()))
-    if (text := read_own(folder / MANIFEST, _MOST_BYTES)) is not None:
-        stored = as_type(dict[str, Any], parse_json(text, MANIFEST, _MOST_BYTES), MANIFEST)
+    if (text := read_own(folder / MANIFEST, _MAX_BYTES)) is not None:
+        stored = as_type(dict[str, Any], parse_json(text, MANIFEST, _MAX_BYTES), MANIFEST)
         return f"create the folder again: rm -r {place} && {stored.get('command')} --out {place}"
     # Another user owns the manifest, so the message does not quote its command, which could be anything.
     return (f"remove the folder and create it again: python3 -m ezpz_llm.data prepare CORPUS … --out {place} "

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import CORPORA
-from ezpz_llm.data.hub import PREFIX
+from ezpz_llm.data.hub import HUB_PREFIX
 from ezpz_llm.data.shards import shares
 
-_MOST_COMMAS = 8
+_MAX_COMMAS = 8
 """Maximum number of commas in one path."""
 
 
@@ -76,7 +76,7 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
 
 def identity(corpus: str) -> str:
     """Return a canonical spelling of a single corpus."""
-    if corpus in CORPORA or corpus.startswith(PREFIX):
+    if corpus in CORPORA or corpus.startswith(HUB_PREFIX):
         return corpus
     try:
         return str(user_path(corpus).resolve())
@@ -86,7 +86,7 @@ def identity(corpus: str) -> str:
 
 def _exists(corpus: str) -> bool:
     """Return True for a known name or an existing path, including Megatron's X for X.bin and X.idx."""
-    if corpus in CORPORA or corpus.startswith(PREFIX):
+    if corpus in CORPORA or corpus.startswith(HUB_PREFIX):
         return True
     return bool(corpus) and any(os.path.exists(user_path(name)) for name in (corpus, f"{corpus}.idx"))
 
@@ -96,7 +96,7 @@ def _split(text: str) -> list[_Part]:
     parts = []
     while pieces:
         # Take the longest existing path, or else everything up to the next comma.
-        sizes = range(min(_MOST_COMMAS, len(pieces)), 0, -1)
+        sizes = range(min(_MAX_COMMAS, len(pieces)), 0, -1)
         candidates = [(size, _part(",".join(pieces[:size]).strip())) for size in sizes]
         size, part = next(((size, part) for size, part in candidates
                            if _exists(part.corpus) and "," not in (part.weight or "")), candidates[-1])

@@ -17,7 +17,7 @@ from ezpz_llm.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import building
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.downloads import say, writing
-from ezpz_llm.data.foreign import ForeignShards, check_shards, find_foreign, index_shards
+from ezpz_llm.data.external_shards import ExternalShards, check_shards, find_external_shards, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
@@ -26,14 +26,14 @@ from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.reader import check_documents
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
-from ezpz_llm.data.tokenize_corpus import entropy, make
+from ezpz_llm.data.tokenize_corpus import entropy, write_dataset
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
-from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, check_files, choose, describe
+from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, check_files, choose_tokenizer, describe
 from ezpz_llm.rundir import write_json
 
 # Below this size, one more process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
-_MOST_WORKERS = 64
+_MAX_WORKERS = 64
 _FILES_CHECKED, _DOCUMENTS_CHECKED = 200, 20
 """Files whose format and whose first documents --check reads: about a second on any file system."""
 
@@ -124,16 +124,16 @@ def find_prepared(corpus: str, tokenizer: str | None = None, text_key: str = TEX
 
 
 def _is_prepared(corpus: str) -> bool:
-    return (prepared_folder(corpus) is not None or find_foreign(corpus, None) is not None
+    return (prepared_folder(corpus) is not None or find_external_shards(corpus, None) is not None
             or find_megatron(corpus, None) is not None)
 
 
 def _single(corpus: str, options: Options, *, check: bool = True, workers: int | None = None,
             download: bool = False, show: bool = False) -> Path | None:
     """Return the folder of a single corpus; with `check`, None if `prepare` would have to create it."""
-    choice = None if options.tokenizer is None else choose(options.tokenizer)
+    choice = None if options.tokenizer is None else choose_tokenizer(options.tokenizer)
     folder = prepared_folder(corpus)
-    shards = None if folder else find_foreign(corpus, choice) or find_megatron(corpus, choice)
+    shards = None if folder else find_external_shards(corpus, choice) or find_megatron(corpus, choice)
     if folder or shards:
         _check_default_options(corpus, options)
     if shards:
@@ -151,18 +151,18 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
                 check_documents(request.corpus, options.text_key, _DOCUMENTS_CHECKED)
             return None
         _ensure(request.folder, request.fingerprint, show,
-                lambda hidden: make(request, hidden, workers or _default_workers(request), show))
+                lambda hidden: write_dataset(request, hidden, workers or _default_workers(request), show))
     return request.folder
 
 
-def _index(shards: ForeignShards | MegatronData, hidden: Path, show: bool) -> None:
+def _index(shards: ExternalShards | MegatronData, hidden: Path, show: bool) -> None:
     if isinstance(shards, MegatronData):
         index_megatron(shards, hidden, show)
     else:
         index_shards(shards, hidden, show)
 
 
-def _check_shards(shards: ForeignShards | MegatronData) -> None:
+def _check_shards(shards: ExternalShards | MegatronData) -> None:
     if isinstance(shards, MegatronData):
         check_megatron(shards)
     else:
@@ -214,7 +214,7 @@ def _reuse_plain_char(request: Request) -> Request:
     """Return the request; for "char" with a given table, a prepared one without a table if both tables agree."""
     if request.tokenizer.name != "char" or request.tokenizer.entry is None or request.options.out is not None:
         return request
-    plain = replace(request, tokenizer=choose(request.tokenizer.name))
+    plain = replace(request, tokenizer=choose_tokenizer(request.tokenizer.name))
     same = (_finished(plain.folder, plain.fingerprint)
             and request.tokenizer.fits(read_manifest(plain.folder)["tokenizer"]))
     return plain if same else request
@@ -256,7 +256,7 @@ def _ready(request: Request, download: bool, max_files: int | None) -> bool:
 
 
 def _default_workers(request: Request) -> int:
-    cores = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    cores = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     if request.corpus.dataset is not None:
         return cores
     return max(1, min(cores, request.corpus.size // _BYTES_PER_WORKER))

@@ -142,14 +142,15 @@ def _places(lengths: tuple[int, ...], counts: tuple[int, ...], block_size: int, 
     return _places_of(lengths, counts, block_size, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
 
 
-def places(mixture: Mixture, block_size: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def stream_offsets(mixture: Mixture, block_size: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray,
+                                                                                               np.ndarray]:
     """Return stream index and start offset of each sample, int64 like `indices`."""
     return _places_of(tuple(map(len, mixture.streams)), mixture.counts, block_size, seed, indices)
 
 
 def _places_of(lengths: Sequence[int], counts: Sequence[int], block_size: int, seed: int,
                samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    stream_indices, indices = draw(counts, seed, samples)
+    stream_indices, indices = draw_streams(counts, seed, samples)
     starts = np.empty_like(indices)
     for part, length in enumerate(lengths):
         rows = stream_indices == part
@@ -302,7 +303,7 @@ def _round_key(key: np.ndarray, number: int) -> np.ndarray:
     return mix(key + np.uint64((number * _GOLDEN) & _WORD))
 
 
-def draw(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def draw_streams(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the stream of each sample, and its index within that stream.
 
     Over all samples, each sample of each stream occurs once.

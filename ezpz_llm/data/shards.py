@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ezpz_llm.base import UserError, apportioned, open_regular, unknown
+from ezpz_llm.base import UserError, apportion, describe_unknown, open_regular
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest, read_part
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
@@ -110,7 +110,7 @@ def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
         if not (weight > 0 and np.isfinite(total) and weight / total * BLOCK >= 1):
             raise UserError(f"{name} has a weight of {weight:g} in {total:g}; the minimum is 1 in {BLOCK}",
                             where="--corpus", instead="give a larger weight, or remove that part")
-    return tuple(apportioned(weights, BLOCK))
+    return tuple(apportion(weights, BLOCK))
 
 
 class TokenData:
@@ -168,7 +168,7 @@ class TokenData:
         """Return the split "train" or "val"."""
         splits = self.manifest["splits"]
         if name not in splits:
-            raise unknown("split", name, splits, where=str(self.folder / MANIFEST))
+            raise describe_unknown("split", name, splits, where=str(self.folder / MANIFEST))
         if self.parts:
             folders = [str(part.folder) for part, _ in self.parts]
             return Mixture(tuple(part._stream(name) for part, _ in self.parts),
@@ -259,7 +259,7 @@ class ShardWriter:
                 self.sync()
             self._file = None
 
-    def go_on(self, tokens: int) -> bool:
+    def resume_after(self, tokens: int) -> bool:
         """Resume after `tokens` written tokens, and remove later ones.
 
         Returns False, without changing a file, if the shards contain fewer tokens.

@@ -19,13 +19,13 @@ from ezpz_llm.data.downloads import reading
 CHECKED_TOKENS = 32 << 20
 """Maximum number of tokens to check before a run starts (well under a second); longer files are sampled."""
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 14
-_MOST_IDS = 1 << 20
+_MAX_IDS = 1 << 20
 """Upper limit for plausible ids, four times the largest vocabulary in use."""
 _CHANCE = 1e-9
 _WIDE = {"<u8": "64-bit integers", ">u8": "big-endian 64-bit integers", "<u4": "uint32 or int32",
          ">u4": "big-endian uint32 or int32"}
 _NARROW = {"<u2": "uint16", ">u2": "big-endian uint16"}
-_LEAST_TEXT = 128
+_MIN_TEXT = 128
 """Minimum size of a text check in bytes; 64 true uint16 tokens are valid UTF-8 with a probability below 10^-9."""
 
 
@@ -89,7 +89,7 @@ def _upper(items: np.ndarray) -> np.ndarray:
 
 def _looks_like(items: np.ndarray) -> bool:
     """Return True if wide items look like ids, and narrower tokens would not look like this by chance."""
-    if not items.size or items.max() >= _MOST_IDS:
+    if not items.size or items.max() >= _MAX_IDS:
         return False
     upper = _upper(items)
     largest = upper.max()
@@ -101,7 +101,7 @@ def _looks_like(items: np.ndarray) -> bool:
 
 def _is_bytes(content: np.ndarray) -> bool:
     """Return True for UTF-8 text, except uint16 tokens of a small vocabulary, whose upper bytes are small."""
-    if content.size < _LEAST_TEXT or np.median(content[1::2]) < 16:
+    if content.size < _MIN_TEXT or np.median(content[1::2]) < 16:
         return False
     try:
         content.tobytes().decode()

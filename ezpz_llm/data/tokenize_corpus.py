@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base import UserError
-from ezpz_llm.data.atomic_dir import JOURNAL, Interrupted, Journal, clear
+from ezpz_llm.data.atomic_dir import JOURNAL, InterruptedWriteError, Journal, clear
 from ezpz_llm.data.corpora import Request
 from ezpz_llm.data.downloads import progress, say
 from ezpz_llm.data.formats import TEXT
@@ -77,10 +77,10 @@ class _Work:
     def resume(self) -> bool:
         """Resume the shards in the journal; return False if some of them are missing or too short."""
         train, val = (self.journal.written[split]["tokens"] for split in (TRAIN, VAL))
-        if not self.val.go_on(val):
+        if not self.val.resume_after(val):
             return False
         if not self.journal.read_all:
-            return self.train.go_on(train)
+            return self.train.resume_after(train)
         # A kill may have interrupted the truncation of the training split, which is repeated.
         self.train.tokens = train
         return True
@@ -99,7 +99,7 @@ class _Work:
         self.train.cut(keep)
 
 
-def make(request: Request, folder: Path, workers: int, show: bool) -> None:
+def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> None:
     """Write the shards and the manifest of `request` to `folder`, which may contain an earlier process's work.
 
     Raises:
@@ -118,7 +118,7 @@ def make(request: Request, folder: Path, workers: int, show: bool) -> None:
     except OSError as error:
         raise _resumable(folder, f"cannot write here: {error.strerror or error}", str(error.filename or folder),
                          "free disk space", error) from error
-    except Interrupted:
+    except InterruptedWriteError:
         raise
     except UserError as error:
         if isinstance(error.__cause__, OSError):
@@ -126,7 +126,7 @@ def make(request: Request, folder: Path, workers: int, show: bool) -> None:
         (folder / JOURNAL).unlink(missing_ok=True)
         raise
     if show:
-        for remark in remarks(manifest["source"]):
+        for remark in reading_notes(manifest["source"]):
             say(f"note: {remark}")
         say(f"prepared {manifest['tokens']:,} tokens in {time.monotonic() - began:.1f} s: {request.folder}")
 
@@ -140,11 +140,12 @@ def _size(request: Request) -> str:
 
 def _resumable(folder: Path, message: str, where: str | None, instead: str,
                error: OSError | UserError) -> Exception:
-    """Return `error` as `Interrupted` if there is a journal to resume from, else `error` itself."""
+    """Return `error` as `InterruptedWriteError` if there is a journal to resume from, else `error` itself."""
     if not (folder / JOURNAL).exists():
         return error
-    return Interrupted(f"{message}; the completed part is kept", where=where,
-                       instead=f"{instead}, and run the same command again: it continues where it stopped")
+    return InterruptedWriteError(f"{message}; the completed part is kept", where=where,
+                                 instead=f"{instead}, and run the same command again: it continues where it "
+                                         "stopped")
 
 
 def _start_or_resume(request: Request, folder: Path, show: bool) -> _Work:
@@ -214,9 +215,9 @@ def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
     journal, limit = work.journal, work.request.options.max_broken
     for error in broken:
         if journal.broken >= limit:
-            raise Interrupted(f"{error.found}; this is one broken document more than --max-broken {limit} allows",
-                              where=error.where,
-                              instead=f"give --max-broken {10 * limit}: it continues where it stopped")
+            raise InterruptedWriteError(f"{error.found}; this is one broken document more than --max-broken "
+                                        f"{limit} allows", where=error.where,
+                                        instead=f"give --max-broken {10 * limit}: it continues where it stopped")
         journal.broken += 1
         if len(journal.broken_first) < _BROKEN_NAMED:
             journal.broken_first.append(f"{error.where}: {error.found}")
@@ -275,7 +276,7 @@ def _reading_facts(work: _Work) -> dict[str, Any]:
     return facts
 
 
-def remarks(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
+def reading_notes(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
     """Yield notes for the user on a manifest's "source": skipped documents, sampling, byte-order marks.
 
     Args:
@@ -385,8 +386,9 @@ def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, fo
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise Interrupted("a tokenizer process was killed, perhaps because memory ran out",
-                          instead="use fewer processes: --workers 1; it continues where it stopped") from error
+        raise InterruptedWriteError("a tokenizer process was killed, perhaps because memory ran out",
+                                    instead="use fewer processes: --workers 1; it continues where it "
+                                            "stopped") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

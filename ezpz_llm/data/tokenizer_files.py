@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import MOST_IDS, UserError, import_package, read_bytes, read_json
+from ezpz_llm.base import MAX_IDS, UserError, import_package, read_bytes, read_json
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.text import checked_cut, whole_characters
 from ezpz_llm.rundir import RunDir
@@ -34,7 +34,7 @@ _CONFIG = COMPANIONS[0]
 _MODELS = (TOKENIZER_MODEL, "spiece.model", "sentencepiece.bpe.model")
 _KNOWN = (TOKENIZER_JSON, *_MODELS)
 """File names that mark their folder as the folder of one tokenizer."""
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Size limit of a tokenizer's file; the largest known has 33 MB."""
 _NO_IDS = ("version", "truncation", "padding", "post_processor")
 """Keys of a tokenizer.json that do not affect a document's ids; transformers changes some of them on save."""
@@ -97,7 +97,7 @@ def _entry(path: Path, size: int, mtime_ns: int, config_mtime_ns: int) -> dict[s
     kind = _kind(path)
     name = path.absolute().parent.name if path.name in _KNOWN else path.stem
     if kind == "sentencepiece":
-        content = read_bytes(path, _MOST_BYTES)
+        content = read_bytes(path, _MAX_BYTES)
         model = _sentencepiece(path, content)
         end = model.eos_id()
         return {"name": name, "kind": kind, "fingerprint": hashlib.sha256(content).hexdigest(),
@@ -122,14 +122,14 @@ class _Table:
     def read(cls, path: Path) -> _Table:
         """Read a tokenizer.json."""
         try:
-            stored = read_json(path, _MOST_BYTES)
+            stored = read_json(path, _MAX_BYTES)
             vocabulary = stored["model"]["vocab"]
             # The vocabulary of a unigram model is a list of tokens and scores.
             ids = (dict(vocabulary) if isinstance(vocabulary, dict) else
                    {token: number for number, (token, _) in enumerate(vocabulary)})
             ids |= {token["content"]: token["id"] for token in stored.get("added_tokens") or ()}
-            if not ids or not all(isinstance(number, int) and 0 <= number < MOST_IDS for number in ids.values()):
-                raise ValueError(f"not all ids are from 0 to {MOST_IDS - 1:,}")
+            if not ids or not all(isinstance(number, int) and 0 <= number < MAX_IDS for number in ids.values()):
+                raise ValueError(f"not all ids are from 0 to {MAX_IDS - 1:,}")
         except (UserError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"this is not a tokenizer.json of Hugging Face tokenizers: "
                             f"{error.found if isinstance(error, UserError) else error!r}", where=str(path),
@@ -146,7 +146,7 @@ class _Table:
 
     def end_of_text(self, config: Path) -> int | None:
         """Return the id of the end-of-text token, from tokenizer_config.json or by its name."""
-        stored = read_json(config, _MOST_BYTES) if config.is_file() else {}
+        stored = read_json(config, _MAX_BYTES) if config.is_file() else {}
         token = stored.get("eos_token") if isinstance(stored, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         names = (token, *ENDS) if isinstance(token, str) else ENDS
@@ -225,7 +225,7 @@ class JsonTokenizer(FileTokenizer):
         super().__init__(path, entry)
         tokenizers = import_package("tokenizers", f"the tokenizer in {path.name}", "tokenizers", str(path))
         try:
-            self._inner = tokenizers.Tokenizer.from_str(read_bytes(path, _MOST_BYTES).decode())
+            self._inner = tokenizers.Tokenizer.from_str(read_bytes(path, _MAX_BYTES).decode())
         except Exception as error:  # the library raises no more specific type
             raise UserError(f"the library tokenizers cannot read this file: {error}", where=str(path),
                             instead="if a newer version wrote it: pip install -U tokenizers") from error
@@ -247,7 +247,7 @@ class ModelTokenizer(FileTokenizer):
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         super().__init__(path, entry)
-        self._inner = _sentencepiece(path, read_bytes(path, _MOST_BYTES))
+        self._inner = _sentencepiece(path, read_bytes(path, _MAX_BYTES))
         try:
             self._ids("")
         except TypeError as error:

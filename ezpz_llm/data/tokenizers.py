@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from ezpz_llm.base import UserError, as_type, read_json, require_package, unknown, user_path
+from ezpz_llm.base import UserError, as_type, describe_unknown, read_json, require_package, user_path
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
 from ezpz_llm.data.text import cut_text, whole_characters
@@ -165,7 +165,7 @@ def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
         return CharTokenizer(characters)
     if name == "gpt2":
         return _checked(EncodingTokenizer("gpt2", _GPT2_PIECES, read_merges(GPT2_VOCAB.find().read_text("utf-8"))))
-    raise unknown("tokenizer", name, TOKENIZERS)
+    raise describe_unknown("tokenizer", name, TOKENIZERS)
 
 
 def _checked(tokenizer: EncodingTokenizer) -> EncodingTokenizer:
@@ -286,7 +286,7 @@ _STATE = "state.json"
 _OTHER_FILES = {"vocab.txt": "WordPiece (vocab.txt)",
                 "merges.txt": "BPE (vocab.json and merges.txt, without a tokenizer.json)",
                 "tekken.json": "Tekken (tekken.json)"}
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Size limit of a manifest."""
 _ACCEPTED = "a tokenizer.json, a SentencePiece *.model, or a folder with one of them, token shards or a checkpoint"
 
@@ -344,7 +344,7 @@ def words_of(entry: Mapping[str, Any], folder: Path) -> str:
     return str(folder.absolute()) if "table" in entry or "kind" in entry else entry["name"]
 
 
-def choose(words: str) -> Choice:
+def choose_tokenizer(words: str) -> Choice:
     """Return the tokenizer that `words` names.
 
     Raises:
@@ -354,10 +354,10 @@ def choose(words: str) -> Choice:
         return Choice(words, words)
     path = user_path(words).absolute()
     if not os.path.exists(path):  # also False if the name is too long for a path
-        raise unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also accepts {_ACCEPTED}")
-    entry = entry_in(path)
+        raise describe_unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also accepts {_ACCEPTED}")
+    entry = find_entry(path)
     if entry is None:
-        unsupported = other_in(path)
+        unsupported = find_unsupported_tokenizer(path)
         raise UserError(f"its tokenizer is {unsupported}, which is not supported" if unsupported else
                         "this folder contains no tokenizer" if path.is_dir() else
                         "this file is not a tokenizer: its name ends in neither .json nor .model",
@@ -368,7 +368,7 @@ def choose(words: str) -> Choice:
     return Choice(entry["name"], str(path), entry, find_file(path) or find_copy(path, entry))
 
 
-def entry_in(path: Path) -> Mapping[str, Any] | None:
+def find_entry(path: Path) -> Mapping[str, Any] | None:
     """Return the manifest entry of the tokenizer in a file or folder; None if there is none."""
     for name in (_STATE, MANIFEST):
         entry = _json(path / name).get("tokenizer")
@@ -377,16 +377,16 @@ def entry_in(path: Path) -> Mapping[str, Any] | None:
     file = find_file(path)
     if file is None:
         return None
-    built_in = recognise(_json(file)) if file.suffix == ".json" else None
+    built_in = match_built_in(_json(file)) if file.suffix == ".json" else None
     return entry_of_file(file) if built_in is None else built_in
 
 
-def other_in(folder: Path) -> str | None:
+def find_unsupported_tokenizer(folder: Path) -> str | None:
     """Return the name of an unsupported tokenizer in a model's folder, or None."""
     return next((name for file, name in _OTHER_FILES.items() if (folder / file).is_file()), None)
 
 
-def recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
+def match_built_in(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the manifest entry of the built-in tokenizer that is equivalent to a tokenizer.json, or None.
 
     Compares fingerprints of the table in `stored`, so gpt2's file is not needed.
@@ -429,7 +429,7 @@ def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
 def _json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
-        stored = read_json(path, _MOST_BYTES)
+        stored = read_json(path, _MAX_BYTES)
     except UserError:
         return {}
     return stored if isinstance(stored, dict) else {}

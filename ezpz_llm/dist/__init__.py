@@ -5,9 +5,9 @@ Modules that need torch are imported on first access, so that seeds and heartbea
 
 from __future__ import annotations
 
-from ezpz_llm.base import lazy
+from ezpz_llm.base import lazy_names
 from ezpz_llm.dist.heartbeat import Heartbeat
 
 __all__ = ["Degrees", "Dist", "Heartbeat", "Mesh"]
 
-__getattr__ = lazy(__name__, {"Degrees": "degrees", "Mesh": "mesh", "Dist": "setup"})
+__getattr__ = lazy_names(__name__, {"Degrees": "degrees", "Mesh": "mesh", "Dist": "setup"})

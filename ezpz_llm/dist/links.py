@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.setup import Dist
 from ezpz_llm.rundir.schemas import Link
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from ezpz_llm.base import PrivateFolder, UserError, derived, open_private, run_secret
+from ezpz_llm.base import PrivateFolder, UserError, derive_key, open_private, run_secret
 from ezpz_llm.launch.addresses import address_towards, holder, is_loopback, listen, resolve
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.ranks import RankInfo
@@ -85,7 +85,7 @@ def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedel
     listener = _listen(info, address, int(port)) if info.rank == 0 and not by_agent else None
     store = _store(info, address, int(port), listener, timeout)
     start = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = derived(secret, "store", start) if secret else start
+    prefix = derive_key(secret, "store", start) if secret else start
     return Rendezvous(PrefixStore(f"ezpz_llm/{prefix}", store), address, int(port), secret)
 
 
@@ -152,7 +152,7 @@ def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
         own_endpoint = address, listener.getsockname()[1], os.urandom(32)
     address, port, secret = world.bcast(own_endpoint, root=0)
     store = _store(info, address, port, listener, timeout)
-    return Rendezvous(PrefixStore(f"ezpz_llm/{derived(secret, 'store')}", store), address, port, secret)
+    return Rendezvous(PrefixStore(f"ezpz_llm/{derive_key(secret, 'store')}", store), address, port, secret)
 
 
 def _own_address(world: Intracomm) -> str:
@@ -163,10 +163,10 @@ def _own_address(world: Intracomm) -> str:
     return (address_towards(others[-1]) or own) if others else "127.0.0.1"
 
 
-def raise_before_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
+def share_error_without_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
     """Raise one rank's error on every rank before there is a process group, so that no rank waits. Collective.
 
-    With a process group, use `agree.raise_together`. Ranks without a shared secret raise an error without that
+    With a process group, use `agreement.raise_together`. Ranks without a shared secret raise an error without that
     text, since anyone who can reach the store can write to it.
     """
     if error is not None:
@@ -190,7 +190,7 @@ def raise_before_group(store: Store, info: RankInfo, error: UserError | None, se
 
 
 def _signed(text: str, secret: bytes | None) -> str:
-    return f"{derived(secret, 'setup/error', text)}\n{text}" if secret else ""
+    return f"{derive_key(secret, 'setup/error', text)}\n{text}" if secret else ""
 
 
 def _verified(value: bytes, secret: bytes | None) -> str | None:
@@ -198,7 +198,8 @@ def _verified(value: bytes, secret: bytes | None) -> str | None:
     signature, _, text = value.decode(errors="replace").partition("\n")
     if not secret:
         return None
-    return text if hmac.compare_digest(signature.encode(), derived(secret, "setup/error", text).encode()) else None
+    return text if hmac.compare_digest(signature.encode(),
+                                       derive_key(secret, "setup/error", text).encode()) else None
 
 
 _LOCK_WITHIN_S = 2.0

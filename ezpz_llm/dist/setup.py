@@ -21,9 +21,9 @@ from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.optional_work import OptionalWork
-from ezpz_llm.dist.rendezvous import raise_before_group, rendezvous
-from ezpz_llm.launch.addresses import own_interfaces, require_interfaces
-from ezpz_llm.launch.owner import Ownership, own
+from ezpz_llm.dist.rendezvous import rendezvous, share_error_without_group
+from ezpz_llm.launch.addresses import list_interfaces, require_interfaces
+from ezpz_llm.launch.owner import Ownership, become_owner
 from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
@@ -209,7 +209,7 @@ def _join(info: RankInfo, asked: str | None,
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)
     if met.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
         # By default gloo listens on the address of the hostname, which the whole network can reach.
-        for name, address in own_interfaces().items():
+        for name, address in list_interfaces().items():
             if address == "127.0.0.1":
                 os.environ["GLOO_SOCKET_IFNAME"] = name
     if device is not None:
@@ -217,7 +217,7 @@ def _join(info: RankInfo, asked: str | None,
             claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as own_error:
             error = own_error
-    raise_before_group(met.store, info, error, met.secret)
+    share_error_without_group(met.store, info, error, met.secret)
     _make_group(device, met.store, info.rank, info.world_size, timeout)
     return device, met.store
 
@@ -292,7 +292,7 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
         try:
             run_dir.create()
             if RUN_ID_VARIABLE not in os.environ:
-                ownership = own(run_dir, "", os.environ)
+                ownership = become_owner(run_dir, "", os.environ)
             outcome = [str(run_dir.path), None]
         except UserError as own_error:
             error, outcome = own_error, [None, str(own_error)]

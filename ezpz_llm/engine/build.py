@@ -25,7 +25,7 @@ from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import Values, defer_values, has_values, initial_values, load_values
-from ezpz_llm.model.parameters import Placement, check_parameters, place, placement_of
+from ezpz_llm.model.parameters import Placement, check_parameters, placement_of, set_placement
 from ezpz_llm.model.partition import stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
 
@@ -127,7 +127,7 @@ def give_storage(model: nn.Module) -> None:
     placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        place(parameter, placed[name])
+        set_placement(parameter, placed[name])
 
 
 def apply(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
@@ -159,7 +159,7 @@ def _tiles(name: str, layer: nn.Linear, across: int, down: int) -> nn.Module:
         tile = tiles.linears[row][column]
         outputs = (tiles.out_parts[row], tiles.out_parts[row + 1])
         inputs = (tiles.in_parts[column], tiles.in_parts[column + 1])
-        place(tile.weight, Placement(f"{name}.weight", (rows, columns), ((outputs, inputs),)))
+        set_placement(tile.weight, Placement(f"{name}.weight", (rows, columns), ((outputs, inputs),)))
         if tile.bias is not None:
-            place(tile.bias, Placement(f"{name}.bias", (rows,), ((outputs,),)))
+            set_placement(tile.bias, Placement(f"{name}.bias", (rows,), ((outputs,),)))
     return tiles

@@ -22,7 +22,16 @@ from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, building_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice, TorchState, cut, raw, set_lr
+from ezpz_llm.engine.optimizer_state import (
+    Access,
+    EngineState,
+    MakeOptimizer,
+    Slice,
+    TorchState,
+    raw,
+    set_lr,
+    slice_placement,
+)
 from ezpz_llm.engine.precision import LossScale, parameter_dtype
 from ezpz_llm.engine.sharded_start import partition
 from ezpz_llm.layout.ds_defaults import uses_nvme
@@ -158,7 +167,7 @@ class _ZeroState(EngineState):
     def _cut(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
              numel: int) -> Iterator[Slice]:
         tensors = {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()}
-        return cut(self.placed[parameter], start, start + numel, tensors)
+        return slice_placement(self.placed[parameter], start, start + numel, tensors)
 
 
 class PartitionedOptimizer(_ZeroState):

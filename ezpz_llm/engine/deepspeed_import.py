@@ -15,7 +15,7 @@ from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import WORLD
-from ezpz_llm.layout.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
+from ezpz_llm.layout.ops import BUILT_ON, OPS, built_library, reject_unbuilt_ops
 
 _SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
 
@@ -85,7 +85,7 @@ def load_op(name: str) -> None:
     Raises:
         UserError: the op is not built for this Python, torch and processor.
     """
-    refuse_unbuilt([name])
+    reject_unbuilt_ops([name])
     library = built_library(name)
     if library is None:
         return  # prebuilt in this installation of DeepSpeed

@@ -22,7 +22,7 @@ from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
-from ezpz_llm.model.parameters import whole
+from ezpz_llm.model.parameters import whole_box
 
 
 class Fsdp2Engine(TorchEngine):
@@ -173,7 +173,7 @@ class FsdpState(EngineState):
             shape = self.shapes[name]
             start = first_element(shape, *self.place)
             with tensors_of(self.optimizer, groups[rows], rows) as tensors:
-                yield Slice(name, shape, whole(shape), start, start + rows.numel(),
+                yield Slice(name, shape, whole_box(shape), start, start + rows.numel(),
                             {kind: tensor.view(-1) for kind, tensor in tensors.items()}, *self.copy)
 
     def loaded(self, optimizer_step: int) -> None:

@@ -73,7 +73,7 @@ def buckets(engine: Engine) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for tensor in tensors if tensor is not None]
 
 
-def taken(storage: torch.UntypedStorage) -> int:
+def resident_bytes(storage: torch.UntypedStorage) -> int:
     """Return the resident bytes of a storage; on CPU, pages that were never written are not resident."""
     if storage.device.type != "cpu" or not storage.nbytes():
         return storage.nbytes()

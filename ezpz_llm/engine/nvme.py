@@ -21,7 +21,7 @@ from torch import nn
 
 from ezpz_llm.base import UserError, system_text
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import together
+from ezpz_llm.dist.agreement import run_together
 
 _LOCK, _SPACE = "lock", "room"
 _FILES = {"optimizer": 16, "param": 4}
@@ -62,7 +62,7 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
                                 instead="give a writable folder on each node's disk: --nvme-path DIR") from error
             return folder
 
-        folder = together(dist, make)
+        folder = run_together(dist, make)
         undo.pop_all()  # the finalizer of `owner` remains
     (folder / _SPACE).unlink()
     for block in blocks.values():

@@ -52,8 +52,8 @@ class Slice:
                        tensors={kind: tensor[begin:end] for kind, tensor in self.tensors.items()})
 
 
-def cut(at: Placement, start: int, stop: int, tensors: dict[str, torch.Tensor], replica: int = 0,
-        replicas: int = 1) -> Iterator[Slice]:
+def slice_placement(at: Placement, start: int, stop: int, tensors: dict[str, torch.Tensor], replica: int = 0,
+                    replicas: int = 1) -> Iterator[Slice]:
     """Yield the slices for elements [start, stop) of a rank's flattened parameter.
 
     Args:
@@ -114,7 +114,7 @@ class EngineState(ABC):
         set_step(self.optimizer, optimizer_step)
 
 
-def owned(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
+def owned_parts(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
     """Yield each slice with the part of it that this rank owns and writes; None if other ranks own it.
 
     Each element has exactly one owner, and all ranks own about the same number of elements. Ranks with replicas of
@@ -262,7 +262,8 @@ class TorchState(EngineState):
         for parameter, at in self.placed:
             with tensors_of(self.optimizer, groups[parameter], parameter) as tensors:
                 flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
-                yield from cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
+                yield from slice_placement(at, 0, parameter.numel(), flat, replica=self.rank,
+                                           replicas=self.world_size)
 
     def loaded(self, optimizer_step: int) -> None:
         """Copy the loaded master weights, rounded, to the module's parameters."""

@@ -14,7 +14,7 @@ from torch import nn
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.init import Values, fill, take_values
-from ezpz_llm.model.parameters import place, placement_of
+from ezpz_llm.model.parameters import placement_of, set_placement
 
 
 def first_element(shape: tuple[int, ...], rank: int, size: int) -> int:
@@ -82,7 +82,7 @@ def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dt
     at = placement_of(name, parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(
         torch.empty_like(parameter, device=init.local_device, dtype=dtype)))
-    place(parameter, at)
+    set_placement(parameter, at)
     init._convert_to_deepspeed_param(parameter)
     part = -(-parameter.ds_numel // world_size)
     start = min(part * rank, parameter.ds_numel)

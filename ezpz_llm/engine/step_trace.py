@@ -17,7 +17,7 @@ from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.dist.private_names import tree_leaves
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import MOVE_NOTHING, CollectiveMode, group_ranks, issued
-from ezpz_llm.engine.live_memory import buckets, state_storages, taken
+from ezpz_llm.engine.live_memory import buckets, resident_bytes, state_storages
 
 
 class StepTrace:
@@ -141,7 +141,7 @@ class BufferLog:
 
 
 def _size(storages: Iterable[torch.UntypedStorage]) -> Size:
-    return _sum(Size(storage.nbytes(), taken(storage)) for storage in storages)
+    return _sum(Size(storage.nbytes(), resident_bytes(storage)) for storage in storages)
 
 
 def _sum(sizes: Iterable[Size]) -> Size:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ezpz_llm.base import run_command
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, as_rank, plan_model
 from ezpz_llm.launch.ranks import find_rank

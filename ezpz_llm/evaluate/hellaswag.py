@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ezpz_llm.dist.mesh import Mesh
 
 ENDINGS = 4
-_MOST_LINE = 1 << 20
+_MAX_LINE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     try:
         with open_regular(path) as stored, (gzip.open(stored, "rt", encoding="utf-8") if path.suffix == ".gz" else
                                             io.TextIOWrapper(stored, encoding="utf-8")) as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE + 1), ""), 1):
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), ""), 1):
                 if limit is not None and len(items) == limit:
                     break
-                if len(line) > _MOST_LINE:
+                if len(line) > _MAX_LINE:
                     raise UserError("the line is too long for a HellaSwag item", where=f"{path}, line {number}",
                                     instead="the published hellaswag_val.jsonl")
                 if line.strip():
@@ -101,7 +101,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
 
 def _item(line: str, where: str) -> Item:
     try:
-        stored = as_dataclass(_Stored, parse_json(line, where, _MOST_LINE), where, drop_unknown=True)
+        stored = as_dataclass(_Stored, parse_json(line, where, _MAX_LINE), where, drop_unknown=True)
         item = Item(stored.ctx, stored.endings, int(stored.label))
     except (UserError, ValueError) as error:
         raise UserError(f"the line is not a HellaSwag item: {getattr(error, 'found', error)}", where=where,

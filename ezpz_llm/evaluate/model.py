@@ -56,10 +56,10 @@ def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
         with dist:
             yield dist
     finally:
-        remove_unnamed_run(options, dist)
+        remove_temporary_run(options, dist)
 
 
-def remove_unnamed_run(options: argparse.Namespace, dist: Dist) -> None:
+def remove_temporary_run(options: argparse.Namespace, dist: Dist) -> None:
     """Remove a run directory that neither the user nor launch named.
 
     It is not a training run, and commands without a name would use it as the newest one in runs/.

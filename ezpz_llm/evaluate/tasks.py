@@ -15,10 +15,10 @@ from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.evaluate.model import ModelPlan, add_common_arguments, remove_unnamed_run
+from ezpz_llm.evaluate.model import ModelPlan, add_common_arguments, remove_temporary_run
 from ezpz_llm.hf.config import family_of
 from ezpz_llm.hf.source import Source, find_source
-from ezpz_llm.hf.tokenizer import check_vocabulary, given_warning, other_tokenizer, tokenizer_of, words_for
+from ezpz_llm.hf.tokenizer import check_vocabulary, tokenizer_mismatch, tokenizer_of, tokenizer_warning, words_for
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -74,7 +74,7 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
 
     data = open_corpus(planned.corpus, planned.tokenizer, dist, planned.text_key)
     check_vocabulary(data.vocab_size, plan.model)
-    _warn(dist, other_tokenizer(plan.source, data.manifest["tokenizer"]))
+    _warn(dist, tokenizer_mismatch(plan.source, data.manifest["tokenizer"]))
     windows = ValidationWindows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)
     with engine.evaluating():
@@ -116,7 +116,7 @@ def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Nam
     from ezpz_llm.evaluate.model import open_model
 
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
-    _warn(dist, given_warning(plan.source, options.tokenizer))
+    _warn(dist, tokenizer_warning(plan.source, options.tokenizer))
     items = read_items(path, options.items)
     engine = open_model(plan, dist)
     with engine.evaluating():
@@ -169,7 +169,7 @@ def main(options: argparse.Namespace, world_size: int) -> int:
         results = _evaluate(lm_eval, folder, device, options)
         update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
     finally:
-        remove_unnamed_run(options, dist)
+        remove_temporary_run(options, dist)
     print(f"lm-evaluation-harness {lm_eval.__version__} on {source.describe()}")
     for task, metrics in results.items():
         print(f"  {task}: " + ", ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"

@@ -14,7 +14,7 @@ from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import together
+from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.model.compile import eager
@@ -61,7 +61,7 @@ def open_corpus(corpus: str, tokenizer: str | None, dist: Dist, text_key: str = 
     Raises:
         UserError: see `prepare`; the same on every rank.
     """
-    together(dist, lambda: prepare(corpus, tokenizer, text_key=text_key), on_main=True)
+    run_together(dist, lambda: prepare(corpus, tokenizer, text_key=text_key), on_main=True)
     return TokenData.open(prepare(corpus, tokenizer, progress=False, text_key=text_key))
 
 

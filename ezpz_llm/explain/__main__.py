@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import cleaned, counted, run_command
-from ezpz_llm.base.parser import CommandParser, wrapped
-from ezpz_llm.base.shell_commands import typable_text
+from ezpz_llm.base import count_noun, escape_control_characters, run_command
+from ezpz_llm.base.command_parser import CommandParser, wrapped
+from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.explain import tables
-from ezpz_llm.explain.counterfactual import rerun
+from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences, diagnose
 from ezpz_llm.explain.page import explain_page
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import Table, table_text
-from ezpz_llm.observe.terminal import terminal_width, wants_colour
+from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.rundir import TRAINING, newest_run, write_file
 
 
@@ -44,12 +44,12 @@ def main(argv: Sequence[str]) -> int:
     run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()
     diagnosis = diagnose(run_dir)
     if options.counterfactual:
-        rerun_diagnosis = diagnose(rerun(run_dir, options.yes))
+        rerun_diagnosis = diagnose(run_counterfactual(run_dir, options.yes))
         diagnosis = replace(diagnosis, counterfactual=rerun_diagnosis.counterfactual)
     if options.json:
         print(json.dumps(diagnosis.as_record(), indent=2))
     else:
-        print(diagnosis_text(diagnosis, terminal_width(), colour=wants_colour()), end="")
+        print(diagnosis_text(diagnosis, terminal_width(), color=wants_color()), end="")
     # With --json, standard output must contain only the JSON.
     notes = sys.stderr if options.json else sys.stdout
     if options.html:
@@ -62,19 +62,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def diagnosis_text(diagnosis: Diagnosis, width: int, *, colour: bool) -> str:
+def diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
     """Format a diagnosis for the terminal: causes first, then the tables behind them."""
-    head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}"
-    parts = [cleaned(f"{head}\n\n{_causes(diagnosis)}")]
+    head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {count_noun(diagnosis.ranks, 'rank')}"
+    parts = [escape_control_characters(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
         milliseconds = [(name, seconds * 1e3) for name, seconds in tables.mean_step(split).items()]
         parts.append(bars_plot(milliseconds, f"traced step, mean over ranks, ms ({split.ranks[0].steps} steps)",
-                               width, colour=colour))
-    parts += [table_text(table, rich=colour) for table in _tables(diagnosis)]
+                               width, color=color))
+    parts += [table_text(table, rich=color) for table in _tables(diagnosis)]
     if sentences := check_sentences(diagnosis.checks):
-        parts.append(cleaned("".join(f"  {line}\n" for line in ["Cross-checks with other tools:", *sentences])))
+        parts.append(escape_control_characters("".join(f"  {line}\n" for line in ["Cross-checks with other tools:",
+                                                                                  *sentences])))
     if diagnosis.wall:
-        parts.append(table_text(tables.run_table(diagnosis.wall), rich=colour))
+        parts.append(table_text(tables.run_table(diagnosis.wall), rich=color))
     return "\n".join(parts)
 
 
@@ -83,7 +84,7 @@ def _causes(diagnosis: Diagnosis) -> str:
     lines.append(wrapped(f"{tables.CAUSES}:"))
     for number, cause in enumerate(diagnosis.shown_causes, 1):
         lines.append(wrapped(cause.what, f"  {number}. {cause.share:6.1%}  {cause.seconds:8.2f} s  ", indent=7))
-        lines += [wrapped(typable_text(line), "       try: ", indent=12) for line in cause.advice]
+        lines += [wrapped(to_typable_text(line), "       try: ", indent=12) for line in cause.advice]
     if not diagnosis.shown_causes:
         lines.append(f"  {tables.NO_CAUSE}")
     if diagnosis.unseen:

@@ -23,7 +23,7 @@ _SLOWER = 0.03
 """Minimum relative excess over the median rank's own time to be reported as slow."""
 _OUTSIDE = 0.5
 """Share of the excess outside of operators above which Python is reported as the reason."""
-_LEAST_BYTES = 1e4
+_MIN_BYTES = 1e4
 """Minimum buffer size for a data rate: smaller collectives are dominated by latency."""
 _PHASES = ("data", "forward", "backward", "optimizer", "idle")
 
@@ -135,7 +135,7 @@ def _within(split: Split, run: Mapping[str, Any],
     by_label = {label: [exposed for _, exposed in members] for label, members in split.by_label.items()}
     slow = slow_link(split.ranks[0].notes.get("links") or ())
     lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
-    crossing = {label for label, members in by_label.items() if any(map(split.crosses_hosts, members))}
+    crossing = {label for label, members in by_label.items() if any(map(split.crosses_nodes, members))}
     moving = sum(exposed.seconds - exposed.waited_s for label in crossing for exposed in by_label[label]) / count
     if slow is not None:
         yield ("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, the other nodes {slow.usual / 1e6:.4g} MB/s; "
@@ -145,12 +145,12 @@ def _within(split: Split, run: Mapping[str, Any],
     for label, members in by_label.items():
         seconds = sum(each.seconds - each.waited_s for each in members) / count * (1 - lost * (label in crossing))
         rates = [each.bytes / (each.in_flight_s - each.waited_s) for each in members if each.bytes is not None
-                 and each.bytes > _LEAST_BYTES * each.count and each.in_flight_s > each.waited_s]
+                 and each.bytes > _MIN_BYTES * each.count and each.in_flight_s > each.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
         yield ("communication", f"exposed {label}: data transfer{rate}", seconds,
                against_communication(label, dict(run), dict(deepspeed)))
     yield "data", "waiting for data", split.mean("data"), list(AGAINST_DATA)
-    python_s = min(rank.host_s for rank in split.ranks)
+    python_s = min(rank.cpu_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the CPU"
     yield ("host", where, python_s + idle,

@@ -18,7 +18,7 @@ from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.precision_recipes import SCALED
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RunDir, own_record, read_json, schemas
+from ezpz_llm.rundir import RunDir, read_json, read_own_record, schemas
 
 _OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second is an option of older releases
 _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
@@ -26,7 +26,7 @@ _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepsWithoutCollectives:
     """Median seconds of a step on one rank: with collectives, without them, and exposed in the traced steps.
 
     Tracing slows down computation, so the exposed time is relative to the step time without tracing.
@@ -48,7 +48,7 @@ class Taken:
         return 1 - self.stubbed_s / self.real_s if self.real_s else 0.0
 
 
-def rerun(run_dir: Path, yes: bool) -> Path:
+def run_counterfactual(run_dir: Path, yes: bool) -> Path:
     """Train for some steps with the run's configuration; return the new run directory, inside the run's.
 
     Needs an allocation like that of the run, and the working directory from which it was launched. Only runs owned
@@ -63,7 +63,7 @@ def rerun(run_dir: Path, yes: bool) -> Path:
     """
     # Resolve links once, so that the record that is read is the one whose owner was checked.
     run_dir = run_dir.resolve()
-    record = own_record(RunDir(run_dir)) if is_own(run_dir) else None
+    record = read_own_record(RunDir(run_dir)) if is_own(run_dir) else None
     if record is None:
         raise UserError("--counterfactual only reruns your own runs: another user owns this run or can write it",
                         where=str(RunDir(run_dir).record),
@@ -125,7 +125,7 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def taken(run_dir: Path, split: Split | None) -> list[Taken]:
+def read_steps_without_collectives(run_dir: Path, split: Split | None) -> list[StepsWithoutCollectives]:
     """Read the step times with and without collectives, by rank; empty if the run has none."""
     ranks = () if split is None else split.ranks
     exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
@@ -133,7 +133,8 @@ def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = as_type(schemas.StepTimes, read_json(path), str(path))
         if seconds["real"] and seconds["stubbed"]:
-            times.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
-                               statistics.median(seconds["stubbed"]), exposed.get(seconds["rank"])))
+            times.append(StepsWithoutCollectives(seconds["rank"], statistics.median(seconds["real"]),
+                                                 statistics.median(seconds["stubbed"]),
+                                                 exposed.get(seconds["rank"])))
     return times
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ezpz_llm.base import UserError, as_dataclass, as_type
 from ezpz_llm.explain.causes import Cause, compile_is_no_option, phase_causes, rank_causes
-from ezpz_llm.explain.counterfactual import Taken, taken
+from ezpz_llm.explain.counterfactual import StepsWithoutCollectives, read_steps_without_collectives
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trace import BETWEEN
@@ -20,7 +20,7 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.observe.history import PHASES, History, read_history, steady
+from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
 from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
 
@@ -101,7 +101,7 @@ def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Map
     Args:
         record: entry "memory" of the run's record.
         deepspeed: DeepSpeed's configuration, empty for other engines.
-        run: facts for advice, see `described`.
+        run: facts for advice, see `describe_device`.
     """
     if not record:
         return None
@@ -148,7 +148,7 @@ class Diagnosis:
     causes: tuple[Cause, ...]
     memory: Memory | None
     checks: dict[str, Any]
-    counterfactual: tuple[Taken, ...] = ()
+    counterfactual: tuple[StepsWithoutCollectives, ...] = ()
     """Step times with and without collectives by rank, of this run or of its rerun."""
     is_foreign: bool = False
     """True if another program than ezpz_llm's trainer wrote the run."""
@@ -212,13 +212,13 @@ def diagnose(run_dir: Path) -> Diagnosis:
         raise UserError("the directory has no step of a training run", where=str(run_dir),
                         instead="the directory of a run of ezpz_llm.train, or of a script that calls "
                                 "ezpz_llm.record; ezpz-llm why if the run ended early")
-    timed = steady(rows)
+    timed = steady_steps(rows)
     phases = {name: float(np.mean(timed.column(f"{name}_s"))) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
     where = str(RunDir(run_dir).record)
     wall = as_type(dict[str, float], (record.get("summary") or {}).get("wall") or {}, where, "summary.wall")
     memory = as_type(schemas.Memory | None, record.get("memory") or None, where, "memory")
-    run = described(run_dir, record)
+    run = describe_device(run_dir, record)
     deepspeed_file = RunDir(run_dir).deepspeed
     deepspeed = as_type(schemas.DeepSpeedGiven, read_json(deepspeed_file) or {}, str(deepspeed_file))
     spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)
@@ -232,7 +232,8 @@ def diagnose(run_dir: Path) -> Diagnosis:
     share = as_type(float | None, share, where, "summary.ceiling_share")
     return Diagnosis(run_dir, run["layout"].name if run["layout"] else OWN_LAYOUT, run["world_size"], wall, split,
                    phases, tuple(causes), memory_of(memory, split, deepspeed, run),
-                   crosschecks(run_dir, split), tuple(taken(run_dir, split)), is_foreign=run["model"] is None,
+                   crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
+                   is_foreign=run["model"] is None,
                    times=step_times(rows, share, _against_low_share(run, is_traced=split is not None)),
                    load=recorded_load(record))
 
@@ -245,7 +246,7 @@ def _against_low_share(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
             *([] if is_traced else ["--trace-steps 10 to see the breakdown"])]
 
 
-def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+def describe_device(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return facts for advice: model, layout, batch, optimizer, ranks, device and its memory, configuration.
 
     The model is None for other programs; layout and batch are empty unless the program uses a layout of ezpz_llm.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ezpz_llm.base import grouped
+from ezpz_llm.base import group_by_key
 
 Interval = tuple[float, float]
 """Half-open interval (start, end). A set of times is a sorted list of disjoint intervals."""
@@ -192,7 +192,7 @@ def operators(events: Sequence[Event], main: int | str, span: Span) -> list[Inte
     C++ operators (`aten::mm`) compute for their whole duration. Of autograd nodes and Python functions, only leaf
     operators count, because they may also wait for a collective.
     """
-    threads = grouped((event.tid, event) for event in events if event.cat == _OPERATORS)
+    threads = group_by_key((event.tid, event) for event in events if event.cat == _OPERATORS)
     computing: list[Interval] = []
     for thread, thread_events in threads.items():
         if thread == main or any(event.name.startswith(_AUTOGRAD) for event in thread_events):
@@ -213,7 +213,7 @@ def collective_calls(events: Sequence[Event], main: int | str, span: Span) -> li
                    if event.cat == _OPERATORS and event.name.startswith(_C10D)), key=lambda call: call[1])
 
 
-def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], span: Span) -> list[Flight]:
+def cpu_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], span: Span) -> list[Flight]:
     """Match each call with the first suitable work that begins after it, and use the end of that work.
 
     Some backends implement a collective by another one (gloo implements reduce-scatter by all-reduce), so any work

@@ -7,7 +7,7 @@ from typing import Any
 
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.diagnosis import Diagnosis
-from ezpz_llm.report.figures import COLOURS, COLUMN, PAGE, Panel, write_figure
+from ezpz_llm.report.figures import COLORS, COLUMN, PAGE, Panel, write_figure
 
 _HATCHES = ("", "////", "", "\\\\\\\\", "", "....", "xxxx")
 """Hatches, so that adjacent parts differ in grayscale too."""
@@ -33,7 +33,7 @@ def write_explain_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         ends = [0.0] * len(rows)
         for i, name in enumerate(names):
             parts = [1e3 * bar[name] for _, bar in rows]
-            axes.barh([row for row, _ in rows], parts, _HEIGHT, ends, label=name, color=COLOURS[i % len(COLOURS)],
+            axes.barh([row for row, _ in rows], parts, _HEIGHT, ends, label=name, color=COLORS[i % len(COLORS)],
                       hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0.3)
             ends = [end + part for end, part in zip(ends, parts, strict=True)]
         axes.invert_yaxis()

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ezpz_llm.base import counted
-from ezpz_llm.base.shell_commands import typable_text
+from ezpz_llm.base import count_noun
+from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.causes import Cause
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences
@@ -19,7 +19,7 @@ from ezpz_llm.report.document import items, page, table_of, written_by
 def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:
     """Return the page as HTML; `now` is in epoch seconds."""
     intro = written_by("ezpz-llm explain", now) + items(
-        [f"layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}", str(diagnosis.run_dir)])
+        [f"layout {diagnosis.layout}, {count_noun(diagnosis.ranks, 'rank')}", str(diagnosis.run_dir)])
     sections = [("Causes of lost time", _causes(diagnosis))]
     if diagnosis.split is not None:
         sections += _traced(diagnosis.split)
@@ -55,7 +55,7 @@ def _causes(diagnosis: Diagnosis) -> str:
 def _cause(cause: Cause, length: float) -> str:
     return (f"<li><strong>{cause.share:.1%}, {cause.seconds:.2f} s</strong> {escape(cause.what)}"
             f'<div class="bar" aria-hidden="true"><i style="width:{length:.2%}"></i></div>'
-            f"{items(f'Try: {typable_text(line)}' for line in cause.advice)}</li>")
+            f"{items(f'Try: {to_typable_text(line)}' for line in cause.advice)}</li>")
 
 
 def _traced(split: Split) -> list[tuple[str, str]]:

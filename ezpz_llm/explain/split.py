@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, grouped
+from ezpz_llm.base import UserError, group_by_key
 from ezpz_llm.explain.events import Flight, Interval, intersect, subtract, total, union, within
 from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
 from ezpz_llm.rundir import RunDir
@@ -79,7 +79,7 @@ class RankSplit:
         return sum(self.seconds[name] for name in IN_STEP) / self.steps
 
     @property
-    def host_s(self) -> float:
+    def cpu_s(self) -> float:
         """Seconds of HOST over all steps."""
         return sum(step[HOST] for step in self.by_step)
 
@@ -112,7 +112,7 @@ class Split:
     ranks: tuple[RankSplit, ...]
     device: str
 
-    def crosses_hosts(self, exposed: Exposed) -> bool:
+    def crosses_nodes(self, exposed: Exposed) -> bool:
         """Return True if the group has ranks on several nodes, or is unknown."""
         hosts = {rank.rank: rank.host for rank in self.ranks}
         return not exposed.ranks or len({hosts.get(rank) for rank in exposed.ranks}) > 1
@@ -120,7 +120,7 @@ class Split:
     @property
     def by_label(self) -> dict[str, list[tuple[RankSplit, Exposed]]]:
         """Exposed collectives by kind and group, with the ranks that have them."""
-        return grouped((exposed.label, (rank, exposed)) for rank in self.ranks for exposed in rank.exposed)
+        return group_by_key((exposed.label, (rank, exposed)) for rank in self.ranks for exposed in rank.exposed)
 
     @property
     def straggler(self) -> RankSplit:
@@ -159,7 +159,7 @@ def split_run(run_dir: Path) -> Split:
 def split_traces(traces: Iterable[RankTrace]) -> Split:
     """Break down traces, which are consumed one at a time because each needs much memory."""
     parts = sorted(map(_parts, traces), key=lambda part: part.trace.rank)
-    by_rank = waits([part.trace for part in parts])
+    by_rank = find_waits([part.trace for part in parts])
     return Split(tuple(_split(part, by_rank[part.trace.rank]) for part in parts), parts[0].trace.device)
 
 
@@ -192,7 +192,7 @@ def _parts(trace: RankTrace) -> _Parts:
     steps = union(trace.steps.values())
     in_flight = union((flight.start, flight.end) for flight in trace.flights)
     exposed = subtract(intersect(in_flight, intersect(unassigned, steps)), trace.computing)
-    pieces = owned(exposed, trace.flights)
+    pieces = owned_time(exposed, trace.flights)
     assign("exposed_communication", exposed)
     # On a device, the data phase is only the time that is not hidden by device work.
     order = ("data", "forward", "backward", "optimizer")
@@ -222,7 +222,7 @@ def _split(parts: _Parts, waits: Sequence[Wait | None]) -> RankSplit:
                      _by_label(trace.flights, parts.pieces, waited), dict(waited_for), parts.by_step, trace.notes)
 
 
-def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:
+def owned_time(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:
     """Return the exposed time of each flight. Flights must be sorted by start; earlier ones take precedence."""
     pieces, assigned_until = [], float("-inf")
     for flight in flights:
@@ -235,7 +235,7 @@ def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[I
 def _by_label(flights: Sequence[Flight], pieces: Sequence[list[Interval]],
               waited: Sequence[float]) -> tuple[Exposed, ...]:
     collectives = []
-    for label, members in grouped((flight.label, i) for i, flight in enumerate(flights)).items():
+    for label, members in group_by_key((flight.label, i) for i, flight in enumerate(flights)).items():
         sizes = [size for i in members if (size := flights[i].size) is not None]
         collectives.append(Exposed(label, len(members), sum(total(pieces[i]) for i in members),
                                    sum(waited[i] for i in members),
@@ -255,7 +255,7 @@ class Wait:
     last: int
 
 
-def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
+def find_waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     """Return the waiting time of each flight, by rank; None if the flights of the other ranks are unknown.
 
     Ranks that have called a collective wait until the last rank calls it; the rest is data transfer. The duration
@@ -265,15 +265,15 @@ def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     Time in which the last rank still transfers data of an earlier collective is not waiting for that rank, but for
     a link: if ranks take part in several collectives, one of these must come first.
     """
-    called_on = grouped((key, (trace.rank, i, trace.flights[i])) for trace in traces
+    called_on = group_by_key((key, (trace.rank, i, trace.flights[i])) for trace in traces
                   for i, key in enumerate(_keys(trace.rank, trace.flights)) if key is not None)
     whole = [collective for key, collective in called_on.items() if len(collective) == len(key[1])]
     clock = common_clock(traces, [[(rank, flight) for rank, _, flight in collective] for collective in whole])
     # Times below are on the common clock.
     called = [max((clock[rank] + flight.start, rank) for rank, _, flight in collective) for collective in whole]
-    moving = grouped((rank, (since, clock[rank] + flight.end))
-                     for collective, (since, _) in zip(whole, called, strict=True)
-                     for rank, _, flight in collective if flight.kind not in PAIRED)
+    moving = group_by_key((rank, (since, clock[rank] + flight.end))
+                          for collective, (since, _) in zip(whole, called, strict=True)
+                          for rank, _, flight in collective if flight.kind not in PAIRED)
     moved = {rank: union(spans) for rank, spans in moving.items()}
     by_rank: dict[int, list[Wait | None]] = {trace.rank: [None] * len(trace.flights) for trace in traces}
     for collective, (since, last) in zip(whole, called, strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ezpz_llm.explain.causes import AGAINST_DATA, Cause
-from ezpz_llm.observe.history import PHASES, History, steady
+from ezpz_llm.observe.history import PHASES, History, steady_steps
 
 _ENOUGH = 5
 """Minimum number of steady steps for any cause."""
@@ -46,11 +46,11 @@ class StepTimes:
         text += f" Steps reach {self.peak_share:.1%} of the measured matmul peak."
         if self.peak_share < _LOW:
             text += " Most of a step is not spent in matmuls" + (
-                f"; try {either(self.advice)}." if self.advice else ".")
+                f"; try {join_alternatives(self.advice)}." if self.advice else ".")
         return text
 
 
-def either(options: Sequence[str]) -> str:
+def join_alternatives(options: Sequence[str]) -> str:
     """Join options as "a, b, or c"."""
     *first, last = options
     return f"{', '.join(first)}, or {last}" if first else last
@@ -58,7 +58,7 @@ def either(options: Sequence[str]) -> str:
 
 def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = ()) -> StepTimes | None:
     """Summarize the steady steps, or return None if there are none. See `StepTimes` for `advice`."""
-    times = steady(rows).column("step_time_s")
+    times = steady_steps(rows).column("step_time_s")
     times = times[np.isfinite(times)]
     if not len(times):
         return None
@@ -74,7 +74,7 @@ def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace
         ranks: world size.
         can_trace: False for other programs, which have no --trace-steps.
     """
-    timed = steady(rows)
+    timed = steady_steps(rows)
     timed = timed[np.isfinite(timed.column("step_time_s"))]
     if len(timed) < _ENOUGH or whole_s <= 0:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.explain.counterfactual import Taken
+from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import Memory
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
 from ezpz_llm.observe.tables import Table, percentages, wall_table
@@ -114,7 +114,7 @@ def _means(split: Split, label: str) -> list[float]:
 def _wire_bytes(split: Split, exposed: Exposed) -> float | None:
     """Return the bytes on the busier direction of a node's link, or None if unknown or within one node."""
     device = DEVICES.get(split.device)
-    if device is None or not exposed.bytes or not exposed.ranks or not split.crosses_hosts(exposed):
+    if device is None or not exposed.bytes or not exposed.ranks or not split.crosses_nodes(exposed):
         return None
     call = call_traffic(device.collectives, exposed.label.partition(" (")[0], exposed.bytes / exposed.count,
                         len(exposed.ranks))
@@ -154,7 +154,7 @@ def phases_table(phases: Mapping[str, float]) -> Table:
         for (name, seconds), share in zip(phases.items(), shares, strict=True)))
 
 
-def counterfactual_table(ranks: Sequence[Taken]) -> Table:
+def counterfactual_table(ranks: Sequence[StepsWithoutCollectives]) -> Table:
     """Return the step times with and without collectives."""
     return Table("Exposed communication, measured by removing collectives (median steps, ms)",
                  ("rank", "with", "without", "removed share", "exposed share in traces"), tuple(

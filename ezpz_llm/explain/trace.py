@@ -15,7 +15,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any, TextIO, TypedDict
 
-from ezpz_llm.base import JsonText, UserError, as_type, open_regular, shown, whole_number
+from ezpz_llm.base import JsonText, UserError, as_type, open_regular, shorten_value, whole_number
 from ezpz_llm.explain.events import (
     DEVICE,
     LAUNCHES,
@@ -28,9 +28,9 @@ from ezpz_llm.explain.events import (
     bridge,
     collective_calls,
     computes,
+    cpu_flights,
     device_flights,
     device_work,
-    host_flights,
     is_operator,
     named,
     operators,
@@ -40,13 +40,13 @@ from ezpz_llm.explain.events import (
 from ezpz_llm.observe.history import PHASES
 from ezpz_llm.rundir.schemas import TraceNotes
 
-_MOST_US = 1e18
+_MAX_US = 1e18
 """Limit of times and durations; also excludes NaN."""
-MOST_EVENTS = 2_700_000
+MAX_EVENTS = 2_700_000
 """Maximum number of events with a duration; they and the data derived from them need under 1 GB."""
-MOST_CHARACTERS = 4 << 30
+MAX_CHARACTERS = 4 << 30
 """Maximum size of an unpacked trace."""
-_MOST_OF_ONE = 16 << 20
+_MAX_FIELD_LENGTH = 16 << 20
 """Maximum number of characters of one event or of another member."""
 _NUMBER, _ID = (int, float), (int, str)
 _ARGUMENTS = {"Collective name": str, "In msg nelems": int, "Out msg nelems": int, "dtype": str,
@@ -80,7 +80,7 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
         ValueError: the text is not a trace.
         UserError: no profiler writes such an event, or there are too many events.
     """
-    text, events = JsonText(_limited(file, where), _MOST_OF_ONE), []
+    text, events = JsonText(_limited(file, where), _MAX_FIELD_LENGTH), []
     members: dict[str, Any] = {}
     threads: dict[int | str, int | str] = {}
     launches: dict[int | str | None, float] = {}
@@ -104,8 +104,8 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
                 if computes(event):
                     within[event.tid] = (event.ts, event.ts + event.dur)
             events.append(event)
-            if len(events) + len(launches) > MOST_EVENTS:
-                raise UserError(f"this trace has more than {MOST_EVENTS:,} events, not counting operators within"
+            if len(events) + len(launches) > MAX_EVENTS:
+                raise UserError(f"this trace has more than {MAX_EVENTS:,} events, not counting operators within"
                                 " others", where=where, instead=_FEWER)
     return {**members, "traceEvents": events, "launches": launches}
 
@@ -114,8 +114,8 @@ def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: st
     kinds_of: dict[str, Any] = {"name": str, "ts": _NUMBER, "dur": _NUMBER, "tid": _ID}
     values: list[Any] = [entry.get(key) for key in kinds_of]
     for (key, kinds), value in zip(kinds_of.items(), values, strict=True):
-        if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MOST_US < value < _MOST_US):
-            raise UserError(f"{key} of an event is {shown(value)}", where=where, instead=_AGAIN)
+        if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MAX_US < value < _MAX_US):
+            raise UserError(f"{key} of an event is {shorten_value(value)}", where=where, instead=_AGAIN)
     name, ts, dur, tid = values
     # Millions of events share a few names and threads: keep each string once.
     event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(entry["cat"]))
@@ -130,7 +130,7 @@ def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: st
 
 def _limited(file: TextIO, where: str) -> Callable[[int], str]:
     """Return a function that reads the next characters of a trace, up to MOST_CHARACTERS."""
-    remaining = MOST_CHARACTERS
+    remaining = MAX_CHARACTERS
 
     def read(size: int) -> str:
         """Read the next `size` characters."""
@@ -138,7 +138,7 @@ def _limited(file: TextIO, where: str) -> Callable[[int], str]:
         part = file.read(size)
         remaining -= len(part)
         if remaining < 0:
-            raise UserError(f"this trace is larger than {MOST_CHARACTERS >> 30} GiB (unpacked)", where=where,
+            raise UserError(f"this trace is larger than {MAX_CHARACTERS >> 30} GiB (unpacked)", where=where,
                             instead=_FEWER)
         return part
 
@@ -231,7 +231,7 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     computed = operators(events, main, span)
     collectives = notes.get("collectives") or []
     if notes["device"] == "cpu":
-        flights = awaited(host_flights(calls, marks, span), computed)
+        flights = awaited(cpu_flights(calls, marks, span), computed)
         apart = sorted(moment for flight in flights for moment in (flight.start, flight.end))
         computing = union([*bridge(computed, _HOST_GAP_S, apart), *phases[_DATA]])
     else:

@@ -52,7 +52,7 @@ class Turns:
         self._inside = ExitStack()
         self._dist.barrier()
         if self._is_stubbed(step):
-            from ezpz_llm.dist.stubbed import stubbed_collectives
+            from ezpz_llm.dist.stubbed_collectives import stubbed_collectives
 
             self._inside.enter_context(stubbed_collectives())
         self._began = time.perf_counter()

@@ -181,7 +181,7 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Hugging Face tensor that holds rows `first` to `stop` of the plain model's parameter `ours`.
 
     `shape` is in the plain model's orientation; GPT-2 stores linear layers transposed, as (in, out).
@@ -223,14 +223,14 @@ def family_of(config: ModelConfig) -> str:
                             "rope and swiglu (Llama and its variants)")
 
 
-def stored_tensors(config: ModelConfig) -> list[Stored]:
+def stored_tensors(config: ModelConfig) -> list[StoredTensor]:
     """Return the Hugging Face tensors of a model, in the plain model's order, without padded vocabulary rows.
 
     GPT-2 in transformers always has biases: if `config` has none, the list contains them, to be filled with zeros.
     """
     family = family_of(config)
     shapes = parameter_shapes(replace(config, bias=True) if family == "gpt2" else config)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     for name, shape in shapes.items():
         if name in (TABLE, HEAD):
             shape = (config.vocab_size, config.n_embd)
@@ -239,22 +239,23 @@ def stored_tensors(config: ModelConfig) -> list[Stored]:
     return tensors
 
 
-def _gpt2(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[Stored]:
+def _gpt2(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
     linear = name.endswith(".weight") and (".attn." in name or ".mlp." in name)
-    yield Stored(name, name, 0, shape[0], shape, transposed=linear)
+    yield StoredTensor(name, name, 0, shape[0], shape, transposed=linear)
 
 
-def _llama(config: ModelConfig, name: str, shape: tuple[int, ...], names: Mapping[str, str]) -> Iterator[Stored]:
+def _llama(config: ModelConfig, name: str, shape: tuple[int, ...],
+           names: Mapping[str, str]) -> Iterator[StoredTensor]:
     module, _, kind = name.rpartition(".")
     if module in _OUTSIDE:
-        yield Stored(f"{_OUTSIDE[module]}.{kind}", name, 0, shape[0], shape)
+        yield StoredTensor(f"{_OUTSIDE[module]}.{kind}", name, 0, shape[0], shape)
         return
     layer, _, inner = module.removeprefix("transformer.h.").partition(".")
     if inner in names:
-        yield Stored(f"model.layers.{layer}.{names[inner]}.{kind}", name, 0, shape[0], shape)
+        yield StoredTensor(f"model.layers.{layer}.{names[inner]}.{kind}", name, 0, shape[0], shape)
         return
     first = 0
     for part, rows in (("q", config.q_width), ("k", config.kv_width), ("v", config.kv_width)):
-        yield Stored(f"model.layers.{layer}.self_attn.{part}_proj.{kind}", name, first, first + rows,
-                     (rows, *shape[1:]))
+        yield StoredTensor(f"model.layers.{layer}.self_attn.{part}_proj.{kind}", name, first, first + rows,
+                           (rows, *shape[1:]))
         first += rows

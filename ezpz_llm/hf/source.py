@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base import UserError, nearest, outside, read_json, user_path
-from ezpz_llm.checkpoint import Damaged, find
+from ezpz_llm.base import UserError, nearest_name, read_json, untrusted_input, user_path
+from ezpz_llm.checkpoint import DamagedCheckpointError, find
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
@@ -74,7 +74,7 @@ def find_source(where: str, option: str) -> Source:
 
 def _no_such_run(name: str, option: str) -> UserError:
     near = [str(folder / match) for folder in (Path(), Path("runs")) if folder.is_dir()
-            for match in nearest(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
+            for match in nearest_name(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
     return UserError(f"no run directory, checkpoint or model folder at {name}", where=option,
                      instead=f"did you mean {' or '.join(near)}?" if near
                      else f"the path of a folder; for a model of the hub, the id with its owner: OWNER/{name}")
@@ -92,7 +92,7 @@ def _hf_source(folder: Path) -> Source:
         raise adapter_error(folder)
     path = folder / CONFIG
     try:
-        stored = outside.read_json(path)
+        stored = untrusted_input.read_json(path)
     except UserError as error:
         raise UserError(f"config.json cannot be read: {error.found}", where=error.where) from error
     if not isinstance(stored, dict):
@@ -104,7 +104,7 @@ def _hf_source(folder: Path) -> Source:
 def _checkpoint_source(path: Path, option: str) -> Source:
     try:
         folder = find(path)
-    except Damaged:
+    except DamagedCheckpointError:
         raise
     except UserError as error:
         raise UserError(error.found, where=option, instead=error.instead) from None
@@ -147,7 +147,7 @@ def hub_library(missing: str, where: str) -> Any:
     return huggingface_hub
 
 
-def adapted(model: ModelConfig, where: str, **changes: Any) -> ModelConfig:
+def with_model_changes(model: ModelConfig, where: str, **changes: Any) -> ModelConfig:
     """Return the model with changed settings, as far as its weights allow; None leaves a setting unchanged.
 
     Allowed are any dropout and vocab_multiple, and a shorter context (with rotary embeddings, any context).

@@ -17,12 +17,12 @@ from ezpz_llm.data.tokenizers import (
     GPT2_VOCAB,
     Tokenizer,
     byte_alphabet,
-    choose,
+    choose_tokenizer,
     describe,
-    entry_in,
+    find_entry,
+    find_unsupported_tokenizer,
     from_entry,
     get_tokenizer,
-    other_in,
     to_entry,
     words_of,
 )
@@ -33,13 +33,13 @@ from ezpz_llm.rundir import write_json
 
 def entry_of(source: Source) -> Mapping[str, Any] | None:
     """Return the manifest entry of the weights' tokenizer; None if it is unknown or unsupported."""
-    return entry_in(source.folder) if source.tokenizer is None else source.tokenizer
+    return find_entry(source.folder) if source.tokenizer is None else source.tokenizer
 
 
 def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
     """Return the tokenizer to use with these weights on a corpus, as an argument of `prepare`.
 
-    It is the weights' own tokenizer, unless the user chose another one; `other_tokenizer` warns about that.
+    It is the weights' own tokenizer, unless the user chose another one; `tokenizer_mismatch` warns about that.
 
     Args:
         given: tokenizer from the options; None for none.
@@ -49,9 +49,9 @@ def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> st
         UserError: the weights' tokenizer is unknown or unsupported, or differs from `given` or from the tokenizer
             of a prepared corpus.
     """
-    own, choice = entry_of(source), None if given is None else choose(given)
+    own, choice = entry_of(source), None if given is None else choose_tokenizer(given)
     if own is None:
-        other = other_in(source.folder)
+        other = find_unsupported_tokenizer(source.folder)
         if choice is not None and (asked or other is None):
             return choice.words
         if other is None:
@@ -80,7 +80,7 @@ def _mismatch(source: Source, own: Mapping[str, Any], of_corpus: str, where: str
                              "--tokenizer")
 
 
-def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
+def tokenizer_mismatch(source: Source, used: Mapping[str, Any]) -> str | None:
     """Return a warning if tokens were not made with the weights' own tokenizer.
 
     Args:
@@ -89,19 +89,19 @@ def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
     own = entry_of(source)
     if own is not None and own["fingerprint"] == used["fingerprint"]:
         return None
-    name = describe(own) if own is not None else other_in(source.folder)
+    name = describe(own) if own is not None else find_unsupported_tokenizer(source.folder)
     if name is None:
         return None
     return f"the weights' tokenizer is {name}, but --tokenizer chose {describe(used)} for these tokens"
 
 
-def given_warning(source: Source, given: str | None) -> str | None:
+def tokenizer_warning(source: Source, given: str | None) -> str | None:
     """Return a warning if the tokenizer of the command line is not the weights' own."""
     if given is None or given == "char":
         return None
     path = user_path(given)
-    used = entry_in(path) if path.exists() else to_entry(get_tokenizer(given))
-    return None if used is None else other_tokenizer(source, used)
+    used = find_entry(path) if path.exists() else to_entry(get_tokenizer(given))
+    return None if used is None else tokenizer_mismatch(source, used)
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
@@ -141,7 +141,7 @@ def _given(given: str, source: Source) -> Tokenizer:
             return from_entry(own, str(source.folder))
         raise UserError("the tokenizer char depends on its corpus", where="--tokenizer",
                         instead="the folder with the corpus's token shards")
-    return choose(given).make()
+    return choose_tokenizer(given).make()
 
 
 def _own(source: Source) -> Tokenizer:

@@ -22,18 +22,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ezpz_llm import __version__
-from ezpz_llm.base import UserError, as_dataclass, file_in, open_regular, read_json
+from ezpz_llm.base import UserError, as_dataclass, join_file_name, open_regular, read_json
 from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.checkpoint.writer import write_tensors
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import raise_together, together
-from ezpz_llm.hf.config import Stored, stored_tensors, to_hf
+from ezpz_llm.dist.agreement import raise_together, run_together
+from ezpz_llm.hf.config import StoredTensor, stored_tensors, to_hf
 from ezpz_llm.hf.source import CONFIG, Source, adapter_error
 from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size, whole
+from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size, whole_box
 from ezpz_llm.rundir import write_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,7 +75,7 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
             return open_weights(source, check_hashes=False)
         return HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes=False)
 
-    weights = together(dist, opened)
+    weights = run_together(dist, opened)
     if dist.is_main:
         for note in weights.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
@@ -204,7 +204,7 @@ class HfWeights(Weights):
     def __init__(self, source: Source) -> None:
         super().__init__(source.model, source.folder)
         self._location = self._find_tensors()
-        self._tensors: dict[str, list[Stored]] = {}
+        self._tensors: dict[str, list[StoredTensor]] = {}
         for stored in stored_tensors(source.model):
             self._check(stored)
             self._tensors.setdefault(stored.ours, []).append(stored)
@@ -224,7 +224,7 @@ class HfWeights(Weights):
                 parts.append(self._note_non_finite(stored.name, self._read(stored, sides).float()))
         return torch.cat(parts)
 
-    def _read(self, stored: Stored, sides: tuple[slice, ...]) -> Tensor:
+    def _read(self, stored: StoredTensor, sides: tuple[slice, ...]) -> Tensor:
         tensor = self.open(self._location[stored.name][0]).get_slice(self._location[stored.name][1])
         return tensor[sides[::-1]].T if stored.transposed else tensor[sides]
 
@@ -269,7 +269,7 @@ class HfWeights(Weights):
             return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (not a mapping)
         where = str(self.where / _INDEX)
         index = as_dataclass(_IndexFile, read_json(self.where / _INDEX), where, drop_unknown=True)
-        files = sorted({file_in(self.where, file, where).name for file in index.weight_map.values()})
+        files = sorted({join_file_name(self.where, file, where).name for file in index.weight_map.values()})
         stored = [(file, name) for file in files for name in self.open(file).keys()]  # noqa: SIM118
         pairs = set(stored)
         for name, file in index.weight_map.items():
@@ -278,7 +278,7 @@ class HfWeights(Weights):
                                 instead="the index that belongs to these files")
         return stored
 
-    def _check(self, stored: Stored) -> None:
+    def _check(self, stored: StoredTensor) -> None:
         if stored.name not in self._location:
             tie = ", or set tie_word_embeddings to true there if the head is the embedding"
             raise UserError(f"the weights have no tensor {stored.name}", where=str(self.where),
@@ -381,22 +381,22 @@ def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | N
                                          end_of_text=end_of_text), "ezpz_llm": provenance})
 
 
-def _write_shard(path: Path, shard: list[Stored], weights: Weights, dtype: torch.dtype) -> None:
+def _write_shard(path: Path, shard: list[StoredTensor], weights: Weights, dtype: torch.dtype) -> None:
     outline = {tensor.name: torch.empty(tensor.stored_shape, dtype=dtype, device="meta") for tensor in shard}
     # transformers requires this metadata.
     write_tensors(path, outline, (_values(tensor, weights).to(dtype) for tensor in shard), {"format": "pt"})
 
 
-def _values(tensor: Stored, weights: Weights) -> Tensor:
+def _values(tensor: StoredTensor, weights: Weights) -> Tensor:
     if tensor.ours not in parameter_shapes(weights.model):
         return torch.zeros(tensor.stored_shape)  # a bias that the model does not have
-    box = ((tensor.first, tensor.stop), *whole(tensor.shape[1:]))
+    box = ((tensor.first, tensor.stop), *whole_box(tensor.shape[1:]))
     values = weights.read(tensor.ours, box)
     return values.T if tensor.transposed else values
 
 
-def _shards(tensors: list[Stored], item_bytes: int, limit: int) -> list[list[Stored]]:
-    shards: list[list[Stored]] = [[]]
+def _shards(tensors: list[StoredTensor], item_bytes: int, limit: int) -> list[list[StoredTensor]]:
+    shards: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
         size = _numel(tensor) * item_bytes
@@ -408,7 +408,7 @@ def _shards(tensors: list[Stored], item_bytes: int, limit: int) -> list[list[Sto
     return shards
 
 
-def _numel(tensor: Stored) -> int:
+def _numel(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape)
 
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import UserError, make_private, run_command, show, system_text, version_text
+from ezpz_llm.base import UserError, make_private, print_lines, run_command, system_text, version_text
 from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.ranks import is_by_hand
-from ezpz_llm.launch.relay import say
+from ezpz_llm.launch.plan_text import details, json_text, opening_lines, summary
+from ezpz_llm.launch.ranks import is_set_by_user
+from ezpz_llm.launch.relay import print_stderr
 from ezpz_llm.launch.schedulers.scheduler import clock
-from ezpz_llm.launch.show import details, first_lines, json_text, summary
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, sweep_checkpoints, update_record, write_atomic
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, update_record, write_atomic
 
 if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import Checked
@@ -45,13 +45,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     plan = build_plan(options, os.environ)
     if options.dry_run:
-        show(json_text(plan) if options.as_json else details(plan))
+        print_lines(json_text(plan) if options.as_json else details(plan))
         return _dry_check(plan, options)
     return _exec_command(plan) if plan.is_started else _start(plan, options, argv)
 
 
 def _exec_command(plan: LaunchPlan) -> int:
-    if plan.ranks[0].rank == 0 or is_by_hand(os.environ):
+    if plan.ranks[0].rank == 0 or is_set_by_user(os.environ):
         print(f"launch: {plan.notes[0]}", file=sys.stderr, flush=True)
     env = {**os.environ, **{name: setting.value for name, setting in plan.env.items()}}
     try:
@@ -63,44 +63,44 @@ def _exec_command(plan: LaunchPlan) -> int:
 
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported only if ranks start: --dry-run and --help do not need these modules.
-    from ezpz_llm.launch.failures.texts import site_texts
-    from ezpz_llm.launch.owner import own
+    from ezpz_llm.launch.failures.known_failures import site_texts
+    from ezpz_llm.launch.owner import become_owner
 
     # Report an error in a site's file of failure texts now, not when the run fails.
     site_texts(os.environ, {name: setting.value for name, setting in plan.env.items()})
     with contextlib.ExitStack() as stack:
         # Own an existing directory before the check: if it is in use, that is the error to report.
         exists = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()
-        owned = stack.enter_context(own(plan.run_dir, plan.run_id, os.environ)) if exists else None
+        owned = stack.enter_context(become_owner(plan.run_dir, plan.run_id, os.environ)) if exists else None
         checked = _check(plan)
         if checked.code:
-            say("launch: nothing was started: the command's own check failed")
+            print_stderr("launch: nothing was started: the command's own check failed")
             return checked.code
         plan = _make_run_dir(plan, options)
         if owned is None:
-            owned = stack.enter_context(own(plan.run_dir, plan.run_id, os.environ))
+            owned = stack.enter_context(become_owner(plan.run_dir, plan.run_id, os.environ))
         _clear_run_dir(plan, owned.killed)
         return _run(plan, options, typed, checked)
 
 
 def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Checked) -> int:
-    from ezpz_llm.launch.failures.facts import exit_record, not_started
-    from ezpz_llm.launch.supervise import run
+    from ezpz_llm.launch.failures.run_facts import exit_record, not_started
+    from ezpz_llm.launch.supervision import run
 
     if options.explain:
-        say(f"{details(plan)}\n\n{checked.explanation}".rstrip())
+        print_stderr(f"{details(plan)}\n\n{checked.explanation}".rstrip())
     else:
         # --verbose of a command of this package applies to launch too.
         is_verbose = options.verbose or (plan.target.module is not None and "--verbose" in plan.target.arguments)
         # Do not wrap lines in a log file, so that grep finds them.
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
-        say(summary(plan) if is_verbose else first_lines(plan, width))
+        print_stderr(summary(plan) if is_verbose else opening_lines(plan, width))
     started = time.time()
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     if options.preflight:
-        from ezpz_llm.launch.precheck import fit_for
+        from ezpz_llm.launch.precheck import run_preflight
 
-        if code := fit_for(plan, options, lambda step: _record(step, typed)):
+        if code := run_preflight(plan, options, lambda step: _record(step, typed)):
             return code
     try:
         with _maybe_staged(plan, options) as plan:
@@ -117,7 +117,8 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
             with contextlib.suppress(OSError):  # a log that was removed does not change the outcome
                 _show_other_logs(plan)
         # Commands of this package print their own last lines.
-        say(f"launch: exit code 0 after {clock(round(time.time() - started))}, run directory {plan.run_dir.path}")
+        print_stderr(f"launch: exit code 0 after {clock(round(time.time() - started))}, run directory "
+                     f"{plan.run_dir.path}")
     return outcome.code
 
 
@@ -142,11 +143,11 @@ def _dry_check(plan: LaunchPlan, options: Options) -> int:
 
 
 def _check(plan: LaunchPlan) -> Checked:
-    from ezpz_llm.launch.precheck import check_first
+    from ezpz_llm.launch.precheck import check_command
 
     places = list(Counter(place.host for place in plan.ranks).items())
-    return check_first(plan.target, plan.command, len(plan.ranks),
-                       {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}, places)
+    return check_command(plan.target, plan.command, len(plan.ranks),
+                         {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}, places)
 
 
 def _record_end(plan: LaunchPlan, end: dict[str, object]) -> None:
@@ -155,7 +156,7 @@ def _record_end(plan: LaunchPlan, end: dict[str, object]) -> None:
         update_record(plan.run_dir, exit=end)
     except (OSError, UserError) as error:
         reason = error.found if isinstance(error, UserError) else error.strerror
-        say(f"launch: cannot record the end of the run in {plan.run_dir.record}: {reason}")
+        print_stderr(f"launch: cannot record the end of the run in {plan.run_dir.record}: {reason}")
 
 
 def _show_other_logs(plan: LaunchPlan) -> None:
@@ -168,17 +169,17 @@ def _show_other_logs(plan: LaunchPlan) -> None:
     if sum(sizes.values()) <= _SHOWN_BYTES:
         texts = {rank: system_text(logs[rank], most=_SHOWN_BYTES).splitlines() for rank in written}
         if sum(map(len, texts.values())) <= _SHOWN_LINES:
-            say("\n".join(f"[{rank}] {line}" for rank, lines in texts.items() for line in lines))
+            print_stderr("\n".join(f"[{rank}] {line}" for rank, lines in texts.items() for line in lines))
             return
-    say(f"launch: {len(written)} other rank{'' if len(written) == 1 else 's'} wrote to"
-        f" {plan.run_dir.rank_log(0).parent} (--tee all shows it here)")
+    print_stderr(f"launch: {len(written)} other rank{'' if len(written) == 1 else 's'} wrote to"
+                 f" {plan.run_dir.rank_log(0).parent} (--tee all shows it here)")
 
 
 def _maybe_staged(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
     """Return a context with the plan, which under --stage-env runs from copies of the environment."""
     if not options.stage_env:
         return contextlib.nullcontext(plan)
-    from ezpz_llm.launch.staging.stage import staged
+    from ezpz_llm.launch.staging.sender import staged
 
     return staged(plan, options, os.environ)
 
@@ -214,7 +215,7 @@ def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
                 folder.remove(name)
     plan.run_dir.post_mortem.unlink(missing_ok=True)
     # Incomplete checkpoints may fill the disk before the first new checkpoint is written.
-    sweep_checkpoints(plan.run_dir.checkpoints)
+    remove_incomplete_checkpoints(plan.run_dir.checkpoints)
     for path, content in plan.files.items():
         write_atomic(path, content)
 

@@ -39,19 +39,19 @@ class Rendezvous:
     notes: tuple[str, ...] = ()
 
 
-def is_here(host: str) -> bool:
+def is_local_address(host: str) -> bool:
     """Return True if `host` is the name or an address of this node."""
-    return find_here([host]) is not None
+    return find_local_node([host]) is not None
 
 
-def is_among(hosts: Sequence[str]) -> bool:
+def is_local_node_among(hosts: Sequence[str]) -> bool:
     """Return True if one of `hosts` is this node."""
-    return find_here(hosts) is not None
+    return find_local_node(hosts) is not None
 
 
-def find_here(hosts: Sequence[str]) -> int | None:
+def find_local_node(hosts: Sequence[str]) -> int | None:
     """Return the position of this node in a list of hostnames or addresses, or None."""
-    own_addresses = {"localhost", _LOOPBACK, *filter(None, own_interfaces().values())}
+    own_addresses = {"localhost", _LOOPBACK, *filter(None, list_interfaces().values())}
     own_name = socket.gethostname()
     for place, host in enumerate(hosts):
         if host == own_name or normalize(host) in own_addresses:
@@ -73,7 +73,7 @@ def domain_notes(hosts: Sequence[str], source: str) -> tuple[str, ...]:
     """Return a note if the list has the name of this node in another domain."""
     own_name = socket.gethostname()
     for _, host in match_names([own_name], [hosts[place] for place in _with_own_label(hosts)]).other_domains:
-        same = "the same node (by its address)" if find_here(hosts) is not None else "different nodes"
+        same = "the same node (by its address)" if find_local_node(hosts) is not None else "different nodes"
         return (f"the domains differ: this node is {own_name}, {source} has {host}; launch treats them as {same}",)
     return ()
 
@@ -118,7 +118,7 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
         UserError: the interface does not exist here, the name is the loopback address on every node, the port is in
             use, or no rank can connect to `address`.
     """
-    on_first_node = find_here(hosts) == 0
+    on_first_node = find_local_node(hosts) == 0
     if interface and on_first_node:
         interface_name, interface_ip = interface_address(interface, interface_source)
     notes: tuple[str, ...] = ()
@@ -294,7 +294,7 @@ def listen(master: str, port: int, backlog: int = 4096) -> socket.socket:
                                 dualstack_ipv6=dual)
 
 
-def own_end(listener: socket.socket) -> str:
+def local_address(listener: socket.socket) -> str:
     """Return the address at which processes on this node reach the listener."""
     address = str(listener.getsockname()[0])
     return "127.0.0.1" if address in ("::", "0.0.0.0") else address
@@ -306,7 +306,7 @@ _SIOCGIFADDR = 0x8915
 _BY_BACKEND = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
-def own_interfaces() -> dict[str, str | None]:
+def list_interfaces() -> dict[str, str | None]:
     """Return the IPv4 address of each network interface of this node, None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return {name: _address(probe, name) for _, name in socket.if_nameindex()}
@@ -326,7 +326,7 @@ def interface_address(names: str, where: str) -> tuple[str, str]:
     Raises:
         UserError: none of them has one; the message lists the interfaces of this node.
     """
-    interfaces = own_interfaces()
+    interfaces = list_interfaces()
     for name in names.split(","):
         if address := interfaces.get(name.strip()):
             return name.strip(), address
@@ -345,7 +345,7 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
     variable = _BY_BACKEND.get(backend)
     if variable is None or not (names := env.get(variable)):
         return
-    interfaces = own_interfaces()
+    interfaces = list_interfaces()
     if missing := missing_interface(variable, names, interfaces):
         raise UserError(f"rank {rank} is to use interface {missing}, which {socket.gethostname()} does not have; "
                         f"it has {describe(interfaces)}", where=f"{variable}={names}",

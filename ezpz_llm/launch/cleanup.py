@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from ezpz_llm.launch.node.folder import agents, strays
 from ezpz_llm.launch.node.processes import (
-    Kin,
     Process,
-    below,
+    ProcessIdentity,
     can_list_children,
     end_all,
-    everyone,
+    find_descendants,
+    list_processes,
     marked,
     read_descendants,
     started_at,
@@ -43,7 +43,7 @@ def adopt_orphans() -> None:
 
 
 def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], bool] = lambda process: True,
-               roots: Callable[[], Collection[Kin]] = lambda: ()) -> list[int]:
+               roots: Callable[[], Collection[ProcessIdentity]] = lambda: ()) -> list[int]:
     """Kill the remaining processes of a run on this node, and all their descendants.
 
     Args:
@@ -53,27 +53,27 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
     Returns:
         Processes that are still alive after `within_s`, or that this user may not kill.
     """
-    def find() -> Iterator[Kin]:
+    def find() -> Iterator[ProcessIdentity]:
         """Yield the chosen processes with the run's marker and all their descendants."""
         ancestors, spared = set(roots()), {os.getpid()}
         for process in marked(run_id):
             if chosen(process):
-                ancestors.add(Kin(process.pid, process.start))
-                yield Kin(process.pid, process.start)
+                ancestors.add(ProcessIdentity(process.pid, process.start))
+                yield ProcessIdentity(process.pid, process.start)
             elif process.is_shim:
                 spared.add(process.pid)
         if ancestors:
-            yield from below(everyone(), ancestors, spared)
+            yield from find_descendants(list_processes(), ancestors, spared)
 
     return end_all(find, within_s)
 
 
-def descendants(spared: Collection[int]) -> Iterable[Kin]:
+def descendants(spared: Collection[int]) -> Iterable[ProcessIdentity]:
     """Return the live descendants of this process, except `spared` and their descendants."""
-    this_process = Kin(os.getpid(), started_at(os.getpid()))
+    this_process = ProcessIdentity(os.getpid(), started_at(os.getpid()))
     if can_list_children():
         return read_descendants(this_process, spared)
-    return below(everyone(), {this_process}, {this_process.pid, *spared})
+    return find_descendants(list_processes(), {this_process}, {this_process.pid, *spared})
 
 
 def kill(pid: int, number: int) -> None:

@@ -22,7 +22,7 @@ _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 
 
 @dataclass(frozen=True)
-class Inside:
+class RankContainer:
     """Container of the ranks, and the arguments that start it.
 
     Args:
@@ -40,8 +40,8 @@ class Inside:
     srun: tuple[str, ...] = ()
 
 
-def enter(wanted: str | None, site: Site, launcher: str, run_dir: Path, variables: Iterable[str],
-          env: Mapping[str, str]) -> Inside:
+def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Path, variables: Iterable[str],
+                     env: Mapping[str, str]) -> RankContainer:
     """Return the container of the ranks, with the run directory and the working directory mounted in it.
 
     Args:
@@ -54,18 +54,19 @@ def enter(wanted: str | None, site: Site, launcher: str, run_dir: Path, variable
     site_container = site.job.container
     image = wanted or site_container.image
     if not image or image == "none":
-        return Inside()
+        return RankContainer()
     source = "--container" if wanted else f"[job] container of site {site.name}"
     image = _image(image, source)
     runtime = site_container.runtime or next((name for name in ANY_RUNTIME if _is_on_path(name, env)),
                                              ANY_RUNTIME[0])
     if runtime in OF_SRUN:
         step_options = _srun_options(runtime, image, launcher, run_dir, variables, source, env)
-        return Inside(image, runtime, source, srun=(*step_options, *site_container.options))
+        return RankContainer(image, runtime, source, srun=(*step_options, *site_container.options))
     if not _is_on_path(runtime, env):
         raise UserError(f"{runtime} is not on PATH, and is required to run {image}", where=source,
                         instead="load its module, name another runtime in the site file, or --container none")
-    return Inside(image, runtime, source, words=_command_prefix(runtime, image, run_dir, site_container.options))
+    return RankContainer(image, runtime, source,
+                         words=_command_prefix(runtime, image, run_dir, site_container.options))
 
 
 def _is_on_path(program: str, env: Mapping[str, str]) -> bool:

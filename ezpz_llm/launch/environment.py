@@ -8,9 +8,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ezpz_llm.base import SECRET_VARIABLE, UserError, extensions_dir, new_secret, shown, user_path, whole_number
+from ezpz_llm.base import (
+    SECRET_VARIABLE,
+    UserError,
+    extensions_dir,
+    new_secret,
+    shorten_value,
+    user_path,
+    whole_number,
+)
 from ezpz_llm.launch.addresses import Rendezvous
-from ezpz_llm.launch.binding.choose import Binding
+from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
@@ -23,7 +31,7 @@ from ezpz_llm.launch.variables import (
     EXTENSIONS_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
-    IN_COLOUR,
+    IN_COLOR,
     LOG_BYTES_VARIABLE,
     RANKS_OWN,
     RANKS_PER_NODE_VARIABLE,
@@ -56,7 +64,7 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
         UserError: EZPZ_LLM_LOG_BYTES is not a whole number.
     """
     if whole_number(env.get(LOG_BYTES_VARIABLE) or "1") is None:
-        raise UserError(f"{LOG_BYTES_VARIABLE} is {shown(env[LOG_BYTES_VARIABLE])}, not a whole number",
+        raise UserError(f"{LOG_BYTES_VARIABLE} is {shorten_value(env[LOG_BYTES_VARIABLE])}, not a whole number",
                         instead="the maximum size of a rank's log in bytes, such as 10000000000")
     settings = {
         **rank_settings(),
@@ -85,7 +93,7 @@ def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Set
     shows = options.tee == "0" and sys.stdout.isatty() and env.get("TERM", "dumb") != "dumb"
     if not shows and TERMINAL_VARIABLE not in env:
         return {}
-    value = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOUR}" if shows else ""
+    value = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOR}" if shows else ""
     return {TERMINAL_VARIABLE: Setting(value, "the terminal of launch")}
 
 

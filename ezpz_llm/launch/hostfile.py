@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from ezpz_llm.base import MOST_HOSTS, UserError, read_text
+from ezpz_llm.base import MAX_NODES, UserError, read_text
 from ezpz_llm.launch.hostnames import node_keys
-from ezpz_llm.launch.schedulers.scheduler import Host
+from ezpz_llm.launch.schedulers.scheduler import Node
 
 HOSTFILE_ACCEPTED = ("one hostname per line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more);"
                      " # starts a comment")
@@ -33,7 +33,7 @@ _PROBLEMS = (
 """Common invalid lines: a pattern, the problem, and what to write instead."""
 
 
-def read(path: Path) -> tuple[Host, ...]:
+def read(path: Path) -> tuple[Node, ...]:
     """Read a hostfile.
 
     Raises:
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[Host, ...]:
     return parse(text, str(path))
 
 
-def parse(text: str, where: str) -> tuple[Host, ...]:
+def parse(text: str, where: str) -> tuple[Node, ...]:
     """Return the nodes listed in `text`. Repeating a plain name adds a slot, as in a PBS node file.
 
     Raises:
@@ -76,12 +76,12 @@ def parse(text: str, where: str) -> tuple[Host, ...]:
         first.setdefault(key, number)
         if count:
             slots[key] = count
-    if len(first) > MOST_HOSTS:
-        raise UserError(f"the hostfile lists {len(first):,} nodes", where=where, instead=f"at most {MOST_HOSTS:,}")
+    if len(first) > MAX_NODES:
+        raise UserError(f"the hostfile lists {len(first):,} nodes", where=where, instead=f"at most {MAX_NODES:,}")
     if not names:
         raise UserError("the hostfile lists no node", where=where, instead=HOSTFILE_ACCEPTED)
     repeats, spelling = Counter(keys), dict(zip(reversed(keys), reversed(names), strict=True))
-    return tuple(Host(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
+    return tuple(Node(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
                  for key in repeats)
 
 

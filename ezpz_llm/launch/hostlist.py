@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 
-from ezpz_llm.base import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS, MOST_RANKS, UserError, grouped
+from ezpz_llm.base import MAX_CORES_PER_NODE, MAX_HOSTNAME_LENGTH, MAX_NODES, MAX_RANKS, UserError, group_by_key
 
 _HOSTS_SHOWN = 8
 ACCEPTED = "a list such as nid[001-004,007],gpu01"
@@ -20,7 +20,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
-def expand_hosts(text: str) -> list[str]:
+def expand_hostlist(text: str) -> list[str]:
     """Expand a Slurm host list into hostnames, in the order of `scontrol show hostnames`; keep duplicates.
 
     With several brackets in a name, the last varies fastest, then the first, the second, and so on (Slurm 22.05).
@@ -36,7 +36,7 @@ def expand_hosts(text: str) -> list[str]:
         if match := _SEPARATORS.match(text, at):
             at = match.end()
         elif match := _WORD.match(text, at):
-            hosts += _expand_word(match[0], text, MOST_HOSTS - len(hosts))
+            hosts += _expand_word(match[0], text, MAX_NODES - len(hosts))
             at = match.end()
         else:
             raise _not_a_list(text)
@@ -48,9 +48,9 @@ def _expand_word(word: str, text: str, maximum: int) -> list[str]:
     ranges = [_read_bracket(inside, text) for inside, literal in tokens if not literal]
     # Count before expanding: a short list can name more hosts than fit into memory.
     if math.prod(sum(len(numbers) for numbers, _ in bracket) for bracket in ranges) > maximum:
-        raise UserError(f"the host list has more than {MOST_HOSTS:,} hosts: {_quoted(text)}",
+        raise UserError(f"the host list has more than {MAX_NODES:,} hosts: {_quoted(text)}",
                         instead=ACCEPTED)
-    if sum(len(literal) or 1 for _, literal in tokens) > LONGEST_HOST:
+    if sum(len(literal) or 1 for _, literal in tokens) > MAX_HOSTNAME_LENGTH:
         raise _not_a_list(text)
     brackets = ([f"{number:0{width}d}" for numbers, width in bracket for number in numbers] for bracket in ranges)
     parts = [[literal] if literal else next(brackets) for _, literal in tokens]
@@ -83,8 +83,8 @@ def _quoted(text: str) -> str:
     return repr(text if len(text) <= 200 else f"{text[:200]}…")
 
 
-def fold_hosts(hosts: Sequence[str]) -> str:
-    """Return the compact form of `hosts`, the inverse of `expand_hosts`: n[1-3],n7."""
+def fold_hostnames(hosts: Sequence[str]) -> str:
+    """Return the compact form of `hosts`, the inverse of `expand_hostlist`: n[1-3],n7."""
     runs: list[tuple[str, str, str, int]] = []  # text before the number, first number, text after it, count
     for host in hosts:
         match = _NUMBERED.fullmatch(host)
@@ -117,8 +117,8 @@ def expand_counts(text: str) -> list[int]:
     if not all(matches):
         raise UserError(f"not a list of counts per node: {_quoted(text)}", instead="numbers such as 2(x2),1")
     counts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
-    if sum(times for _, times in counts) > MOST_HOSTS or max(count for count, _ in counts) > MOST_CORES_ON_A_HOST:
-        raise UserError(f"more than {MOST_HOSTS:,} nodes, or more than {MOST_CORES_ON_A_HOST:,} per node: "
+    if sum(times for _, times in counts) > MAX_NODES or max(count for count, _ in counts) > MAX_CORES_PER_NODE:
+        raise UserError(f"more than {MAX_NODES:,} nodes, or more than {MAX_CORES_PER_NODE:,} per node: "
                         f"{_quoted(text)}", instead="numbers such as 2(x2),1")
     return [count for count, times in counts for _ in range(times)]
 
@@ -143,8 +143,8 @@ def expand_numbers(text: str) -> tuple[int, ...]:
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         numbers = range(int(first), int(last or first) + 1)
-        if numbers.stop > MOST_RANKS:
-            raise ValueError(f"more than {MOST_RANKS:,} ranks")
+        if numbers.stop > MAX_RANKS:
+            raise ValueError(f"more than {MAX_RANKS:,} ranks")
         expanded += numbers
     return tuple(expanded)
 
@@ -155,10 +155,10 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {fold_numbers(ranks)}"
 
 
-def fold_places(hosts: Mapping[int, str]) -> str:
+def fold_rank_places(hosts: Mapping[int, str]) -> str:
     """Return ranks by node as text: {2: "n2", 3: "n2", 6: "n4"} as "ranks 2-3 on n2, rank 6 on n4"."""
-    by_host = list(grouped((host, rank) for rank, host in hosts.items()).items())
-    groups = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_host[:_HOSTS_SHOWN]]
-    if omitted := by_host[_HOSTS_SHOWN:]:
+    by_node = list(group_by_key((host, rank) for rank, host in hosts.items()).items())
+    groups = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_node[:_HOSTS_SHOWN]]
+    if omitted := by_node[_HOSTS_SHOWN:]:
         groups.append(f"{rank_ranges(rank for _, ranks in omitted for rank in ranks)} on {len(omitted)} more nodes")
     return ", ".join(groups)

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base import grouped, system_text
+from ezpz_llm.base import group_by_key, system_text
 from ezpz_llm.launch.failures import log_kinds
-from ezpz_llm.launch.failures.facts import Stop
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, WRONG_WORLD
 from ezpz_llm.launch.failures.log_patterns import LogMatch, read_matches
-from ezpz_llm.launch.hostlist import fold_numbers, fold_places, rank_ranges
+from ezpz_llm.launch.failures.run_facts import Stop
+from ezpz_llm.launch.hostlist import fold_numbers, fold_rank_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.node.processes import marked
-from ezpz_llm.launch.owner import launch_lives
+from ezpz_llm.launch.owner import is_launch_running
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir
 
@@ -240,7 +240,8 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
     aged = [(report, _age(run_dir, report, now), _GONE_AFTER * KEEPALIVE_S * report.interval_s)
             for report in reports]
     is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
-    if record.get("exit") is not None or not (is_fresh or any(marked(run_id)) or launch_lives(run_dir, run_id)):
+    if record.get("exit") is not None or not (is_fresh or any(marked(run_id)) or is_launch_running(run_dir,
+                                                                                                   run_id)):
         return None
     ranks = tuple(_life(rank, entry, report, age, limit_s) for report, age, limit_s in aged
                   for rank, entry in report.ranks.items() if entry.ended is None)
@@ -267,7 +268,7 @@ def _life(rank: int, entry: RankReport, report: NodeReport, age: float, limit_s:
 
 def as_lines(live: Live) -> list[str]:
     """Return lines about all ranks, grouped by phase and step."""
-    groups = grouped((_doing(life), life) for life in sorted(live.ranks, key=lambda life: life.rank))
+    groups = group_by_key((_doing(life), life) for life in sorted(live.ranks, key=lambda life: life.rank))
     lines = [f"{rank_ranges(life.rank for life in ranks)}: {doing}, last sign of life within "
              f"{max(life.quiet_s for life in ranks):.0f} s" for doing, ranks in groups.items()]
     lines += [f"{rank_ranges(rank for rank, ended in live.ended.items() if ended == code)}: ended with code {code}"
@@ -288,7 +289,7 @@ def as_details(live: Live, stacks: Mapping[int, str]) -> dict[str, object]:
     }
 
 
-def who_is_silent(silent: Sequence[RankLife]) -> str:
+def describe_silent_ranks(silent: Sequence[RankLife]) -> str:
     """Return one line about the silent ranks; the first is the most likely cause."""
     other_ranks = fold_numbers(life.rank for life in silent[1:])
     return f"silent: {silent[0]}" + (f" (and {len(silent) - 1} more: {other_ranks})" if other_ranks else "")
@@ -307,11 +308,11 @@ _NAMED_EVERY_S = 30.0
 """Minimum time between two such messages: the ranks of a large run start one by one."""
 _START_ERROR_DELAY_S = 2.0
 """Delay from a launcher's error message to the end of the run: a rank may still start, or more nodes may fail."""
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 """Limit on reading the launcher's log, which also has rank 0's standard error."""
 
 
-class Arrivals:
+class StartMonitor:
     """Monitor of the start of a run: which ranks are missing, and for how long (see `HeartbeatMonitor.missing`).
 
     Args:
@@ -343,7 +344,7 @@ class Arrivals:
         self._named_ranks, self._name_at = frozenset(missing), waited_s + _NAMED_EVERY_S
         ended = f"; the run is ended after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
         return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
-                f"{fold_places(missing)}{ended}")
+                f"{fold_rank_places(missing)}{ended}")
 
     def verdict(self, missing: Mapping[int, str], waited_s: float) -> Stop | None:
         """Return a reason to end the run: the launcher cannot start a rank, or the time limit has passed."""
@@ -353,9 +354,9 @@ class Arrivals:
             self._start_error, self._start_error_at_s = error, waited_s
         if self._start_error is not None and waited_s - self._start_error_at_s > _START_ERROR_DELAY_S:
             return Stop("refused",
-                        f"{self._start_error.text}; {fold_places(missing)} cannot start; the run is ended")
+                        f"{self._start_error.text}; {fold_rank_places(missing)} cannot start; the run is ended")
         if self._limit_s is not None and waited_s > self._limit_s:
-            return Stop("late", f"{fold_places(missing)} did not start within {self._limit_s:g} s"
+            return Stop("late", f"{fold_rank_places(missing)} did not start within {self._limit_s:g} s"
                                 " (--start-timeout); the run is ended")
         return None
 
@@ -368,11 +369,11 @@ class Arrivals:
             size = self._log.stat().st_size
         except OSError:
             return None
-        if size == self._read_bytes or self._read_bytes >= _MOST_BYTES:
+        if size == self._read_bytes or self._read_bytes >= _MAX_BYTES:
             return None
         self._read_bytes = size
-        rank_0 = " ".join(system_text(self._log_of_rank_0, most=_MOST_BYTES).split())
-        matches = [match for match in read_matches(system_text(self._log, most=_MOST_BYTES))
+        rank_0 = " ".join(system_text(self._log_of_rank_0, most=_MAX_BYTES).split())
+        matches = [match for match in read_matches(system_text(self._log, most=_MAX_BYTES))
                    if match.text not in rank_0]
         not_started = [match for match in matches if match.kind in (NOT_STARTED, WRONG_WORLD)]
         ended = [match for match in matches if match.kind == log_kinds.ENDED and missing.keys() & set(match.ranks)]

@@ -23,7 +23,7 @@ NO_PLUGIN = "none"
 _IMPORT = re.compile(rb"^(?:from|import)[ \t]+mpi4py\b", re.MULTILINE)
 _NEEDED = re.compile(rb"lib(?:mpi|mpich|mpi_cray|mpi_gnu_\d+)\.so[.\d]*")
 _NEEDED_OF_OPEN_MPI = re.compile(rb"libmpi\.so\.[24]0|libopen-rte\.so")
-_MOST_SCRIPT_BYTES = 1 << 20
+_MAX_SCRIPT_BYTES = 1 << 20
 _SUPPORTED, _SUPPORTED_BY_OPEN_MPI = ("pmi2", "pmix"), ("pmix",)
 """Plug-ins in order of preference. A site whose MPI requires cray_shasta has it as the default."""
 
@@ -39,7 +39,7 @@ def use_of_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
         with Path(path).open("rb") as file:
             if file.read(4) != b"\x7fELF":
                 file.seek(0)
-                return ("imports mpi4py", False) if _IMPORT.search(file.read(_MOST_SCRIPT_BYTES)) else None
+                return ("imports mpi4py", False) if _IMPORT.search(file.read(_MAX_SCRIPT_BYTES)) else None
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 name = _NEEDED.search(content)
                 return (f"needs {name[0].decode()}", bool(_NEEDED_OF_OPEN_MPI.search(content))) if name else None
@@ -106,14 +106,14 @@ def _disconnected_error(evidence: str, ranks: int, where: str, instead: str) -> 
 
 _FIRST_LOOKS_S, _LATER = 10.0, 2.0
 """Check at every poll at first, while libraries are loaded; then at ages that grow by this factor."""
-_MOST_PROCESSES = 4
+_MAX_PROCESSES = 4
 _LOADED = re.compile(r"/(lib(?:mpi|mpich|mpi_\w+|open-pal|open-rte|pmi2?|pmix|pals)\.so[.\d]*)$", re.MULTILINE)
 _LOADED_OF_OPEN_MPI = ("libopen-", "libmpi.so.20", "libmpi.so.40")
 _OLD_PMI = ("libpmi.so", "libpmi2.so", "libpals.so")
 """Libraries that can connect to a launcher without the variables that are checked here."""
 
 
-def lonely_mpi(libraries: Collection[str], env: Mapping[str, str]) -> str | None:
+def find_disconnected_mpi(libraries: Collection[str], env: Mapping[str, str]) -> str | None:
     """Return the name of an MPI that no variable in `env` connects to a launcher; None if unsure or without MPI.
 
     MPICH, Intel MPI and Cray MPICH use PMI, or PMIx if its library is loaded. Open MPI uses PMIx.
@@ -146,11 +146,11 @@ class MpiWatch:
             return False
         age = now - self._began
         self._look_at = now if age < _FIRST_LOOKS_S else self._began + _LATER * age
-        for pid in list(pids)[:_MOST_PROCESSES]:
+        for pid in list(pids)[:_MAX_PROCESSES]:
             if libraries := set(_LOADED.findall(system_text(f"/proc/{pid}/maps"))):
                 assignments = system_text(f"/proc/{pid}/environ", errors="surrogateescape").split("\0")
                 env = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
-                if env and (mpi := lonely_mpi(libraries, env)):
+                if env and (mpi := find_disconnected_mpi(libraries, env)):
                     self.message = _message(mpi, self._ranks, env)
         return self.message is not None
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import (
-    MOST_HOSTS,
-    MOST_RANKS,
-    MOST_RANKS_ON_A_HOST,
-    MOST_SECONDS,
+    MAX_NODES,
+    MAX_RANKS,
+    MAX_RANKS_PER_NODE,
+    MAX_SECONDS,
     UserError,
     user_path,
     whole_number,
 )
-from ezpz_llm.base.parser import examples, help_width, typed_name, wrapped
+from ezpz_llm.base.command_parser import examples, help_width, typed_name, wrapped
 from ezpz_llm.base.synonyms import unknown_option
 from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
@@ -162,7 +162,7 @@ def number(most: float, what: str) -> Callable[[str], float]:
     return convert
 
 
-seconds = number(MOST_SECONDS, "a number of seconds, above 0 and below ten years")
+seconds = number(MAX_SECONDS, "a number of seconds, above 0 and below ten years")
 
 
 def seconds_or_never(text: str) -> float:
@@ -244,9 +244,9 @@ class Options:
 
 
 _OPTIONS = (
-    Option(("-n",), "ranks", "total number of ranks", "N", whole(1, MOST_RANKS)),
-    Option(("--ppn",), "per_host", "ranks per node", "P", whole(1, MOST_RANKS_ON_A_HOST)),
-    Option(("--nodes",), "nodes", "use only the first K nodes", "K", whole(1, MOST_HOSTS)),
+    Option(("-n",), "ranks", "total number of ranks", "N", whole(1, MAX_RANKS)),
+    Option(("--ppn",), "per_host", "ranks per node", "P", whole(1, MAX_RANKS_PER_NODE)),
+    Option(("--nodes",), "nodes", "use only the first K nodes", "K", whole(1, MAX_NODES)),
     Option(("--hosts",), "hosts", "use only these nodes of the reservation: n1,n3 or n[1-4]", "LIST"),
     Option(("--hostfile",), "hostfile", "nodes to use, one per line: host, host slots=N or host:N", "F", Path),
     Option(("--scheduler",), "scheduler", f"scheduler of the reservation: {', '.join(SCHEDULERS)}", "NAME",

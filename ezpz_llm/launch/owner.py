@@ -32,7 +32,7 @@ from ezpz_llm.base import (
     parse_json,
     whole_number,
 )
-from ezpz_llm.launch.node.processes import is_alive, place, started_at
+from ezpz_llm.launch.node.processes import is_alive, pid_namespace_id, started_at
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.rundir import RunDir
 
@@ -45,7 +45,7 @@ _BEATS_LOST = 3
 _LOOK_S = 0.2
 _ASK_S = 10.0
 _WIDTH = 512
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 _NAME = re.compile(r"owner-(\d{6,})")
 
 
@@ -131,7 +131,7 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
         self.release()
 
 
-def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
+def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
     """Become the owner of an existing run directory; print a line if it is taken over from a dead owner.
 
     If another process later takes the directory over, for example because the file system was unavailable here,
@@ -169,7 +169,7 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
             return Ownership(run_dir.control, number + 1, handle, new_owner, before)
 
 
-def launch_lives(run_dir: RunDir, launch: str) -> bool:
+def is_launch_running(run_dir: RunDir, launch: str) -> bool:
     """Return True if the launch with this run id is running, judging by one look.
 
     A launch on another node is running if its last heartbeat is recent. The result is False if the directory cannot
@@ -181,7 +181,7 @@ def launch_lives(run_dir: RunDir, launch: str) -> bool:
             owner = _read(folder, number) if number else None
             if owner is None or owner.launch != launch or owner.released:
                 return False
-            if owner.place == place():
+            if owner.place == pid_namespace_id():
                 return is_alive(owner.pid, owner.begun)
             return time.time() - folder.stat(_file(number)).st_mtime < _BEATS_LOST * BEAT_S
     except OSError:
@@ -221,7 +221,7 @@ def _resolve_owner(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str
 
 def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
     """Return the reason why the owner must be dead, or None if that is not known at once."""
-    if owner.place == place():
+    if owner.place == pid_namespace_id():
         return None if is_alive(owner.pid, owner.begun) else "that process has ended"
     variable, _, job = (owner.job or "").partition(" ")
     if not job:
@@ -240,7 +240,7 @@ def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
 
 def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> str | None:
     """Return the reason why an owner on another node is considered dead: no heartbeat during a wait."""
-    if owner is not None and owner.place == place():
+    if owner is not None and owner.place == pid_namespace_id():
         return None
     first, deadline = _bytes(folder, number), time.monotonic() + SILENT_S
     note_at = time.monotonic() + 2 * BEAT_S
@@ -258,7 +258,8 @@ def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> 
 def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
     scheduler = scheduler_here(env)
     job = f"{name} {env[name]}" if scheduler and (name := scheduler.mark(env)) else None
-    return Owner(socket.gethostname(), os.getpid(), started_at(os.getpid()), place(), job, _restarts(env), launch,
+    return Owner(socket.gethostname(), os.getpid(), started_at(os.getpid()), pid_namespace_id(), job,
+                 _restarts(env), launch,
                  time.time())
 
 
@@ -283,7 +284,7 @@ def _newest(folder: PrivateFolder) -> int:
 
 def _bytes(folder: PrivateFolder, number: int) -> bytes:
     try:
-        return folder.read(_file(number), _MOST_BYTES)
+        return folder.read(_file(number), _MAX_BYTES)
     except OSError:
         return b""
 

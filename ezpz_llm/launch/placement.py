@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import overload
 
-from ezpz_llm.base import MOST_RANKS_ON_A_HOST, UserError, counted
-from ezpz_llm.launch.binding.choose import Binding
+from ezpz_llm.base import MAX_RANKS_PER_NODE, UserError, count_noun
+from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
     if per_host is not None:
         world_size = per_host * len(hosts) if ranks is None else ranks
         if world_size > per_host * len(hosts):
-            raise UserError(f"{ranks} ranks do not fit on {counted(len(hosts), 'node')} with {per_host} per node",
+            raise UserError(f"{ranks} ranks do not fit on {count_noun(len(hosts), 'node')} with {per_host} per "
+                            "node",
                             where=f"-n {ranks} --ppn {per_host}",
                             instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
         capacities, source = [per_host] * len(hosts), "--ppn"
@@ -71,14 +72,14 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
         if world_size > sum(capacities):
             capacities = _widened(allocation, capacities, world_size)
     counts = _fill(capacities, world_size)
-    if max(counts) > MOST_RANKS_ON_A_HOST:
+    if max(counts) > MAX_RANKS_PER_NODE:
         raise UserError(f"{max(counts)} ranks on one node are too many", where=source,
-                        instead=f"at most {MOST_RANKS_ON_A_HOST} per node")
+                        instead=f"at most {MAX_RANKS_PER_NODE} per node")
     _check_slots(allocation, counts)
     return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
 
 
-def _natural(host: Host, devices: Devices) -> int:
+def _natural(host: Node, devices: Devices) -> int:
     device_count = len(devices.ids) if host.devices is None else host.devices
     return max(1, device_count) if host.slots is None else host.slots
 
@@ -119,7 +120,7 @@ def _check_slots(allocation: Allocation, counts: list[int]) -> None:
         return
     for host, count in zip(allocation.hosts, counts, strict=True):
         if host.slots is not None and count > host.slots:
-            raise UserError(f"{count} ranks for {host.name}, which has {counted(host.slots, 'slot')}",
+            raise UserError(f"{count} ranks for {host.name}, which has {count_noun(host.slots, 'slot')}",
                             where=allocation.source, instead=f"--ppn {host.slots}, or more slots in the hostfile")
 
 

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, counted, user_path
+from ezpz_llm.base import UserError, count_noun, user_path
 from ezpz_llm.launch.addresses import (
     Rendezvous,
     domain_notes,
-    find_here,
+    find_local_node,
     find_rendezvous,
-    is_among,
-    is_here,
-    own_interfaces,
+    is_local_address,
+    is_local_node_among,
+    list_interfaces,
 )
-from ezpz_llm.launch.binding.choose import Binding
-from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
-from ezpz_llm.launch.container import Inside, enter
+from ezpz_llm.launch.binding.core_binding import Binding
+from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_nodes, site_notes
+from ezpz_llm.launch.container import RankContainer, choose_container
 from ezpz_llm.launch.devices import Devices, usable_cores
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
@@ -42,14 +42,14 @@ from ezpz_llm.launch.environment import (
     site_settings,
     terminal_settings,
 )
-from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.nested_launcher import nested_launcher_notes
+from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
-from ezpz_llm.launch.ranks import is_by_hand
+from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, rank_names, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
@@ -82,7 +82,7 @@ class LaunchPlan:
     notes: tuple[str, ...]
     site: Site = field(default_factory=Site)
     binding: Binding = field(default_factory=Binding)
-    container: Inside = field(default_factory=Inside)
+    container: RankContainer = field(default_factory=RankContainer)
 
     @property
     def is_started(self) -> bool:
@@ -121,7 +121,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         **python_settings(env),
         **extension_settings(env),
     }
-    inside = enter(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
+    inside = choose_container(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
     if inside.image and options.stage_env:
         raise UserError(f"--stage-env cannot be used with the container {inside.image}",
                         where="--stage-env", instead="omit --stage-env: an image is a single file already")
@@ -173,11 +173,11 @@ def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation
                             run_dir: RunDir | None) -> LaunchPlan:
     """Build the plan for a process that is a rank already: it executes the command in its place."""
     info = local.rank_here({**env, **rank_names()})
-    if options.ranks not in (None, info.world_size) and is_by_hand(env):
+    if options.ranks not in (None, info.world_size) and is_set_by_user(env):
         raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
                         " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",
                         instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers, else omit -n")
-    if is_by_hand(env):
+    if is_set_by_user(env):
         require_master_address(env["MASTER_ADDR"])
         require_master_port(env["MASTER_PORT"])
     settings = rank_settings()
@@ -230,7 +230,7 @@ def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
     hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
     allocation = supplement(find_allocation(env, options.scheduler, hosts_from), env,
                             QUICK if options.dry_run else PATIENT)
-    return select_hosts(allocation, options.nodes, options.hosts, options.hostfile)
+    return select_nodes(allocation, options.nodes, options.hosts, options.hostfile)
 
 
 @dataclass(frozen=True)
@@ -259,12 +259,12 @@ class _Assignment:
 
 def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocation) -> _Assignment:
     site = find_site(options.site, env)
-    is_host = is_among([host.name for host in allocation.hosts])
-    devices, allocation = devices_of_hosts(env, site, allocation, is_host)
+    is_node = is_local_node_among([host.name for host in allocation.hosts])
+    devices, allocation = devices_of_nodes(env, site, allocation, is_node)
     placement = place(allocation, devices, options.ranks, options.per_host)
     launcher = _choose(options, env, allocation, placement, site)
     return _Assignment(site, allocation, devices, placement, launcher,
-                       *bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_host))
+                       *bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_node))
 
 
 def _choose(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
@@ -278,7 +278,7 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[st
     """Return the interfaces to use, their source, and a note if the site's interfaces do not exist here."""
     if options.interface or not site.interface:
         return options.interface, "--interface", ()
-    if find_here(hosts) == 0 and own_interfaces().keys().isdisjoint(site.interface.split(",")):
+    if find_local_node(hosts) == 0 and list_interfaces().keys().isdisjoint(site.interface.split(",")):
         return None, "", (f"{hosts[0]} has no interface {site.interface}, which site {site.name} names",)
     return site.interface, f"site {site.name}", ()
 
@@ -306,7 +306,8 @@ def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, 
     return _Network(rendezvous, interface, source, notes)
 
 
-def _work_of(ranks: _Assignment, network: _Network, inside: Inside, command: tuple[str, ...], run_dir: RunDir,
+def _work_of(ranks: _Assignment, network: _Network, inside: RankContainer, command: tuple[str, ...],
+             run_dir: RunDir,
              settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
     """Describe the ranks to start, independent of the launcher."""
     hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
@@ -314,13 +315,13 @@ def _work_of(ranks: _Assignment, network: _Network, inside: Inside, command: tup
         # If the whole step runs in the container, the image's Python must have this package.
         command=("python3" if inside.srun else sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
         placement=ranks.placement,
-        here=len(hosts) == 1 and is_here(hosts[0]),
-        hosts_file=run_dir.path / "hostfile",
+        here=len(hosts) == 1 and is_local_address(hosts[0]),
+        node_list_path=run_dir.path / "hostfile",
         cores_per_rank=binding.cpus_per_rank,
         variables=forwarded(env, settings),
         as_root=os.geteuid() == 0,
         scheduler=ranks.allocation.scheduler,
-        cores_per_host=binding.cpus_per_host,
+        cores_per_node=binding.cpus_per_host,
         binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
         site_options=(*ranks.site.options.get(launcher.kind, ()), *inside.srun),
         master=(network.rendezvous.address, network.rendezvous.port),
@@ -352,7 +353,7 @@ def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: 
     notes += [f"keeping {name}={env[name]} from your environment" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
-        notes.append(f"{placement.most} ranks share {counted(binding.cpus_per_host, 'CPU')} per node")
+        notes.append(f"{placement.most} ranks share {count_noun(binding.cpus_per_host, 'CPU')} per node")
     unused = len(allocation.hosts) - len(placement.ranks)
     if unused:
         notes.append(f"{unused} of {len(allocation.hosts)} nodes get no rank")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, fold_counts, fold_hosts
+from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist, fold_counts, fold_hostnames
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class CheckReport:
     instead: str | None = None
 
 
-def check_first(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
-                places: Sequence[tuple[str, int]] = ()) -> Checked:
+def check_command(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
+                  places: Sequence[tuple[str, int]] = ()) -> Checked:
     """Run `command --check --world-size N` once if it is a command of this package.
 
     Args:
@@ -104,7 +104,7 @@ def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *
 
 def write_places(places: Sequence[tuple[str, int]]) -> str:
     """Return nodes and ranks per node as text for `read_places`."""
-    return f"{fold_hosts([host for host, _ in places])} {fold_counts([count for _, count in places])}"
+    return f"{fold_hostnames([host for host, _ in places])} {fold_counts([count for _, count in places])}"
 
 
 def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
@@ -116,7 +116,7 @@ def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
     if not (text := env.get(PLACES_VARIABLE)):
         return []
     hosts, _, counts = text.rpartition(" ")
-    names, ranks = expand_hosts(hosts), expand_counts(counts)
+    names, ranks = expand_hostlist(hosts), expand_counts(counts)
     if len(names) != len(ranks):
         raise UserError(f"{len(names)} nodes, but numbers of ranks for {len(ranks)}", where=PLACES_VARIABLE)
     return list(zip(names, ranks, strict=True))
@@ -129,7 +129,7 @@ _LIMIT_S = 180.0
 """Time limit of the preflight, which reports within 60 s of the start of its last rank."""
 
 
-def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], dict[str, Any]]) -> int:
+def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], dict[str, Any]]) -> int:
     """Run the preflight on the nodes of `plan`; return 0, or launch's exit code after printing the reason.
 
     The preflight uses the same launcher, nodes and ranks, without --wrap, and writes to preflight/ in the run
@@ -139,10 +139,10 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
         record: returns the launch record for run.json, in which the preflight finds the nodes of its ranks.
     """
     # Imported here, since the check of a command imports this module for `CheckReport` and must start fast.
-    from ezpz_llm.launch.failures.facts import not_started
+    from ezpz_llm.launch.failures.run_facts import not_started
     from ezpz_llm.launch.plan import prepare_step
-    from ezpz_llm.launch.relay import say
-    from ezpz_llm.launch.supervise import INTERRUPTED, run
+    from ezpz_llm.launch.relay import print_stderr
+    from ezpz_llm.launch.supervision import INTERRUPTED, run
     from ezpz_llm.rundir import update_record
 
     step = prepare_step(options, command=(sys.executable, "-m", PROGRAM), tee="0",
@@ -158,5 +158,5 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
     outcome = "was interrupted" if code in INTERRUPTED else "failed"
     cause = f"the preflight {outcome}: {report if report.exists() else step.run_dir.path}"
     update_record(plan.run_dir, exit=not_started(code, cause, time.time()))
-    say(f"launch: nothing was started: {cause}")
+    print_stderr(f"launch: nothing was started: {cause}")
     return code

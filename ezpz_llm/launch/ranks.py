@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ezpz_llm.base import UserError, as_type, parse_json, shown
+from ezpz_llm.base import UserError, as_type, parse_json, shorten_value
 from ezpz_llm.launch.hostlist import expand_counts
 from ezpz_llm.launch.variables import (
     RANK_NAMES_VARIABLE,
@@ -167,18 +167,18 @@ def rank_variables(info: RankInfo) -> dict[str, str]:
             RANK_VARIABLE: str(info.rank), RANK_SOURCE_VARIABLE: info.source}
 
 
-def leftovers(env: Mapping[str, str]) -> tuple[str, ...]:
+def leftover_variables(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return torch's rank variables that no launcher of this process has set.
 
     An example is a RANK that was exported in the shell for another program. A rank that is set up manually has
-    MASTER_ADDR and MASTER_PORT too (see `is_by_hand`).
+    MASTER_ADDR and MASTER_PORT too (see `is_set_by_user`).
     """
-    if TORCHELASTIC_VARIABLE in env or RANK_VARIABLE in env or is_by_hand(env):
+    if TORCHELASTIC_VARIABLE in env or RANK_VARIABLE in env or is_set_by_user(env):
         return ()
     return tuple(name for name in TORCHS_OWN if env.get(name))
 
 
-def is_by_hand(env: Mapping[str, str]) -> bool:
+def is_set_by_user(env: Mapping[str, str]) -> bool:
     """Return True if RANK and the rendezvous were set without a known launcher (a training operator, say)."""
     return (TORCHELASTIC_VARIABLE not in env and RANK_VARIABLE not in env
             and all(env.get(name) for name in _RENDEZVOUS_NAMES))
@@ -290,5 +290,5 @@ def _optional(name: str | None, env: Mapping[str, str]) -> int | None:
 
 def _whole(name: str, env: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", env[name].strip()):
-        raise UserError(f"{name}={shown(env[name])} is not a whole number", where="environment")
+        raise UserError(f"{name}={shorten_value(env[name])} is not a whole number", where="environment")
     return int(env[name])

@@ -19,35 +19,35 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, BinaryIO, cast
 
-from ezpz_llm.base import cleaned
-from ezpz_llm.rundir import RunDir, ours
+from ezpz_llm.base import escape_control_characters
+from ezpz_llm.rundir import RunDir, private_opener
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print lines to standard error, without control characters; a closed standard error is not an error."""
     try:
         # A single write with the newline, so that output of a rank cannot come in between.
-        sys.stderr.write(f"{cleaned(text)}\n")
+        sys.stderr.write(f"{escape_control_characters(text)}\n")
         sys.stderr.flush()
     except OSError:
         # EPIPE: the reader of `launch … 2>&1 | tee` has exited. EIO: the terminal was closed.
-        leave(2)
+        redirect_to_null(2)
 
 
-def say_unless_it_waits(text: str) -> None:
+def print_unless_blocked(text: str) -> None:
     """Print lines unless that would block: stopping a run must not wait for a stuck reader."""
     with contextlib.suppress(OSError):
         # select() reports a pipe as writable only if it has room for a whole line (PIPE_BUF).
         if select.select([], [2], [], 0)[1]:
-            say(text)
+            print_stderr(text)
 
 
 def warn(text: str) -> None:
     """Print a warning, which does not affect the outcome of the run."""
-    say(f"launch: warning: {text}")
+    print_stderr(f"launch: warning: {text}")
 
 
-def leave(descriptor: int) -> None:
+def redirect_to_null(descriptor: int) -> None:
     """Redirect a closed descriptor to /dev/null: Python's flush at exit would otherwise change the exit code."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
@@ -55,7 +55,7 @@ def leave(descriptor: int) -> None:
         os.close(null)
 
 
-def are_one_place(descriptor: int, other: int) -> bool:
+def is_same_file(descriptor: int, other: int) -> bool:
     """Return True if both descriptors refer to the same terminal, file or pipe."""
     try:
         return os.path.sameopenfile(descriptor, other)
@@ -75,14 +75,14 @@ class Relay:
 
     def __init__(self, launcher: subprocess.Popen[bytes], run_dir: RunDir) -> None:
         self._log = log = os.fdopen(
-            ours(str(run_dir.launcher_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
+            private_opener(str(run_dir.launcher_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
 
         def report_closed(reason: str) -> None:
             if not self._is_ending:
                 note = f"launch: {reason}; the run continues, and its output is in {run_dir.rank_log(0).parent}"
                 with contextlib.suppress(OSError):
                     log.write(f"{note}\n".encode(errors="replace"))
-                say(note)
+                print_stderr(note)
 
         self._is_ending = False
         out, err = cast("tuple[IO[bytes], IO[bytes]]", (launcher.stdout, launcher.stderr))
@@ -94,7 +94,7 @@ class Relay:
         with contextlib.suppress(OSError):
             self._log.write(words.encode(errors="replace"))
 
-    def hold_nobody_up(self) -> None:
+    def stop_blocking(self) -> None:
         """Drop output that the console does not accept: ranks that block on it cannot save before they end."""
         self._is_ending = True
         for stream in self._streams:
@@ -196,6 +196,6 @@ class _Stream:
                 data = data[os.write(self._console, data):]
         except OSError as error:
             self.is_within_a_line = False
-            leave(self._console)
+            redirect_to_null(self._console)
             self._on_closed("the reader of standard output has exited" if isinstance(error, BrokenPipeError) else
                             f"standard output cannot be written to: {error.strerror}")

@@ -9,7 +9,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, counted, data_dir, nearest, parse_toml, read_text, unknown, user_path
+from ezpz_llm.base import (
+    UserError,
+    count_noun,
+    data_dir,
+    describe_unknown,
+    nearest_name,
+    parse_toml,
+    read_text,
+    user_path,
+)
 from ezpz_llm.launch.schedulers import schedulers, step_launchers
 from ezpz_llm.launch.variables import SITE_VARIABLE
 
@@ -160,7 +169,7 @@ def read_site(path: Path, source: str) -> Site:
 def _check(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, text: str, prefix: str) -> None:
     for name, value in content.items():
         if name not in keys:
-            near = nearest(name, keys)
+            near = nearest_name(name, keys)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(keys)}"
             raise UserError(f"unknown key {prefix}{name} in a site file", where=_place(path, text, name),
                             instead=hint)
@@ -177,14 +186,14 @@ def _freeze(value: Any) -> Any:
 
 def _check_domains(site: Site, path: Path, text: str) -> None:
     if site.sockets > 1 and (not site.cores or len(site.cores) % site.sockets):
-        raise UserError(f"sockets is {site.sockets}, with {counted(len(site.cores), 'domain')} in cores",
+        raise UserError(f"sockets is {site.sockets}, with {count_noun(len(site.cores), 'domain')} in cores",
                         where=_place(path, text, "sockets"), instead="a number that divides the domains evenly")
     if not site.device_domains:
         return
     count = site.devices_per_host
     if len(site.device_domains) != count or max(site.device_domains) >= len(site.cores):
         raise UserError(f"device_domains is {list(site.device_domains)}, with devices_per_host {count} and "
-                        f"{counted(len(site.cores), 'domain')} in cores",
+                        f"{count_noun(len(site.cores), 'domain')} in cores",
                         where=_place(path, text, "device_domains"),
                         instead="one number for each device, each the position of a domain in cores")
 
@@ -346,7 +355,7 @@ def _load_site(name: str, source: str) -> Site:
         return read_site(path, source)
     files = site_files()
     if name not in files:
-        raise unknown("site", name, files, where=f"{source} {name}")
+        raise describe_unknown("site", name, files, where=f"{source} {name}")
     return read_site(files[name], source)
 
 

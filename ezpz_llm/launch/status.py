@@ -15,7 +15,7 @@ from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir, is_interrupted, read_record
 
 _TAIL_BYTES = 1 << 16
-_MOST_LINES = 50
+_MAX_LINES = 50
 _READ_BY_LOOK = {"env", "world_size", "started"}
 
 
@@ -67,7 +67,7 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
     record = read_record(run_dir)
     launch = record.get("launch") or {}
     run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE)
-    lines = last_lines(run_dir)
+    lines = read_last_lines(run_dir)
     steps = (record.get("config") or {}).get("steps")
     last = lines[-1] if lines else {}
     times = [value for line in lines if (value := _number(line, "step_time_s")) is not None]
@@ -115,10 +115,10 @@ def _slowest(ranks: list[RankLife]) -> dict[str, Any] | None:
     return {"rank": last.rank, "host": last.host, "steps_behind": behind} if behind > 1 else None
 
 
-def last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
+def read_last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
     """Return the last lines of metrics.jsonl, from up to 64 KB, without a line that is being written."""
     lines = []
-    for text in system_text(run_dir.metrics, _TAIL_BYTES).split("\n")[:-1][-_MOST_LINES:]:
+    for text in system_text(run_dir.metrics, _TAIL_BYTES).split("\n")[:-1][-_MAX_LINES:]:
         try:
             line = parse_json(text, str(run_dir.metrics))
         except UserError:  # the first line may be incomplete

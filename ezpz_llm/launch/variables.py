@@ -24,12 +24,12 @@ TEE_VARIABLE = "EZPZ_LLM_TEE"
 """Ranks whose output launch prints (--tee): "0", "all" or "none"."""
 
 TERMINAL_VARIABLE = "EZPZ_LLM_TERMINAL"
-"""Columns of the terminal that shows rank 0's output, followed by IN_COLOUR if color is allowed.
+"""Columns of the terminal that shows rank 0's output, followed by IN_COLOR if color is allowed.
 
 Empty or unset without such a terminal.
 """
 
-IN_COLOUR = "+colour"
+IN_COLOR = "+color"
 
 LIVE_LINE = "\x1b[2K\x1b[1K\x1b[2K"
 """Prefix of a status line, which ends with a carriage return, is overwritten in place, and is not logged.

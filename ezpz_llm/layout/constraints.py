@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from ezpz_llm.base import UserError
-from ezpz_llm.layout.knobs import KNOBS, Case, Found, Problem, Repair, Rule
+from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, Problem, Repair, Rule, RuleResults
 from ezpz_llm.layout.layout import Layout
 
 
-def validate(case: Case) -> tuple[Layout, tuple[str, ...], Problem | None]:
+def validate(case: LayoutCheck) -> tuple[Layout, tuple[str, ...], Problem | None]:
     """Return the layout to run, notes about it, and the problem if it cannot run.
 
     Raises:
@@ -32,7 +32,7 @@ def validate(case: Case) -> tuple[Layout, tuple[str, ...], Problem | None]:
     return case.layout, tuple(notes), None
 
 
-def check_world_size(case: Case) -> Found:
+def check_world_size(case: LayoutCheck) -> RuleResults:
     """Require that tp x pp x sp divides the world size."""
     layout = case.layout
     model_ranks = layout.tp * layout.pp * layout.sp
@@ -42,7 +42,7 @@ def check_world_size(case: Case) -> Found:
                       ("ranks", "tp", "pp", "sp"))
 
 
-def check_engine(case: Case) -> Found:
+def check_engine(case: LayoutCheck) -> RuleResults:
     """Require DeepSpeed for pipelines, and reject fsdp2 with tensor parallelism."""
     layout = case.layout
     if layout.pp > 1 and layout.engine != "deepspeed":
@@ -52,7 +52,7 @@ def check_engine(case: Case) -> Found:
         yield Problem("engine fsdp2 does not support tensor parallelism", ("engine", "tp"), ("engine", "tp"))
 
 
-def check_pipeline_stage(case: Case) -> Found:
+def check_pipeline_stage(case: LayoutCheck) -> RuleResults:
     """Require ZeRO stage 1 without offload for pipelines."""
     layout = case.layout
     if layout.pp == 1:
@@ -70,14 +70,14 @@ def check_pipeline_stage(case: Case) -> Found:
                      "pipeline stage by its own gradient norm")
 
 
-def check_pipeline_sequences(case: Case) -> Found:
+def check_pipeline_sequences(case: LayoutCheck) -> RuleResults:
     """Reject sequence parallelism in pipelines."""
     if case.layout.pp > 1 and case.layout.sp > 1:
         yield Problem("pipelines do not support sequence parallelism: stages pass on whole sequences",
                       ("pp", "sp"), ("sp", "pp"))
 
 
-def check_heads(case: Case) -> Found:
+def check_heads(case: LayoutCheck) -> RuleResults:
     """Require that tp x sp divides the attention heads and the key/value heads."""
     layout, model = case.layout, case.model
     parts = layout.tp * layout.sp
@@ -90,7 +90,7 @@ def check_heads(case: Case) -> Found:
                           _above_one(layout, "tp", "sp"), ("tp", "sp"))
 
 
-def check_widths(case: Case) -> Found:
+def check_widths(case: LayoutCheck) -> RuleResults:
     """Require that tp divides the MLP width and the padded vocabulary."""
     tp, model = case.layout.tp, case.model
     if model is not None and model.intermediate_size % tp:
@@ -102,14 +102,14 @@ def check_widths(case: Case) -> Found:
                       ("tp", "vocab_multiple"))
 
 
-def check_pipeline_depth(case: Case) -> Found:
+def check_pipeline_depth(case: LayoutCheck) -> RuleResults:
     """Require a block for each pipeline stage."""
     if case.model is not None and case.layout.pp > case.model.n_layer:
         yield Problem(f"{case.model.n_layer} blocks cannot be divided among {case.layout.pp} pipeline stages",
                       ("pp",), ("pp", "n_layer"))
 
 
-def check_context(case: Case) -> Found:
+def check_context(case: LayoutCheck) -> RuleResults:
     """Require that sp divides the sequence length."""
     sp, model = case.layout.sp, case.model
     if model is not None and model.block_size % sp:
@@ -117,7 +117,7 @@ def check_context(case: Case) -> Found:
                       ("sp", "block_size"))
 
 
-def check_pipeline_bubble(case: Case) -> Found:
+def check_pipeline_bubble(case: LayoutCheck) -> RuleResults:
     """Note the pipeline bubble if there are fewer micro batches than stages."""
     stages = case.layout.pp
     if stages == 1 or case.batch is None:

@@ -27,7 +27,7 @@ def uses_nvme(layout: Layout) -> bool:
     return "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param)
 
 
-def wished_path(config: DsConfig) -> str | None:
+def requested_nvme_path(config: DsConfig) -> str | None:
     """Return the nvme_path of a ds_config.
 
     Raises:
@@ -42,7 +42,7 @@ def wished_path(config: DsConfig) -> str | None:
     return next(iter(paths - {"auto"}), None)
 
 
-def place(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
+def nvme_note(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
     """Return a note about the folder of a layout's offloaded files.
 
     Raises:
@@ -57,8 +57,8 @@ def place(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
             "faster local disk of the node",)
 
 
-def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, world_size: int,
-             where: str) -> dict[str, Any]:
+def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, world_size: int,
+                  where: str) -> dict[str, Any]:
     """Complete the block "zero_optimization" with large enough buffers.
 
     Removes nvme_path, which each rank sets itself.

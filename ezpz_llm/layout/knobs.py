@@ -21,7 +21,7 @@ Where = Literal["device", "host", "files"]
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCheck:
     """Input of every rule: a layout on a number of ranks.
 
     `model` is None for a model other than a GPT, whose shape is unknown. `batch` solves the batch for a
@@ -56,13 +56,13 @@ class Repair:
     note: str
 
 
-Found = Iterator[Problem | Repair]
-Rule = Callable[[Case], Found]
+RuleResults = Iterator[Problem | Repair]
+Rule = Callable[[LayoutCheck], RuleResults]
 """Check of a case; only its first result is used."""
 
 
 @dataclass(frozen=True)
-class State:
+class StoredState:
     """Location, bytes per element and elements of one kind of state on a rank."""
 
     where: Where
@@ -70,7 +70,7 @@ class State:
     elements: int
 
 
-MemoryTerm = Callable[[Mapping[Kind, State], Layout, int, int], dict[Kind, State]]
+MemoryTerm = Callable[[Mapping[Kind, StoredState], Layout, int, int], dict[Kind, StoredState]]
 """(state of a rank by kind, layout, its parameters before sharding, ranks that share them) -> new state by kind."""
 
 TrafficTerm = Callable[[Mapping[str, int], Layout, int, int], dict[str, int]]
@@ -116,7 +116,7 @@ class Knob:
         return getattr(layout.zero, self.field) != getattr(ZeroOptions(), self.field)
 
 
-def check_zero_stage(case: Case) -> Found:
+def check_zero_stage(case: LayoutCheck) -> RuleResults:
     """Reject ZeRO stages in other engines than DeepSpeed."""
     layout = case.layout
     if layout.engine != "deepspeed" and layout.zero.stage:
@@ -124,19 +124,19 @@ def check_zero_stage(case: Case) -> Found:
                       ("engine", "stage"), ("engine", "stage"))
 
 
-def check_offload_optimizer(case: Case) -> Found:
+def check_offload_optimizer(case: LayoutCheck) -> RuleResults:
     """Require ZeRO stage 1 for optimizer offload, stage 3 for offload to NVMe."""
     place = case.layout.zero.offload_optimizer
     # Below stage 3, DeepSpeed silently uses CPU memory for "nvme".
     return _check_offload(case.layout, "offload_optimizer", place, 3 if place == "nvme" else 1)
 
 
-def check_offload_param(case: Case) -> Found:
+def check_offload_param(case: LayoutCheck) -> RuleResults:
     """Require ZeRO stage 3 for parameter offload."""
     return _check_offload(case.layout, "offload_param", case.layout.zero.offload_param, 3)
 
 
-def _check_offload(layout: Layout, key: str, place: str | None, min_stage: int) -> Found:
+def _check_offload(layout: Layout, key: str, place: str | None, min_stage: int) -> RuleResults:
     if place is not None and layout.engine != "deepspeed":
         yield Problem(f"engine {layout.engine} does not support {key}; deepspeed does", ("engine", key),
                       ("offload", "engine"))
@@ -146,7 +146,7 @@ def _check_offload(layout: Layout, key: str, place: str | None, min_stage: int) 
                       ("stage", key), ("stage", "offload"))
 
 
-def check_tiled_stage(case: Case) -> Found:
+def check_tiled_stage(case: LayoutCheck) -> RuleResults:
     """Require ZeRO stage 3 without tensor parallelism for tiled layers."""
     layout = case.layout
     if layout.zero.tiled and (layout.engine != "deepspeed" or layout.zero.stage != 3):
@@ -157,7 +157,7 @@ def check_tiled_stage(case: Case) -> Found:
                       ("tp", "tiled"))
 
 
-def check_tiled_names(case: Case) -> Found:
+def check_tiled_names(case: LayoutCheck) -> RuleResults:
     """Check that the tiled layers exist in the model's blocks."""
     names = [name for name, *_ in case.layout.zero.tiled]
     for name in names:
@@ -168,7 +168,7 @@ def check_tiled_names(case: Case) -> Found:
         yield Problem("tiled names only mlp.c_gate, but this model's MLP has no gate", ("tiled",), ("tiled",))
 
 
-def check_tiled_sizes(case: Case) -> Found:
+def check_tiled_sizes(case: LayoutCheck) -> RuleResults:
     """Check that a layer has at most as many tiles as inputs and outputs."""
     model = case.model
     if model is None:
@@ -183,7 +183,7 @@ def check_tiled_sizes(case: Case) -> Found:
                               ("tiled",), ("tiled",))
 
 
-def check_hpz(case: Case) -> Found:
+def check_hpz(case: LayoutCheck) -> RuleResults:
     """Require for hpZ ZeRO stage 3, no tensor parallelism, and a partition size that divides the ranks."""
     layout, size = case.layout, case.layout.zero.hpz_partition_size
     if size == 1:
@@ -203,7 +203,7 @@ def check_hpz(case: Case) -> Found:
                       ("hpz", "ranks"))
 
 
-def check_shard_within(case: Case) -> Found:
+def check_shard_within(case: LayoutCheck) -> RuleResults:
     """Require fsdp2 and a group size that divides the ranks for shard_within."""
     layout, size = case.layout, case.layout.zero.shard_within
     if size is None:
@@ -217,7 +217,7 @@ def check_shard_within(case: Case) -> Found:
                       "number of ranks per node", ("shard_within", "ranks"), ("shard_within", "ranks"))
 
 
-def _shard(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _shard(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers: int) -> dict[Kind, StoredState]:
     stage, share = layout.shard_stage(), -(-whole // peers)
     states = dict(states)
     sharded: tuple[tuple[Kind, int], ...] = (("parameters", 3), ("gradients", 2), ("optimizer", 1))
@@ -226,39 +226,43 @@ def _shard(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int)
             states[kind] = replace(states[kind], elements=share)
     # In every stage the optimizer steps a flat fp32 copy of the rank's shard; stage 3 keeps the shard as well.
     if layout.engine == "deepspeed" and stage:
-        states["copy"] = State("device", 4, share)
+        states["copy"] = StoredState("device", 4, share)
     return states
 
 
 _OFFLOADED: Mapping[str, Where] = {"cpu": "host", "nvme": "files"}
 
 
-def _offload_optimizer(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _offload_optimizer(states: Mapping[Kind, StoredState], layout: Layout, whole: int,
+                       peers: int) -> dict[Kind, StoredState]:
     if layout.zero.offload_optimizer is None:
         return dict(states)
     place = _OFFLOADED[layout.zero.offload_optimizer]
-    moved: dict[Kind, State] = {kind: replace(state, where=place) for kind, state in states.items()
-                                if kind in ("optimizer", "copy")}
+    moved: dict[Kind, StoredState] = {kind: replace(state, where=place) for kind, state in states.items()
+                                      if kind in ("optimizer", "copy")}
     # DeepSpeed keeps offloaded gradients in CPU memory even if the optimizer state is in files.
-    return {**states, "gradients": State("host", 4, -(-whole // peers)), **moved}
+    return {**states, "gradients": StoredState("host", 4, -(-whole // peers)), **moved}
 
 
-def _offload_param(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _offload_param(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers: int) -> dict[Kind,
+                                                                                                       StoredState]:
     if layout.zero.offload_param is None:
         return dict(states)
     return {**states, "parameters": replace(states["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
 
 
-def _second_copy(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _second_copy(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers: int) -> dict[Kind,
+                                                                                                     StoredState]:
     size = layout.zero.hpz_partition_size
     if size == 1:
         return dict(states)
     place: Where = "device" if layout.zero.offload_param is None else "host"
     # The copy has the parameters' dtype.
-    return {**states, "secondary": State(place, states["parameters"].itemsize, -(-whole // min(size, peers)))}
+    return {**states, "secondary": StoredState(place, states["parameters"].itemsize, -(-whole // min(size, peers)))}
 
 
-def _shard_in_groups(states: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+def _shard_in_groups(states: Mapping[Kind, StoredState], layout: Layout, whole: int,
+                     peers: int) -> dict[Kind, StoredState]:
     size = layout.zero.shard_within
     if size is None:
         return dict(states)

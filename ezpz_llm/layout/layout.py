@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, as_dataclass, counted, unknown
+from ezpz_llm.base import UserError, as_dataclass, count_noun, describe_unknown
 from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.layout.ds_config_overrides import translated_degrees
@@ -153,7 +153,7 @@ def _shard_within(config: DsConfig, argument: int | None, place: str) -> int | N
 
 def _choice(value: Any, name: str, choices: tuple[str, ...], where: str) -> Any:
     if value not in choices:
-        raise unknown(name, str(value), choices, where=where)
+        raise describe_unknown(name, str(value), choices, where=where)
     return value
 
 
@@ -208,7 +208,7 @@ def rank_map(layout: Layout, places: Places) -> str:
     return "\n".join([f"ranks of {layout.describe(ends[-1])}", *lines])
 
 
-def crossing(layout: Layout, places: Places, can_run: Callable[[int, int], bool]) -> str | None:
+def tp_crossing_warning(layout: Layout, places: Places, can_run: Callable[[int, int], bool]) -> str | None:
     """Return a warning with suggestions if a tensor-parallel group spans several nodes, else None.
 
     Tensor-parallel ranks communicate several times per layer, which is slow between nodes.
@@ -223,7 +223,7 @@ def crossing(layout: Layout, places: Places, can_run: Callable[[int, int], bool]
         return None
     first, last = split[0] * layout.tp, split[0] * layout.tp + layout.tp - 1
     hostnames = [places[bisect_right(ends, rank)][0] for rank in (first, last)]
-    text = (f"warning: {counted(len(split), 'tensor-parallel group')} of {layout.tp} span"
+    text = (f"warning: {count_noun(len(split), 'tensor-parallel group')} of {layout.tp} span"
             f"{'s' if len(split) == 1 else ''} several nodes, such as ranks {first} to {last} on "
             f"{' and '.join(hostnames)}")
     suggestions = _suggest_sizes(layout, places, can_run)

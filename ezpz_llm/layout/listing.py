@@ -11,11 +11,11 @@ from ezpz_llm.base import UserError, data_dir
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
-from ezpz_llm.layout.knobs import Case
+from ezpz_llm.layout.knobs import LayoutCheck
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import Part, cast_per_rank, memory_per_rank, total
 from ezpz_llm.layout.precision_recipes import check_engine
-from ezpz_llm.layout.suggest import alternatives, as_cli_flags, is_legal, selection, shipped_layouts
+from ezpz_llm.layout.suggestions import alternatives, as_cli_flags, is_legal, selection, shipped_layouts
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.tables import table
 
@@ -24,7 +24,7 @@ _PURPOSE = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedLayout:
     """Memory per rank of a shipped layout, or why it is not legal and what to type instead.
 
     `memory` is for fp32 and autocast, `memory_bf16` for `--precision bf16` (empty if unsupported).
@@ -39,7 +39,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Grid:
+class LegalGrid:
     """Legal degrees with, by legal ZeRO stage, the memory per rank and the options that select it."""
 
     degrees: Degrees
@@ -47,7 +47,7 @@ class Grid:
     words: dict[int, str] = field(default_factory=dict)
 
 
-def purposes() -> dict[str, str]:
+def layout_purposes() -> dict[str, str]:
     """Return a one-line description of each shipped layout, from ds_configs/README.md."""
     text = (data_dir("ds_configs") / "README.md").read_text(encoding="utf-8")
     purposes: dict[str, str] = {}
@@ -57,24 +57,24 @@ def purposes() -> dict[str, str]:
     return purposes
 
 
-def named_layouts(model: ModelConfig, world_size: int) -> list[Named]:
+def named_layouts(model: ModelConfig, world_size: int) -> list[NamedLayout]:
     """Return an entry for every shipped layout, with its own degrees."""
     return [_named(layout, model, world_size) for layout in shipped_layouts()]
 
 
-def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
-    case = Case(layout, world_size, model)
+def _named(layout: Layout, model: ModelConfig, world_size: int) -> NamedLayout:
+    case = LayoutCheck(layout, world_size, model)
     used, _, problem = validate(case)
     if problem is not None:
         instead = tuple(as_cli_flags(case, choice) for choice in alternatives(case, problem))
-        return Named(layout.name, reason=problem.message, instead=instead)
+        return NamedLayout(layout.name, reason=problem.message, instead=instead)
     try:
         check_engine("bf16", used, "--precision")
     except UserError:
         in_bf16: tuple[Part, ...] = ()
     else:
         in_bf16 = memory_per_rank(used, model, world_size, precision="bf16")
-    return Named(layout.name, used.degrees(world_size), _memory(used, model, world_size), in_bf16)
+    return NamedLayout(layout.name, used.degrees(world_size), _memory(used, model, world_size), in_bf16)
 
 
 def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
@@ -82,7 +82,7 @@ def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, 
     return (*memory_per_rank(layout, model, world_size), cast_per_rank(layout, model))
 
 
-def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
+def legal_grids(model: ModelConfig, world_size: int) -> list[LegalGrid]:
     """Return all degrees that divide the ranks and the model, with their legal ZeRO stages."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     grids = []
@@ -90,15 +90,16 @@ def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
         if world_size % (pp * tp * sp):
             continue
         layouts = {stage: Layout(f"zero{stage}", "deepspeed", ZeroOptions(stage), tp, pp, sp) for stage in STAGES}
-        legal = {stage: layout for stage, layout in layouts.items() if is_legal(Case(layout, world_size, model))}
+        legal = {stage: layout for stage,
+                 layout in layouts.items() if is_legal(LayoutCheck(layout, world_size, model))}
         if legal:
             memory = {stage: _memory(layout, model, world_size) for stage, layout in legal.items()}
-            grids.append(Grid(Degrees.of_world(world_size, tp, pp, sp), memory,
-                              {stage: selection(layout) or "" for stage, layout in legal.items()}))
+            grids.append(LegalGrid(Degrees.of_world(world_size, tp, pp, sp), memory,
+                                   {stage: selection(layout) or "" for stage, layout in legal.items()}))
     return grids
 
 
-def crosses(degrees: Degrees, ranks_per_node: int) -> bool:
+def crosses_nodes(degrees: Degrees, ranks_per_node: int) -> bool:
     """Return True if tensor-parallel groups span more than one node."""
     return degrees.tp > 1 and ranks_per_node % degrees.tp != 0
 
@@ -130,7 +131,8 @@ def purposes_text(purposes: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {purpose.replace('`', '')}" for name, purpose in purposes.items())
 
 
-def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid], ranks_per_node: int | None, *,
+def legal_text(model: str, world_size: int, named: list[NamedLayout], grids: list[LegalGrid],
+               ranks_per_node: int | None, *,
                rich: bool) -> str:
     """Return the tables of named layouts and of legal degrees, and the reasons why layouts are not legal."""
     rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory),
@@ -148,14 +150,14 @@ def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid
              *(_gigabytes(total(grid.memory[stage], "device")) if stage in grid.memory else "-"
                for stage in STAGES),
              *([] if ranks_per_node is None else
-               ["crosses nodes" if crosses(grid.degrees, ranks_per_node) else "in a node"])]
+               ["crosses nodes" if crosses_nodes(grid.degrees, ranks_per_node) else "in a node"])]
             for grid in grids]
     parts.append(table("Legal degrees, GB per rank and ZeRO stage (--ds-config zero0 to zero3)", columns, rows,
                        rich=rich))
     return "\n".join([*parts, _FOOT])
 
 
-def as_json(model: str, world_size: int, named: list[Named], grids: list[Grid],
+def as_json(model: str, world_size: int, named: list[NamedLayout], grids: list[LegalGrid],
             ranks_per_node: int | None) -> dict[str, Any]:
     """Return the same lists as JSON values, in bytes."""
     return {
@@ -166,7 +168,7 @@ def as_json(model: str, world_size: int, named: list[Named], grids: list[Grid],
             **asdict(grid.degrees),
             "stages": {str(stage): {"memory": [asdict(part) for part in parts], "words": grid.words[stage]}
                        for stage, parts in grid.memory.items()},
-            **({} if ranks_per_node is None else {"crosses_nodes": crosses(grid.degrees, ranks_per_node)}),
+            **({} if ranks_per_node is None else {"crosses_nodes": crosses_nodes(grid.degrees, ranks_per_node)}),
         } for grid in grids],
     }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.layout.knobs import KNOBS, Kind, State, Where
+from ezpz_llm.layout.knobs import KNOBS, Kind, StoredState, Where
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName
 from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes, computed_as
@@ -47,12 +47,14 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     layout = computed_as(layout, precision)
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
-    states: Mapping[Kind, State] = {"parameters": State("device", 4, whole), "gradients": State("device", 4, whole),
-                                    "optimizer": State("device", OPTIMIZERS[optimizer].state_bytes, whole)}
+    states: Mapping[Kind, StoredState] = {"parameters": StoredState("device", 4, whole),
+                                          "gradients": StoredState("device", 4, whole),
+                                          "optimizer": StoredState("device", OPTIMIZERS[optimizer].state_bytes,
+                                                                   whole)}
     if RECIPES[precision].has_masters and layout.engine != "fsdp2":  # its shards are the master weights
-        states = {**states, "parameters": State("device", 2, whole), "copy": State("device", 4, whole)}
+        states = {**states, "parameters": StoredState("device", 2, whole), "copy": StoredState("device", 4, whole)}
     if gradients.accumulated == "bf16":
-        states = {**states, "gradients": State("device", 2, whole)}
+        states = {**states, "gradients": StoredState("device", 2, whole)}
     for knob in KNOBS:
         if knob.memory is not None:
             states = knob.memory(states, layout, whole, peers)

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError, data_dir, unknown
+from ezpz_llm.base import UserError, data_dir, describe_unknown
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
@@ -20,9 +20,9 @@ from ezpz_llm.layout.ds_config import DsConfig, load
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.ds_config_overrides import BATCH_KEYS, RunOverrides, split_ds_config
 from ezpz_llm.layout.ds_defaults import sized
-from ezpz_llm.layout.knobs import KNOBS, Case, uncertified
+from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, uncertified
 from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
-from ezpz_llm.layout.ops import needed_ops, refuse_unbuilt
+from ezpz_llm.layout.ops import needed_ops, reject_unbuilt_ops
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName, check_optimizer
 from ezpz_llm.layout.precision_recipes import (
     FP32_GRADIENTS,
@@ -34,8 +34,8 @@ from ezpz_llm.layout.precision_recipes import (
     computed_as,
     deepspeed_blocks,
 )
-from ezpz_llm.layout.suggest import validate_or_suggest
-from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, UNASKED, Origin, ValueSource
+from ezpz_llm.layout.suggestions import validate_or_suggest
+from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
 
@@ -182,9 +182,9 @@ class _Inputs:
     def resolved(self) -> Resolved:
         request, config, overrides = self.request, self.config, self.overrides
         model, world_size, device = request.model, request.world_size, request.device
-        requested = Case(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,
-                                     shard_within=request.shard_within), world_size, model,
-                         batch=lambda dp_size: self.batch(dp_size)[0], shipped=self.is_shipped)
+        requested = LayoutCheck(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,
+                                            shard_within=request.shard_within), world_size, model,
+                                batch=lambda dp_size: self.batch(dp_size)[0], shipped=self.is_shipped)
         layout, notes = validate_or_suggest(requested, self.origins())
         batch, used, overridden = self.batch(layout.dp_size(world_size))
         notes = (*overrides.notes, *notes, *overridden)
@@ -212,10 +212,10 @@ class _Inputs:
                       f"keys{passed}; run ezpz-llm certify --layouts {self.file} to test them",)
         if layout.engine == "deepspeed":
             require_support(layout)
-            refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
+            reject_unbuilt_ops(needed_ops(layout), needed_by=f"layout {layout.name}")
             check_gradient_scaling(overrides.rest, layout, str(self.file))
             deepspeed = _for_deepspeed(overrides.rest, layout, batch, clip or 0.0, device)
-            zero = deepspeed["zero_optimization"] = ds_defaults.complete(
+            zero = deepspeed["zero_optimization"] = ds_defaults.fill_defaults(
                 deepspeed["zero_optimization"], layout, model, world_size, str(self.file))
             for key, (value, source) in sized(zero, layout, model, device).items():
                 zero[key], used[key] = value, ValueSource(Origin.FILE, source)
@@ -224,8 +224,9 @@ class _Inputs:
         elif overrides.rest:
             notes += (f"engine {layout.engine} ignores {', '.join(overrides.rest)} of {config.path.name}",)
         check_optimizer(request.optimizer, layout)
-        nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path, ds_defaults.wished_path(config))
-        notes += ds_defaults.place(layout, nvme_path, str(used["nvme_path"]))
+        nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path,
+                                                   ds_defaults.requested_nvme_path(config))
+        notes += ds_defaults.nvme_note(layout, nvme_path, str(used["nvme_path"]))
         return Resolved(layout, batch, precision or "auto", float(clip or 0), deepspeed,
                         {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
                         recompute, request.optimizer, nvme_path, overrides.precision.scale, gradients)
@@ -238,7 +239,7 @@ class _Inputs:
         implied = precision == self.overrides.precision.name == "bf16" and layout.engine == "deepspeed"
         for key in ("grad_accum_dtype", "reduce_dtype"):
             value, used[key] = self.choose(key, getattr(self.request, key), from_file.get(key))
-            if implied and used[key].origin in UNASKED and not (
+            if implied and used[key].origin in NOT_FROM_USER and not (
                     key == "grad_accum_dtype" and (layout.zero.offload_optimizer or layout.pp > 1)):
                 value, used[key] = "bf16", ValueSource(Origin.FILE, f"DeepSpeed's default, not set in {self.file}")
             dtypes.append(value or "fp32")
@@ -271,7 +272,7 @@ class _Inputs:
         values: dict[str, tuple[Any, ValueSource]] = {}
         for block in blocks:
             values.update({name: (value, not_set) for name, value in block.defaults.items()
-                          if sources.get(name, DEFAULT).origin in UNASKED})
+                          if sources.get(name, DEFAULT).origin in NOT_FROM_USER})
             values.update({name: (value, self.file) for name, value in block.values.items()})
         values = {name: values[name] for name in values if sources.get(name) != COMMAND_LINE}
         of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
@@ -346,7 +347,7 @@ def check_precision(precision: str | None, source: ValueSource, device: str | No
         UserError: names the supported ones.
     """
     if precision is not None and precision not in RECIPES:
-        raise unknown("precision", precision, ("auto", *RECIPES), where=str(source))
+        raise describe_unknown("precision", precision, ("auto", *RECIPES), where=str(source))
     if precision in SCALED and device in DEVICES and not DEVICES[device].fp16:
         raise UserError(f"{precision} is unsupported on a {device.upper()}: its matmuls are about 100 times slower "
                         "than in fp32", where=f"precision ({source})",

@@ -72,5 +72,5 @@ class ValueSource:
 
 
 COMMAND_LINE, DEFAULT = ValueSource(Origin.COMMAND_LINE), ValueSource(Origin.DEFAULT)
-UNASKED = (Origin.DEFAULT, Origin.PRESET, Origin.RECIPE)
+NOT_FROM_USER = (Origin.DEFAULT, Origin.PRESET, Origin.RECIPE)
 """Sources that are overridden by any value of this run's files, including DeepSpeed's default for a ds_config."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError, unknown
+from ezpz_llm.base import UserError, describe_unknown
 from ezpz_llm.dist import Dist, Heartbeat, Mesh
-from ezpz_llm.dist.agree import together
+from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup as set_up_rank
 from ezpz_llm.launch.variables import ENDING, EVALUATING, RENDEZVOUS, SAVING, STARTING, TRAINING
 from ezpz_llm.observe import (
@@ -30,10 +30,10 @@ from ezpz_llm.observe import (
     final_text,
     plot_run,
     run_environment,
-    summarise,
-    wants_colour,
+    summarize,
+    wants_color,
 )
-from ezpz_llm.observe.history import PHASES, History, finite, steady, whole_history
+from ezpz_llm.observe.history import PHASES, History, is_finite, steady_steps, whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import run_of
@@ -121,7 +121,7 @@ class Run:
                 yield
             return
         if name not in BETWEEN:
-            raise unknown("phase", name, (*PHASES, *BETWEEN), where="ezpz_llm.phase")
+            raise describe_unknown("phase", name, (*PHASES, *BETWEEN), where="ezpz_llm.phase")
         self.heartbeat.beat(BETWEEN[name], self.step)
         if not self.timeline.is_untouched:  # inside a step: counted as "other" time of the step
             yield
@@ -148,7 +148,7 @@ class Run:
         share = tokens if tokens is None else tokens / self.mesh.tp_size
         self.metrics.record(step, self._scalar(loss), self._scalar(norm), lr, tokens=share)
         if figures:
-            self.metrics.record_task(step, **{name: value if finite(value) else None
+            self.metrics.record_task(step, **{name: value if is_finite(value) else None
                                               for name, value in figures.items()})
         self.step, self._waiting = step, self._waiting + 1
         self.heartbeat.beat(TRAINING, step)
@@ -182,10 +182,10 @@ class Run:
         side.update_record(run_dir, steps=self.step,
                            config={**read_record(run_dir).get("config", {}), "steps": self.step})
         history = whole_history(run_dir, side)
-        summary = summarise(run_dir, self._work(history), self.clock.split(), first_step=self.first_step,
+        summary = summarize(run_dir, self._work(history), self.clock.split(), first_step=self.first_step,
                             straggler=straggler if straggler and straggler.seconds else None, history=history)
         charts = self.dist.optional.attempt("plotting", lambda: plot_run(
-            run_dir, colour=wants_colour(), history=history, side=side, unit=""))
+            run_dir, color=wants_color(), history=history, side=side, unit=""))
         if charts is not None:
             print("\n" + charts)
         side.update_record(run_dir, summary=summary and asdict(summary), load_at_end=load_now())
@@ -197,7 +197,7 @@ class Run:
         """Open the metrics log, to continue after the step of the loaded checkpoint if there is one."""
         self.first_step = self.step
         world_size = self.dist.world_size
-        return together(self.dist, lambda: MetricsLog(
+        return run_together(self.dist, lambda: MetricsLog(
             self.dist.run_dir, self.dist, StepWork(0, 1, world_size, world_size, 0), total_steps=0,
             first_step=self.first_step, console=False))
 
@@ -206,7 +206,7 @@ class Run:
 
     def _work(self, history: History) -> StepWork:
         """Return the work of a typical step, from the recorded tokens."""
-        timed = steady(history)
+        timed = steady_steps(history)
         tokens = timed.column("tokens_per_second") * timed.column("step_time_s")
         finite_tokens = tokens[np.isfinite(tokens)]
         median = round(float(np.median(finite_tokens))) if len(finite_tokens) else 0

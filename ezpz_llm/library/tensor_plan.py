@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ezpz_llm.base import UserError
-from ezpz_llm.model.parameters import Placement, place, whole
+from ezpz_llm.model.parameters import Placement, set_placement, whole_box
 from ezpz_llm.model.tensor_parallel import RowParallelLinear, Share
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed
 
@@ -42,7 +42,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None
     _check(model, plan, styles, share)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        place(parameter, Placement(name, shape, (whole(shape),), primary=share.rank == 0))
+        set_placement(parameter, Placement(name, shape, (whole_box(shape),), primary=share.rank == 0))
     for name, style in styles.items():
         module = modules[name]
         if style == BY_OUTPUTS:
@@ -116,4 +116,4 @@ def _keep(parameter: nn.Parameter, at: Placement) -> None:
     """Replace a parameter's data by this rank's shard, keeping the object that the optimizer refers to."""
     (box,) = at.boxes
     parameter.data = parameter.data[tuple(slice(*side) for side in box)].clone()
-    place(parameter, at)
+    set_placement(parameter, at)

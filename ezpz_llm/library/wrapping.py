@@ -16,7 +16,7 @@ from ezpz_llm import checkpoint
 from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import broadcast, together
+from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine import running_statistics
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import put_in_engine
@@ -300,7 +300,7 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
         if not broadcast(run.dist, bool(complete(run.dist.run_dir.checkpoints))):
             return None
         where = run.run_dir
-    together(run.dist, lambda: _check_place(Path(where)), on_main=True)
+    run_together(run.dist, lambda: _check_place(Path(where)), on_main=True)
     loaded = checkpoint.load_newest(where, model.engine, run.dist, lambda folder, state: None)
     run.step = loaded.state["step"]
     run.begin_step()

@@ -17,12 +17,12 @@ Attention = Literal["auto", "explicit", "flash3"]
 all scores in memory, for comparison; "flash3" is FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608)."""
 
 _MODULE = "flash_attn_interface"
-_LEAST_CONTEXT, _MOST_HEAD = 512, 256
+_MIN_CONTEXT, _MAX_HEAD = 512, 256
 """Context length from which FlashAttention-3 is faster, and its maximum head dimension."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class AttentionEnvironment:
     """Properties of the device and the installation that determine the choice of a kernel.
 
     Attributes:
@@ -36,7 +36,8 @@ class Surroundings:
     installed: bool
 
 
-def best_attention(there: Surroundings, *, half: bool, dropout: float, context: int, head_dim: int) -> Attention:
+def best_attention(there: AttentionEnvironment, *, half: bool, dropout: float, context: int,
+                   head_dim: int) -> Attention:
     """Return the kernel for --attention auto.
 
     This is FlashAttention-3 on Hopper GPUs if it is installed and supports the shapes, otherwise torch's choice. On
@@ -49,19 +50,19 @@ def best_attention(there: Surroundings, *, half: bool, dropout: float, context: 
     """
     is_hopper = there.capability is not None and there.capability[0] == 9
     has_flash3 = is_hopper and there.can_activate and there.installed
-    fits = half and not dropout and context >= _LEAST_CONTEXT and head_dim % 8 == 0 and head_dim <= _MOST_HEAD
+    fits = half and not dropout and context >= _MIN_CONTEXT and head_dim % 8 == 0 and head_dim <= _MAX_HEAD
     return "flash3" if has_flash3 and fits else "auto"
 
 
-def surroundings(device: torch.device) -> Surroundings:
-    """Return the `Surroundings` of a device."""
+def read_environment(device: torch.device) -> AttentionEnvironment:
+    """Return the `AttentionEnvironment` of a device."""
     import torch
     from torch.nn import attention
 
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return Surroundings(torch.cuda.get_device_capability(device) if is_nvidia else None,
-                        hasattr(attention, "activate_flash_attention_impl"),
-                        importlib.util.find_spec(_MODULE) is not None)
+    return AttentionEnvironment(torch.cuda.get_device_capability(device) if is_nvidia else None,
+                                hasattr(attention, "activate_flash_attention_impl"),
+                                importlib.util.find_spec(_MODULE) is not None)
 
 
 def check_attention(attention: Attention, device: str, precision: str, dropout: float) -> None:
@@ -106,7 +107,7 @@ def _activate_flash3(device: torch.device) -> None:
     import torch
     from torch.nn import attention
 
-    support = surroundings(device)
+    support = read_environment(device)
     if support.capability is None or support.capability[0] != 9:
         raise _rejected(f"requires a Hopper GPU (compute capability 9), but {device} is not one")
     if not support.can_activate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import MOST_IDS, UserError, shown, unknown
+from ezpz_llm.base import MAX_IDS, UserError, describe_unknown, shorten_value
 
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]
@@ -21,7 +21,7 @@ _CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_a
             "init": get_args(Init), "qk_norm": get_args(QKNorm), "norm_order": get_args(NormOrder)}
 _COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2**20, "head_dim": 2**20,
            "block_size": 2**24, "rope_context": 2**24,
-           "vocab_size": MOST_IDS, "vocab_multiple": 2**20, "intermediate_size": 2**24}
+           "vocab_size": MAX_IDS, "vocab_multiple": 2**20, "intermediate_size": 2**24}
 """Positive integer fields and their maxima, chosen so that --check takes at most a second."""
 
 
@@ -92,16 +92,18 @@ class ModelConfig:
         for name, maximum in _COUNTS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} is {shown(value)}: it must be an integer of at least 1", where="model")
+                raise UserError(f"{name} is {shorten_value(value)}: it must be an integer of at least 1",
+                                where="model")
             if value > maximum:
-                raise UserError(f"{name} is {shown(value)}: it must be at most {maximum:,}", where="model")
+                raise UserError(f"{name} is {shorten_value(value)}: it must be at most {maximum:,}", where="model")
         for name, choices in _CHOICES.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
-                raise unknown(f"{name} of a model", str(getattr(self, name)), choices, where="model")
+                raise describe_unknown(f"{name} of a model", str(getattr(self, name)), choices, where="model")
         for name in ("dropout", "norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-                raise UserError(f"{name} is {shown(value)}: it must be a number from 0 to 1e12", where="model")
+                raise UserError(f"{name} is {shorten_value(value)}: it must be a number from 0 to 1e12",
+                                where="model")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must be in [0, 1)", where="model")
         if self.rope_factor < 1 or self.rope_low >= self.rope_high:
@@ -127,7 +129,7 @@ class ModelConfig:
 
     def _check_window(self) -> None:
         if type(self.window) is not int or self.window < 0:
-            raise UserError(f"window is {shown(self.window)}: it must be an integer of at least 0",
+            raise UserError(f"window is {shorten_value(self.window)}: it must be an integer of at least 0",
                             where="model")
         if self.window and self.block_size > self.window:
             raise UserError(f"a context of {self.block_size} tokens is longer than the model's attention window of "
@@ -209,11 +211,11 @@ def get_model_config(name: str, **overrides: Any) -> ModelConfig:
         UserError: unknown name or field (the message suggests the nearest), or inconsistent values.
     """
     if name not in _SHAPES:
-        raise unknown("model", name, _SHAPES, where="--model")
+        raise describe_unknown("model", name, _SHAPES, where="--model")
     names = {field.name for field in fields(ModelConfig)}
     changes = {key: value for key, value in overrides.items() if value is not None}
     for key in changes.keys() - names:
-        raise unknown("setting of a model", key, names, where=f"model {name}")
+        raise describe_unknown("setting of a model", key, names, where=f"model {name}")
     shape = dict(_SHAPES[name])
     if "n_embd" in changes and "intermediate_size" in shape:
         shape["intermediate_size"] = round(shape["intermediate_size"] * changes["n_embd"] / shape["n_embd"])

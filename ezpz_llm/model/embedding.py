@@ -30,7 +30,7 @@ class Columns:
 
     def own(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Return targets (N) as indices into this rank's columns (0 for others), and a mask of local targets."""
-        return own_rows(targets, self.rank * width, width)
+        return local_rows(targets, self.rank * width, width)
 
     def join(self, normalizer: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the ranks' log-sum-exp and target logit, (N) each in fp32, to those of all columns.
@@ -46,7 +46,7 @@ class Columns:
         return torch.logsumexp(normalizers, dim=0), chosen.sum(dim=0)
 
 
-def own_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def local_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return indices into rows [first, first + count), 0 for other tokens, and a mask of tokens in these rows."""
     index = tokens - first
     inside = (index >= 0) & (index < count)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.device import device_memory
 from ezpz_llm.model.embedding import Columns
-from ezpz_llm.model.loss_chunk import chosen_chunk, most_logits
+from ezpz_llm.model.loss_chunk import choose_chunk, most_logits
 
 Reduction = Literal["mean", "sum", "rows"]
 """Reduction over targets that are not ignored: mean, 0-d; sum, 0-d; sum of each sequence, (B,)."""
@@ -329,7 +329,7 @@ class Head(nn.Linear):
             return super().forward(x)
         if self.loss_chunk == 0:
             return cross_entropy(super().forward(x), targets, reduction, self.z_loss, self.columns)
-        chunk = self.loss_chunk or chosen_chunk(targets.numel(), len(self.weight), most_logits_on(x.device))
+        chunk = self.loss_chunk or choose_chunk(targets.numel(), len(self.weight), most_logits_on(x.device))
         return chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
                                      columns=self.columns, compiled=self.compiled)
 

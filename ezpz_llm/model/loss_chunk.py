@@ -29,7 +29,7 @@ def most_logits(device_type: str, memory: int | None) -> int:
     return min(_MOST, max(_LEAST, 1 << (max(1, fit).bit_length() - 1)))
 
 
-def chosen_chunk(tokens: int, columns: int, most: int) -> int:
+def choose_chunk(tokens: int, columns: int, most: int) -> int:
     """Return the default number of tokens per chunk: equal chunks with at most `most` logits."""
     most = max(_ROWS, most // columns // _ROWS * _ROWS)
     chunks = -(-tokens // most)

@@ -21,7 +21,7 @@ Box = tuple[tuple[int, int], ...]
 _ATTRIBUTE = "ezpz_placement"
 
 
-def whole(shape: Iterable[int]) -> Box:
+def whole_box(shape: Iterable[int]) -> Box:
     """Return the box that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
@@ -59,7 +59,7 @@ class Placement:
             offset += size(box)
 
 
-def place(parameter: Any, placement: Placement) -> None:
+def set_placement(parameter: Any, placement: Placement) -> None:
     """Store the placement of a parameter as an attribute; engines that flatten or partition it keep the object."""
     setattr(parameter, _ATTRIBUTE, placement)
 
@@ -70,7 +70,7 @@ def placement_of(name: str, parameter: Any) -> Placement:
     Under ZeRO-3, the shape of a partitioned parameter is in `ds_shape`.
     """
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return getattr(parameter, _ATTRIBUTE, None) or Placement(name, shape, (whole(shape),))
+    return getattr(parameter, _ATTRIBUTE, None) or Placement(name, shape, (whole_box(shape),))
 
 
 def secondary(placement: Placement) -> Placement:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ezpz_llm.model.gpt import GPT, embed, rotation_of
 from ezpz_llm.model.loss import Reduction
-from ezpz_llm.model.parameters import TABLE, place, placement_of, secondary
+from ezpz_llm.model.parameters import TABLE, placement_of, secondary, set_placement
 
 
 class PipelineStage(nn.Module):
@@ -40,7 +40,7 @@ class PipelineStage(nn.Module):
             self.transformer["ln_f"] = model.transformer["ln_f"]
             self.lm_head = model.lm_head
             if self.config.tied:
-                place(self.lm_head.weight, secondary(placement_of(TABLE, self.lm_head.weight)))
+                set_placement(self.lm_head.weight, secondary(placement_of(TABLE, self.lm_head.weight)))
 
     @property
     def table(self) -> nn.Module | None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.embedding import Columns, lookup, own_rows
+from ezpz_llm.model.embedding import Columns, local_rows, lookup
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import (
@@ -32,9 +32,9 @@ from ezpz_llm.model.parameters import (
     Placement,
     TpRule,
     parameter_named,
-    place,
     placement_of,
-    whole,
+    set_placement,
+    whole_box,
 )
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, join_last, reduce_from_tp_region, summed
 
@@ -68,7 +68,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up activations (B, T, C) for tokens (B, T)."""
-        index, inside = own_rows(tokens, self.first, len(self.weight))
+        index, inside = local_rows(tokens, self.first, len(self.weight))
         rows = lookup(index, self.weight)
         return reduce_from_tp_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
 
@@ -230,11 +230,11 @@ def _sharded(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[
             count = sum(stop - start for start, stop in parts)
             result = _by_rows(rule, count, columns, bias is not None, share, group)
             boxes = tuple((part, (0, columns)) for part in parts)
-    place(result.weight, Placement(f"{name}.weight", (rows, columns), boxes))
+    set_placement(result.weight, Placement(f"{name}.weight", (rows, columns), boxes))
     if bias is not None and rule == "row":
         _place_whole(f"{name}.bias", result.bias, share)
     elif bias is not None:
-        place(result.bias, Placement(f"{name}.bias", (rows,), tuple((part,) for part in parts)))
+        set_placement(result.bias, Placement(f"{name}.bias", (rows,), tuple((part,) for part in parts)))
     return result
 
 
@@ -242,7 +242,8 @@ def _sharded_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]
                   group: ProcessGroup | None) -> nn.Module:
     with module.weight.device:
         result = ShardedRMSNorm(sum(stop - start for start, stop in parts), share, module.eps, group)
-    place(result.weight, Placement(f"{name}.weight", tuple(module.weight.shape), tuple((part,) for part in parts)))
+    set_placement(result.weight,
+                  Placement(f"{name}.weight", tuple(module.weight.shape), tuple((part,) for part in parts)))
     return result
 
 
@@ -266,4 +267,4 @@ def _consecutive(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def _place_whole(name: str, parameter: nn.Parameter, share: Share) -> None:
     shape = tuple(parameter.shape)
-    place(parameter, Placement(name, shape, (whole(shape),), primary=share.rank == 0))
+    set_placement(parameter, Placement(name, shape, (whole_box(shape),), primary=share.rank == 0))

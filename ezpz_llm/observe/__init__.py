@@ -5,19 +5,19 @@ Modules that need torch are imported on first access, so that tables and plots l
 
 from __future__ import annotations
 
-from ezpz_llm.base import lazy
+from ezpz_llm.base import lazy_names
 
 _MODULES = {
     "metrics": ("PHASES", "Bubble", "MetricsLog", "StepTimeline", "StepTimes", "Straggler", "WallClock"),
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot"),
-    "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
-    "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarise", "where_time_went"),
-    "terminal": ("terminal_width", "wants_ascii", "wants_colour"),
+    "profile": ("PythonProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
+    "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarize", "where_time_went"),
+    "terminal": ("terminal_width", "wants_ascii", "wants_color"),
     "trackers": ("Tracking",),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [*_LAZY]
 
-__getattr__ = lazy(__name__, _LAZY)
+__getattr__ = lazy_names(__name__, _LAZY)

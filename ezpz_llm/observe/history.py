@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from ezpz_llm.base import UserError, as_type, shown
+from ezpz_llm.base import UserError, as_type, shorten_value
 from ezpz_llm.rundir import RunDir, SideFiles, read_lines, write_atomic
 
 Rows = TypeVar("Rows", "list[Any]", "Sequence[Any]", "np.ndarray", "History")
@@ -116,11 +116,11 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
 
 def _number(value: Any) -> float:
     if value is not None and not isinstance(value, (int, float)):
-        raise TypeError(f"{shown(value)} is not a number")
+        raise TypeError(f"{shorten_value(value)} is not a number")
     return math.nan if value is None else float(value)
 
 
-def steady(rows: Rows) -> Rows:
+def steady_steps(rows: Rows) -> Rows:
     """Drop the first rows (warm-up, compilation) and the last row (work at the end). Up to three rows are kept."""
     if len(rows) <= 3:
         return rows
@@ -168,14 +168,14 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
 def last_loss(rows: History) -> float | None:
     """Return the mean loss of the last tenth of the steps (at most 50 steps); None if a loss is not finite."""
     losses = rows.column("loss")[-max(1, min(50, len(rows) // 10)):]
-    return known(np.mean(losses)) if len(losses) else None
+    return finite_or_none(np.mean(losses)) if len(losses) else None
 
 
-def known(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Convert a value of a column; NaN and Inf become None."""
     return float(value) if math.isfinite(value) else None
 
 
-def finite(value: float | None) -> TypeGuard[float]:
+def is_finite(value: float | None) -> TypeGuard[float]:
     """Return True for a finite number. metrics.jsonl has null in place of NaN and Inf."""
     return value is not None and math.isfinite(value)

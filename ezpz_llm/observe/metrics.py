@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather_number, reduce
-from ezpz_llm.observe.history import OTHER, PHASES, finite, steady, trim_history
+from ezpz_llm.dist.agreement import all_gather_number, reduce
+from ezpz_llm.observe.history import OTHER, PHASES, is_finite, steady_steps, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
@@ -296,7 +296,7 @@ class MetricsLog:
         """
         if step not in self._pending:
             raise ValueError(f"validation of step {step}, which is not waiting to be written")
-        self.record_task(step, val_tokens=val_tokens, val_loss=val_loss if finite(val_loss) else None)
+        self.record_task(step, val_tokens=val_tokens, val_loss=val_loss if is_finite(val_loss) else None)
 
     def record_task(self, step: int, **figures: float | None) -> None:
         """Add other evaluation results to the line of `step`, which must be recorded and not yet written."""
@@ -379,7 +379,7 @@ class MetricsLog:
             self._tracking.write(lines)
         if self._progress:
             self._progress.show(lines)
-        first_non_finite = next((line["step"] for line in lines if not finite(line["loss"])), None)
+        first_non_finite = next((line["step"] for line in lines if not is_finite(line["loss"])), None)
         if first_non_finite is not None:
             print(f"warning: the loss is not finite from step {first_non_finite} on", flush=True)
 
@@ -401,7 +401,7 @@ class MetricsLog:
         """
         if self._dist.world_size == 1 or not self._before_collectives:
             return None
-        seconds = all_gather_number(self._dist, statistics.median(steady(self._before_collectives)))
+        seconds = all_gather_number(self._dist, statistics.median(steady_steps(self._before_collectives)))
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         return Straggler(slowest, seconds[slowest], statistics.median(seconds))
 
@@ -416,9 +416,9 @@ class MetricsLog:
         if mesh.pp_size == 1 or not self._busy:
             return None
         sums = torch.zeros(mesh.pp_size + 1, device=self._dist.device)
-        sums[mesh.pp_rank] = statistics.median(steady(self._busy))
+        sums[mesh.pp_rank] = statistics.median(steady_steps(self._busy))
         if mesh.pp_rank == 0:
-            sums[-1] = statistics.median(steady(self._span))
+            sums[-1] = statistics.median(steady_steps(self._span))
         torch.distributed.all_reduce(sums)
         *stages, whole = sums.tolist()
         return Bubble(tuple(1 - seconds / whole for seconds in stages),
@@ -443,9 +443,9 @@ class MetricsLog:
         rates = self._work.rates(times.step_time_s, tokens * self._work.world_size if recorded.counts else None)
         line: dict[str, Any] = {
             "step": step,
-            "loss": loss if finite(loss) else None,
+            "loss": loss if is_finite(loss) else None,
             "lr": recorded.lr,
-            "grad_norm": grad_norm if finite(grad_norm) else None,
+            "grad_norm": grad_norm if is_finite(grad_norm) else None,
             "step_time_s": times.step_time_s,
             **({} if rates.tokens_per_second is None else {
                 "tokens_per_second": rates.tokens_per_second,

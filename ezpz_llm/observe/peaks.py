@@ -22,7 +22,7 @@ import torch
 
 from ezpz_llm.base import installed
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather, all_gather_number
+from ezpz_llm.dist.agreement import all_gather, all_gather_number
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import device_memory, synchronize
 from ezpz_llm.observe.machine_load import load_now
@@ -150,10 +150,10 @@ _SMALLEST, _LARGEST = 256, 8192
 _LONG_ENOUGH_S = 0.01
 """Duration of a burst of matmuls from which launch and synchronization overhead is negligible."""
 _BUDGET_S = 0.1
-_MOST_SAMPLES = 5
+_MAX_SAMPLES = 5
 _AGREE = 0.9
 """Two successive samples that reach this fraction of the best sample count as undisturbed."""
-_MOST_BURSTS = 20
+_MAX_BURSTS = 20
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def best_sample(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
     """Return the best of up to five samples of `fastest_product`. Stops when two successive samples agree, since
     other programs can occupy the cores during a whole sample."""
     samples = [fastest_product(device, dtype)]
-    while len(samples) < _MOST_SAMPLES:
+    while len(samples) < _MAX_SAMPLES:
         samples.append(fastest_product(device, dtype))
         if samples[-1][0] > _AGREE * max(samples)[0] and samples[-2][0] > _AGREE * max(samples)[0]:
             break
@@ -215,7 +215,7 @@ def fastest_product(device: torch.device, dtype: torch.dtype, budget_s: float = 
             break
         size *= 2
     products = max(1, round(min(_LONG_ENOUGH_S, budget_s / 5) / seconds))
-    for _ in range(_MOST_BURSTS):
+    for _ in range(_MAX_BURSTS):
         best = max(best, (products * _flops(size) / _burst(factors, products), size))
         if time.perf_counter() > deadline:
             break

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.observe.history import History, read_history, steady
+from ezpz_llm.observe.history import History, read_history, steady_steps
 from ezpz_llm.observe.terminal import DEFAULT_WIDTH, terminal_width, wants_ascii
 from ezpz_llm.rundir import RunDir, SideFiles
 
@@ -19,7 +19,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks that distinguish curves without color."""
 POINTS = "o"
 """Mark of points that are not connected by a line."""
-COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
+COLORS = (39, 208, 42, 170, 220, 205, 51, 250)
 """Colors of a 256-color terminal that are distinct on black and on white."""
 _HUGE = 1e300
 _IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), "│": "|", "─": "-", "█": "#", "■": "#"})
@@ -45,14 +45,14 @@ def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> t
 class Curve:
     """Series of a plot, drawn in braille dots or in the character `mark`. POINTS are not connected by a line.
 
-    `colour` is a number of a 256-color terminal, or -1 for plotext's choice.
+    `color` is a number of a 256-color terminal, or -1 for plotext's choice.
     """
 
     name: str
     x: Values
     y: Values
     mark: str = ""
-    colour: int = -1
+    color: int = -1
 
     @property
     def is_line(self) -> bool:
@@ -61,7 +61,7 @@ class Curve:
 
 
 def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
-                width: int = DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
+                width: int = DEFAULT_WIDTH, height: int = 16, *, color: bool = False,
                 reduce: Reduce = np.mean, label: str = "",
                 points: tuple[str, Values, Values] | None = None, is_ascii: bool | None = None) -> str:
     """Return a line plot of y over x; see `curves_plot`.
@@ -75,12 +75,12 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
         curves.append(Curve(points[0], points[1], points[2], mark=POINTS))
         # The legend is in the heading, since plotext's legend hides part of the curve.
         xlabel += f"; line: {label}, {POINTS}: {points[0]}"
-    return curves_plot(curves, title, xlabel, ylabel, width, height, colour=colour, reduce=reduce,
+    return curves_plot(curves, title, xlabel, ylabel, width, height, color=color, reduce=reduce,
                        is_ascii=is_ascii)
 
 
 def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = DEFAULT_WIDTH,
-                height: int = 16, *, colour: bool = False, reduce: Reduce = np.mean,
+                height: int = 16, *, color: bool = False, reduce: Reduce = np.mean,
                 is_ascii: bool | None = None) -> str:
     """Return a plot of several series as text of `width` by `height` characters, ending in a newline.
 
@@ -106,22 +106,22 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
     figure = _figure(heading, width, height)
     for curve, x, y in drawn:
         symbol = curve.mark or ("*" if is_ascii else "braille")
-        marker = symbol if curve.colour < 0 else plotext.marker(symbol, pixel=curve.colour)
+        marker = symbol if curve.color < 0 else plotext.marker(symbol, pixel=curve.color)
         signal = figure.signal(x, y, marker=marker)
         if curve.is_line:
             signal.lines()
         figure.draw(signal)
-    return _figure_text(figure, colour, is_ascii, x=[value for _, x, _ in drawn for value in x],
+    return _figure_text(figure, color, is_ascii, x=[value for _, x, _ in drawn for value in x],
                         y=[value for _, _, y in drawn for value in y])
 
 
 def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = DEFAULT_WIDTH, *,
-              colour: bool = False) -> str:
+              color: bool = False) -> str:
     """Return horizontal bars of named values, the first on top, as text that ends in a newline."""
     figure = _figure(title, width, 2 * len(bars) + 3)
     names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
     figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
-    return _figure_text(figure, colour, wants_ascii(), x=[0.0, *(value for value in values if value > 0)])
+    return _figure_text(figure, color, wants_ascii(), x=[0.0, *(value for value in values if value > 0)])
 
 
 def _figure(title: str, width: int, height: int) -> Any:
@@ -136,18 +136,18 @@ def _figure(title: str, width: int, height: int) -> Any:
     return figure
 
 
-def _figure_text(figure: Any, colour: bool, is_ascii: bool, **axes: Sequence[float]) -> str:
+def _figure_text(figure: Any, color: bool, is_ascii: bool, **axes: Sequence[float]) -> str:
     """Return the text of a figure, with round ticks on the axes whose values are given."""
     for axis, values in axes.items():
         ticks = round_ticks(min(values), max(values))
         figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
-    text = figure.build().string(colorless=not colour)
+    text = figure.build().string(colorless=not color)
     if is_ascii:
         text = text.translate(_IN_ASCII)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False, history: History | None = None,
+def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, history: History | None = None,
              side: SideFiles | None = None, unit: str = "nats/token") -> str:
     """Plot the loss and tokens/s of a run, or the step time if tokens/s are unknown.
 
@@ -162,7 +162,7 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False,
     width, side = terminal_width() if width is None else width, side or SideFiles()
     rows = read_history(run_dir) if history is None else history
     evaluated = rows[np.isfinite(rows.column("val_loss"))]
-    timed = steady(rows)
+    timed = steady_steps(rows)
     validation = ("validation", evaluated.steps, evaluated.column("val_loss")) if len(evaluated) else None
     draw = partial(series_plot, xlabel="step", width=width)
     speed, title, unit_of_speed, scale = "tokens_per_second", "tokens/s", "", 1.0
@@ -176,7 +176,7 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False,
     }
     for metric, draw in drawings.items():
         side.write(run_dir.plots / f"{metric}.txt", draw(is_ascii=False))
-    return drawings["loss"](colour=colour) + "\n" + drawings[speed](colour=colour, height=_LOW)
+    return drawings["loss"](color=color) + "\n" + drawings[speed](color=color, height=_LOW)
 
 
 def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:

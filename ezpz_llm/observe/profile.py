@@ -61,7 +61,7 @@ _WEB_FONTS = re.compile(r"https://fonts\.googleapis\.com/[^\"'`)]*")
 """Font request in pyinstrument's page. Without the request, the page uses the browser's fonts and no network."""
 
 
-class HostProfile:
+class PythonProfile:
     """Python call tree of the window, sampled every millisecond, in `profile/host.html` and `profile/host.txt`.
 
     `profile/host.json` has the seconds by the package whose function ran or called C code: torch, deepspeed,

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import apportioned, cleaned
+from ezpz_llm.base import apportion, escape_control_characters
 from ezpz_llm.observe.terminal import terminal_width, wants_ascii
 
 TABLE_WIDTH = 100
@@ -34,8 +34,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
         marked: indices of rows to print in red, if `rich`.
     """
     # Names of runs, nodes, and settings come from files, which other users may have written.
-    rows = [[cleaned(cell) for cell in row] for row in rows]
-    columns = [cleaned(name) for name in columns]
+    rows = [[escape_control_characters(cell) for cell in row] for row in rows]
+    columns = [escape_control_characters(name) for name in columns]
     if not rich:
         return _plain(title, columns, rows, footer)
     from rich.box import ASCII, HEAVY_HEAD
@@ -73,7 +73,7 @@ def percentages(parts: Sequence[float]) -> list[str]:
     """
     if not sum(parts) > 0:
         return ["-"] * len(parts)
-    return [f"{tenths / 10:.1f} %" for tenths in apportioned(parts, 1000)]
+    return [f"{tenths / 10:.1f} %" for tenths in apportion(parts, 1000)]
 
 
 def _plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:

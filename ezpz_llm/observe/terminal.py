@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from ezpz_llm.launch.variables import IN_COLOUR, RANK_VARIABLE, TERMINAL_VARIABLE
+from ezpz_llm.launch.variables import IN_COLOR, RANK_VARIABLE, TERMINAL_VARIABLE
 
 DEFAULT_WIDTH = 80
 WIDTH_LIMIT = 200
@@ -34,18 +34,18 @@ def redraws(stream: TextIO | None = None, env: Mapping[str, str] | None = None) 
 
 def _columns_from_launch(env: Mapping[str, str]) -> int | None:
     """Return the width of launch's terminal on rank 0, whose output launch shows; None on other ranks."""
-    columns = env.get(TERMINAL_VARIABLE, "").removesuffix(IN_COLOUR)
+    columns = env.get(TERMINAL_VARIABLE, "").removesuffix(IN_COLOR)
     return int(columns) if columns.isdecimal() and env.get(RANK_VARIABLE, "0") == "0" else None
 
 
-def wants_colour(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
+def wants_color(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
     """Return True if `stream` (default: stdout) is a color terminal, directly or through launch.
 
     False if TERM is "dumb" or the user has set NO_COLOR (https://no-color.org).
     """
     stream, env = sys.stdout if stream is None else stream, os.environ if env is None else env
     if _columns_from_launch(env) is not None:
-        return env[TERMINAL_VARIABLE].endswith(IN_COLOUR)
+        return env[TERMINAL_VARIABLE].endswith(IN_COLOR)
     return stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 

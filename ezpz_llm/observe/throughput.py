@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ezpz_llm.base.rows import aligned
+from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.launch.variables import LIVE_LINE
 from ezpz_llm.observe.history import (
     OTHER,
     PHASES,
     History,
     Spread,
-    finite,
-    known,
+    finite_or_none,
+    is_finite,
     last_loss,
     read_history,
     spread,
-    steady,
+    steady_steps,
 )
 from ezpz_llm.observe.tables import percentages, table, table_text, wall_table
 from ezpz_llm.observe.terminal import redraws, terminal_width
@@ -105,7 +105,7 @@ def _share(flops: float | None, of: float | None) -> float | None:
     return None if flops is None or of is None else flops / of
 
 
-def short_number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with three digits and a unit, such as 23.2k or 1.04M."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
@@ -114,10 +114,10 @@ def short_number(value: float) -> str:
 
 
 def _short(value: float | None) -> str:
-    return "" if value is None else short_number(value)
+    return "" if value is None else format_number(value)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration as minutes and seconds, with hours or days if needed: 0:07, 3:21, 1:02:11, 2d 03:15."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60 % 60, whole // 3600, whole // 86400
@@ -181,9 +181,9 @@ class Progress:
         step_s = (now - since) / (step - first)
         rate = self._work.rates(step_s).tokens_per_second
         text = (f"{step}/{self._total_steps}".rjust(self._step_width)
-                + f"  {step / self._total_steps:4.0%}  elapsed {duration(now - self._began)}"
-                f"  left {duration(step_s * (self._total_steps - step))}"
-                + (f"  {short_number(rate)} tok/s" if rate is not None else ""))
+                + f"  {step / self._total_steps:4.0%}  elapsed {format_duration(now - self._began)}"
+                f"  left {format_duration(step_s * (self._total_steps - step))}"
+                + (f"  {format_number(rate)} tok/s" if rate is not None else ""))
         if self._redraws:
             print(f"{LIVE_LINE}{text[:self._width - 1]}\r", end="", flush=True)
             self._is_live_line_shown = True
@@ -242,8 +242,8 @@ class Progress:
             ("tok/s", 7, _short(rates.tokens_per_second)),
             ("tok/s/dev", 9, _short(rates.tokens_per_second_per_device)),
             *([("MFU", 6, mfu)] if self._work.peak is not None else []),
-            ("elapsed", 8, duration(now - self._began)),
-            ("left", 8, "" if left_s is None else duration(left_s)),
+            ("elapsed", 8, format_duration(now - self._began)),
+            ("left", 8, "" if left_s is None else format_duration(left_s)),
             ("val loss", 8, _fixed(line["val_loss"], 8, 4) if "val_loss" in line else ""),
         ]
 
@@ -302,13 +302,13 @@ class Summary(Rates):
                             "is wrong")
         if self.ceiling_share is not None and self.ceiling_share > 1:
             warnings.append("measured matmul peak is unreliable (machine was busy)")
-        if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)
+        if self.steps >= _ENOUGH_TO_LEARN and not (is_finite(self.first_loss) and is_finite(self.last_loss)
                                                    and self.last_loss < self.first_loss):
             warnings.append("the loss did not decrease: the throughput of this run is not meaningful")
         return warnings
 
 
-def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
+def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
               unigram_entropy: float | None = None, straggler: Straggler | None = None,
               bubble: Bubble | None = None, history: History | None = None) -> Summary | None:
     """Summarize the steps after `first_step` from metrics.jsonl; None if this process made no step.
@@ -323,7 +323,7 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     rows = history[history.steps > first_step]
     if not len(rows):
         return None
-    timed = steady(rows)
+    timed = steady_steps(rows)
     step_times = timed.column("step_time_s")
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
@@ -333,9 +333,9 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
         steps=int(rows.steps[-1]),
         timed_steps=len(timed),
         skipped_steps=int(np.sum(rows.column("skipped") > 0)),
-        first_loss=known(history.column("loss")[0]),
+        first_loss=finite_or_none(history.column("loss")[0]),
         last_loss=last_loss(rows),
-        val_loss=known(evaluated.column("val_loss")[-1]) if len(evaluated) else None,
+        val_loss=finite_or_none(evaluated.column("val_loss")[-1]) if len(evaluated) else None,
         val_step=int(evaluated.steps[-1]) if len(evaluated) else None,
         unigram_entropy=unigram_entropy,
         step_time=step_time,
@@ -399,14 +399,14 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
             f"{_short(summary.tokens_per_second)}, {_short(summary.tokens_per_second_per_device)} per device"),
         "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the vendor's peak" + (
             "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted"),
-        "FLOP/s": "" if flops is None else f"{short_number(flops)} per device" + (
+        "FLOP/s": "" if flops is None else f"{format_number(flops)} per device" + (
             "" if summary.ceiling_share is None or summary.ceiling_share > 1 else
             f", {summary.ceiling_share:.1%} of the matmul peak measured here"),
         "peak memory": "" if peak_bytes is None else f"{peak_bytes / 1e9:.2f} GB (maximum over ranks)",
-        "run time": f"{duration(wall)}: {wall_shares}",
+        "run time": f"{format_duration(wall)}: {wall_shares}",
         "files": ", ".join(files), "in": str(run_dir.path)}
-    text = aligned(((name, value) for name, value in lines.items() if value),
-                   terminal_width() if width is None else width, 16)
+    text = align_rows(((name, value) for name, value in lines.items() if value),
+                      terminal_width() if width is None else width, 16)
     return text + "".join(f"warning: {warning}\n" for warning in summary.warnings)
 
 
@@ -418,13 +418,13 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _validation(summary: Summary) -> str:
     text = f"{_loss(summary.val_loss)} (step {summary.val_step})"
-    if summary.unigram_entropy and finite(summary.val_loss):
+    if summary.unigram_entropy and is_finite(summary.val_loss):
         text += f"; token frequencies alone give {summary.unigram_entropy:.4f}"
     return text
 
 
 def _loss(value: float | None) -> str:
-    return f"{value:.4f}" if finite(value) else "not finite"
+    return f"{value:.4f}" if is_finite(value) else "not finite"
 
 
 def _milliseconds(values: Spread) -> tuple[str, str, str]:

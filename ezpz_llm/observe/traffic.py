@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import grouped, read_json
+from ezpz_llm.base import group_by_key, read_json
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -115,7 +115,7 @@ def call_traffic(backend: str, kind: str, size: float, ranks: int) -> Traffic | 
     return Traffic(sent, received, line, overhead_s, least, least)
 
 
-def step_traffic(backend: str, issued: Mapping[str, Mapping[str, int]], ranks: int) -> dict[str, Traffic]:
+def traffic_per_step(backend: str, issued: Mapping[str, Mapping[str, int]], ranks: int) -> dict[str, Traffic]:
     """Return the bytes on the wire of a step's collectives in one group, by kind.
 
     `sum(…, NOTHING)` of the values is the traffic of the step.
@@ -155,8 +155,8 @@ def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
     table = measured(backend)
     if table is None:
         return {}
-    return grouped(((row["kind"], row["ranks"]), {**row, **_times(row, table["goodput"])})
-                   for row in sorted(table["rows"], key=lambda row: row["bytes"]))
+    return group_by_key(((row["kind"], row["ranks"]), {**row, **_times(row, table["goodput"])})
+                        for row in sorted(table["rows"], key=lambda row: row["bytes"]))
 
 
 def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import UserError, cleaned, run_command
-from ezpz_llm.base.parser import CommandParser
-from ezpz_llm.observe.history import steady
-from ezpz_llm.observe.plots import COLOURS, LETTERS, POINTS, Curve, curves_plot
+from ezpz_llm.base import UserError, escape_control_characters, run_command
+from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.observe.history import steady_steps
+from ezpz_llm.observe.plots import COLORS, LETTERS, POINTS, Curve, curves_plot
 from ezpz_llm.observe.tables import table
-from ezpz_llm.observe.terminal import terminal_width, wants_colour
+from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
 from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
                         instead="the same command after the first line of progress; ezpz-llm why if there is none")
     if len(runs) > DRAWABLE:
         raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {DRAWABLE}")
-    print(report_text(runs, terminal_width(), colour=wants_colour()), end="")
+    print(report_text(runs, terminal_width(), color=wants_color()), end="")
     if options.html:
         write_file(options.html, report_page(runs), "--html")
         print(f"\npage: {options.html}")
@@ -62,10 +62,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
-    """Return the report as text, with escape codes only if `colour`."""
+def report_text(runs: Sequence[Run], width: int, *, color: bool) -> str:
+    """Return the report as text, with escape codes only if `color`."""
     differing = differences(runs)
-    parts = [_results([result_row(run) for run in runs], width, colour),
+    parts = [_results([result_row(run) for run in runs], width, color),
              "".join(_wrapped(f"{name}: {text}", width) for name, text in comments(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
@@ -73,9 +73,9 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
                 for name, values in differing.items()]
         parts.append((table("Differences", columns, rows) if differing else "")
                      + _wrapped(verdict(differing), width))
-    parts.append(_plot(runs, "loss", "loss", "nats/token", width, colour))
+    parts.append(_plot(runs, "loss", "loss", "nats/token", width, color))
     if any(np.isfinite(run.column("tokens_per_second")).any() for run in runs):
-        parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, colour))
+        parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, color))
     return "\n".join(parts)
 
 
@@ -87,13 +87,14 @@ def _results(rows: Sequence[Sequence[str]], width: int, color: bool) -> str:
     lines = ["Runs"]
     for name, *values in rows:
         results = (f"{label} {value}" for label, value in zip(RESULTS[1:], values, strict=True) if value != "-")
-        lines += [f"  {cleaned(name)}", textwrap.fill(", ".join(results), width, initial_indent=" " * 4,
-                                                      subsequent_indent=" " * 4)]
+        lines += [f"  {escape_control_characters(name)}",
+                  textwrap.fill(", ".join(results), width, initial_indent=" " * 4,
+                                subsequent_indent=" " * 4)]
     return "\n".join(lines) + "\n"
 
 
 def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(cleaned(text), width, subsequent_indent="  ", break_long_words=False,
+    return textwrap.fill(escape_control_characters(text), width, subsequent_indent="  ", break_long_words=False,
                          break_on_hyphens=False) + "\n"
 
 
@@ -113,17 +114,18 @@ def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, c
     curves = []
     for i, run in enumerate(drawn):
         position = run.tokens / 1e6 if by_tokens else run.column("step")
-        x, y = (steady(values) if timed else values for values in (position, run.column(metric)))
-        curves.append(Curve(cleaned(run.name), x, y, mark=LETTERS[i] if several and not color else "",
-                            colour=COLOURS[i % len(COLOURS)] if several else -1))
+        x, y = (steady_steps(values) if timed else values for values in (position, run.column(metric)))
+        curves.append(Curve(escape_control_characters(run.name), x, y,
+                            mark=LETTERS[i] if several and not color else "",
+                            color=COLORS[i % len(COLORS)] if several else -1))
     if not several and not timed and drawn[0].validation:
         curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark=POINTS))
         title += f", {POINTS}: validation"
-    text = curves_plot(curves, title, "million tokens" if by_tokens else "step", unit, width, colour=color,
+    text = curves_plot(curves, title, "million tokens" if by_tokens else "step", unit, width, color=color,
                        reduce=np.median if timed else np.mean)
     if not several:
         return text
-    keys = (f"\x1b[38;5;{curve.colour}m━━\x1b[0m {curve.name}" if color else f"{curve.mark} {curve.name}"
+    keys = (f"\x1b[38;5;{curve.color}m━━\x1b[0m {curve.name}" if color else f"{curve.mark} {curve.name}"
             for curve in curves)
     return text + "".join(f"  {key}\n" for key in keys)
 

@@ -16,7 +16,7 @@ from html import escape
 import numpy as np
 
 from ezpz_llm.observe.plots import Reduce, Values, downsample, round_ticks
-from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.observe.throughput import format_number
 
 _UNITS = 1000
 _POINTS = 300
@@ -53,7 +53,7 @@ class Axis:
     """
 
     label: str
-    form: Form = short_number
+    form: Form = format_number
     log: bool = False
     marks: tuple[float, ...] = ()
 

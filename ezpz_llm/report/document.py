@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import cleaned
-from ezpz_llm.observe.history import steady
+from ezpz_llm.base import escape_control_characters
+from ezpz_llm.observe.history import steady_steps
 from ezpz_llm.observe.tables import Table
-from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.report.chart import Axis, Series, bars, chart, table
 from ezpz_llm.report.runs import (
     RESULTS,
@@ -46,7 +46,7 @@ def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
     allowed = (f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; "
                f"style-src-elem {_hash(style)}; base-uri 'none'; form-action 'none'")
     body = "".join(f"<section><h2>{escape(heading)}</h2>{text}</section>\n" for heading, text in sections)
-    return cleaned(
+    return escape_control_characters(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
@@ -153,8 +153,8 @@ def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
 
 
 def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    metrics = [("tokens/s", "tokens_per_second", Axis("tokens/s", short_number), 1.0),
-               ("tokens/s per device", "tokens_per_second_per_device", Axis("tokens/s per device", short_number),
+    metrics = [("tokens/s", "tokens_per_second", Axis("tokens/s", format_number), 1.0),
+               ("tokens/s per device", "tokens_per_second_per_device", Axis("tokens/s per device", format_number),
                 1.0),
                # Step time is the reciprocal of tokens/s: show it only without token counts.
                *([] if _has_values(runs, "tokens_per_second") else
@@ -162,8 +162,8 @@ def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
                ("MFU", "mfu", Axis("of the vendor's peak", lambda value: f"{value:.3g} %"), 100.0)]
     panels = []
     for name, metric, axis, scale in metrics:
-        series = [Series(run.name, steady(run.column("step")),
-                         steady(run.column(metric)) * scale, number)
+        series = [Series(run.name, steady_steps(run.column("step")),
+                         steady_steps(run.column(metric)) * scale, number)
                   for number, run in enumerate(runs)]
         if _has_values(runs, metric):
             panels.append((name, chart(f"{name}, without the first and last steps", Axis("step"), axis, series,

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import cache_dir, import_package
-from ezpz_llm.observe.history import steady
+from ezpz_llm.observe.history import steady_steps
 from ezpz_llm.observe.plots import downsample
-from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.report.runs import Run
 from ezpz_llm.rundir import write_file
 
 COLUMN, PAGE = 3.35, 6.9
 """Width in inches of a column, and of the full page, in a two-column layout."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colors that color-blind readers can distinguish (Okabe and Ito 2008). Markers and dashes also differ."""
 MARKERS = "osD^vPX"
 _STYLE = {"font.size": 8, "axes.labelsize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
@@ -69,7 +69,7 @@ def write_figure(folder: Path, name: str, panels: Sequence[Panel], width: float)
 
 def mark(number: int) -> dict[str, Any]:
     """Return matplotlib's color and marker options for a series."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE) -> list[Path]:
@@ -89,9 +89,9 @@ def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE)
     def throughput(axes: Any) -> None:
         """Draw tokens/s of the steady steps."""
         for i, run in enumerate(runs):
-            _curve(axes, steady(run.tokens), steady(run.column("tokens_per_second")), run.name, i)
+            _curve(axes, steady_steps(run.tokens), steady_steps(run.column("tokens_per_second")), run.name, i)
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+        axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
 
     return write_figure(folder, "curves", (Panel(loss, "million tokens", "loss (nats/token)"),
                                            Panel(throughput, "million tokens", "tokens/s")), width)
@@ -100,4 +100,4 @@ def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE)
 def _curve(axes: Any, x: Any, y: Any, name: str, number: int) -> None:
     dashes = ("-", "--", "-.", ":")[number % 4]
     x, y = downsample(x / 1e6, y, _POINTS)
-    axes.plot(x, y, label=name, color=COLOURS[number % len(COLOURS)], linestyle=dashes)
+    axes.plot(x, y, label=name, color=COLORS[number % len(COLORS)], linestyle=dashes)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError, counted
-from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady
-from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.observe.trackers import flat
+from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady_steps
+from ezpz_llm.observe.throughput import format_number
+from ezpz_llm.observe.trackers import flatten_settings
 from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_record
 
 _SILENT_AFTER_S = 600.0
@@ -24,7 +24,7 @@ Leaves time for an evaluation or a save.
 """
 
 
-_MOST_TOKENS = 2**53
+_MAX_TOKENS = 2**53
 """Largest number of tokens of a step: the exact range of a float. A larger value means a damaged line."""
 
 
@@ -55,7 +55,7 @@ class Run:
     def step_tokens(self) -> np.ndarray:
         """Tokens of each step, which change if a run is resumed with another batch."""
         tokens = np.nan_to_num(self.column("tokens_per_second") * self.column("step_time_s"), posinf=0, neginf=0)
-        return np.rint(tokens.clip(0, _MOST_TOKENS)).astype(np.int64)
+        return np.rint(tokens.clip(0, _MAX_TOKENS)).astype(np.int64)
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -70,7 +70,7 @@ class Run:
 
     def median(self, metric: str) -> float | None:
         """Return the median of a metric over the steady steps; None if it was never measured."""
-        values = steady(self.column(metric))
+        values = steady_steps(self.column(metric))
         values = values[np.isfinite(values)]
         return float(np.median(values)) if len(values) else None
 
@@ -184,14 +184,14 @@ def _notes(run: Run) -> Iterator[str]:
     if len(changes) > 3:
         yield f"the tokens per step change {len(changes) - 3} more times"
     if missing := int(steps[-1]) - first + 1 - len(rows):
-        yield f"{counted(missing, 'step')} between the first and the last not recorded"
+        yield f"{count_noun(missing, 'step')} between the first and the last not recorded"
     skipped = steps[rows.column("skipped") > 0]
     if len(skipped):
         were = "was" if len(skipped) == 1 else "were"
-        yield f"{counted(len(skipped), 'step')} {were} skipped and changed nothing, first step {skipped[0]}"
+        yield f"{count_noun(len(skipped), 'step')} {were} skipped and changed nothing, first step {skipped[0]}"
     bad = steps[~np.isfinite(rows.column("loss"))]
     if len(bad):
-        yield f"the loss is non-finite at {counted(len(bad), 'step')}, first at step {bad[0]}"
+        yield f"the loss is non-finite at {count_noun(len(bad), 'step')}, first at step {bad[0]}"
 
 
 RESULTS = ("run", "step", "tokens", "loss", "val loss", "step ms", "tok/s", "tok/s/dev", "MFU")
@@ -203,7 +203,7 @@ def result_row(run: Run) -> list[str]:
     """Return a row for RESULTS. The loss is the mean over the last tenth of the steps (at most 50)."""
     validation = run.validation
     step_time = run.median("step_time_s")
-    reached = (str(run.rows.steps[-1]), short_number(run.tokens[-1])) if len(run.rows) else ("-", "-")
+    reached = (str(run.rows.steps[-1]), format_number(run.tokens[-1])) if len(run.rows) else ("-", "-")
     return [run.name, *reached,
             _fixed(run.last_loss), _fixed(validation[1] if validation else None),
             f"{step_time * 1e3:.1f}" if step_time is not None else "-", _short(run.median("tokens_per_second")),
@@ -216,14 +216,14 @@ def setting_row(run: Run) -> list[str]:
     record = run.record
     started = (record.get("launch") or {}).get("started")
     return [run.name, str((record.get("config") or {}).get("model", "-")), _short(record.get("parameters")),
-            describe_layout(run), str(run.world_size or "-"), str(record.get("precision", "-")),
+            layout_text(run), str(run.world_size or "-"), str(record.get("precision", "-")),
             describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", describe_device(run),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "-"]
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
     """Return rank 0's mean seconds per steady step in each phase; empty if a run did not record them."""
-    rows = steady(run.rows)
+    rows = steady_steps(run.rows)
     names = {phase: f"{phase}_s" for phase in (*PHASES, OTHER)}
     if not len(rows) or not all(np.isfinite(rows.column(name)).all() for name in names.values()):
         return {}
@@ -236,7 +236,7 @@ def comments(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _short(value: float | None) -> str:
-    return short_number(value) if value is not None else "-"
+    return format_number(value) if value is not None else "-"
 
 
 def _fixed(value: float | None) -> str:
@@ -247,7 +247,7 @@ _IGNORED = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every",
             "eval_every", "sample_every", "sample_tokens", "prompt", "nvme_path", "tokenizer", "precision",
             "global_batch", "micro_batch", "accumulation", "ds_config", "device"}
 """Options that do not change the curves, or whose outcome is compared instead."""
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 _DERIVED = ("default", "a tenth of", "follows from")
 """Prefixes of the sources of values that the user did not choose."""
 
@@ -281,13 +281,13 @@ def verdict(differing: dict[str, list[str]]) -> str:
         return "The runs have the same settings."
     if len(differing) == 1:
         return f"The runs differ in one setting: {next(iter(differing))}."
-    names = [*list(differing)[:_MOST_NAMES],
-             *([f"{len(differing) - _MOST_NAMES} more"] if len(differing) > _MOST_NAMES else [])]
+    names = [*list(differing)[:_MAX_NAMES],
+             *([f"{len(differing) - _MAX_NAMES} more"] if len(differing) > _MAX_NAMES else [])]
     return (f"warning: the runs differ in {len(differing)} settings ({', '.join(names)}), so a difference between "
             "their curves has no single cause.")
 
 
-def describe_layout(run: Run) -> str:
+def layout_text(run: Run) -> str:
     """Return the layout's name and degrees; "-" if unknown."""
     layout = run.layout.get("layout") or {}
     if not layout:
@@ -326,7 +326,7 @@ def _outcomes(run: Run) -> dict[str, str]:
         "data": f"{data.get('tokenizer', '-')} {str(data.get('fingerprint', '-'))[:12]}",
         "precision": run.record.get("precision"),
         "batch": (run.layout.get("batch") or {}).get("global_batch"),
-        "layout": describe_layout(run),
+        "layout": layout_text(run),
         "ranks": run.world_size,
         "device": describe_device(run),
         **{f"{name} version": versions.get(name) for name in ("torch", "deepspeed", "ezpz_llm")},
@@ -334,4 +334,4 @@ def _outcomes(run: Run) -> dict[str, str]:
 
 
 def _as_text(settings: dict[str, Any]) -> dict[str, str]:
-    return {name: "-" if value is None else str(value) for name, value in flat(settings).items()}
+    return {name: "-" if value is None else str(value) for name, value in flatten_settings(settings).items()}

@@ -9,13 +9,13 @@ from ezpz_llm.rundir.files import (
     hash_file,
     is_interrupted,
     locked,
-    ours,
-    own_record,
+    private_opener,
     read_json,
     read_layout,
     read_lines,
+    read_own_record,
     read_record,
-    sweep_checkpoints,
+    remove_incomplete_checkpoints,
     update_record,
     write_atomic,
     write_file,
@@ -23,7 +23,7 @@ from ezpz_llm.rundir.files import (
 )
 from ezpz_llm.rundir.newest import ANY, LAUNCHED, TRAINING, WITH_STEPS, newest_run
 from ezpz_llm.rundir.secrets import has_secret, hide, redact, redact_words, secret_values, without_secrets
-from ezpz_llm.rundir.side_files import SideFiles, print_whatever_happens
+from ezpz_llm.rundir.side_files import SideFiles, ignore_print_errors
 
 __all__ = [
     "ANY",
@@ -39,20 +39,20 @@ __all__ = [
     "has_secret",
     "hash_file",
     "hide",
+    "ignore_print_errors",
     "is_interrupted",
     "locked",
     "newest_run",
-    "ours",
-    "own_record",
-    "print_whatever_happens",
+    "private_opener",
     "read_json",
     "read_layout",
     "read_lines",
+    "read_own_record",
     "read_record",
     "redact",
     "redact_words",
+    "remove_incomplete_checkpoints",
     "secret_values",
-    "sweep_checkpoints",
     "update_record",
     "without_secrets",
     "write_atomic",

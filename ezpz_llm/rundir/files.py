@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_type, is_one_line, make_private, outside, read_own
+from ezpz_llm.base import UserError, as_type, is_one_line, make_private, read_own, untrusted_input
 from ezpz_llm.rundir.schemas import Record, Resolved
 from ezpz_llm.rundir.secrets import without_secrets
 
@@ -195,7 +195,7 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     parts = [content] if isinstance(content, bytes) else content
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
-        with open(temporary, "xb", opener=ours) as file:
+        with open(temporary, "xb", opener=private_opener) as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
@@ -225,7 +225,7 @@ def write_file(path: Path, content: bytes | str, option: str | None = None) -> N
                         instead="a file in an existing folder that is writable and has space") from error
 
 
-def ours(path: str, flags: int) -> int:
+def private_opener(path: str, flags: int) -> int:
     """Open a file that no other user may write (an `opener` for `open`). Links are not followed.
 
     Raises:
@@ -246,7 +246,7 @@ def write_json(path: Path, value: Any) -> None:
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal. Raises as `outside.open_regular`."""
     digest = hashlib.sha256()
-    with outside.open_regular(path) as file:
+    with untrusted_input.open_regular(path) as file:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     return digest.hexdigest()
@@ -269,7 +269,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         OSError: nothing was appended, for example on a full disk.
     """
     lines = "".join(f"{json.dumps(value, default=str)}\n" for value in values).encode()
-    handle = ours(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    handle = private_opener(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         written = os.write(handle, lines)
         if written < len(lines):
@@ -287,8 +287,8 @@ def read_json(path: Path) -> Any:
         UserError: the file is damaged, or cannot be read.
     """
     try:
-        return outside.read_json(path)
-    except outside.NoFile:
+        return untrusted_input.read_json(path)
+    except untrusted_input.NoFile:
         return None
 
 
@@ -309,15 +309,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         UserError: another line is damaged.
     """
     try:
-        yield from outside.read_json_lines(path)
-    except outside.NoFile:
+        yield from untrusted_input.read_json_lines(path)
+    except untrusted_input.NoFile:
         return
 
 
 _INCOMPLETE = (".step-*.partial", ".step-*.removed")
 
 
-def sweep_checkpoints(checkpoints: Path) -> None:
+def remove_incomplete_checkpoints(checkpoints: Path) -> None:
     """Remove incomplete checkpoints: a killed run was writing or removing them.
 
     Only the owner of the run directory may call this: no other process writes there.
@@ -338,15 +338,15 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
         UserError: the file cannot be read, or is not a run record.
     """
     try:
-        record = outside.read_json(run_dir.record)
-    except outside.NoFile:
+        record = untrusted_input.read_json(run_dir.record)
+    except untrusted_input.NoFile:
         return {}
     except UserError as error:
         raise UserError(error.found, where=error.where, instead=_OTHER) from error
     return _as_record(record, run_dir)
 
 
-def own_record(run_dir: RunDir) -> dict[str, Any] | None:
+def read_own_record(run_dir: RunDir) -> dict[str, Any] | None:
     """Return the record of the user's own run. Return None without one, or if another user may have written it.
 
     Raises:
@@ -354,9 +354,10 @@ def own_record(run_dir: RunDir) -> dict[str, Any] | None:
     """
     try:
         content = read_own(run_dir.record)
-    except outside.NoFile:
+    except untrusted_input.NoFile:
         return None
-    return None if content is None else _as_record(outside.parse_json(content, str(run_dir.record)), run_dir)
+    return None if content is None else _as_record(untrusted_input.parse_json(content, str(run_dir.record)),
+                                                   run_dir)
 
 
 def is_interrupted(ended: Mapping[str, Any]) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict
 
-from ezpz_llm.base import MOST_RANKS, MOST_SECONDS, MOST_STEPS, Epoch, Range
+from ezpz_llm.base import MAX_RANKS, MAX_SECONDS, MAX_STEPS, Epoch, Range
 
-Ranks = Annotated[int, Range(1, MOST_RANKS)]
-Step = Annotated[int, Range(0, MOST_STEPS)]
+Ranks = Annotated[int, Range(1, MAX_RANKS)]
+Step = Annotated[int, Range(0, MAX_STEPS)]
 
 
 class Launch(TypedDict, total=False):
@@ -23,7 +23,7 @@ class Launch(TypedDict, total=False):
     scheduler: str
     job_id: str | None
     hosts: list[str]
-    ranks_per_host: list[Annotated[int, Range(0, MOST_RANKS)]]
+    ranks_per_host: list[Annotated[int, Range(0, MAX_RANKS)]]
     launcher: str
     dialect: str | None
     world_size: Ranks
@@ -56,7 +56,7 @@ class Load(TypedDict):
     """Load average of rank 0's node."""
 
     average: float
-    cpus: Annotated[int, Range(1, MOST_RANKS)]
+    cpus: Annotated[int, Range(1, MAX_RANKS)]
 
 
 class Environment(TypedDict, total=False):
@@ -71,7 +71,7 @@ class Config(TypedDict, total=False):
     """`config` in run.json: the trainer's settings that other commands read."""
 
     steps: Step
-    log_every: Annotated[int, Range(1, MOST_STEPS)]
+    log_every: Annotated[int, Range(1, MAX_STEPS)]
     optimizer: str
     resume: str | None
     ds_config: str
@@ -101,9 +101,9 @@ class Record(TypedDict, total=False):
 class Batch(TypedDict, total=False):
     """`batch` in layout.json."""
 
-    global_batch: Annotated[int, Range(1, MOST_STEPS)]
-    micro_batch: Annotated[int, Range(1, MOST_STEPS)]
-    accumulation: Annotated[int, Range(1, MOST_STEPS)]
+    global_batch: Annotated[int, Range(1, MAX_STEPS)]
+    micro_batch: Annotated[int, Range(1, MAX_STEPS)]
+    accumulation: Annotated[int, Range(1, MAX_STEPS)]
     dp_size: Ranks
 
 
@@ -155,7 +155,7 @@ class _Products(TypedDict):
 
 
 class _Traced(TypedDict):
-    rank: Annotated[int, Range(0, MOST_RANKS)]
+    rank: Annotated[int, Range(0, MAX_RANKS)]
     device: str
 
 
@@ -196,10 +196,10 @@ class DeepSpeedGiven(TypedDict, total=False):
 class StepTimes(TypedDict):
     """Content of profile/counterfactual-rankNNNN.json: step times with and without collectives, in seconds."""
 
-    rank: Annotated[int, Range(0, MOST_RANKS)]
+    rank: Annotated[int, Range(0, MAX_RANKS)]
     real: list[float]
     stubbed: list[float]
 
 
-PackageSeconds = dict[str, Annotated[float, Range(0, MOST_SECONDS)]]
+PackageSeconds = dict[str, Annotated[float, Range(0, MAX_SECONDS)]]
 """Content of profile/host.json: seconds that Python spent in each package."""

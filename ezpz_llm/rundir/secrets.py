@@ -43,8 +43,8 @@ _SHAPES = re.compile(
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 _OPTIONS_OF = {"sshpass": ("-p",), "curl": ("-u", "--user", "-U", "--proxy-user", "-b", "--cookie")}
 """Secret options of programs that their names do not reveal. For other programs -p may be a port."""
-_LEAST_CHARACTERS = 8
-_MOST_ASSIGNMENTS = 200
+_MIN_CHARACTERS = 8
+_MAX_ASSIGNMENTS = 200
 """Limit on assignments in one word, since they may be nested; everything after it is redacted."""
 
 
@@ -103,7 +103,7 @@ def _redact_word(word: str) -> str:
         """Return the assignment, with its value hidden if its name is secret or if the word has too many."""
         nonlocal count
         count += 1
-        if count > _MOST_ASSIGNMENTS:
+        if count > _MAX_ASSIGNMENTS:
             return HIDDEN
         if not _ends_in_secret_word(assigned["name"]):
             # The value may be an assignment itself: `--env=HF_TOKEN=XYZ`.
@@ -131,7 +131,7 @@ def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
     by_name = {value for name, value in env.items() if _is_secret_name(name)}
     in_urls = {match[2] for value in env.values() for match in _IN_URL.finditer(value)}
     return tuple(sorted((value for value in by_name | in_urls
-                         if len(value) >= _LEAST_CHARACTERS and not value.startswith("/")), key=len, reverse=True))
+                         if len(value) >= _MIN_CHARACTERS and not value.startswith("/")), key=len, reverse=True))
 
 
 def without_secrets(value: Any, env: Mapping[str, str]) -> Any:

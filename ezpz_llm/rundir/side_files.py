@@ -20,7 +20,7 @@ from typing import Any
 from ezpz_llm.base import UserError
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
-MOST_WAITING = 100_000
+MAX_WAITING = 100_000
 """Limit on pending lines and writes per path, about 50 MB of metrics. Later ones are lost."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _END_WITHIN_S = 5.0
@@ -122,7 +122,7 @@ class SideFiles:
         with self._lock:
             pending = self._waiting.get(path)
             if pending is not None:
-                if sum(earlier.count for earlier in pending.jobs) + job.count > MOST_WAITING:
+                if sum(earlier.count for earlier in pending.jobs) + job.count > MAX_WAITING:
                     pending.lost += job.count
                 else:
                     pending.jobs.append(job)
@@ -175,7 +175,7 @@ class _Lossy(io.FileIO):
             return len(data)
 
 
-def print_whatever_happens() -> None:
+def ignore_print_errors() -> None:
     """Make stdout and stderr drop lines that cannot be written, for example on a full disk, instead of raising."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

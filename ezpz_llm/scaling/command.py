@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, counted, user_path
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base import UserError, count_noun, user_path
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import Options, help_text, parse
-from ezpz_llm.scaling.precheck import plan_study
-from ezpz_llm.scaling.reporting import report
-from ezpz_llm.scaling.running import Cut, left, run_all, submit_points
+from ezpz_llm.scaling.planning import plan_study
 from ezpz_llm.scaling.study import Study, read_repeats, read_study, study_file
+from ezpz_llm.scaling.study_report import report
+from ezpz_llm.scaling.study_runs import StudyInterrupted, remaining_runs, run_all, submit_points
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0
     study, folder = _study(options, argv)
-    runs = left(study, folder, options.only, options.retry_failed)
+    runs = remaining_runs(study, folder, options.only, options.retry_failed)
     if options.check:
         return 0
     print(_described(study, folder, len(runs)), flush=True)
@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
         submit_points(study, folder, [point for point in study.points if point.name in names], options.submit)
         return 0
     if runs:
-        resume_command = typable(f"ezpz-llm scale --study {folder}")
+        resume_command = to_typable(f"ezpz-llm scale --study {folder}")
         try:
             run_all(study, folder, runs)
-        except Cut as cut:
+        except StudyInterrupted as cut:
             print(f"not finished: {cut}\n  continue with: {resume_command}", flush=True)
         except (KeyboardInterrupt, SystemExit):
             print(f"interrupted; continue with: {resume_command}", file=sys.stderr, flush=True)
@@ -78,7 +78,7 @@ def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
 def _described(study: Study, folder: Path, runs: int) -> str:
     rows = [f"study      {folder}",
             f"runs       {len(study.points)} points x {study.repeats}, {runs} left to run"]
-    rows += [f"  {point.name:<24} {counted(point.nodes, 'node')}, {counted(point.ranks, 'rank')}, "
+    rows += [f"  {point.name:<24} {count_noun(point.nodes, 'node')}, {count_noun(point.ranks, 'rank')}, "
              f"global batch {point.global_batch} "
              f"(micro batch {point.micro_batch} x {point.accumulation} micro-steps)" for point in study.points]
     return "\n".join([*rows, *(f"note       {note}" for note in study.notes)])
@@ -86,7 +86,7 @@ def _described(study: Study, folder: Path, runs: int) -> str:
 
 def _conclude(study: Study, folder: Path, options: Options) -> int:
     """Print the report and the failed runs, and return the exit code."""
-    remaining = left(study, folder, options.only, retry_failed=False)
+    remaining = remaining_runs(study, folder, options.only, retry_failed=False)
     repeats = read_repeats(folder)
     failures = [repeat for repeat in repeats if repeat.error is not None]
     # The job of one point does not report the others, except the last job to end.
@@ -95,5 +95,5 @@ def _conclude(study: Study, folder: Path, options: Options) -> int:
         report(folder, options.target)
     for repeat in failures:
         print(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
-              f"  {typable(f'ezpz-llm why {folder / repeat.run_dir}')}", flush=True)
+              f"  {to_typable(f'ezpz-llm why {folder / repeat.run_dir}')}", flush=True)
     return 1 if failures or remaining else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError
 from ezpz_llm.observe.tables import Table
-from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Findings
 from ezpz_llm.scaling.tables import STEPS_ONLY, interval_text
@@ -104,7 +104,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
     for pair in comparison.pairs:
         shares = [f"{share.value:.1%}" for share in pair.efficiencies] if pair.efficiencies else ["-", "-"]
         rows.append((pair.first.name,
-                     *(short_number(point.tokens_per_second) for point in (pair.first, pair.second)),
+                     *(format_number(point.tokens_per_second) for point in (pair.first, pair.second)),
                      f"{pair.faster.value:.1%}", interval_text(pair.faster), *shares, pair.verdict))
     tables = [Table(f"A: {a}\nB: {b}", ("point", "A tok/s", "B tok/s", "B / A", f"{CONFIDENCE:.0%} interval",
                                         "A effic.", "B effic.", "B is"), tuple(rows), comparison_notes(comparison))]

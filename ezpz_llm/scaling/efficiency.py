@@ -22,8 +22,8 @@ from typing import Literal
 
 import numpy as np
 
-from ezpz_llm.base import grouped
-from ezpz_llm.observe.history import Spread, finite, spread
+from ezpz_llm.base import group_by_key
+from ezpz_llm.observe.history import Spread, is_finite, spread
 from ezpz_llm.scaling.study import SPLIT, Mode, Repeat
 
 CONFIDENCE = 0.95
@@ -37,7 +37,7 @@ run, each correlated by 0.5 with the previous one (benchmarks/scaling_coverage.p
 Basis = Literal["runs", "steps", "none"]
 
 _BATCHES = 8
-_LEAST_STEPS = 16
+_MIN_STEPS = 16
 _ANGLES = np.linspace(0.0, math.pi / 2, 20_001)  # at least four digits, up to _MAX_FREEDOM
 _MAX_FREEDOM = 500.0
 """Student's t with more degrees of freedom is computed with this many: it is nearly normal."""
@@ -69,7 +69,7 @@ class Estimate:
         """Confidence interval at CONFIDENCE; None if the error is unknown."""
         if not self.freedom:
             return None
-        half = student_quantile(CONFIDENCE, self.freedom) * math.sqrt(self.variance)
+        half = student_t_quantile(CONFIDENCE, self.freedom) * math.sqrt(self.variance)
         return math.exp(self.log - half), math.exp(self.log + half)
 
 
@@ -83,7 +83,7 @@ def estimate(runs: Sequence[Sequence[float]]) -> Estimate:
     if len(logs) > 1:
         return Estimate(statistics.fmean(logs), statistics.variance(logs) / len(logs), len(logs) - 1, "runs")
     steps = runs[0]
-    if len(steps) < _LEAST_STEPS:
+    if len(steps) < _MIN_STEPS:
         return Estimate(logs[0], 0.0, 0, "none")
     edges = [round(i * len(steps) / _BATCHES) for i in range(_BATCHES + 1)]
     parts = [math.log(statistics.median(steps[a:b])) for a, b in itertools.pairwise(edges)]
@@ -103,7 +103,7 @@ def ratio(above: Estimate, below: Estimate, factor: float = 1.0) -> Estimate:
 
 
 @functools.lru_cache(maxsize=1024)
-def student_quantile(confidence: float, freedom: float) -> float:
+def student_t_quantile(confidence: float, freedom: float) -> float:
     """Return the t with P(|T| < t) = `confidence`, for at least one degree of freedom.
 
     With t = sqrt(freedom) tan(a) the density becomes cos(a)^(freedom - 1) on [0, pi/2]; its integral is inverted.
@@ -206,8 +206,8 @@ class Measured:
     @property
     def learnt(self) -> bool:
         """True if the loss decreased in every run; otherwise the throughput is not meaningful."""
-        return all(finite(repeat.first_loss) and finite(repeat.last_loss) and repeat.last_loss < repeat.first_loss
-                   for repeat in self.good)
+        return all(is_finite(repeat.first_loss) and is_finite(repeat.last_loss)
+                   and repeat.last_loss < repeat.first_loss for repeat in self.good)
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ class Curve:
 
 def points_of(repeats: Iterable[Repeat]) -> list[Measured]:
     """Group repeats into points, sorted by mode, layout and size."""
-    groups = grouped(((repeat.point, repeat.mode, repeat.ds_config, repeat.nodes, repeat.ranks), repeat)
-                     for repeat in repeats)
+    groups = group_by_key(((repeat.point, repeat.mode, repeat.ds_config, repeat.nodes, repeat.ranks), repeat)
+                          for repeat in repeats)
     points = [Measured(*key, tuple(sorted(group, key=lambda repeat: repeat.repeat)))
               for key, group in groups.items()]
     order = {name: i for i, name in enumerate(dict.fromkeys(point.ds_config for point in points))}
@@ -286,5 +286,5 @@ def points_of(repeats: Iterable[Repeat]) -> list[Measured]:
 
 def curves_of(points: Sequence[Measured]) -> list[Curve]:
     """Return a curve for each mode and layout with a measured point."""
-    groups = grouped(((point.mode, point.ds_config), point) for point in points if point.good)
+    groups = group_by_key(((point.mode, point.ds_config), point) for point in points if point.good)
     return [Curve(mode, ds_config, tuple(group)) for (mode, ds_config), group in groups.items()]

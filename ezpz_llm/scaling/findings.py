@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import UserError, grouped
+from ezpz_llm.base import UserError, group_by_key
 from ezpz_llm.scaling.efficiency import Curve, Measured, curves_of, points_of
 from ezpz_llm.scaling.fit import (
-    REACH,
+    MAX_EXTRAPOLATION,
     Fit,
     Prediction,
     Shape,
     Target,
+    extrapolation_sizes,
     find_target,
     predict,
     shape_of,
-    sizes_to_speak_of,
 )
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Provenance, provenance_of, read_repeats, read_study
@@ -82,14 +82,14 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
     is_script = is_own_script(study.points[0].command)
     reason = "the layout of {} is unknown" if is_script else "the run directories of {} are missing"
     unshaped = [f"{reason.format(name)}: fitting it like ddp" for name in good if name not in shapes]
-    runs = grouped((repeat.point, folder / repeat.run_dir) for repeat in repeats if repeat.error is None)
+    runs = group_by_key((repeat.point, folder / repeat.run_dir) for repeat in repeats if repeat.error is None)
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
     baselines = [f"{point.name} has no good run: efficiencies are relative to {curve.base.name}"
                  for curve in curves for point in points if point.ranks < curve.base.ranks
                  and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)]
     extrapolations = [_extrapolate(name, group, shapes.get(name, Shape()), target, at)
-                      for name, group in grouped((curve.ds_config, curve) for curve in curves).items()]
+                      for name, group in group_by_key((curve.ds_config, curve) for curve in curves).items()]
     return Findings(folder.name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
                     study.typed, (*study.notes, *unshaped, *baselines),
                     len(study.points) * study.repeats - len(repeats),
@@ -98,7 +98,7 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
 
 def _contests(points: Sequence[Measured]) -> list[tuple[Measured, ...]]:
     """Return for each mode the layouts at the largest size that several of them have, fastest first."""
-    groups = grouped(((point.ranks, point.nodes, point.mode), point) for point in points if point.good)
+    groups = group_by_key(((point.ranks, point.nodes, point.mode), point) for point in points if point.good)
     largest = {mode: group for (*_, mode), group in sorted(groups.items(), key=lambda item: item[0][:2])
                if len(group) > 1}
     return [tuple(sorted(group, key=lambda point: -point.tokens_per_second)) for group in largest.values()]
@@ -115,8 +115,8 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
     predictions, rejections = [], []
     for curve in curves:
         # By default, twice the largest size and the limit of extrapolation, if the curve has points there.
-        largest, possible = curve.size(curve.points[-1]), sizes_to_speak_of(curve)
-        for size in at or [size for size in (2 * largest, REACH * largest) if size in possible]:
+        largest, possible = curve.size(curve.points[-1]), extrapolation_sizes(curve)
+        for size in at or [size for size in (2 * largest, MAX_EXTRAPOLATION * largest) if size in possible]:
             try:
                 predictions.append(predict(fit, curve, size))
             except UserError as error:

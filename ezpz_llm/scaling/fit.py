@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.rundir import RunDir, read_layout
 from ezpz_llm.scaling.efficiency import CONFIDENCE, DISAGREEING, Curve, Estimate, Measured
 
 TERMS = ("work", "serial", "divided", "bandwidth", "latency, tree", "latency, ring")
 """A model has at most one of the two latencies, and always a work or serial term."""
 
-LEAST_SIZES = 3
-REACH = 4
+MIN_SIZES = 3
+MAX_EXTRAPOLATION = 4
 """Largest size that can be predicted, as a multiple of the largest measured size."""
 
 _DRAWS = 1000
@@ -244,8 +244,8 @@ class Fit:
 
 def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
     sizes = sorted({curve.size(point) for curve, point in pairs})
-    if len(sizes) < LEAST_SIZES:
-        raise UserError(f"no fit: it requires {LEAST_SIZES} sizes, and the study has {', '.join(map(str, sizes))}",
+    if len(sizes) < MIN_SIZES:
+        raise UserError(f"no fit: it requires {MIN_SIZES} sizes, and the study has {', '.join(map(str, sizes))}",
                         instead="more sizes (--nodes 1,2,4)")
     if not all(point.step_time.freedom for _, point in pairs):
         raise UserError("no fit: the error of some points is unknown",
@@ -368,10 +368,10 @@ def _problem(curve: Curve, size: int) -> UserError | None:
     """Return the error for a size outside the predicted range, or at which the curve cannot run; else None."""
     base, largest = curve.base, curve.size(curve.points[-1])
     smallest = curve.size(base)
-    if not smallest <= size <= REACH * largest:
+    if not smallest <= size <= MAX_EXTRAPOLATION * largest:
         return UserError(f"no prediction for {size} {curve.unit}: the study measured {smallest} to {largest}",
-                         where=curve.name, instead=f"{smallest} to {REACH * largest} {curve.unit} "
-                         f"({REACH} times the largest), or measure a larger point")
+                         where=curve.name, instead=f"{smallest} to {MAX_EXTRAPOLATION * largest} {curve.unit} "
+                         f"({MAX_EXTRAPOLATION} times the largest), or measure a larger point")
     if base.ranks * size % smallest:
         return UserError(f"{size} {curve.unit} are {base.ranks * size / smallest:g} ranks", where=curve.name,
                          instead=f"a multiple of {smallest}")
@@ -387,9 +387,10 @@ def _problem(curve: Curve, size: int) -> UserError | None:
     return None
 
 
-def sizes_to_speak_of(curve: Curve) -> list[int]:
+def extrapolation_sizes(curve: Curve) -> list[int]:
     """Return the sizes that `predict` supports."""
-    return [size for size in range(1, REACH * curve.size(curve.points[-1]) + 1) if _problem(curve, size) is None]
+    largest = MAX_EXTRAPOLATION * curve.size(curve.points[-1])
+    return [size for size in range(1, largest + 1) if _problem(curve, size) is None]
 
 
 def find_target(fit: Fit, curve: Curve, target: float) -> Target:
@@ -401,7 +402,7 @@ def find_target(fit: Fit, curve: Curve, target: float) -> Target:
     if not 0 < target <= 1:
         raise UserError(f"invalid target efficiency of {target:g}", where="--target",
                         instead="a fraction such as 0.8")
-    sizes = sizes_to_speak_of(curve)
+    sizes = extrapolation_sizes(curve)
     efficiencies = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
 
     def last(values: Sequence[float]) -> int:
@@ -414,9 +415,9 @@ def find_target(fit: Fit, curve: Curve, target: float) -> Target:
     return Target(curve, target, last(middle), last(low), last(high), sizes[-1])
 
 
-def line(fit: Fit, curve: Curve, points: int = 60) -> list[tuple[float, float, Band]]:
+def fit_line(fit: Fit, curve: Curve, points: int = 60) -> list[tuple[float, float, Band]]:
     """Return (size, efficiency, band) from the smallest to the largest predictable size, for a plot."""
-    sizes = np.linspace(curve.size(curve.base), sizes_to_speak_of(curve)[-1], points + 1).tolist()
+    sizes = np.linspace(curve.size(curve.base), extrapolation_sizes(curve)[-1], points + 1).tolist()
     return [(size, *_efficiency(fit, curve, setting_at(curve, size, fit.shape))) for size in sizes]
 
 
@@ -454,7 +455,7 @@ def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
     if not causes:
         causes.append(f"not explained: the baseline {curve.base.name} is too slow for a reason that was not "
                       "measured; do not use this number before you have checked its runs "
-                      f"({typable(f'ezpz-llm explain {curve.base.first.run_dir}')})")
+                      f"({to_typable(f'ezpz-llm explain {curve.base.first.run_dir}')})")
     return tuple(causes)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import MOST_RANKS, MOST_REPEATS, UserError
-from ezpz_llm.base.parser import examples, typed_name, wrapped
+from ezpz_llm.base import MAX_RANKS, MAX_REPEATS, UserError
+from ezpz_llm.base.command_parser import examples, typed_name, wrapped
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -87,7 +87,7 @@ def _name(text: str) -> str:
     return text
 
 
-_SIZES = _list(whole(1, MOST_RANKS), "a list of whole numbers such as 1,2,4")
+_SIZES = _list(whole(1, MAX_RANKS), "a list of whole numbers such as 1,2,4")
 _NAMES = _list(_name, "a list of names such as zero1,zero3")
 _OPTIONS = (
     Option(("--nodes",), "nodes", "sizes of the points in nodes of this reservation: 1,2,4", "LIST", _SIZES),
@@ -100,7 +100,7 @@ _OPTIONS = (
     Option(("--model",), "model", "model (default: the command's)", "NAME", _name),
     Option(("--what",), "what", "scaling (the default), or layouts: one size, many ds_configs", "WHAT",
            one_of(SUBJECTS)),
-    Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MOST_REPEATS)),
+    Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MAX_REPEATS)),
     Option(("--seed",), "seed", "seed of the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "folder of the study (default: runs/scale-<stamp>); continue an existing study",
            "D", Path),
@@ -113,7 +113,7 @@ _OPTIONS = (
     Option(("--dry-run",), "dry_run", "check and print the points, with estimated time and node-hours; start and"
            " write nothing"),
     Option(("--check",), "check", "validate the options and the points, and exit"),
-    Option(("--world-size",), "world_size", "number of ranks, for --check", "N", whole(1, MOST_RANKS)),
+    Option(("--world-size",), "world_size", "number of ranks, for --check", "N", whole(1, MAX_RANKS)),
     Option(("-h", "--help"), "help", "print this help and exit"),
 )
 

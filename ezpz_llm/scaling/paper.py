@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.parser import CommandParser, typed_name
-from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.base.command_parser import CommandParser, typed_name
+from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.report.figures import COLUMN, PAGE, Panel, mark, write_figure
 from ezpz_llm.rundir import write_file
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import Findings, find
-from ezpz_llm.scaling.fit import line
+from ezpz_llm.scaling.fit import fit_line
 
 _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"})
@@ -71,7 +71,7 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
             axes.plot(sizes, [point.tokens_per_second for point in curve.points], label=curve.ds_config, **mark(i))
             axes.plot(sizes, ideal, "--", color="0.5", linewidth=0.8, zorder=0, label="" if i else "ideal")
         axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+        axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
         _sizes(axes, curves)
         axes.legend()
 
@@ -86,7 +86,7 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
             axes.errorbar([size for size, _ in estimates], [100 * estimate.value for _, estimate in estimates],
                           yerr=list(zip(*errors, strict=True)), capsize=2, linestyle="" if fit else "-", **mark(i))
             if fit is not None:
-                drawn = [place for place in line(fit, curve) if place[0] <= curve.size(curve.points[-1])]
+                drawn = [place for place in fit_line(fit, curve) if place[0] <= curve.size(curve.points[-1])]
                 axes.plot([size for size, _, _ in drawn], [100 * mean for _, mean, _ in drawn],
                           color=mark(i)["color"], linewidth=0.8)
         axes.axhline(100, linestyle="--", color="0.5", linewidth=0.8, zorder=0)

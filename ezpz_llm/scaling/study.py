@@ -119,7 +119,7 @@ def read_study(folder: Path) -> Study:
     return as_dataclass(Study, stored, str(study_file(folder)))
 
 
-def carve(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
+def nodes_of_repeat(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
     """Return the nodes of one repeat: consecutive in the reservation, and shifted with each repeat.
 
     The shift keeps the result of a size from depending on a single node.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ezpz_llm.base import counted
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base import count_noun
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.observe.tables import Table
-from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Extrapolation, Findings
 from ezpz_llm.scaling.fit import TERMS, Fit, explain_predicted, explain_superlinear
@@ -103,7 +103,7 @@ def contest_table(contest: Sequence[Measured]) -> Table:
         rows.append((point.ds_config, *_speed(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
                      _memory(point.peak_device_bytes), _memory(point.peak_host_bytes), f"{share.value:.1%}",
                      "-" if point is best else interval_text(share)))
-    size = f"{counted(best.ranks, 'rank')} on {counted(best.nodes, 'node')} ({best.mode})"
+    size = f"{count_noun(best.ranks, 'rank')} on {count_noun(best.nodes, 'node')} ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
     batch = f"{best.first.global_batch} sequences per step" if len(batches) == 1 else "with different batches"
     return Table(f"Layouts on {size}, {batch}", (
@@ -122,7 +122,7 @@ def extrapolation_tables(extrapolation: Extrapolation) -> list[Table]:
         return [replace(fit_table(extrapolation.ds_config, fit), notes=(*notes, *targets))]
     rows = tuple((predicted.curve.name, f"{predicted.size} {predicted.curve.unit}", str(predicted.ranks),
                   f"{predicted.seconds * 1e3:.1f}", _band(predicted.seconds_band, 1e3, ".1f"),
-                  short_number(predicted.tokens_per_second), f"{predicted.efficiency:.1%}",
+                  format_number(predicted.tokens_per_second), f"{predicted.efficiency:.1%}",
                   _band(predicted.efficiency_band, 100, ".1f")) for predicted in extrapolation.predictions)
     title = f"Predictions of {extrapolation.ds_config}, with {CONFIDENCE:.0%} bands for the mean over runs"
     columns = ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %")
@@ -185,8 +185,8 @@ def _speed(point: Measured) -> tuple[str, ...]:
     steps = point.steps
     good, finished = len(point.good), len(point.repeats)
     return (str(good) if good == finished else f"{good}/{finished}", f"{point.step_time.value * 1e3:.1f}",
-            _band((steps.low, steps.high), 1e3, ".1f"), short_number(point.tokens_per_second),
-            short_number(point.tokens_per_second_per_device))
+            _band((steps.low, steps.high), 1e3, ".1f"), format_number(point.tokens_per_second),
+            format_number(point.tokens_per_second_per_device))
 
 
 def _memory(value: int | None) -> str:
@@ -203,5 +203,6 @@ def curve_notes(curve: Curve) -> tuple[str, ...]:
 
 def study_notes(findings: Findings) -> list[str]:
     """Return the notes of the whole study."""
-    note = f"{counted(findings.missing, 'run')} left to run; continue with {typable('ezpz-llm scale --study D')}"
+    note = (f"{count_noun(findings.missing, 'run')} left to run; continue with "
+            f"{to_typable('ezpz-llm scale --study D')}")
     return [*findings.notes, *([note] if findings.missing > 0 else [])]

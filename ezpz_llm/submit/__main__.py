@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ezpz_llm.base import EXIT_USAGE, counted, run_command
-from ezpz_llm.launch.precheck import check_first
+from ezpz_llm.base import EXIT_USAGE, count_noun, run_command
+from ezpz_llm.launch.precheck import check_command
 from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
 from ezpz_llm.submit.job import Job, plan_job, write_script
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(job: Job) -> int:
     env = {**os.environ, RUN_DIR_VARIABLE: str(job.run_dir.path)}
-    return check_first(job.target, job.options.launch.command, job.placement.world_size, env).code
+    return check_command(job.target, job.options.launch.command, job.placement.world_size, env).code
 
 
 def _claim(job: Job) -> Job:
@@ -88,7 +88,7 @@ def _queue(job: Job, typed: list[str]) -> None:
 def _summary(job: Job, jobs: list[str]) -> str:
     nodes, time_s = job.options.nodes, job.options.time_s
     return "\n".join([
-        f"queued     {', then '.join(jobs)}: {counted(nodes, 'node')}, at most {clock(time_s)}",
+        f"queued     {', then '.join(jobs)}: {count_noun(nodes, 'node')}, at most {clock(time_s)}",
         f"queue      {_queue_line(job)}",
         f"ranks      {_ranks(job)}",
         f"run        {job.run_dir.path}",

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.host_selection import select_hosts
+from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.schedulers import local, schedulers
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, Scheduler
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Node, Request, Scheduler
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.variables import SITE_VARIABLE
 from ezpz_llm.rundir import RunDir, default_run_dir, has_secret, redact_words
@@ -111,10 +111,10 @@ def _chosen_run_dir(options: Options, target: Target) -> Path | None:
 
 def _placement(options: Options, site: Site) -> Placement:
     launch = options.launch
-    hosts = tuple(Host(f"node{number}") for number in range(1, options.nodes + 1))
+    hosts = tuple(Node(f"node{number}") for number in range(1, options.nodes + 1))
     devices = Devices(tuple(map(str, range(site.devices_per_host or 0))), f"site {site.name}")
     job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
-    part = select_hosts(job, launch.nodes, launch.hosts, launch.hostfile)
+    part = select_nodes(job, launch.nodes, launch.hosts, launch.hostfile)
     return place(part, devices, launch.ranks, launch.per_host)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import MOST_HOSTS, MOST_REPEATS, MOST_SECONDS, UserError
-from ezpz_llm.base.parser import examples, typed_name, wrapped
+from ezpz_llm.base import MAX_NODES, MAX_REPEATS, MAX_SECONDS, UserError
+from ezpz_llm.base.command_parser import examples, typed_name, wrapped
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -44,7 +44,7 @@ def read_duration(text: str) -> int:
                          f"{text}m for minutes; accepted: {ACCEPTED}")
     total = (86400 * parts.get("days", 0) + 3600 * parts.get("hours", 0) + 60 * parts.get("minutes", 0)
              + parts.get("seconds", 0))
-    if not 0 < total <= MOST_SECONDS:
+    if not 0 < total <= MAX_SECONDS:
         raise ValueError(f"a time above 0: {ACCEPTED}")
     return total
 
@@ -106,7 +106,7 @@ def _directive(text: str) -> str:
 
 
 _OPTIONS = (
-    Option(("--nodes",), "nodes", "number of nodes", "N", whole(1, MOST_HOSTS)),
+    Option(("--nodes",), "nodes", "number of nodes", "N", whole(1, MAX_NODES)),
     Option(("--time",), "time_s", f"time limit: {ACCEPTED}", "T", read_duration),
     Option(("--site",), "site", "description of the machine: a name (polaris, frontier, …) or a TOML file", "S"),
     Option(("--scheduler",), "scheduler", "scheduler: slurm, pbs, flux, lsf (default: the site's, else the first"
@@ -121,7 +121,7 @@ _OPTIONS = (
     Option(("--requeue",), "requeue", "let the scheduler restart the job after a preemption or node failure, to"
            " resume the run"),
     Option(("--chain",), "chain", "queue K jobs, each of which starts after the previous one and resumes the run",
-           "K", whole(1, MOST_REPEATS)),
+           "K", whole(1, MAX_REPEATS)),
     Option(("--dry-run",), "dry_run", "print the script and the submit command; write nothing"),
     Option(("-h", "--help"), "help", "print this help and exit"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, counted
+from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.launch.schedulers.scheduler import clock_with_days
 from ezpz_llm.launch.sites import Limit, Site
 
@@ -60,10 +60,10 @@ def _breaks(limit: Limit, nodes: int, time_s: int, jobs: int) -> Sequence[str]:
     if limit.hours is not None and time_s > limit.hours * 3600:
         broken.append(f"accepts at most {clock_with_days(int(limit.hours * 3600))}")
     if limit.jobs is not None and jobs > limit.jobs:
-        broken.append(f"accepts {counted(limit.jobs, 'job')} per user at a time")
+        broken.append(f"accepts {count_noun(limit.jobs, 'job')} per user at a time")
     return broken
 
 
 def _job(nodes: int, time_s: int, jobs: int) -> str:
     times = f", {jobs} times" if jobs > 1 else ""
-    return f"{counted(nodes, 'node')} for {clock_with_days(time_s)}{times}"
+    return f"{count_noun(nodes, 'node')} for {clock_with_days(time_s)}{times}"

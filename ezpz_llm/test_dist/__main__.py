@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ezpz_llm.base import run_command
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
-from ezpz_llm.test_dist.options import check, parser, refuse_used
+from ezpz_llm.test_dist.options import check, parser, reject_used_directory
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         check(options, options.world_size)
         if folder := options.run_dir or os.environ.get(RUN_DIR_VARIABLE):
-            refuse_used(folder)
+            reject_used_directory(folder)
         return 0
     resolved = check(options, find_rank(os.environ).world_size)
     began_import = time.perf_counter()

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
@@ -14,7 +14,7 @@ from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.rundir import RunDir
 
 DEFAULT_BATCH = 64
-LEAST_STEPS = 10
+MIN_STEPS = 10
 
 _DESCRIPTION = """Check that this allocation is healthy: test every rank's all-reduces, then train a small MLP.
 
@@ -50,9 +50,9 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
         UserError: an unknown layout, one that cannot run here, contradicting batch sizes, too few iterations, or
             a seed out of range.
     """
-    if options.steps < LEAST_STEPS:
-        raise UserError(f"--steps must be at least {LEAST_STEPS}, but is {options.steps}", where="--steps",
-                        instead=f"--steps {LEAST_STEPS} or more")
+    if options.steps < MIN_STEPS:
+        raise UserError(f"--steps must be at least {MIN_STEPS}, but is {options.steps}", where="--steps",
+                        instead=f"--steps {MIN_STEPS} or more")
     if world_size < 1:
         raise UserError(f"{world_size} is not a number of ranks", where="--world-size", instead="1 or more")
     seed_for(options.seed, "init")
@@ -69,7 +69,7 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     return resolved
 
 
-def refuse_used(folder: Path | str) -> None:
+def reject_used_directory(folder: Path | str) -> None:
     """Check that the run directory has no metrics of another run.
 
     Raises:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from ezpz_llm.base import grouped
+from ezpz_llm.base import group_by_key
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.device import synchronize
 
 ALL, SAME, ACROSS = "all ranks", "same node", "across nodes"
-MOST_PAIRS = 32
+MAX_PAIRS = 32
 """Maximum number of pairs of a kind, spread evenly over the job; they are measured at the same time."""
 
 _WARM_UP, _REPEATS = 2, 5
@@ -53,7 +53,7 @@ def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, ...]]]:
     Args:
         hosts: hostname of each rank.
     """
-    nodes = list(grouped((host, rank) for rank, host in enumerate(hosts)).values())
+    nodes = list(group_by_key((host, rank) for rank, host in enumerate(hosts)).values())
     same: list[tuple[int, ...]] = [pair for ranks in nodes for pair in zip(ranks[::2], ranks[1::2], strict=False)]
     # The first node with the second, the third with the fourth, and so on.
     across: list[tuple[int, ...]] = [pair for left, right in zip(nodes[::2], nodes[1::2], strict=False)
@@ -62,9 +62,9 @@ def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _spread(pairs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    if len(pairs) <= MOST_PAIRS:
+    if len(pairs) <= MAX_PAIRS:
         return pairs
-    return [pairs[round(i * (len(pairs) - 1) / (MOST_PAIRS - 1))] for i in range(MOST_PAIRS)]
+    return [pairs[round(i * (len(pairs) - 1) / (MAX_PAIRS - 1))] for i in range(MAX_PAIRS)]
 
 
 def measure_reductions(dist: Dist) -> list[Reduction]:

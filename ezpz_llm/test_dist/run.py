@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import all_gather, reduce, together
+from ezpz_llm.dist.agreement import all_gather, reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -25,12 +25,12 @@ from ezpz_llm.engine.build import build_engine
 from ezpz_llm.launch.variables import ENDING, RENDEZVOUS, STARTING, TRAINING
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.observe import HostProfile, StepTimeline, profile_window, run_environment, series_plot, wants_colour
+from ezpz_llm.observe import PythonProfile, StepTimeline, profile_window, run_environment, series_plot, wants_color
 from ezpz_llm.observe.history import spread
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_atomic
-from ezpz_llm.test_dist.options import refuse_used
+from ezpz_llm.test_dist.options import reject_used_directory
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
 LEGEND = """
@@ -110,20 +110,20 @@ def iteration(line: dict[str, Any]) -> str:
             f"dtf={dtf:.2f} dtb={dtb:.2f}")
 
 
-def spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def metric_spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return median, 10 % and 90 % points of each metric except the loss, without the first and last iteration."""
     return {metric.name: asdict(spread([value for value in metric.values(lines[1:-1]) if value is not None]))
             for metric in _METRICS if metric.name != "loss"}
 
 
-def closing(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
-            reasons: list[str]) -> str:
+def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
+                 reasons: list[str]) -> str:
     """Return plots, the table of medians, paths of files, and the verdict.
 
     Args:
         held_out: the loss on the same samples before and after training.
     """
-    width, color = terminal_width(), wants_colour()
+    width, color = terminal_width(), wants_color()
     parts = []
     # The first and last iterations have additional costs and would dominate the scale.
     x = [line["step"] for line in lines[1:-1]]
@@ -131,9 +131,9 @@ def closing(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float,
         y = metric.values(lines[1:-1])
         plain = series_plot(x, y, metric.name, "iter", metric.unit, width)
         write_atomic(run_dir.plots / f"{metric.name}.txt", plain)
-        parts.append(series_plot(x, y, metric.name, "iter", metric.unit, width, colour=True) if color else plain)
+        parts.append(series_plot(x, y, metric.name, "iter", metric.unit, width, color=True) if color else plain)
     rows = [(name, *(f"{points[point]:.2f}" for point in ("median", "low", "high")))
-            for name, points in spreads(lines).items()]
+            for name, points in metric_spreads(lines).items()]
     parts.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=color))
     parts += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
               f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}",
@@ -189,7 +189,7 @@ def held_out(seed: int, device: torch.device) -> Samples:
 
 FLUSH_EVERY = 10
 HELD_OUT_SAMPLES = 256
-LEAST_FALL = 0.01
+MIN_LOSS_DECREASE = 0.01
 """Required relative decrease of the loss.
 
 Ten iterations give four times that, and evaluation on the same samples adds no noise.
@@ -200,7 +200,7 @@ _AGREE = 1e-3
 
 
 def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
-          profile: HostProfile | None) -> list[dict[str, Any]]:
+          profile: PythonProfile | None) -> list[dict[str, Any]]:
     """Train for `steps` iterations and return the lines of metrics.jsonl, on each rank with its own times."""
     timeline = StepTimeline(dist.device)
     samples, batch = Samples(seed, dist.mesh.dp_rank, dist.device), engine.batch
@@ -269,7 +269,7 @@ def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
     first_non_finite = next((line["step"] for line in lines if line["loss"] is None), None)
     if first_non_finite is not None:
         reasons.append(f"the loss is NaN or Inf from iteration {first_non_finite}")
-    elif not reference < before * (1 - LEAST_FALL):
+    elif not reference < before * (1 - MIN_LOSS_DECREASE):
         reasons.append(f"the loss did not decrease: {before:.6g} before training, {reference:.6g} after it, on the "
                        "same samples")
     reasons += [f"rank {rank} has different weights than rank 0: losses of {loss:.6g} and {reference:.6g} on the "
@@ -294,7 +294,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         print(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
               f"[{socket.gethostname()}]", flush=True)
         heartbeat.beat(STARTING)
-        together(dist, lambda: refuse_used(dist.run_dir.path), on_main=True)
+        run_together(dist, lambda: reject_used_directory(dist.run_dir.path), on_main=True)
         engine = _engine(resolved, dist, options.seed, import_seconds)
         environment = run_environment(dist)
         if dist.is_main:
@@ -306,7 +306,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         measured = measure_reductions(dist)
         if dist.is_main:
             print(reductions(measured), flush=True)
-        profile = HostProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
+        profile = PythonProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
         heartbeat.beat(ENDING, options.steps)
@@ -317,8 +317,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             update_record(dist.run_dir, test_dist={
                 "healthy": not reasons, "reasons": reasons,
                 "held_out_loss": {"before": before, "after": after},
-                "reductions": [asdict(result) for result in measured], "spread": spreads(lines)})
-            print(closing(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
+                "reductions": [asdict(result) for result in measured], "spread": metric_spreads(lines)})
+            print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
     return 1 if reasons else 0
 

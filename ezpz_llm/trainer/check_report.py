@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ezpz_llm.base import UserError
-from ezpz_llm.layout.layout import Places, crossing, rank_map
+from ezpz_llm.layout.layout import Places, rank_map, tp_crossing_warning
 from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
 from ezpz_llm.trainer.options import Options
@@ -17,10 +17,10 @@ from ezpz_llm.trainer.schedule import ENDLESS, learning_rate
 _WIDTH = 110
 
 
-def settings(plan: RunPlan) -> str:
+def settings_by_source(plan: RunPlan) -> str:
     """Return all values that the run uses, grouped by source; "-" stands for None."""
     groups: dict[ValueSource, list[str]] = {}
-    for name, (value, source) in effective(plan).items():
+    for name, (value, source) in effective_settings(plan).items():
         groups.setdefault(source, []).append(f"{name} {_show(value)}")
     lines = ["settings by source"]
     for source in sorted(groups, key=lambda source: (source.origin.rank, source.detail)):
@@ -29,7 +29,7 @@ def settings(plan: RunPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def effective(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
+def effective_settings(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
     """Return each setting's value and source; unset values come from the model or the layout."""
     config, resolved = plan.config, plan.resolved
     layout, batch = resolved.layout, resolved.batch
@@ -47,7 +47,7 @@ def effective(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
     return values
 
 
-def remarks(plan: RunPlan) -> list[str]:
+def setting_warnings(plan: RunPlan) -> list[str]:
     """Return warnings about settings that look like mistakes."""
     config, warnings = plan.config, list(plan.resolved.warnings)
     if config.warmup_steps > config.steps:
@@ -87,4 +87,4 @@ def warning(plan: RunPlan, options: Options, places: Places) -> str | None:
             return False
         return True
 
-    return crossing(plan.resolved.layout, places, can_run) if places else None
+    return tp_crossing_warning(plan.resolved.layout, places, can_run) if places else None

@@ -27,7 +27,7 @@ def choose_compile(asked: bool | None, source: ValueSource, device: str | None, 
     Raises:
         UserError: the user chose to compile under a layout that compiling makes slower.
     """
-    broken = breaks_graph(layout, dropout)
+    broken = graph_break_reason(layout, dropout)
     if asked and layout.zero.stage == 3:
         instead = "--compile false" if layout.zero.offload_param or layout.zero.offload_optimizer or layout.tp > 1 \
             else "--ds-config fsdp2, which shards as much and compiles, or --compile false"
@@ -43,7 +43,7 @@ def choose_compile(asked: bool | None, source: ValueSource, device: str | None, 
     return True, ValueSource(Origin.DERIVED, f"device {device} and layout {layout.name}")
 
 
-def breaks_graph(layout: Layout, dropout: float) -> str | None:
+def graph_break_reason(layout: Layout, dropout: float) -> str | None:
     """Return the reason for a graph break in a block; None if all blocks share one graph.
 
     tests/engine/test_compiled_layouts.py counts the graphs under every layout.
@@ -57,7 +57,7 @@ def breaks_graph(layout: Layout, dropout: float) -> str | None:
     return None
 
 
-def lacks_compiler(device: str) -> str | None:
+def missing_compiler(device: str) -> str | None:
     """Return the tool that torch.compile lacks on this node for a device type; None if nothing is missing."""
     if missing := _compilers(device):
         return f"a compiler ({missing})"

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import first_of
+from ezpz_llm.dist.agreement import first_value
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.value_source import Origin, ValueSource
-from ezpz_llm.model.attention import best_attention, surroundings
-from ezpz_llm.trainer.compile_choice import lacks_compiler
+from ezpz_llm.model.attention import best_attention, read_environment
+from ezpz_llm.trainer.compile_choice import missing_compiler
 from ezpz_llm.trainer.plan import RunPlan
 
 
@@ -18,12 +18,12 @@ def with_device_choices(plan: RunPlan, dist: Dist) -> RunPlan:
     """Return the plan with kernels that every rank supports, so that all ranks use the same. Collective."""
     config, model = plan.config, plan.model
     compiles = config.compile and plan.sources["compile"].origin is Origin.DERIVED
-    missing = lacks_compiler(dist.device.type) if compiles else None
-    kernel = best_attention(surroundings(dist.device), half=RECIPES[plan.resolved.precision].is_half,
+    missing = missing_compiler(dist.device.type) if compiles else None
+    kernel = best_attention(read_environment(dist.device), half=RECIPES[plan.resolved.precision].is_half,
                             dropout=model.dropout, context=model.block_size, head_dim=model.head_dim)
-    if lacking := first_of(dist, missing or None):
+    if lacking := first_value(dist, missing or None):
         plan = _with(plan, f"a node that lacks {lacking}", compile=False)
-    if first_of(dist, None if kernel == "flash3" else "lacks flash3") is None and config.attention == "auto":
+    if first_value(dist, None if kernel == "flash3" else "lacks flash3") is None and config.attention == "auto":
         plan = _with(plan, "GPUs and packages", attention="flash3")
     return plan
 

@@ -12,14 +12,14 @@ import torch
 from torch.distributed import ReduceOp
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import reduce
+from ezpz_llm.dist.agreement import reduce
 from ezpz_llm.launch.node.messages import stop_ordered
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _ASK_EVERY_S = 2.0
-_LEAST_RESERVE_S = 20.0
+_MIN_RESERVE_S = 20.0
 _FIRST_SAVE_S = 120.0
 """Assumed seconds per checkpoint before one has been measured, at most a tenth of the remaining time."""
 
@@ -120,5 +120,5 @@ class EarlyEnd:
         if self._ends_at is None:
             return False
         # The next agreement may be as far away as the longest gap so far (an evaluation in between).
-        reserve = _LEAST_RESERVE_S + 2 * self._save_s + self._longest_gap_s
+        reserve = _MIN_RESERVE_S + 2 * self._save_s + self._longest_gap_s
         return time.monotonic() + reserve > self._over_at

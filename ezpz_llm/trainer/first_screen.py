@@ -1,37 +1,37 @@
 """First screen of a run: model, data and expected end, in eight lines with launch's two.
 
-All other settings are in run.json, and on the console under --verbose (announce.py).
+All other settings are in run.json, and on the console under --verbose (run_description.py).
 """
 
 from __future__ import annotations
 
 import time
 
-from ezpz_llm.base.rows import aligned
+from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.observe.throughput import duration, short_number
+from ezpz_llm.observe.throughput import format_duration, format_number
 from ezpz_llm.trainer.plan import RunPlan
 
 
 def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
     """Return rows for model, data, batch, steps, layout and checkpoints, `width` columns wide."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
-    tokens = {split: short_number(entry["tokens"]) for split, entry in data.manifest["splits"].items()}
+    tokens = {split: format_number(entry["tokens"]) for split, entry in data.manifest["splits"].items()}
     per_step = batch.global_batch * model.block_size
     times = f", {batch.accumulation} times" if batch.accumulation > 1 else ""
-    return aligned([
+    return align_rows([
         ("model", f"{config.model}: {parameter_count(model):,} parameters ({model.n_layer} layers, {model.n_head} "
                   f"heads, width {model.n_embd})"),
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']}: {tokens['train']} tokens to train on, "
                  f"{tokens['val']} to validate"),
         ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens a step "
                   f"({batch.micro_batch} sequences per rank{times})"),
-        ("training", f"{config.steps} steps ({short_number(config.steps * per_step)} tokens), "
+        ("training", f"{config.steps} steps ({format_number(config.steps * per_step)} tokens), "
                      f"{OPTIMIZERS[plan.resolved.optimizer].printed}, peak learning rate {config.lr:.3g} "
                      f"({plan.sources['lr']})"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {precision_words(plan.resolved)}, on "
@@ -69,7 +69,8 @@ def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
     """
     left_s = steps_left * step_s
     clock = time.strftime("%H:%M" if left_s < 43200 else "%a %d %b %H:%M", time.localtime(now + left_s))
-    return aligned([("end", f"expected at {clock}, in {duration(left_s)} ({short_time(step_s)} a step, without "
+    return align_rows([("end",
+                        f"expected at {clock}, in {format_duration(left_s)} ({short_time(step_s)} a step, without "
                             "evaluations)")], width)
 
 

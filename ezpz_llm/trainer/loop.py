@@ -12,7 +12,7 @@ from ezpz_llm.trainer.device_copy import to_device
 from ezpz_llm.trainer.position import hash_samples
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import STEPS_TIMED, Session, print_expected_end, print_startup
-from ezpz_llm.trainer.step_hooks import after_step, end_early, go_on_saving, try_rollback
+from ezpz_llm.trainer.step_hooks import advance_async_save, after_step, end_early, try_rollback
 
 
 def train(session: Session) -> None:
@@ -46,7 +46,7 @@ def train(session: Session) -> None:
             end_early(session, agreed.ends)
             return
         if agreed and not agreed.busy:
-            go_on_saving(session)
+            advance_async_save(session)
         session.metrics.tick(session.step)
 
 

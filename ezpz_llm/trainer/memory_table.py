@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import reduce
+from ezpz_llm.dist.agreement import reduce
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
 from ezpz_llm.engine.precision import product_dtype
@@ -17,7 +17,7 @@ from ezpz_llm.layout.knobs import Kind
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, whole_bytes
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
-from ezpz_llm.model.loss_chunk import chosen_chunk
+from ezpz_llm.model.loss_chunk import choose_chunk
 from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan
 
@@ -74,7 +74,7 @@ class MemoryWatch:
                                 resolved.precision, resolved.gradients)
         shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*(held[kind] for kind in shown), peak, reserved or 0, _host_peak()])
+        numbers = torch.tensor([*(held[kind] for kind in shown), peak, reserved or 0, _cpu_peak()])
         *states, peak, most_reserved, host_peak = reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
         measured: dict[str, int] = dict(zip(shown, states, strict=True))
         expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in shown}
@@ -116,7 +116,7 @@ def _pass(plan: RunPlan, device: torch.device) -> Pass:
                               config.attention == "explicit")
     chunk = config.loss_chunk
     if chunk is None:
-        chunk = chosen_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
+        chunk = choose_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
                              model.padded_vocab_size // plan.resolved.layout.tp, most_logits_on(device))
     return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
                 device.type == "cpu", kernel.name == "blockwise_attention")
@@ -127,8 +127,8 @@ def _peak(device: torch.device) -> tuple[int, int | None]:
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         return module.max_memory_allocated(device), module.max_memory_reserved(device)
-    return _host_peak(), None
+    return _cpu_peak(), None
 
 
-def _host_peak() -> int:
+def _cpu_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

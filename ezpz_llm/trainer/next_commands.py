@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.shell_commands import typable
+from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.data.tokenizers import Tokenizer
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.layout.value_source import Origin
@@ -28,7 +28,7 @@ def next_commands(session: Session) -> str:
         if not (session.failed or session.spikes.last_loss_non_finite):
             commands.append(("train it further", _resume(session, run_dir)))
     width = max(len(purpose) for purpose, _ in commands)
-    return "next\n" + "".join(f"  {purpose:<{width}}  {typable(command)}\n" for purpose, command in commands)
+    return "next\n" + "".join(f"  {purpose:<{width}}  {to_typable(command)}\n" for purpose, command in commands)
 
 
 def _short(path: Path) -> str:

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from ezpz_llm.base import NoFile, UserError, read_yaml, unknown
-from ezpz_llm.base.parser import HelpFormatter, examples, typed_name, wrapped
+from ezpz_llm.base import NoFile, UserError, describe_unknown, read_yaml
+from ezpz_llm.base.command_parser import HelpFormatter, examples, typed_name, wrapped
 from ezpz_llm.base.synonyms import synonym, unknown_option
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
@@ -51,7 +51,7 @@ class Options:
 
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
 _OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELLINGS}
-_MOST_DIGITS = 300
+_MAX_DIGITS = 300
 """A float has at most 308 digits."""
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str]) -> Options:
     preset_name = bulk["preset"] or from_file.pop("preset", None)
     if preset_name is not None:
         if preset_name not in PRESETS:
-            raise unknown("preset", preset_name, PRESETS, where="--preset")
+            raise describe_unknown("preset", preset_name, PRESETS, where="--preset")
         layers.append((ValueSource(Origin.PRESET, preset_name), PRESETS[preset_name]))
     layers += [(ValueSource(Origin.FILE, str(bulk["config"])), from_file), (COMMAND_LINE, given)]
 
@@ -152,8 +152,8 @@ def parse(argv: Sequence[str]) -> Options:
 def _too_large(argv: Sequence[str]) -> UserError:
     """Return the error for an integer that is too large for a float."""
     words = [word for part in argv for word in part.split("=", 1)]
-    where = next((before for before, word in itertools.pairwise(words) if len(word) > _MOST_DIGITS), None)
-    return UserError("the number is too large", where=where, instead=f"a number of at most {_MOST_DIGITS} digits")
+    where = next((before for before, word in itertools.pairwise(words) if len(word) > _MAX_DIGITS), None)
+    return UserError("the number is too large", where=where, instead=f"a number of at most {_MAX_DIGITS} digits")
 
 
 def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -203,7 +203,7 @@ def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
     value, hint = match[2], get_type_hints(TrainConfig)[name]
     option = option_of(name) if prefix else match[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
-        return unknown(f"value of {option}", value, choices, where=where)
+        return describe_unknown(f"value of {option}", value, choices, where=where)
     kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
     return UserError(f"{option} is {value!r}: it must be {kinds}", where=where)
 
@@ -245,6 +245,6 @@ def _unknown_setting(name: str, settings: Collection[str], where: str) -> UserEr
     """Return the error for an unknown name in a YAML file, with our name if it is another trainer's option."""
     programs, equivalent = synonym(f"--{name}", [f"--{setting.replace('_', '-')}" for setting in settings])
     if equivalent is None:
-        return unknown("setting", name, settings, where=where)
+        return describe_unknown("setting", name, settings, where=where)
     as_settings = re.sub(r"--([a-z][a-z0-9-]*)", lambda option: option[1].replace("-", "_") + ":", equivalent)
     return UserError(f"unknown setting {name!r}, an option of {programs}", where=where, instead=as_settings)

@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from ezpz_llm.base import MOST_RANKS, MOST_STEPS, MOST_TOKENS, Range, UserError, shown, user_path
+from ezpz_llm.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, shorten_value, user_path
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus
-from ezpz_llm.data.tokenizers import choose as choose_tokenizer
+from ezpz_llm.data.tokenizers import choose_tokenizer as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.hf.source import Source, adapted, find_source
+from ezpz_llm.hf.source import Source, find_source, with_model_changes
 from ezpz_llm.hf.tokenizer import words_for
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
 from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, resolve
-from ezpz_llm.layout.value_source import DEFAULT, UNASKED, Origin, ValueSource
+from ezpz_llm.layout.value_source import DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
@@ -33,16 +33,16 @@ from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
 
 _DEFAULT_CLIP = 1.0
-_STEPS, _NONE_OR_STEPS = Range(1, MOST_STEPS), Range(0, MOST_STEPS)
+_STEPS, _NONE_OR_STEPS = Range(1, MAX_STEPS), Range(0, MAX_STEPS)
 _REAL = Range(0, 1e9)
 RANGES = {
     **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
     **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
                      "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
                      "loss_chunk"), _NONE_OR_STEPS),
-    "eval_tokens": Range(0, MOST_TOKENS), "save_every": Range(-1, MOST_STEPS),
-    **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MOST_STEPS)),
-    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MOST_RANKS)), "shard_within": Range(2, MOST_RANKS),
+    "eval_tokens": Range(0, MAX_TOKENS), "save_every": Range(-1, MAX_STEPS),
+    **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MAX_STEPS)),
+    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MAX_RANKS)), "shard_within": Range(2, MAX_RANKS),
     **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
                      "clip", "min_lr", "warmup_min_lr", "z_loss"), _REAL),
 }
@@ -201,7 +201,8 @@ def _check_schedule(config: RunConfig, options: Options) -> None:
                         instead=f"--warmup-steps {config.decay_steps // 10}, or more --steps")
 
 
-def check_run(options: Options, world_size: int, device: str | None = None, *, puts_aside: bool = False) -> RunPlan:
+def check_run(options: Options, world_size: int, device: str | None = None, *,
+              renames_old_metrics: bool = False) -> RunPlan:
     """Validate a run before any rank starts: its numbers, layout, corpus and resume point.
 
     Args:
@@ -220,7 +221,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
         check_resume(plan, plan.config.resume)
-    elif folder and not puts_aside and RunDir(Path(folder)).metrics.exists():
+    elif folder and not renames_old_metrics and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
                         instead=f"another --run-dir, or --resume {folder} to continue that run")
     return plan
@@ -278,7 +279,8 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
 
 
 def _invalid(options: Options, name: str, instead: str) -> UserError:
-    return UserError(f"{SPELLINGS.get(name, name)} is {shown(getattr(options.config, name))}", instead=instead,
+    return UserError(f"{SPELLINGS.get(name, name)} is {shorten_value(getattr(options.config, name))}",
+                     instead=instead,
                      where=f"{option_of(name)} ({options.sources[name]})")
 
 
@@ -342,7 +344,7 @@ def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, So
                                 f"weights {of_weights}", where=str(source.folder),
                                 instead="omit --model: the weights set the shape")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
-    return adapted(source.model, str(source.folder), **overrides), name, source
+    return with_model_changes(source.model, str(source.folder), **overrides), name, source
 
 
 def with_tokenizer(options: Options) -> Options:
@@ -356,5 +358,5 @@ def with_tokenizer(options: Options) -> Options:
     if config.init_from is None:
         return options
     tokenizer = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
-                          asked=options.origin("tokenizer") not in UNASKED)
+                          asked=options.origin("tokenizer") not in NOT_FROM_USER)
     return options if tokenizer == config.tokenizer else options.set(WEIGHTS, tokenizer=tokenizer)

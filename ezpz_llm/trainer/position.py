@@ -10,7 +10,7 @@ import torch
 
 from ezpz_llm.data.samples import mix
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import reduce
+from ezpz_llm.dist.agreement import reduce
 
 _WORD = 1 << 64
 

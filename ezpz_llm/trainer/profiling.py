@@ -11,7 +11,7 @@ from ezpz_llm.dist.optional_work import OptionalWork
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.step_trace import StepTrace
 from ezpz_llm.model.parameters import product_flops_per_token
-from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, profile_window
+from ezpz_llm.observe import PythonProfile, StepWatch, TraceProfile, profile_window
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.trainer.plan import RunPlan
 
@@ -64,7 +64,7 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list
     config = plan.config
     watches: list[OptionalWatch] = []
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
-        watches.append(OptionalWatch(HostProfile(dist.run_dir, window, dist.side), "the Python profile",
+        watches.append(OptionalWatch(PythonProfile(dist.run_dir, window, dist.side), "the Python profile",
                                      dist.optional))
     # Trace after the Python profile, so that neither measures the other. Leave one step before for StepTrace, and
     # exclude the last step, which the end of the run follows.

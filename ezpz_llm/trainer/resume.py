@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, shown, user_path
+from ezpz_llm.base import UserError, shorten_value, user_path
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_any
 from ezpz_llm.layout.batch import option_of
@@ -37,14 +37,14 @@ _DEGREES = ("tp", "pp", "sp")
 class ResumePoint:
     """Starting point of a run: its first step or a checkpoint, with its complete `options`.
 
-    `notes` are for the user. `complete` is a message if nothing is left to do. `puts_aside` is True if the run
-    directory holds the metrics of an attempt that saved no checkpoint.
+    `notes` are for the user. `complete` is a message if nothing is left to do. `renames_old_metrics` is True if the
+    run directory holds the metrics of an attempt that saved no checkpoint.
     """
 
     options: Options
     notes: tuple[str, ...] = ()
     complete: str | None = None
-    puts_aside: bool = False
+    renames_old_metrics: bool = False
 
 
 def find_resume_point(options: Options) -> ResumePoint:
@@ -85,10 +85,10 @@ def find_resume_point(options: Options) -> ResumePoint:
     notes: tuple[str, ...] = ()
     if has_begun or config.resume != AUTO:
         notes = (f"{where} ended before its first checkpoint: the run starts over",)
-    return ResumePoint(options, notes, puts_aside=has_begun and is_own)
+    return ResumePoint(options, notes, renames_old_metrics=has_begun and is_own)
 
 
-def put_aside(run_dir: RunDir) -> Path:
+def rename_old_metrics(run_dir: RunDir) -> Path:
     """Rename the metrics of an attempt that saved no checkpoint; return the new path."""
     path = run_dir.metrics.with_name(f"metrics-before-{time.time():.0f}.jsonl")
     run_dir.metrics.rename(path)
@@ -112,8 +112,8 @@ def _check_same(given: Options, run: RunDir, record: dict[str, Any], step: int) 
         if origin is Origin.COMMAND_LINE or (origin in (Origin.FILE, Origin.PRESET) and not overridden):
             differing.append(name)
     if differing:
-        values = (f"{option_of(name)} {shown(getattr(given.config, name))} differs from its {shown(saved[name])}"
-                  for name in differing)
+        values = (f"{option_of(name)} {shorten_value(getattr(given.config, name))} differs from its "
+                  f"{shorten_value(saved[name])}" for name in differing)
         raise UserError(f"the run is complete, step {step} of {step}, and {', '.join(values)}",
                         where=f"{run.path}; {', '.join(given.where(name) for name in differing)}",
                         instead=f"--steps N with N above {step} to continue training, or omit "

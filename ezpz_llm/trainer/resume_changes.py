@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import shown
+from ezpz_llm.base import shorten_value
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import read_layout, read_record
 from ezpz_llm.trainer.plan import RANGES, RunPlan
@@ -48,9 +48,9 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
         rate = (f"The learning rate of step {step} was {learning_rate(step - 1, old_config):.3g}, that of step "
                 f"{step + 1} is {learning_rate(step, plan.config):.3g} and would be "
                 f"{learning_rate(step, old_config):.3g}. ")
-    values = ", ".join(f"{name} was {shown(before[name])} and is {shown(now[name])} "
+    values = ", ".join(f"{name} was {shorten_value(before[name])} and is {shorten_value(now[name])} "
                        f"({resolved.sources.get(name, plan.sources[name])})" for name in changed)
-    keep = " ".join(f"{option_of(name)} {shown(before[name])}" for name in changed)
+    keep = " ".join(f"{option_of(name)} {shorten_value(before[name])}" for name in changed)
     return f"resuming {run.path} with other settings: {values}. {rate}To keep the old ones, add {keep}"
 
 

@@ -11,7 +11,7 @@ from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.mixture import find_mixture, identity
 from ezpz_llm.data.prepare import find_prepared
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenizers import choose, describe
+from ezpz_llm.data.tokenizers import choose_tokenizer, describe
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import Options
 
@@ -34,7 +34,8 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
     """
     config, saved = options.config, record.get("config") or {}
     made_with = state.get("tokenizer")
-    if "tokenizer" in chosen and config.tokenizer and made_with and not choose(config.tokenizer).fits(made_with):
+    if "tokenizer" in chosen and config.tokenizer and made_with \
+            and not choose_tokenizer(config.tokenizer).fits(made_with):
         raise _mismatch(run, "tokenizer", describe(made_with), config.tokenizer)
     before = saved.get("corpus")
     if not before:

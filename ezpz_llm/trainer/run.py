@@ -20,7 +20,7 @@ from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import broadcast, together
+from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -36,8 +36,7 @@ from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking, WallClock
 from ezpz_llm.observe.trackers import choose
-from ezpz_llm.rundir import print_whatever_happens
-from ezpz_llm.trainer.announce import announce, step_work
+from ezpz_llm.rundir import ignore_print_errors
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.device_choices import with_device_choices
 from ezpz_llm.trainer.early_end import EarlyEnd
@@ -47,8 +46,9 @@ from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.profiling import profiles
-from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, put_aside
+from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, rename_old_metrics
 from ezpz_llm.trainer.resume_changes import resume_warning
+from ezpz_llm.trainer.run_description import describe_run, step_work
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session
 from ezpz_llm.trainer.spike_detector import SpikeDetector
@@ -61,12 +61,13 @@ def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
     Raises:
         UserError: see `find_resume_point`; the same on every rank.
     """
-    point = broadcast(dist, together(dist, lambda: find_resume_point(options), on_main=True))
+    point = broadcast(dist, run_together(dist, lambda: find_resume_point(options), on_main=True))
     if dist.is_main:
         for note in point.notes:
             print(f"note: {note}", flush=True)
-        if point.puts_aside:
-            print(f"note: the metrics of the earlier attempt are kept as {put_aside(dist.run_dir)}", flush=True)
+        if point.renames_old_metrics:
+            print(f"note: the metrics of the earlier attempt are kept as {rename_old_metrics(dist.run_dir)}",
+                  flush=True)
         if point.complete:
             print(point.complete, flush=True)
     return point
@@ -112,10 +113,10 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
-    announce(plan, data, work, flops, dist, options.verbose)
+    describe_run(plan, data, work, flops, dist, options.verbose)
     items = hellaswag_items(config, data, dist)
     # If a tracker's server does not respond, end the run on every rank.
-    together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
+    run_together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
     return Session(plan, dist, data, prompt, batches, validation, engine, work,
                    StepTimeline(dist.device, waits=config.trace_steps > 0), metrics,
                    tracking, [*profiles(plan, dist, engine, first_step), *watches(dist)], heartbeat, clock,
@@ -158,7 +159,7 @@ def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[It
         raise UserError("the tokenizer char can encode only the characters of its corpus", where="--hellaswag",
                         instead="--tokenizer bytes or gpt2")
     path = user_path(config.hellaswag)
-    return together(dist, lambda: read_items(path, config.hellaswag_items or None))
+    return run_together(dist, lambda: read_items(path, config.hellaswag_items or None))
 
 
 def dropout_seed(config: TrainConfig, dist: Dist) -> int:
@@ -184,7 +185,7 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
         # the first steps are not repeated.
         torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
     if dist.is_main:
-        for damage in loaded.passed_over:
+        for damage in loaded.skipped:
             print(f"warning: {damage.found}\n  where:   {damage.where}\n"
                   f"  the run resumes from {loaded.folder.name} instead", file=sys.stderr, flush=True)
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {loaded.folder}", flush=True)
@@ -214,7 +215,7 @@ def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambd
     Args:
         watches: additional watches to call around each step, besides the configured profiles.
     """
-    print_whatever_happens()
+    ignore_print_errors()
     config = options.config
     clock, heartbeat = WallClock(), Heartbeat(os.environ)
     clock.passed("imports")

@@ -9,7 +9,7 @@ import torch
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather, reduce
+from ezpz_llm.dist.agreement import all_gather, reduce
 from ezpz_llm.engine.gradients import GroupNorms
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_counts, initial_std

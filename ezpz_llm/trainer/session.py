@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.rows import aligned
-from ezpz_llm.checkpoint.saver import NotWritten, Saved, Saver
+from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.checkpoint.saver import NotWrittenError, Saved, Saver
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
@@ -24,7 +24,7 @@ from ezpz_llm.evaluate.hellaswag import Item
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking, WallClock, terminal_width
-from ezpz_llm.observe.throughput import duration
+from ezpz_llm.observe.throughput import format_duration
 from ezpz_llm.rundir import read_record
 from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
@@ -70,7 +70,7 @@ class Session:
     """Checkpoints that this run has written."""
     saved_step: int | None = None
     """Step of the checkpoint that was last written, or rolled back to."""
-    unsaved: NotWritten | None = None
+    unsaved: NotWrittenError | None = None
     """Error of the last checkpoint; None if it was written."""
     hellaswag: Sequence[Item] = ()
     """Items of `--hellaswag`; empty if the run does not score them."""
@@ -151,7 +151,8 @@ def print_startup(session: Session) -> None:
     total = sum(seconds.values())
     session.dist.side.update_record(session.dist.run_dir, startup={"seconds": seconds, "total_s": total})
     if not session.verbose:
-        print(aligned([("started", f"the first step ended after {duration(total)}")], terminal_width()), end="",
+        print(align_rows([("started", f"the first step ended after {format_duration(total)}")], terminal_width()),
+              end="",
               flush=True)
         return
     # run.json keeps the older name of this phase.

@@ -20,12 +20,12 @@ from ezpz_llm.launch.variables import ENDING, EVALUATING, SAMPLING, SAVING
 from ezpz_llm.model.compile import eager
 from ezpz_llm.observe import (
     Bubble,
-    HostProfile,
+    PythonProfile,
     Straggler,
     final_text,
     plot_run,
-    summarise,
-    wants_colour,
+    summarize,
+    wants_color,
     where_time_went,
 )
 from ezpz_llm.observe.history import whole_history
@@ -211,21 +211,21 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
     """Print plots, tables and the final block, and record the summary in run.json."""
     run_dir, side, optional = session.dist.run_dir, session.dist.side, session.dist.optional
     history = whole_history(run_dir, side)
-    summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
+    summary = summarize(run_dir, session.work, session.clock.split(), first_step=session.first_step,
                         unigram_entropy=session.data.unigram_entropy, straggler=straggler, bubble=bubble,
                         history=history)
-    colour = wants_colour()
+    color = wants_color()
     profile = next((profile.watch.path for profile in session.profiles
-                    if isinstance(profile, OptionalWatch) and isinstance(profile.watch, HostProfile)), None)
-    charts = optional.attempt("plotting", lambda: plot_run(run_dir, colour=colour, history=history, side=side))
+                    if isinstance(profile, OptionalWatch) and isinstance(profile.watch, PythonProfile)), None)
+    charts = optional.attempt("plotting", lambda: plot_run(run_dir, color=color, history=history, side=side))
     if charts is not None and (session.stopped is None or session.failed):
         # After an early stop, return to the prompt quickly; plots/ and report.html have the charts.
         print("\n" + charts)
     if session.verbose:
         if summary is not None:
-            print(where_time_went(summary, session.dist.world_size, rich=colour))
+            print(where_time_went(summary, session.dist.world_size, rich=color))
         if memory is not None:
-            print(memory_table(memory, rich=colour))
+            print(memory_table(memory, rich=color))
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, summary=summary and asdict(summary),
         memory=memory and memory.as_record(), load_at_end=load_now())
@@ -244,7 +244,7 @@ def save(session: Session, *, at_once: bool = False) -> None:
     At the end of a run there is no next one, so `finish` reports the error.
     """
     session.heartbeat.beat(SAVING, session.step)
-    settle(session)
+    finish_save(session)
     if session.saved_step == session.step:
         return
     session.position = session.position.agree(session.dist)
@@ -260,12 +260,12 @@ def save(session: Session, *, at_once: bool = False) -> None:
     _attempt(session, start)
 
 
-def settle(session: Session) -> None:
+def finish_save(session: Session) -> None:
     """Complete the save in progress, if any. Collective."""
     _attempt(session, session.saver.finish)
 
 
-def go_on_saving(session: Session) -> None:
+def advance_async_save(session: Session) -> None:
     """Advance the save in progress; no rank may be busy writing. Collective."""
     with session.clock.span("checkpoints"):
         _attempt(session, session.saver.advance)
@@ -304,7 +304,7 @@ def checkpoint_cost(session: Session) -> dict[str, Any]:
             "training_waited_s": session.clock.split().get("checkpoints", 0.0)}
 
 
-MOST = 3
+MAX_ROLLBACKS = 3
 """Maximum number of rollbacks to the same checkpoint."""
 
 
@@ -315,11 +315,12 @@ def try_rollback(session: Session) -> bool:
     """
     spikes, config = session.spikes, session.config
     reason = spikes.reason()
-    settle(session)
+    finish_save(session)
     if config.on_bad_steps == "stop":
         return _stop(session, reason)
-    if session.rollbacks[-MOST:] == [session.saved_step] * MOST:
-        return _stop(session, f"{reason}; rolling back to step {session.saved_step} did not help {MOST} times")
+    if session.rollbacks[-MAX_ROLLBACKS:] == [session.saved_step] * MAX_ROLLBACKS:
+        return _stop(session,
+                     f"{reason}; rolling back to step {session.saved_step} did not help {MAX_ROLLBACKS} times")
     source = config.resume if session.saved_step is None else session.dist.run_dir.path
     if source is None:
         return _stop(session, f"{reason}; there is no checkpoint to roll back to yet")
@@ -343,7 +344,8 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
         check_state(session.plan, folder, state, session.data.fingerprint)
         # Only an early end saves during bad steps.
         if (state.get("guard") or {}).get("streak") and folder != candidates(source)[-1]:
-            raise checkpoint.Damaged("the checkpoint was written during bad steps", where=str(folder))
+            raise checkpoint.DamagedCheckpointError("the checkpoint was written during bad steps",
+                                                    where=str(folder))
 
     loaded = checkpoint.load_newest(source, session.engine, session.dist, accept)
     reached, session.step = session.step, loaded.state["step"]
@@ -356,11 +358,11 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     session.metrics.rewind(session.step)
     for profile in session.profiles:
         profile.close()
-    passed_over = session.position.consumed - loaded.state["consumed"]
+    skipped = session.position.consumed - loaded.state["consumed"]
     if session.dist.is_main:
         print(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step {session.step}; the "
-              f"{passed_over} samples since then are skipped", file=sys.stderr, flush=True)
+              f"{skipped} samples since then are skipped", file=sys.stderr, flush=True)
         run_dir, rollback = session.dist.run_dir, {"from_step": reached, "to_step": session.step,
-                                                   "samples_passed_over": passed_over, "why": reason}
+                                                   "samples_passed_over": skipped, "why": reason}
         session.dist.side.attempt("the rollback in run.json", lambda: update_record(
             run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback]))

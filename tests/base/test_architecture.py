@@ -1,5 +1,5 @@
-"""Rules for all packages: import order (docs/reference/architecture.md), parsing only in `ezpz_llm.base.outside`,
-private names of other libraries, and files that ruff checks."""
+"""Rules for all packages: import order (docs/reference/architecture.md), parsing only in
+`ezpz_llm.base.untrusted_input`, private names of other libraries, and files that ruff checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slowness import scaled
 import ezpz_llm
 
 PACKAGE = Path(ezpz_llm.__file__).parent
-PARSING_MODULE = PACKAGE / "base" / "outside.py"
+PARSING_MODULE = PACKAGE / "base" / "untrusted_input.py"
 PARSERS = {"json": {"load", "loads", "JSONDecoder"}, "yaml": None, "tomllib": None, "tomli": None, "marshal": None}
 """Names of each module that parse; None means all of them."""
 
@@ -77,7 +77,7 @@ def test_no_other_module_parses():
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name
                   for path in PACKAGE.rglob("*.py") if path != PARSING_MODULE
                   for line, name in parsers_in(path.read_text())}
-    assert not violations, "use ezpz_llm.base.outside"
+    assert not violations, "use ezpz_llm.base.untrusted_input"
 
 
 @pytest.mark.parametrize("text", ["import json\njson.loads('1')", "from json import load", "import tomllib",

@@ -11,8 +11,8 @@ import pytest
 from launch_runs import clean_env, launch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError, cleaned
-from ezpz_llm.launch.relay import say
+from ezpz_llm.base.errors import UserError, escape_control_characters
+from ezpz_llm.launch.relay import print_stderr
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir
 
@@ -25,18 +25,18 @@ def has_no_control_characters(text: str) -> bool:
 
 
 def test_colors_are_removed_and_other_control_characters_escaped() -> None:
-    assert cleaned("a\x1b[31;1mb\x1b[0m") == "ab"
-    assert cleaned(EVIL) == "\\x1b]0;PWNED\\x07evil\\x9b2J\\r\\x08\\u202e"
-    assert cleaned("déjà\tvu\n日本") == "déjà\tvu\n日本"
+    assert escape_control_characters("a\x1b[31;1mb\x1b[0m") == "ab"
+    assert escape_control_characters(EVIL) == "\\x1b]0;PWNED\\x07evil\\x9b2J\\r\\x08\\u202e"
+    assert escape_control_characters("déjà\tvu\n日本") == "déjà\tvu\n日本"
     # Removing a color must not create another one.
-    assert has_no_control_characters(cleaned("\x1b\x1b[31m[31m\x1b["))
+    assert has_no_control_characters(escape_control_characters("\x1b\x1b[31m[31m\x1b["))
 
 
 def test_errors_console_and_tables_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
     error = UserError(f"no host {EVIL}", where=EVIL, instead=EVIL)
     assert has_no_control_characters(str(error))
     assert "PWNED" in str(error)
-    say(f"host {EVIL}")
+    print_stderr(f"host {EVIL}")
     assert has_no_control_characters(capsys.readouterr().err)
     assert has_no_control_characters(table("t", ["a", EVIL], [[EVIL, "1"]]))
 

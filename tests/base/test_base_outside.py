@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base import outside
+from ezpz_llm.base import untrusted_input
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import Range, as_dataclass, as_type
 from ezpz_llm.explain.trace import load_trace
@@ -21,7 +21,7 @@ DEEP = 100_000
 
 
 def _toml(path: Path) -> None:
-    outside.parse_toml(outside.read_text(path), str(path))
+    untrusted_input.parse_toml(untrusted_input.read_text(path), str(path))
 
 
 @pytest.fixture
@@ -35,33 +35,35 @@ def file(tmp_path):
 
 
 def test_valid_files_are_parsed(file):
-    assert outside.read_json(file('\ufeff{"a": [1, 2.5, "é", null, NaN]}'))["a"][:4] == [1, 2.5, "é", None]
-    assert outside.parse_toml('a = 1\n[b]\nc = ["x"]\n', "a file") == {"a": 1, "b": {"c": ["x"]}}
-    assert outside.read_yaml(file("a: 1\nb: &x [1, 2]\nc: *x\nd: 1e-3\n")) == {"a": 1, "b": [1, 2], "c": [1, 2],
+    assert untrusted_input.read_json(file('\ufeff{"a": [1, 2.5, "é", null, NaN]}'))["a"][:4] == [1, 2.5, "é", None]
+    assert untrusted_input.parse_toml('a = 1\n[b]\nc = ["x"]\n', "a file") == {"a": 1, "b": {"c": ["x"]}}
+    assert untrusted_input.read_yaml(file("a: 1\nb: &x [1, 2]\nc: *x\nd: 1e-3\n")) == {"a": 1, "b": [1, 2],
+                                                                                       "c": [1, 2],
                                                                                 "d": "1e-3"}
-    assert outside.read_yaml(file("")) is None
+    assert untrusted_input.read_yaml(file("")) is None
     text = '{"a": "// no comment", /* one */ "b": [1, 2,], # two\n // three\n}'
-    assert outside.read_commented_json(file(text)) == {"a": "// no comment", "b": [1, 2]}
-    assert outside.parse_json(b"[1]", "a command") == [1]
-    assert outside.first_json('[{"a": 1} , 2]', 1) == ({"a": 1}, 9)
+    assert untrusted_input.read_commented_json(file(text)) == {"a": "// no comment", "b": [1, 2]}
+    assert untrusted_input.parse_json(b"[1]", "a command") == [1]
+    assert untrusted_input.first_json('[{"a": 1} , 2]', 1) == ({"a": 1}, 9)
 
 
 def test_json_lines_truncated_by_a_crash(file):
-    assert list(outside.read_json_lines(file('{"a": 1}\n\n{"a": 2}\n{"a": 3'))) == [{"a": 1}, {"a": 2}]
+    assert list(untrusted_input.read_json_lines(file('{"a": 1}\n\n{"a": 2}\n{"a": 3'))) == [{"a": 1}, {"a": 2}]
     with pytest.raises(UserError, match="not JSON") as raised:
-        list(outside.read_json_lines(file('{"a": 1}\n{"a"\n{"a": 3}\n')))
+        list(untrusted_input.read_json_lines(file('{"a": 1}\n{"a"\n{"a": 3}\n')))
     assert "line 2" in raised.value.where
     with pytest.raises(UserError, match="not a JSON object"):
-        list(outside.read_json_lines(file("3\n")))
+        list(untrusted_input.read_json_lines(file("3\n")))
     with pytest.raises(UserError, match="longer than"):
-        list(outside.read_json_lines(file('{"a": "' + "x" * 5000 + '"}\n'), most_line=4096))
+        list(untrusted_input.read_json_lines(file('{"a": "' + "x" * 5000 + '"}\n'), most_line=4096))
 
 
-@pytest.mark.parametrize("reader", [outside.read_bytes, outside.read_text, outside.read_json,
-                                    outside.read_yaml, outside.read_commented_json,
-                                    lambda path: list(outside.read_json_lines(path)), hash_file, load_trace])
+@pytest.mark.parametrize("reader",
+                         [untrusted_input.read_bytes, untrusted_input.read_text, untrusted_input.read_json,
+                          untrusted_input.read_yaml, untrusted_input.read_commented_json,
+                          lambda path: list(untrusted_input.read_json_lines(path)), hash_file, load_trace])
 def test_only_regular_files_are_read(reader, tmp_path):
-    with pytest.raises(outside.NoFile):
+    with pytest.raises(untrusted_input.NoFile):
         reader(tmp_path / "nothing")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
@@ -77,17 +79,18 @@ def test_log_that_is_not_a_regular_file_reads_as_empty(tmp_path):
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "growing").write_text("a" * 100)
     for last in (None, 10):
-        assert [outside.system_text(tmp_path / name, last) for name in ("pipe", "zeros", "gone", ".")] == [""] * 4
-    assert outside.system_text(tmp_path / "growing", 10) == "a" * 10
-    assert "VmRSS" in outside.system_text("/proc/self/status")
+        assert [untrusted_input.system_text(tmp_path / name, last) for name in ("pipe", "zeros", "gone",
+                                                                                ".")] == [""] * 4
+    assert untrusted_input.system_text(tmp_path / "growing", 10) == "a" * 10
+    assert "VmRSS" in untrusted_input.system_text("/proc/self/status")
 
 
 def test_file_size_is_limited(file):
     with pytest.raises(UserError, match="larger than 1 KiB"):
-        outside.read_bytes(file(b"x" * 1025), 1024)
-    assert len(outside.read_bytes(file(b"x" * 1024), 1024)) == 1024
+        untrusted_input.read_bytes(file(b"x" * 1025), 1024)
+    assert len(untrusted_input.read_bytes(file(b"x" * 1024), 1024)) == 1024
     with pytest.raises(UserError, match="larger than"):
-        outside.read_bytes(Path("/proc/self/environ"), 1)  # its size reads as 0
+        untrusted_input.read_bytes(Path("/proc/self/environ"), 1)  # its size reads as 0
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -99,13 +102,13 @@ MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
 
 
 @pytest.mark.parametrize(("reader", "content"), [
-    *((outside.read_json, content) for content in (
+    *((untrusted_input.read_json, content) for content in (
         "[" * DEEP, "[" * 500 + "]" * 500, '{"a":' * DEEP, "1" * 5000, b"\xff", "", "{a}")),
-    *((outside.read_commented_json, content) for content in (
+    *((untrusted_input.read_commented_json, content) for content in (
         "[" * DEEP, '{"a": 1, "a": 2}', '{"a": NaN}', "/*" * DEEP, '"\\' * DEEP, "," * DEEP + "/**/" * DEEP)),
     *((_toml, content) for content in (
         "a = " + "[" * 900 + "]" * 900, "a." * 100_000 + "a = 1", "a = " + "1" * 5000, "a = 1\na = 2")),
-    *((outside.read_yaml, content) for content in (
+    *((untrusted_input.read_yaml, content) for content in (
         "[" * 20_000, BOMB, MERGES, "&a [*a]", "!!int ''", "!!bool x", "!!timestamp x", "{[]: 1}", "a: 2020-99-99",
         "!!python/object/apply:os.system [id]", "a: " + "1:" * 2000 + "1.5")),
 ])
@@ -132,11 +135,12 @@ def test_digits_are_limited_without_the_interpreter_limit(file):
                                   ["a"]])
 def test_name_outside_of_the_folder_is_rejected(name, tmp_path):
     with pytest.raises(UserError, match="must be a plain file name"):
-        outside.file_in(tmp_path, name, "an index")
+        untrusted_input.join_file_name(tmp_path, name, "an index")
 
 
 def test_plain_name_is_joined(tmp_path):
-    assert outside.file_in(tmp_path, "..model.safetensors", "an index") == tmp_path / "..model.safetensors"
+    assert untrusted_input.join_file_name(tmp_path, "..model.safetensors",
+                                          "an index") == tmp_path / "..model.safetensors"
 
 
 @dataclass(frozen=True)

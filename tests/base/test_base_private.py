@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.private import (
+from ezpz_llm.base.private_folders import (
     SECRET_VARIABLE,
     NotPrivate,
-    derived,
+    derive_key,
     is_own,
     make_private,
     new_secret,
@@ -234,8 +234,8 @@ def test_secret_is_read_from_its_variable() -> None:
     assert run_secret({}) is None
     assert all(run_secret({SECRET_VARIABLE: value}) is None for value in ("", "no hex", first[:-2], "ü"))
     secret = bytes.fromhex(first)
-    tokens = {derived(secret, "node", "n1"), derived(secret, "node", "n2"), derived(secret, "noden", "1"),
-              derived(bytes.fromhex(second), "node", "n1")}
+    tokens = {derive_key(secret, "node", "n1"), derive_key(secret, "node", "n2"), derive_key(secret, "noden", "1"),
+              derive_key(bytes.fromhex(second), "node", "n1")}
     assert len(tokens) == 4
-    assert derived(secret, "node", "n1") in tokens
+    assert derive_key(secret, "node", "n1") in tokens
     assert not any(first[:16] in token for token in tokens)

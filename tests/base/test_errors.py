@@ -12,8 +12,8 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm import base
-from ezpz_llm.base import counted
-from ezpz_llm.base.errors import UserError, run_command, unknown
+from ezpz_llm.base import count_noun
+from ezpz_llm.base.errors import UserError, describe_unknown, run_command
 from ezpz_llm.base.package_data import user_path
 
 
@@ -76,13 +76,13 @@ def test_unknown_home_directory_is_reported():
 
 
 def test_unknown_name_offers_the_nearest_or_all_names():
-    assert "zero1" in unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
-    assert "gpt2-124m" in unknown("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
-    assert unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
+    assert "zero1" in describe_unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
+    assert "gpt2-124m" in describe_unknown("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
+    assert describe_unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
 
 
 def test_messages_have_no_optional_plural():
-    assert (counted(1, "rank"), counted(2, "other host")) == ("1 rank", "2 other hosts")
+    assert (count_noun(1, "rank"), count_noun(2, "other host")) == ("1 rank", "2 other hosts")
     optional_plurals = []
     for path in Path(base.__file__).parents[1].rglob("*.py"):
         texts = (node.value for node in ast.walk(ast.parse(path.read_text()))

@@ -12,8 +12,8 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm import cli
+from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.cli import find_commands, module_of
 
 

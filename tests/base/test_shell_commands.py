@@ -10,7 +10,7 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.shell_commands import WITH_ENV_VARIABLE, typable, typable_text
+from ezpz_llm.base.shell_commands import WITH_ENV_VARIABLE, to_typable, to_typable_text
 
 TYPED = "./launchers/with-env"
 
@@ -29,19 +29,19 @@ TYPED = "./launchers/with-env"
     ("W ezpz-llm report --help", "W ezpz-llm report --help")])
 def test_each_command_of_a_text_begins_with_with_env_as_typed(text, shown, monkeypatch):
     monkeypatch.setenv(WITH_ENV_VARIABLE, TYPED)
-    assert typable_text(text.replace("W ", f"{TYPED} ")) == shown.replace("W ", f"{TYPED} ")
+    assert to_typable_text(text.replace("W ", f"{TYPED} ")) == shown.replace("W ", f"{TYPED} ")
     monkeypatch.delenv(WITH_ENV_VARIABLE)
-    assert typable_text(text) == text
+    assert to_typable_text(text) == text
 
 
 def test_modules_are_run_by_python_if_launch_is_not_on_path(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     python = sys.executable
-    assert typable("launch -n 2 python3 -m ezpz_llm.train") == (
+    assert to_typable("launch -n 2 python3 -m ezpz_llm.train") == (
         f"{python} -m ezpz_llm.launch -n 2 {python} -m ezpz_llm.train")
-    assert typable("ezpz-llm scale report D") == f"{python} -m ezpz_llm.scale report D"
-    assert typable("pip install ninja") == f"{python} -m pip install ninja"
-    assert typable("python3 -m ezpz_llm.train") == f"{python} -m ezpz_llm.train"
+    assert to_typable("ezpz-llm scale report D") == f"{python} -m ezpz_llm.scale report D"
+    assert to_typable("pip install ninja") == f"{python} -m pip install ninja"
+    assert to_typable("python3 -m ezpz_llm.train") == f"{python} -m ezpz_llm.train"
 
 
 def test_remedy_of_an_error_is_typable(monkeypatch):

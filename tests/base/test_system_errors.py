@@ -10,7 +10,7 @@ import pytest
 
 from ezpz_llm import why
 from ezpz_llm.base import run_command
-from ezpz_llm.base.private import make_private
+from ezpz_llm.base.private_folders import make_private
 from ezpz_llm.hf.source import find_source
 from ezpz_llm.report import __main__ as report
 from ezpz_llm.trainer.options import parse

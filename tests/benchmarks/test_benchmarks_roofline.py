@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz_llm.base.outside import read_json
 from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.base.untrusted_input import read_json
 from ezpz_llm.model.parameters import parameter_count
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."),

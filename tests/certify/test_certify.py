@@ -17,13 +17,13 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.case import computed, formats, textbook
+from ezpz_llm.certify.case import computed, formats, published_traffic
 from ezpz_llm.certify.cases import (
     Case,
     all_cases,
     divide,
-    left_out,
     natural_worlds,
+    omitted_cases,
     parser,
     plan,
     quick_cases,
@@ -31,12 +31,12 @@ from ezpz_llm.certify.cases import (
 )
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.reference import check_gradients
-from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing, write_docs
+from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.knobs import KNOBS
 from ezpz_llm.layout.memory import memory_per_rank
 from ezpz_llm.layout.precision_recipes import GradientDtypes
-from ezpz_llm.layout.suggest import shipped_layouts
+from ezpz_llm.layout.suggestions import shipped_layouts
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 
 
@@ -82,12 +82,12 @@ def test_quick_reports_a_bf16_case_as_missing_if_its_op_is_not_built(monkeypatch
 
 
 def test_quick_prints_what_it_omits() -> None:
-    assert left_out(planned("--quick", "--layouts", "pp2_tp2")) == (
+    assert omitted_cases(planned("--quick", "--layouts", "pp2_tp2")) == (
         "--quick omits 3 of 6 cases of these layouts: on 4 ranks, in bf16_autocast, bf16 (omit --quick to run "
         "them)\n"
         "not covered by any layout: dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks\n"
         "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
-    assert left_out(planned("--layouts", "pp2_tp2")).startswith("not covered by any layout: dropout")
+    assert omitted_cases(planned("--layouts", "pp2_tp2")).startswith("not covered by any layout: dropout")
 
 
 def test_every_case_has_the_same_batch_size() -> None:
@@ -277,7 +277,7 @@ def test_among_several_failures_the_one_nearest_to_the_loss_is_named() -> None:
     names = ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight", "transformer.h.10.ln_1.weight",
              "transformer.h.10.mlp.c_fc.bias", "transformer.h.2.ln_1.weight", "lm_head.weight",
              "transformer.ln_f.bias"]
-    assert verdict.in_order(names) == [names[5], names[6], names[3], names[2], names[4], names[1], names[0]]
+    assert verdict.backward_order(names) == [names[5], names[6], names[3], names[2], names[4], names[1], names[0]]
 
 
 def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
@@ -294,10 +294,11 @@ def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
 
 def test_sensitivity_is_the_bound_relative_to_the_effect_of_the_steps() -> None:
     _, expected = numbers()
-    assert verdict.sight(expected)["loss"] == pytest.approx(1e-5 / 0.1)
-    assert verdict.sight(expected)["weights_largest"] == math.inf, "weights that do not move have no sensitivity"
+    assert verdict.sensitivity(expected)["loss"] == pytest.approx(1e-5 / 0.1)
+    largest = verdict.sensitivity(expected)["weights_largest"]
+    assert largest == math.inf, "weights that do not move have no sensitivity"
     expected["movement"]["transformer.h.0.ln_1.weight"] = 0.005
-    sight = verdict.sight(expected)
+    sight = verdict.sensitivity(expected)
     assert sight["weights_largest"] == pytest.approx(5e-6 / 0.005)
     assert sight["weights"] == pytest.approx((5e-6 / 0.01 + 5e-6 / 0.005) / 2)
 
@@ -317,7 +318,7 @@ def test_a_case_with_a_missing_op_does_not_pass() -> None:
 
     missing = Skipped(work.cases[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
     assert not all_passed([{"passed": True}], [missing])
-    assert "MISSING: ddp on 1 ranks: not built (type:" in closing([], [missing])
+    assert "MISSING: ddp on 1 ranks: not built (type:" in closing_text([], [missing])
     assert not all_passed([], [])
 
 
@@ -344,8 +345,9 @@ def test_all_documented_faults_exist() -> None:
 def test_expected_traffic_has_the_volumes_of_the_papers() -> None:
     config = recipe.model_config("tiny-gpt2")
     weights = 4 * parameter_count(config)
-    book = {name: textbook((resolved := resolve_case(Case(name, 4, "tiny-gpt2", "fp32"), "cpu")).layout, config,
-                           resolved.batch) for name in ("ddp", "zero1", "zero3", "tp2")}
+    book = {name: published_traffic((resolved := resolve_case(Case(name, 4, "tiny-gpt2", "fp32"), "cpu")).layout,
+                                    config,
+                                    resolved.batch) for name in ("ddp", "zero1", "zero3", "tp2")}
     assert book["ddp"] == {"all_reduce": weights}
     assert book["zero1"] == {"all_gather": weights, "reduce_scatter": weights}
     assert book["zero3"] == {"all_gather": 4 * weights, "reduce_scatter": 2 * weights}
@@ -358,8 +360,9 @@ def test_gradients_reduced_in_half_the_bytes_are_noticed_in_subgroups_too(layout
     """Compares a run that issues the expected collectives with one that reduces gradients in bf16."""
     case = Case(layout, 4, "tiny-gpt2", "bf16")
     config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
-    right = textbook(resolved.layout, config, resolved.batch, "bf16", resolved.gradients)
-    wrong = textbook(resolved.layout, config, resolved.batch, "bf16", replace(resolved.gradients, reduced="bf16"))
+    right = published_traffic(resolved.layout, config, resolved.batch, "bf16", resolved.gradients)
+    wrong = published_traffic(resolved.layout, config, resolved.batch, "bf16",
+                              replace(resolved.gradients, reduced="bf16"))
     memory = [{"gradients": 2**40}] * case.world
 
     def missing(issued: dict[str, int]) -> float:
@@ -386,7 +389,7 @@ def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layo
     gradients = GradientDtypes(reduced="bf16", accumulated="bf16")
     for run in (resolved, replace(resolved, gradients=gradients)) if dtype == "bf16" else (resolved,):
         numbers_of_run = computed(run, config, case.world)
-        assert numbers_of_run["textbook"] == textbook(run.layout, config, run.batch, dtype, run.gradients)
+        assert numbers_of_run["textbook"] == published_traffic(run.layout, config, run.batch, dtype, run.gradients)
         assert numbers_of_run["arithmetic"] == [asdict(part) for part in memory_per_rank(
             run.layout, config, case.world, precision=dtype, gradients=run.gradients)]
 

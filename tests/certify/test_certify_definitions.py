@@ -18,9 +18,9 @@ from ezpz_llm.certify import (
     trainer_run,
     wide_sums,
 )
-from ezpz_llm.certify.lead import definitions as lead_definitions
+from ezpz_llm.certify.local_launches import definitions as lead_definitions
 from ezpz_llm.checkpoint import writer
-from ezpz_llm.checkpoint.saver import HostMemory
+from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.engine import build, gradients
 from ezpz_llm.engine.gradients import NonFiniteStepSkipper
 from ezpz_llm.engine.precision import LossScale
@@ -53,7 +53,7 @@ def previous_samples(session: Any) -> Iterator[Any]:
     (schedule_rates, SCHEDULES, "sine", SCHEDULES["constant"], "sine: certify has no definition"),
     (tensor_parts, tensor_parts, "common", lambda *parts: iter(()), f"of a tensor {tensor_parts.SHAPE} is not []"),
     (tensor_parts, tensor_parts, "first_element", lambda shape, rank, size: 0, "rank 1 of 2 begins at element 0"),
-    (tensor_parts, HostMemory, "copy", lambda memory, shard: shard, "in the background changes with the training"),
+    (tensor_parts, CpuMemory, "copy", lambda memory, shard: shard, "in the background changes with the training"),
     (tensor_parts, GPT, "_tie", lambda model: None, "the head is no longer tied to the embedding"),
     (loss_scaling, LossScale, "update", lambda scale, finite: update_scale(scale, True), "the scale is"),
     (loss_scaling, gradients, "_scale", lambda optimizer, grads, norm, clip, scale: scale_gradients(
@@ -90,11 +90,11 @@ def test_checks_that_hang_are_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(definitions, "LIMIT_S", 0.05)
     with pytest.raises(UserError, match=r"definition of the step: the checks did not finish within 0\.05 s "
                                         r"\(last: startup\)"):
-        definitions.hold_to_definitions(tmp_path)
+        definitions.check_definitions(tmp_path)
 
 
 @pytest.mark.full
 def test_a_separate_process_checks_all_topics(tmp_path: Path) -> None:
-    definitions.hold_to_definitions(tmp_path)
+    definitions.check_definitions(tmp_path)
     assert [topic["what"] for topic in lead_definitions(tmp_path)] == [
         "rates", "parts", "loss scale", "dropout", "sums", "trainer"]

@@ -16,8 +16,8 @@ from torch.nn import functional
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import one_process, reference
 from ezpz_llm.certify.injected_faults import FAULTS
-from ezpz_llm.certify.one_process import Judged, Spread
-from ezpz_llm.certify.paths import observe
+from ezpz_llm.certify.one_process import Comparison, Spread
+from ezpz_llm.certify.uncovered_paths import observe
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir
@@ -40,10 +40,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Dist:
                 RunDir(tmp_path_factory.mktemp("run")))
 
 
-_judged: dict[str, tuple[list[Judged], Spread]] = {}
+_judged: dict[str, tuple[list[Comparison], Spread]] = {}
 
 
-def right(dtype: str, alone: Dist) -> tuple[list[Judged], Spread]:
+def right(dtype: str, alone: Dist) -> tuple[list[Comparison], Spread]:
     """Return the comparisons of a process without a fault, computed once."""
     if dtype not in _judged:
         _judged[dtype] = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone), dtype)
@@ -106,7 +106,7 @@ def test_a_reference_that_disagrees_with_itself_is_rejected(alone: Dist, tmp_pat
             patch.setattr(nn.Linear, "forward", rounded)
             yield
 
-    monkeypatch.setattr(reference, "other_sums", coarse)
+    monkeypatch.setattr(reference, "reordered_sums", coarse)
     with pytest.raises(UserError, match="one process disagrees with itself: tiny-gpt2 fp32 in 8 micro-steps: "
                                         "forward, step 1: loss differs by"):
         reference.make_reference(tmp_path, "tiny-gpt2", "fp32", 3, alone)

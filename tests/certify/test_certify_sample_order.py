@@ -13,7 +13,7 @@ from ezpz_llm.data import samples
 from ezpz_llm.data.samples import Batches, ReadAhead, ValidationWindows
 
 windows, places, micro_batches, batches = (
-    samples.sample_windows, samples.draw, Batches.micro_batches, ValidationWindows.batches)
+    samples.sample_windows, samples.draw_streams, Batches.micro_batches, ValidationWindows.batches)
 
 
 def test_the_reader_passes_its_checks() -> None:
@@ -51,6 +51,6 @@ def test_a_fault_of_the_reader_is_named(of: object, name: str, fault: Callable, 
 def test_certify_ends_before_any_layout_if_samples_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sample_order, "complaints", lambda: iter(["sample 3 is lost", "and more"]))
-    sample_order.hold_reader_to_definition.cache_clear()
+    sample_order.check_reader.cache_clear()
     with pytest.raises(UserError, match="the definition of the step: data: sample 3 is lost"):
-        sample_order.hold_reader_to_definition()
+        sample_order.check_reader()

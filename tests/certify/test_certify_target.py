@@ -16,7 +16,7 @@ from rank_jobs import results_of
 from slowness import scaled
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.outside import read_bytes
+from ezpz_llm.base.untrusted_input import read_bytes
 from ezpz_llm.certify import __main__ as certify_main, target_file
 from ezpz_llm.certify.cases import parser, plan
 from ezpz_llm.certify.recheck import read_certificate

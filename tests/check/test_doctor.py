@@ -123,7 +123,7 @@ def test_login_nodes_and_jobs_are_reported(tmp_path: Path) -> None:
     for name in ("sbatch", "qsub"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    assert doctor.available({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
+    assert doctor.installed_schedulers({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
     assert "not inside a job" in doctor.job("none", None, 1, None).found
     inside = doctor.job("slurm", "7", 2, time.time() + 3615)
     assert inside.found == "inside slurm job 7: 2 nodes, 60 min left"
@@ -142,7 +142,7 @@ def test_cores_limits_and_disks(tmp_path: Path) -> None:
     assert [check.level for check in doctor.limits((2**20, 2**20), (-1, -1), True)] == ["ok", "ok"]
     assert doctor.temporary("/var/tmp/pbs." + "x" * 90, "xfs").level == "warn"
     assert doctor.temporary(str(tmp_path), "lustre").level == "warn"
-    assert doctor.enough("/dev/shm", 2**26, 2**26, 2**28, "more").level == "warn"
+    assert doctor.check_free_space("/dev/shm", 2**26, 2**26, 2**28, "more").level == "warn"
     assert doctor.file_system(Path("/proc/self")) == "proc"
 
 
@@ -151,7 +151,7 @@ def test_hostname_and_clock() -> None:
         "ok", "warn", "warn"]
     assert software.clock(1.8e9, True).level == "ok"
     assert software.clock(0.0, True).level == "bad"
-    assert software.clock_is_kept() in (True, False, None)
+    assert software.is_clock_synchronized() in (True, False, None)
 
 
 def test_an_unknown_op_suggests_the_nearest(cache: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
-from ezpz_llm.check.facts import family, read_network
-from ezpz_llm.check.judge import Finding, Gathered, judge
-from ezpz_llm.check.judge.gathered import format_rate, host_ranges
-from ezpz_llm.check.judge.network import link_rates, outliers
-from ezpz_llm.check.report import Report, as_text, split_common
+from ezpz_llm.check.node_facts import network_family, read_network
+from ezpz_llm.check.report import Report, as_text, split_common_facts
+from ezpz_llm.check.rules import Finding, Gathered, judge
+from ezpz_llm.check.rules.gathered import format_rate, node_ranges
+from ezpz_llm.check.rules.network import link_rates, outliers
 
 GIB = 2**30
 
@@ -352,10 +352,10 @@ def test_the_report_has_bad_findings_first_with_remedies() -> None:
 
 
 def test_the_report_file_has_common_facts_once() -> None:
-    common, own = split_common([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
+    common, own = split_common_facts([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
     assert common == {"a": 1}
     assert own == [{"b": 1}, {"b": 2}, {}]
-    common, own = split_common([{"a": 1}, {"a": 1}, {"a": 1}, {}])
+    common, own = split_common_facts([{"a": 1}, {"a": 1}, {"a": 1}, {}])
     assert (common, own[3]) == ({"a": 1}, {"a": None})
 
 
@@ -365,7 +365,7 @@ def test_the_report_file_has_common_facts_once() -> None:
     (["a1.x", "a2.x"], "a[1-2].x"), ([f"{letter}1" for letter in "abcdefgh"], "a1,b1,c1,d1,e1,f1 and 2 more"),
 ])
 def test_hostnames_are_folded(names: list[str], text: str) -> None:
-    assert host_ranges(names) == text
+    assert node_ranges(names) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -402,7 +402,7 @@ _LOGS = {
 def test_the_chosen_network_is_parsed_from_logs(name: str) -> None:
     lines, network, kind = _LOGS[name]
     assert read_network(["torch is imported", *lines]) == network
-    assert family(network["network"]) == kind
+    assert network_family(network["network"]) == kind
     assert read_network(["provider: the user's own print"]) == {}
 
 

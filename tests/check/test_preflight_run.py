@@ -19,10 +19,10 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.check.client import reach, read_unreached
-from ezpz_llm.check.facts import addresses, used_interfaces
-from ezpz_llm.check.measure import Worker
-from ezpz_llm.check.server import Board, Place, rendezvous_point
+from ezpz_llm.check.client import connect, read_unreached
+from ezpz_llm.check.measurements import Worker
+from ezpz_llm.check.node_facts import addresses, used_interfaces
+from ezpz_llm.check.server import Place, PreflightServer, rendezvous_point
 from ezpz_llm.launch.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
@@ -144,7 +144,7 @@ def _fake_rank(port: int, rank: int) -> socket.socket:
 
 def test_the_server_accepts_a_thousand_ranks_and_no_other_peers() -> None:
     """Peers that send garbage, unsigned frames or nothing are ignored, and lost ranks are noticed."""
-    board = Board("127.0.0.1", 0, SECRET)
+    board = PreflightServer("127.0.0.1", 0, SECRET)
     strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.0\r\n\r\n")
     strangers[1].sendall(bytes(32) + (20).to_bytes(4, "big") + b'{"rank":0,"host":""}' + bytes(32))
@@ -194,7 +194,7 @@ def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.M
 
             threading.Thread(target=answer, daemon=True).start()
             place, turns = Place("127.0.0.1", squatter.getsockname()[1], SECRET), iter([False, False, True])
-            assert reach(place, RankInfo(1, 2, 1, 2, 0, "test"), None, lambda turns=turns: next(turns)) is None
+            assert connect(place, RankInfo(1, 2, 1, 2, 0, "test"), None, lambda turns=turns: next(turns)) is None
     ended.set()
 
 
@@ -202,7 +202,7 @@ def test_the_server_drops_unauthenticated_connections(monkeypatch: pytest.Monkey
     """Silent connections are dropped after a while, and the oldest of too many at once."""
     monkeypatch.setattr("ezpz_llm.check.server.FIRST_WORDS_S", 0.3)
     monkeypatch.setattr("ezpz_llm.check.server._MAX_UNPROVEN", 5)
-    board = Board("127.0.0.1", 0, SECRET)
+    board = PreflightServer("127.0.0.1", 0, SECRET)
     idle = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(20)]
     assert board.wait(time.monotonic() + scaled(20), lambda: not board._unproven and _are_closed(idle))
     rank = threading.Thread(target=lambda: idle.append(_fake_rank(board.port, 3)), daemon=True)
@@ -216,7 +216,7 @@ def test_a_hundred_of_each_attack_do_not_affect_the_server() -> None:
     evil = json.dumps({"token": "right", "rank": 1, "host": "\x1b]0;PWNED\x07"}).encode()
     attacks = (b"[" * 100_000 + b"\n", evil + b"\n", b"x" * (1 << 20), bytes(32) + b"\xff" * 100,
                bytes(32) + len(evil).to_bytes(4, "big") + evil + bytes(32), b"\0", b"GET / HTTP/1.0\r\n\r\n")
-    board = Board("127.0.0.1", 0, SECRET)
+    board = PreflightServer("127.0.0.1", 0, SECRET)
 
     def attack(data: bytes) -> None:
         for _ in range(100):

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, Piece, check_model, common
-from ezpz_llm.engine.optimizer_state import cut
-from ezpz_llm.model.parameters import Placement, size, whole
+from ezpz_llm.engine.optimizer_state import slice_placement
+from ezpz_llm.model.parameters import Placement, size, whole_box
 
 
 @st.composite
@@ -57,7 +57,7 @@ def test_rows_of_queries_keys_and_values_are_split_at_their_boxes() -> None:
     boxes = (((2, 4), (0, 3)), ((5, 6), (0, 3)), ((7, 8), (0, 3)))
     at = Placement("c_attn.weight", (8, 3), boxes)
     storage = torch.cat([elements((8, 3), (box, 0, size(box))) for box in boxes]).float()
-    slices = list(cut(at, 4, 11, {"weight": storage[4:11]}))
+    slices = list(slice_placement(at, 4, 11, {"weight": storage[4:11]}))
     assert [(part.box, part.start, part.stop) for part in slices] == [(boxes[0], 4, 6), (boxes[1], 0, 3),
                                                                       (boxes[2], 0, 2)]
     for part in slices:
@@ -68,7 +68,7 @@ def piece(box: tuple[tuple[int, int], ...], start: int, stop: int) -> Piece:
     return Piece(box, start, stop, "rank-00000.safetensors", "key")
 
 
-LEFT, RIGHT, ALL = ((0, 4), (0, 2)), ((0, 4), (2, 6)), whole((4, 6))
+LEFT, RIGHT, ALL = ((0, 4), (0, 2)), ((0, 4), (2, 6)), whole_box((4, 6))
 
 
 @pytest.mark.parametrize(("pieces", "problem"), [

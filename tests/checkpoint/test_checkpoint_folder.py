@@ -14,7 +14,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import Keep, find, prune
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.manifest import (
-    Damaged,
+    DamagedCheckpointError,
     complete,
     describe,
     publish,
@@ -86,10 +86,10 @@ def test_find_returns_the_newest_intact_checkpoint_of_a_run(tmp_path: Path) -> N
     (second / "manifest.json").write_text("{")
     assert find(run_dir.path) == first
     # A damaged checkpoint that is named explicitly is not replaced by another one.
-    with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3"):
+    with pytest.raises(DamagedCheckpointError, match="has 2 bytes, the manifest expects 3"):
         find(third)
     (first / "rank-00000.safetensors").unlink()
-    with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3") as caught:
+    with pytest.raises(DamagedCheckpointError, match="has 2 bytes, the manifest expects 3") as caught:
         find(run_dir.path)
     # The message lists all three as damaged, and suggests none of them.
     assert "all 3 checkpoints are damaged (step-00000007, step-00000006, step-00000005)" in caught.value.found
@@ -99,7 +99,7 @@ def test_find_returns_the_newest_intact_checkpoint_of_a_run(tmp_path: Path) -> N
 @pytest.mark.parametrize("number", [0, 2, None, "1"])
 def test_an_index_of_another_format_is_rejected(number: object, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"format": number, "kinds": [], "parameters": {}}))
-    with pytest.raises(Damaged, match=rf"index.json has format {number!r}"):
+    with pytest.raises(DamagedCheckpointError, match=rf"index.json has format {number!r}"):
         read_index(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": 1, "kinds": [], "parameters": {}}))
     assert read_index(tmp_path).parameters == {}
@@ -110,12 +110,12 @@ def test_any_changed_byte_of_a_manifest_is_damage_or_harmless(tmp_path: Path) ->
     older, newer = write(run_dir, 5), write(run_dir, 6)
     manifest = newer / "manifest.json"
     whole = manifest.read_bytes()
-    passed_over = 0
+    skipped = 0
     for place in range(len(whole)):
         for flip in (0x01, 0x10, 0x80):
             manifest.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1:])
-            passed_over += find(run_dir.path) == older
-    assert passed_over > len(whole)
+            skipped += find(run_dir.path) == older
+    assert skipped > len(whole)
 
 
 def test_a_deleted_latest_checkpoint_is_skipped(tmp_path: Path) -> None:

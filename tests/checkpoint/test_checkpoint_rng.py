@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ezpz_llm.checkpoint import writer
-from ezpz_llm.checkpoint.saver import HostMemory, host_bytes
+from ezpz_llm.checkpoint.saver import CpuMemory, cpu_bytes
 from ezpz_llm.checkpoint.writer import read_shard, write_shard
 from ezpz_llm.engine.optimizer_state import TorchState
 
@@ -43,7 +43,7 @@ def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, tmp_p
     device = torch.device(name)
     model = torch.nn.Linear(300, 70).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    state, memory, places = TorchState(model, optimizer, 0, 1, None), HostMemory(device), []
+    state, memory, places = TorchState(model, optimizer, 0, 1, None), CpuMemory(device), []
     for number in range(3):
         model(torch.randn(8, 300, device=device)).square().mean().backward()
         optimizer.step()
@@ -51,7 +51,7 @@ def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, tmp_p
         expected = model.weight.detach().flatten().cpu().clone(), moment.cpu().clone()
         shard = read_shard(state, 0, device)
         copy = memory.copy(shard)
-        assert host_bytes(shard) >= 3 * 4 * (300 * 70 + 70)
+        assert cpu_bytes(shard) >= 3 * 4 * (300 * 70 + 70)
         with torch.no_grad():
             model.weight.fill_(number)
             moment.fill_(number)

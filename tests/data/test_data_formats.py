@@ -22,7 +22,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data import tokenize_corpus
-from ezpz_llm.data.atomic_dir import Interrupted
+from ezpz_llm.data.atomic_dir import InterruptedWriteError
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.formats import find_format
 from ezpz_llm.data.manifest import read_manifest
@@ -303,7 +303,8 @@ def test_broken_documents_are_skipped_and_counted_up_to_a_limit(tmp_path: Path, 
     with pytest.raises(UserError, match='line 2 has no "text"') as caught:  # the default: the first one is an error
         prepare(str(folder), workers=workers, progress=False)
     assert "--max-broken N" in caught.value.instead
-    with pytest.raises(Interrupted, match="one broken document more than --max-broken 4 allows") as caught:
+    with pytest.raises(InterruptedWriteError,
+                       match="one broken document more than --max-broken 4 allows") as caught:
         prepare(str(folder), workers=workers, max_broken=4, progress=False)
     assert "--max-broken 40" in caught.value.instead
     shards = prepare(str(folder), workers=workers, max_broken=5, val_fraction=0.0)
@@ -330,7 +331,7 @@ def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: 
     whole = prepare(str(folder), out=tmp_path / "whole", max_broken=99, progress=False)
     monkeypatch.setattr(tokenize_corpus, "_SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(tokenize_corpus, "tasks", lambda *args, **kwargs: tasks(*args, size=1 << 13, **kwargs))
-    with pytest.raises(Interrupted, match="one broken document more than --max-broken 17 allows"):
+    with pytest.raises(InterruptedWriteError, match="one broken document more than --max-broken 17 allows"):
         prepare(str(folder), out=tmp_path / "out", max_broken=17, progress=False)
     messages = []
     monkeypatch.setattr(tokenize_corpus, "say", messages.append)

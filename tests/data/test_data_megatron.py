@@ -14,12 +14,12 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data import megatron
+from ezpz_llm.data.document_lookup import extracts
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.megatron import read_index
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.which import extracts
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import verify
 from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw, places, sample_windows
+from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw_streams, sample_windows, stream_offsets
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, shares
 from ezpz_llm.data.tokenize_corpus import entropy
 
@@ -44,22 +44,22 @@ def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
 def test_each_sample_of_each_stream_comes_once(weights: list[float], seed: int, block: int) -> None:
     """Each block has each stream's share of its next samples; computing one index alone gives the same sample."""
     counts = shares([str(weight) for weight in weights], weights)
-    streams, indices = draw(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
+    streams, indices = draw_streams(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
     for part, count in enumerate(counts):
         np.testing.assert_array_equal(np.sort(indices[streams == part]),
                                       np.arange(block * count, (block + 1) * count))
-    single_stream, single_index = draw(counts, seed, np.array([block * BLOCK + 77]))
+    single_stream, single_index = draw_streams(counts, seed, np.array([block * BLOCK + 77]))
     assert (single_stream[0], single_index[0]) == (streams[77], indices[77])
 
 
 def test_streams_are_interleaved_and_seeds_differ() -> None:
     counts = shares(["a", "b"], [0.7, 0.3])
-    streams, _ = draw(counts, 1, np.arange(20 * BLOCK))
+    streams, _ = draw_streams(counts, 1, np.arange(20 * BLOCK))
     assert counts == (2867, 1229)
     for stretch in np.split(streams, 80):
         assert 0.24 < stretch.mean() < 0.36  # not one stream after the other
     assert not np.array_equal(streams[:BLOCK], streams[BLOCK:2 * BLOCK])
-    assert not np.array_equal(streams[:BLOCK], draw(counts, 2, np.arange(BLOCK))[0])
+    assert not np.array_equal(streams[:BLOCK], draw_streams(counts, 2, np.arange(BLOCK))[0])
 
 
 def stream_of(first: int, length: int, path: Path) -> TokenStream:
@@ -78,8 +78,8 @@ def test_streams_of_one_length_have_orders_of_their_own(tmp_path: Path) -> None:
     """Streams with a common order would always have the same positions of two texts in a batch."""
     halves = Mixture(tuple(stream_of(0, 5000, tmp_path / name) for name in "ab"), (BLOCK // 2, BLOCK // 2))
     samples = np.arange(BLOCK)
-    streams, indices = draw(halves.counts, 3, samples)
-    _, starts = places(halves, 16, 3, samples)
+    streams, indices = draw_streams(halves.counts, 3, samples)
+    _, starts = stream_offsets(halves, 16, 3, samples)
     first, second = (starts[streams == part][np.argsort(indices[streams == part])] for part in (0, 1))
     assert (first == second).mean() < 0.01
 

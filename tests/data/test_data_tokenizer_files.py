@@ -21,7 +21,7 @@ from ezpz_llm.data.reader import tasks
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import encode_task
 from ezpz_llm.data.tokenizer_files import KINDS, entry_of_file, load
-from ezpz_llm.data.tokenizers import choose, from_entry
+from ezpz_llm.data.tokenizers import choose_tokenizer, from_entry
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_shards_include_a_copy_of_the_tokenizer(tmp_path: Path, family: str) -> 
     assert tokenizer.decode(ids) == "the learning rate"
     np.testing.assert_array_equal(ids, own_ids(file, "the learning rate"))
     # The folder of shards selects the same tokenizer as the file, so the same text is prepared only once.
-    assert choose(str(moved)).entry == facts["tokenizer"]
+    assert choose_tokenizer(str(moved)).entry == facts["tokenizer"]
     first = prepare(str(tmp_path / "a.txt"), str(moved), progress=False)
     assert prepare(str(tmp_path / "a.txt"), str(file.parent), progress=False) == first
     mixture = prepare(f"{moved}=1,{first}=1", progress=False)

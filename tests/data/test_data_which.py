@@ -15,10 +15,10 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.__main__ import main
+from ezpz_llm.data.document_lookup import extracts
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.which import extracts
 
 T, SEED = 24, 5
 

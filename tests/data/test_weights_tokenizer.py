@@ -26,11 +26,11 @@ from ezpz_llm.data.tokenizers import (
     GPT2_FINGERPRINT,
     CharTokenizer,
     Tokenizer,
-    choose,
+    choose_tokenizer,
     get_tokenizer,
+    match_built_in,
     provide_gpt2,
     read_merges,
-    recognise,
     to_entry,
 )
 from ezpz_llm.evaluate import __main__ as evaluate
@@ -159,7 +159,7 @@ def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     provide_gpt2(file.parent)
     folder = weights(place / "hf", get_tokenizer("gpt2"))
     (place / "cache/tiktoken/vocab.bpe").unlink()
-    assert choose(str(folder)).entry == entry
+    assert choose_tokenizer(str(folder)).entry == entry
     with pytest.raises(UserError, match="is not on this machine"):  # and not encoded as bytes
         train("--init-from", folder, "--corpus", "text.txt")
     with pytest.raises(UserError, match="is not on this machine"):
@@ -167,14 +167,14 @@ def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     stored = json.loads((folder / "tokenizer.json").read_text())
     merges = stored["model"]["merges"]
     stored["model"]["merges"] = [merge.split(" ") for merge in merges]  # as newer versions write them
-    assert recognise(stored) == entry
+    assert match_built_in(stored) == entry
     stored["model"]["merges"] = [merges[1], merges[0], *merges[2:]]
-    assert recognise(stored) is None
+    assert match_built_in(stored) is None
     stored["model"]["merges"] = merges
     stored["added_tokens"].append({"id": 50257, "content": "<pad>", "special": True})
-    assert recognise(stored) == entry
+    assert match_built_in(stored) == entry
     stored["pre_tokenizer"]["add_prefix_space"] = True
-    assert recognise(stored) is None
+    assert match_built_in(stored) is None
     transformers = pytest.importorskip("transformers")
     vocabulary = {name: rank for name, rank in json.loads((folder / "tokenizer.json").read_text())
                   ["model"]["vocab"].items()}
@@ -183,7 +183,7 @@ def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     tokenizer = transformers.GPT2TokenizerFast.from_pretrained(place, vocab_file=str(place / "vocab.json"),
                                                                merges_file=str(file))
     tokenizer.save_pretrained(place / "theirs")
-    assert choose(str(place / "theirs")).entry == entry
+    assert choose_tokenizer(str(place / "theirs")).entry == entry
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -226,13 +226,13 @@ def test_bytes_and_char_are_recognized_by_their_whole_table(place: Path) -> None
     for tokenizer in (get_tokenizer("bytes"), char()):
         write_tokenizer(to_entry(tokenizer), 32, place)
         stored = json.loads((place / "tokenizer.json").read_text())
-        assert recognise(stored) == to_entry(tokenizer)
+        assert match_built_in(stored) == to_entry(tokenizer)
         first, second = list(stored["model"]["vocab"])[:2]
         vocabulary = stored["model"]["vocab"]
         vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-        assert recognise(stored) is None
+        assert match_built_in(stored) is None
     for nothing in ({}, {"model": None}, {"model": {"vocab": [], "merges": []}}, {"model": {"type": "WordPiece"}}):
-        assert recognise(nothing) is None
+        assert match_built_in(nothing) is None
 
 
 @pytest.mark.full

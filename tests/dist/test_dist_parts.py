@@ -17,13 +17,13 @@ from slowness import scaled
 from torch.distributed import HashStore, TCPStore
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.private import make_private
+from ezpz_llm.base.private_folders import make_private
 from ezpz_llm.dist import device as device_module
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, refuse_idle_gpus
+from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, reject_idle_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.mesh import AXES, Degrees
-from ezpz_llm.dist.rendezvous import _named, node_file_store, raise_before_group
+from ezpz_llm.dist.rendezvous import _named, node_file_store, share_error_without_group
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -163,7 +163,7 @@ def test_all_ranks_report_two_ranks_on_one_device():
             claim_device(store, devices[rank][0], "cuda", devices[rank][1], rank)
         except UserError as own_error:
             error = own_error
-        raise_before_group(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
+        share_error_without_group(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
 
     outcomes = in_threads(4, work)
     assert outcomes == ["ranks 2 and 3 on n2 share one device (GPU-a)"] * 4
@@ -172,7 +172,7 @@ def test_all_ranks_report_two_ranks_on_one_device():
 def test_ranks_on_different_devices_are_accepted():
     def work(store, rank):
         claim_device(store, "n1", "cuda", f"GPU-{rank}", rank)
-        raise_before_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
+        share_error_without_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
 
     assert in_threads(2, work) == ["", ""]
 
@@ -183,7 +183,7 @@ def test_error_in_the_store_is_ignored_without_a_valid_signature():
         def work(store, rank):
             if planted is not None:
                 store.set("setup/error", planted)
-            raise_before_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), error if rank else None, secret)
+            share_error_without_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), error if rank else None, secret)
 
         return in_threads(2, work)
 
@@ -298,28 +298,28 @@ def test_memory_is_reused_between_steps_unless_the_user_configured_malloc(tmp_pa
 def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    refuse_idle_gpus({}, tmp_path)
+    reject_idle_gpus({}, tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "kfd").touch()
-    refuse_idle_gpus({}, tmp_path)  # integrated graphics of a desktop CPU, and a torch build without ROCm
+    reject_idle_gpus({}, tmp_path)  # integrated graphics of a desktop CPU, and a torch build without ROCm
     (tmp_path / "dev" / "nvidia0").touch()
     with pytest.raises(UserError, match=r"a GPU that torch cannot use: torch .* is built for CPUs") as caught:
-        refuse_idle_gpus({}, tmp_path)
+        reject_idle_gpus({}, tmp_path)
     assert f"{tmp_path}/dev/nvidia0" in caught.value.where
     assert "--device cpu to train on the CPU on purpose" in caught.value.instead
-    refuse_idle_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
-    refuse_idle_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+    reject_idle_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    reject_idle_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
     (tmp_path / "dev" / "nvidia0").unlink()
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(UserError, match=r"is built for ROCm 6\.2"):
-        refuse_idle_gpus({}, tmp_path)
+        reject_idle_gpus({}, tmp_path)
 
 
 def test_idle_gpus_are_checked_only_for_device_auto(monkeypatch):
     def reject(env):
         raise UserError("idle")
 
-    monkeypatch.setattr(device_module, "refuse_idle_gpus", reject)
+    monkeypatch.setattr(device_module, "reject_idle_gpus", reject)
     monkeypatch.setattr(device_module, "_best", lambda: "cpu")
     info = RankInfo(0, 1, 0, 1, 0, "test")
     assert choose_device("cpu", info) == torch.device("cpu")

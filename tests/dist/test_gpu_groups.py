@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ezpz_llm.check.measure import Worker
+from ezpz_llm.check.measurements import Worker
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.setup import Dist
 from ezpz_llm.launch.ranks import ALONE

@@ -9,7 +9,7 @@ from places import HELPERS
 from rank_jobs import results_of
 
 from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.trainer.compile_choice import breaks_graph
+from ezpz_llm.trainer.compile_choice import graph_break_reason
 
 SOME = ("fsdp2+recompute", "zero1", "tp2")
 MORE = ("ddp", "ddp+dropout", "ddp+recompute", "fsdp2", "zero0", "zero2", "zero2+recompute", "tp2+recompute",
@@ -20,7 +20,8 @@ def check(tmp_path: Path, runs: tuple[str, ...]) -> None:
     results = results_of(HELPERS / "compile_ranks.py", tmp_path, list(runs), 2)
     for run in runs:
         layout, *options = run.split("+")
-        is_whole = breaks_graph(resolve(Request(layout, world_size=2)).layout, 0.1 * ("dropout" in options)) is None
+        is_whole = graph_break_reason(resolve(Request(layout, world_size=2)).layout,
+                                      0.1 * ("dropout" in options)) is None
         assert (results[run] == {"graphs": 1, "breaks": 0}) == is_whole, (run, results[run])
         assert is_whole or results[run]["breaks"] > 1
 

@@ -13,7 +13,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.private_names import find
-from ezpz_llm.dist.stubbed import stubbed_collectives
+from ezpz_llm.dist.stubbed_collectives import stubbed_collectives
 from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.live_memory import live_storages
 

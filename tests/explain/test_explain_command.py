@@ -12,7 +12,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import _repair_advice
-from ezpz_llm.explain.counterfactual import rerun
+from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.rundir import RunDir, read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"}
@@ -67,7 +67,7 @@ def test_steps_of_a_run_are_repeated_without_collectives(tmp_path):
 def test_runs_that_do_not_support_a_counterfactual_are_rejected(tmp_path, record, message):
     (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=message):
-        rerun(tmp_path, yes=True)
+        run_counterfactual(tmp_path, yes=True)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -83,23 +83,23 @@ def test_nothing_starts_without_confirmation_or_from_the_run_of_another_user(tmp
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RECORD))
     with pytest.raises(UserError, match="nothing was started") as error:
-        rerun(tmp_path, yes=False)
+        run_counterfactual(tmp_path, yes=False)
     assert "--yes" in error.value.instead
     shown = capsys.readouterr().err
     assert "-m ezpz_llm.launch -n 2" in shown
     assert "PWNED" not in shown
     path.chmod(0o666)
     with pytest.raises(UserError, match="only reruns your own runs"):
-        rerun(tmp_path, yes=True)
+        run_counterfactual(tmp_path, yes=True)
     path.chmod(0o600)
     # Links are resolved first, so that a link cannot be swapped after the owner of its target was checked.
     (tmp_path / "theirs").symlink_to(tmp_path)
     with pytest.raises(UserError, match="nothing was started") as error:
-        rerun(tmp_path / "theirs", yes=False)
+        run_counterfactual(tmp_path / "theirs", yes=False)
     assert f"--run-dir {tmp_path}/counterfactual" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(UserError, match="only reruns your own runs"):
-        rerun(tmp_path, yes=True)
+        run_counterfactual(tmp_path, yes=True)
 
 
 def test_advice_does_not_quote_commands_from_the_manifest_of_another_user(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.engine.live_memory import taken
+from ezpz_llm.engine.live_memory import resident_bytes
 from ezpz_llm.explain import counterfactual
 from ezpz_llm.explain.diagnosis import check_sentences, crosschecks
 from ezpz_llm.layout.layout import Layout, ZeroOptions
@@ -55,11 +55,11 @@ def test_buckets_of_a_bf16_model_have_its_dtype_or_that_of_reduced_gradients(
 def test_memory_that_was_never_written_to_does_not_count():
     # Memory from mmap is fresh; torch's allocator may return memory that was used before.
     storage = torch.frombuffer(mmap.mmap(-1, 200_000_000), dtype=torch.uint8).untyped_storage()
-    assert taken(storage) < 1_000_000
+    assert resident_bytes(storage) < 1_000_000
     torch.empty(0).set_(storage, 0, (1_000_000,)).fill_(1)
-    assert taken(storage) == pytest.approx(4_000_000, abs=3_000_000)
-    assert taken(torch.ones(1000).untyped_storage()) == 4000
-    assert taken(torch.empty(0).untyped_storage()) == 0
+    assert resident_bytes(storage) == pytest.approx(4_000_000, abs=3_000_000)
+    assert resident_bytes(torch.ones(1000).untyped_storage()) == 4000
+    assert resident_bytes(torch.empty(0).untyped_storage()) == 0
 
 
 def test_each_cross_check_has_a_sentence():
@@ -83,7 +83,7 @@ def test_each_cross_check_has_a_sentence():
 def test_wrong_types_are_reported_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / name).write_text(text)
-    reader = crosschecks if name == "host.json" else counterfactual.taken
+    reader = crosschecks if name == "host.json" else counterfactual.read_steps_without_collectives
     with pytest.raises(UserError, match=says) as error:
         reader(tmp_path, None)
     assert error.value.where == str(tmp_path / "profile" / name)

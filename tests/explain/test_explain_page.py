@@ -19,7 +19,7 @@ from well_formed import check_balance
 
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.__main__ import main
-from ezpz_llm.explain.counterfactual import Taken
+from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.page import explain_page
 from ezpz_llm.observe.tables import Table
@@ -156,7 +156,7 @@ def only_the_file(browser) -> bool:
             if message["method"] == "Network.requestWillBeSent"] == ["file"]
 
 
-COLOURS = """[...document.querySelectorAll("body, .faint, figcaption, caption, summary, td, th, strong")]
+COLORS = """[...document.querySelectorAll("body, .faint, figcaption, caption, summary, td, th, strong")]
     .map(one => getComputedStyle(one).color)"""
 BARS = """[...document.querySelectorAll(".bars i, .bar i")].map(one => getComputedStyle(one).backgroundColor)"""
 PAPER_COLOUR = "getComputedStyle(document.body).backgroundColor"
@@ -164,9 +164,9 @@ PAPER_COLOUR = "getComputedStyle(document.body).backgroundColor"
 
 def contrast(first: str, second: str) -> float:
     """Return the contrast of two colors, by WCAG 2.2."""
-    def light(colour: str) -> float:
+    def light(color: str) -> float:
         """Return the relative luminance."""
-        shares = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+        shares = [int(value) / 255 for value in re.findall(r"\d+", color)[:3]]
         linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in shares]
         return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
@@ -184,10 +184,10 @@ def test_the_page_in_a_real_browser(run, browser, tmp_path):
         assert browser.evaluate("innerWidth") == width
         paper = browser.evaluate(PAPER_COLOUR)
         assert paper == ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
-        assert min(contrast(colour, paper) for colour in browser.evaluate(COLOURS)) >= 4.5, "text"
+        assert min(contrast(color, paper) for color in browser.evaluate(COLORS)) >= 4.5, "text"
         drawn = browser.evaluate(BARS)
         assert len(drawn) > 40
-        assert min(contrast(colour, paper) for colour in drawn) >= 3, "graphics"
+        assert min(contrast(color, paper) for color in drawn) >= 3, "graphics"
         clipped = """[...document.querySelectorAll("*")].filter(one =>
             one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "hidden")"""
         assert browser.evaluate(f"{clipped}.length") == 0
@@ -206,7 +206,7 @@ def test_prints_are_white_with_all_bars_and_tables(run, browser, tmp_path):
     browser.call("Emulation.setEmulatedMedia", media="print",
                  features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert browser.evaluate(PAPER_COLOUR) == "rgb(255, 255, 255)"
-    assert min(contrast(colour, "rgb(255, 255, 255)") for colour in browser.evaluate(COLOURS)) >= 4.5
+    assert min(contrast(color, "rgb(255, 255, 255)") for color in browser.evaluate(COLORS)) >= 4.5
     assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut off"
     exact = "[...document.querySelectorAll('.bars i, .bar i')].map(one => getComputedStyle(one).printColorAdjust)"
     assert set(browser.evaluate(exact)) == {"exact"}, "browsers omit backgrounds otherwise"
@@ -234,5 +234,5 @@ def test_standard_output_has_only_json(run, tmp_path):
 
 
 def test_a_step_of_zero_length_has_no_shares() -> None:
-    times = Taken(0, 0.0, 0.0, 0.0)
+    times = StepsWithoutCollectives(0, 0.0, 0.0, 0.0)
     assert (times.removed_share, times.exposed_share) == (0.0, None)

@@ -20,7 +20,7 @@ from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.__main__ import main as explain
-from ezpz_llm.explain.counterfactual import taken
+from ezpz_llm.explain.counterfactual import read_steps_without_collectives
 from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.split import split_run
 from ezpz_llm.explain.tables import step_bars
@@ -149,7 +149,7 @@ def test_measured_memory_agrees_with_the_estimate(runs):
 @pytest.mark.full
 def test_without_collectives_the_waiting_in_traces_disappears(runs):
     split = split_run(runs / SLOW_RANK)
-    waiting, slow = taken(runs / SLOW_RANK, split)
+    waiting, slow = read_steps_without_collectives(runs / SLOW_RANK, split)
     # Rank 1 sleeps 120 ms per step; rank 0 waits for it in collectives only.
     assert waiting.exposed_share > 0.3
     assert waiting.removed_share > 0.3
@@ -228,7 +228,7 @@ def test_removing_collectives_agrees_with_the_traces(tmp_path, recording):
     train(tmp_path, *jobs.values(), timeout=900)
     machine, own_s = (end_s - start_s for end_s, start_s in zip(processor_seconds(), start, strict=True))
     for name, job in jobs.items():
-        ranks = taken(tmp_path / job, split_run(tmp_path / job))
+        ranks = read_steps_without_collectives(tmp_path / job, split_run(tmp_path / job))
         shares[name] = {"removed": [round(times.removed_share, 4) for times in ranks],
                         "exposed": [round(times.exposed_share, 4) for times in ranks],
                         "step_ms": [round(times.real_s * 1e3, 2) for times in ranks]}

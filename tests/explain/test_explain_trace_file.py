@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.base import outside
+from ezpz_llm.base import untrusted_input
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain import trace
 from ezpz_llm.explain.events import Event
@@ -30,7 +30,7 @@ def _write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("part", [1, 7, 1 << 20])
 def test_the_result_does_not_depend_on_the_chunk_size(tmp_path: Path, monkeypatch, indent: int | None,
                                                       part: int) -> None:
-    monkeypatch.setattr(outside, "_PART", part)
+    monkeypatch.setattr(untrusted_input, "_PART", part)
     events = [EVENT, {**EVENT, "cat": "kernel"}, {**EVENT, "cat": "cuda_runtime"}, {"ph": "M"},
               {**EVENT, "ts": 6, "dur": 0.5}, {**EVENT, "tid": 3, "name": "aten::add"}]
     whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": events,

@@ -280,7 +280,7 @@ def fall_back(folder: Path, dist: Dist) -> dict[str, object]:
         result[name] = {"error": error_of(dist, go_back), "accepted": accepted}
         if loaded is not None:
             result[name] |= {"folder": loaded.folder.name, "state": loaded.state["step"],
-                             "passed over": [str(damage) for damage in loaded.passed_over],
+                             "passed over": [str(damage) for damage in loaded.skipped],
                              "losses": train(engine, dist, loaded.state["step"], 5)}
     return {**result, "expected": expected}
 

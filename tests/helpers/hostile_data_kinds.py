@@ -60,10 +60,10 @@ _PATHS = ["", "\0", ".", "..", "/", "/dev/zero", "/proc/self/mem", "/proc/self/e
 @kind
 def writtenby(rng: Random, folder: Path) -> object:
     """Read a manifest of another program's shards whose paths point anywhere."""
+    from ezpz_llm.data.document_lookup import extracts
     from ezpz_llm.data.manifest import sampled_hash, verify
     from ezpz_llm.data.shards import TokenData
     from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
-    from ezpz_llm.data.which import extracts
 
     prefix = write_megatron(folder / "tokens", [np.arange(20) for _ in range(10)], "uint16")
     tokens = prefix.with_suffix(".bin")
@@ -112,7 +112,7 @@ def _table() -> str:
 @kind
 def tokenizer(rng: Random, folder: Path) -> object:
     from ezpz_llm.data.prepare import prepare
-    from ezpz_llm.data.tokenizers import choose
+    from ezpz_llm.data.tokenizers import choose_tokenizer
 
     config = {"eos_token": {"content": "<|endoftext|>"}, "tokenizer_class": "PreTrainedTokenizerFast"}
     bad = rng.choice(["table", "table", "table", "config"])
@@ -127,7 +127,7 @@ def tokenizer(rng: Random, folder: Path) -> object:
     written(folder / "model", "tokenizer.json", content)
     written(folder / "model", "tokenizer_config.json",
             mutate.json_data(rng, config) if bad == "config" else json.dumps(config).encode())
-    made = choose(str(folder / "model")).make()
+    made = choose_tokenizer(str(folder / "model")).make()
     made.decode(made.encode("some words\ud800 ñ²٣<|endoftext|>"))
     prefix = write_megatron(folder / "tokens", [np.arange(9)], "uint16")
     return prepare(str(prefix), str(folder / "model"), progress=False)

@@ -338,11 +338,11 @@ def hostfile(rng: Random, folder: Path) -> object:
 
 @kind
 def hostlist(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+    from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
 
     if rng.random() < 0.3:
         return expand_counts(mutate.text(rng, "2(x2),1,4(x10)"))
-    return expand_hosts(mutate.text(rng, rng.choice(["nid[001-004,007],gpu01", "n[0-9][0-9]", "a,b,c[1-3]-ib"])))
+    return expand_hostlist(mutate.text(rng, rng.choice(["nid[001-004,007],gpu01", "n[0-9][0-9]", "a,b,c[1-3]-ib"])))
 
 
 @kind
@@ -444,7 +444,7 @@ def manifest(rng: Random, folder: Path) -> object:
 
 @kind
 def metajunk(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.foreign import _characters
+    from ezpz_llm.data.external_shards import _characters
 
     content = pickle.dumps({"itos": mutate.value(rng, {0: "a", 1: "b"}), "stoi": {}})
     if rng.random() < 0.5:

@@ -75,7 +75,7 @@ def weights(rng: Random, folder: Path) -> object:
     from ezpz_llm.hf.source import find_source
     from ezpz_llm.hf.weights import open_weights
     from ezpz_llm.model.config import get_model_config
-    from ezpz_llm.model.parameters import parameter_shapes, whole
+    from ezpz_llm.model.parameters import parameter_shapes, whole_box
 
     model = get_model_config("tiny-llama", n_layer=1, n_head=2, n_kv_head=1, n_embd=8, vocab_size=20, block_size=8,
                              intermediate_size=12)
@@ -103,4 +103,4 @@ def weights(rng: Random, folder: Path) -> object:
     if rng.random() < 0.1:
         written(folder, "adapter_config.json", b"{}")
     with open_weights(find_source(str(folder), "--init-from")) as opened:
-        return [opened.read(name, whole(shape)).sum() for name, shape in parameter_shapes(model).items()]
+        return [opened.read(name, whole_box(shape)).sum() for name, shape in parameter_shapes(model).items()]

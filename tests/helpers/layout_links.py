@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify.case import textbook
-from ezpz_llm.explain.diagnosis import described
+from ezpz_llm.certify.case import published_traffic
+from ezpz_llm.explain.diagnosis import describe_device
 from ezpz_llm.explain.events import subtract, total, union
-from ezpz_llm.explain.split import PAIRED, owned, waits
+from ezpz_llm.explain.split import PAIRED, find_waits, owned_time
 from ezpz_llm.explain.trace import RankTrace, read_trace
 from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
 from ezpz_llm.rundir import RunDir, read_record
@@ -70,13 +70,13 @@ def moved(folder: Path, bandwidth: float) -> Moved:
     A send ends for its rank when the kernel has the bytes, so its duration is taken from the receiving rank.
     """
     traces = [read_trace(path) for path in sorted(RunDir(folder).profile.glob("trace-rank*.json.gz"))]
-    waited = waits(traces)
+    waited = find_waits(traces)
     took, expected, wires = [], [], []
     for trace in traces:
         exposed = subtract(union((flight.start, flight.end) for flight in trace.flights), trace.computing)
         by_step: Counter[int] = Counter()
         busy = NOTHING
-        for flight, wait, piece in zip(trace.flights, waited[trace.rank], owned(exposed, trace.flights),
+        for flight, wait, piece in zip(trace.flights, waited[trace.rank], owned_time(exposed, trace.flights),
                                        strict=True):
             if len(flight.ranks) < 2:
                 continue
@@ -112,12 +112,12 @@ def _issued(traces: list[RankTrace]) -> dict[tuple[int, ...], Issued]:
 
 
 def _textbook(folder: Path, ranks: int) -> float:
-    run = described(folder, read_record(RunDir(folder)))
+    run = describe_device(folder, read_record(RunDir(folder)))
     layout = run["layout"]
     # With tp or pp of 2, four ranks only have groups of two.
     group = ranks if layout.tp == layout.pp == 1 else 2
     volumes = {kind: textbook_bytes(kind, size, group)
-               for kind, size in textbook(layout, run["model"], run["batch"]).items()}
+               for kind, size in published_traffic(layout, run["model"], run["batch"]).items()}
     both = sum(size for kind, size in volumes.items() if kind not in PAIRED)
     return both + max(volumes.get("send", 0.0), volumes.get("recv", 0.0))
 

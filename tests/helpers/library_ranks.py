@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ezpz_llm
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.reader import fill
-from ezpz_llm.model.parameters import whole
+from ezpz_llm.model.parameters import whole_box
 
 STEPS, ACCUMULATION, BATCH, CLIP = 6, 2, 4, 0.5
 """Steps, micro batches in a step, samples in a micro batch over all ranks, and the clipping threshold."""
@@ -208,7 +208,7 @@ def saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         open_file = functools.cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
         for name, stored in read_index(folder).parameters.items():
             flat = torch.full((math.prod(stored.shape),), math.nan)
-            fill({"weight": flat}, (whole(stored.shape), 0, flat.numel()), stored, open_file)
+            fill({"weight": flat}, (whole_box(stored.shape), 0, flat.numel()), stored, open_file)
             weights[name] = flat.view(stored.shape)
         first = open_file("rank-00000.safetensors")
         return weights, {name.removeprefix("buffer/"): first.get_tensor(name)

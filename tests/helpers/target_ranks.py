@@ -12,9 +12,9 @@ from places import ROOT, TESTS
 from rank_jobs import take_runs
 
 from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.lead import Job, references_of, refusal
+from ezpz_llm.certify.local_launches import Job, read_reference_error, references_of
 from ezpz_llm.certify.target_file import find_target
-from ezpz_llm.certify.worker import work
+from ezpz_llm.certify.worker import run_job
 from ezpz_llm.dist import Dist
 
 STEPS = 8
@@ -29,9 +29,9 @@ def certified(dist: Dist, run: str) -> dict[str, Any]:
     cases = tuple(Case(layout, dist.world_size, file.title, dtype) for layout in layouts.split(","))
     root = Path(dist.run_dir.path) / run.replace(":", "-")
     root.mkdir(exist_ok=True)
-    results = work(Job(root, references_of(cases), cases, STEPS, "cpu", file), dist)
+    results = run_job(Job(root, references_of(cases), cases, STEPS, "cpu", file), dist)
     dist.barrier()
-    return {"refused": refusal(root), "results": {result["layout"]: result for result in results}}
+    return {"refused": read_reference_error(root), "results": {result["layout"]: result for result in results}}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from ezpz_llm.model.embedding import Columns
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.model.loss import Head
-from ezpz_llm.model.parameters import placement_of, size, whole
+from ezpz_llm.model.parameters import placement_of, size, whole_box
 from ezpz_llm.model.tensor_parallel import RankedDropout
 from ezpz_llm.rundir import RunDir
 
@@ -144,7 +144,7 @@ def compared(dist: Dist, alone: Dist, run: tuple[str, ...], cache: dict[str, Any
 def replicated_agree(engine: Engine) -> bool:
     """Return True if parameters replicated over tensor-parallel peers are bit-identical."""
     mine = {(piece.name, piece.start): piece.tensors["weight"].clone() for piece in engine.training_state().slices()
-            if piece.box == whole(piece.shape)}
+            if piece.box == whole_box(piece.shape)}
     held = everyone(mine)
     first = torch_dist.get_rank() // 2 * 2
     same = all(torch.equal(tensor, held[rank][key]) for key, tensor in mine.items() for rank in (first, first + 1))
@@ -235,7 +235,7 @@ def dropout(dist: Dist) -> dict[str, bool]:
     result["recomputed"] = torch.equal(loss, repeated) and all(torch.equal(p.grad, q.grad) for p, q in pairs)
     placed = {p: placement_of(name, p) for name, p in model.named_parameters()}
     result["replicated gradients alike"] = all(same(p.grad) for p, at in placed.items()
-                                               if at.boxes == (whole(at.shape),))
+                                               if at.boxes == (whole_box(at.shape),))
     return result
 
 

@@ -21,7 +21,7 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.hf import config
 from ezpz_llm.hf.config import from_hf, stored_tensors, to_hf
-from ezpz_llm.hf.source import adapted, find_source
+from ezpz_llm.hf.source import find_source, with_model_changes
 from ezpz_llm.hf.tokenizer import write_tokenizer
 from ezpz_llm.hf.weights import export, open_weights
 from ezpz_llm.launch.ranks import RankInfo
@@ -29,7 +29,7 @@ from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, load_values
-from ezpz_llm.model.parameters import HEAD, TABLE, parameter_count, parameter_shapes, whole
+from ezpz_llm.model.parameters import HEAD, TABLE, parameter_count, parameter_shapes, whole_box
 from ezpz_llm.rundir import RunDir
 
 if importlib.util.find_spec("transformers") is None:
@@ -81,7 +81,7 @@ def make(kind: str) -> Any:
 def read(folder: Path, **changes: Any) -> GPT:
     """Load a folder's weights into our model."""
     source = find_source(str(folder), "test")
-    model = GPT(adapted(source.model, "test", **changes))
+    model = GPT(with_model_changes(source.model, "test", **changes))
     with open_weights(source) as weights:
         load_values(model, weights.read)
     return model.eval()
@@ -450,7 +450,7 @@ def test_boxes_equal_slices_of_the_whole_parameter(tmp_path: Path) -> None:
         for name, shape in parameter_shapes(source.model).items():
             if len(shape) < 2:
                 continue
-            complete = weights.read(name, whole(shape))
+            complete = weights.read(name, whole_box(shape))
             for rows, columns in (((3, 29), (0, shape[1])), ((0, shape[0]), (5, 9)), ((31, 35), (7, 8))):
                 if rows[1] <= shape[0]:
                     part = weights.read(name, (rows, columns))

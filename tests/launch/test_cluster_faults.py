@@ -26,7 +26,7 @@ from launch_runs import record
 from places import HELPERS, ROOT
 from simcluster.cluster import Cluster, Command
 
-from ezpz_llm.launch.hostlist import expand_hosts
+from ezpz_llm.launch.hostlist import expand_hostlist
 
 RESULTS = ROOT / "benchmarks/results/faults.md"
 EVIDENCE = ROOT / "docs/evidence/failure_tests.md"
@@ -123,7 +123,7 @@ read < checked
     def _prepare(self) -> None:
         nodes = self.folder / "nodes"
         wait_for(lambda: nodes.exists() and nodes.read_text().endswith("\n"), _LIMIT_S, "a reservation")
-        self.hosts = expand_hosts(nodes.read_text().strip())
+        self.hosts = expand_hostlist(nodes.read_text().strip())
         if self.fault.before:
             self.fault.before(self)
 

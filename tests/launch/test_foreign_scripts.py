@@ -25,7 +25,7 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.base.package_data import cache_dir, data_dir
-from ezpz_llm.launch.mpi_world import lonely_mpi, mpi_settings, offered_plugins, use_of_mpi
+from ezpz_llm.launch.mpi_world import find_disconnected_mpi, mpi_settings, offered_plugins, use_of_mpi
 
 SCRIPTS = TESTS / "foreign_scripts"
 NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",
@@ -193,4 +193,4 @@ _MPICH, _OPEN_MPI = {"libmpi.so.12"}, {"libmpi.so.40", "libopen-pal.so.80", "lib
     (_OPEN_MPI | {"libpmi2.so.0"}, "PMI_RANK", False), ({"libpmix.so.2"}, "SLURM_STEP_ID", False),
 ])
 def test_which_mpi_is_alone(libraries: set[str], variable: str, is_alone: bool) -> None:
-    assert (lonely_mpi(libraries, {variable: "0"}) is not None) == is_alone
+    assert (find_disconnected_mpi(libraries, {variable: "0"}) is not None) == is_alone

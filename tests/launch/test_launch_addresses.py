@@ -25,8 +25,8 @@ from ezpz_llm.launch.addresses import (
     free_port,
     holder,
     interface_address,
-    is_here,
-    own_interfaces,
+    is_local_address,
+    list_interfaces,
     require_interfaces,
 )
 
@@ -49,9 +49,9 @@ def test_one_host_meets_on_its_loopback() -> None:
         found = find_rendezvous(hosts, "key")
         assert (found.address, found.address_source) == ("127.0.0.1", "all ranks on one node")
     assert "not tested, since n1 is not this node" in found.port_source
-    assert is_here("127.0.0.1")
-    assert not is_here(ELSEWHERE)
-    assert all(is_here(address) for address in own_interfaces().values() if address)
+    assert is_local_address("127.0.0.1")
+    assert not is_local_address(ELSEWHERE)
+    assert all(is_local_address(address) for address in list_interfaces().values() if address)
 
 
 def test_a_missing_interface_is_reported_with_the_existing_ones() -> None:

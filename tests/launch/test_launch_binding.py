@@ -20,7 +20,7 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 
 from ezpz_llm.launch import devices as devices_module
-from ezpz_llm.launch.binding.choose import Binding, BindingInputs, bind, deal
+from ezpz_llm.launch.binding.core_binding import Binding, BindingInputs, choose_binding, deal_cores
 from ezpz_llm.launch.binding.topology import Domain, Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
@@ -76,7 +76,7 @@ def _bind(name: str, topology: Topology | None, ranks: int, launcher: str = "pal
     site = find_site(name, {})
     around = {"ranks": ranks, "hosts": 2, "launcher": launcher, "topology": topology, "allotted": None,
               "devices": tuple(map(str, range(ranks)))}
-    return bind("auto", site, BindingInputs(**(around | changes)))
+    return choose_binding("auto", site, BindingInputs(**(around | changes)))
 
 
 @pytest.mark.parametrize(("name", "ranks", "cores"), [
@@ -136,22 +136,22 @@ def test_a_plan_without_a_list_of_cores_states_the_reason(tmp_path: Path) -> Non
     # On one node all ranks have its mask. A core's two threads stay together, and a single thread counts as a core.
     assert _bind("generic", part, 3, "mpiexec", hosts=1).cores == ("0,8", "1,9", "3")
     around = BindingInputs(2, 1, "torchrun", whole, None, (None, None))
-    assert bind("auto", site, around).by_shim
-    assert bind("none", site, around) == Binding(devices=(None, None), cpus_per_rank=8, cpus_per_host=16,
-                                                 cores_per_rank=4, source="--bind none")
+    assert choose_binding("auto", site, around).by_shim
+    assert choose_binding("none", site, around) == Binding(devices=(None, None), cpus_per_rank=8, cpus_per_host=16,
+                                                           cores_per_rank=4, source="--bind none")
 
 
 def test_a_generic_host_is_bound_by_socket_and_domain(tmp_path: Path) -> None:
     site = find_site("generic", {})
     two = system_topology(site, _NO_DEVICES, _sys(tmp_path / "two", 2, 2, 4), range(32))
-    firsts = {ranks: [fold_numbers(tuple(core[0] for core in cores)) for cores in deal(two, ranks)]
+    firsts = {ranks: [fold_numbers(tuple(core[0] for core in cores)) for cores in deal_cores(two, ranks)]
               for ranks in (3, 4)}
     assert firsts == {3: ["0-3", "4-7", "8-15"], 4: ["0-3", "4-7", "8-11", "12-15"]}
-    assert [len(cores) for cores in deal(two, 6)] == [2] * 6
-    assert deal(two, 17) == deal(two, 0) == ()
+    assert [len(cores) for cores in deal_cores(two, 6)] == [2] * 6
+    assert deal_cores(two, 17) == deal_cores(two, 0) == ()
     # With a mask that leaves one core on a socket, ranks are distributed by cores.
     holes = system_topology(site, _NO_DEVICES, tmp_path / "two", (*range(8), 8))
-    assert [len(cores) for cores in deal(holes, 8)] == [1] * 8
+    assert [len(cores) for cores in deal_cores(holes, 8)] == [1] * 8
     assert system_topology(site, _NO_DEVICES, tmp_path / "nowhere", (0,)) is None
 
 
@@ -212,7 +212,7 @@ def _any_topology(draw: st.DrawFn) -> Topology:
 @settings(deadline=None)
 @given(_any_topology(), st.integers(1, 60))
 def test_any_ranks_on_any_host(topology: Topology, ranks: int) -> None:
-    dealt = deal(topology, ranks)
+    dealt = deal_cores(topology, ranks)
     if ranks > len(topology.cores):
         assert dealt == ()
         return
@@ -241,7 +241,7 @@ def test_no_rank_gets_a_reserved_core(ranks: int, reserved: set[int]) -> None:
     site = Site("drawn", cores=("0-51", "52-103"), sockets=2, binding="list", reserved_cores=",".join(
         str(core) for core in sorted(reserved)))
     topology = site_topology(site)
-    binding = bind("auto", site, BindingInputs(ranks, 1, "pals", topology, None, (None,) * ranks))
+    binding = choose_binding("auto", site, BindingInputs(ranks, 1, "pals", topology, None, (None,) * ranks))
     used = [cpu for cores in binding.cores for cpu in expand_numbers(cores)]
     assert not reserved & set(used)
     assert len(used) == len(set(used))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from ezpz_llm.launch.failures.facts import Failure, read_failures
+from ezpz_llm.launch.failures.run_facts import Failure, read_failures
 from ezpz_llm.launch.node.messages import (
     RUNNING,
     NodeReport,

@@ -12,7 +12,7 @@ import pytest
 from launch_runs import CAPTURED, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding.choose import Binding
+from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.dialects import choose, identify, srun, torchrun
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work, logical_cores, mask
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -196,7 +196,7 @@ def test_torchrun_on_several_hosts(scheduler: str) -> None:
             return Launcher("srun", "Slurm", "srun", "test", srun.build)
         return identify(_version_texts()["mpich"], "mpiexec", "test")
 
-    work = _work(*_TWO, bound="list", scheduler=scheduler, cores_per_host=9, site_options=("--gpus-per-task=1",))
+    work = _work(*_TWO, bound="list", scheduler=scheduler, cores_per_node=9, site_options=("--gpus-per-task=1",))
     words = _words(torchrun.build("torchrun", work, starter))
     outer, inner = words.split(" python3 -m ezpz_llm.launch.dialects.on_node ")
     assert inner == ("2 2 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend static --rdzv-endpoint n1-hsn:4242"

@@ -6,10 +6,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.launch.failures.differences import Frame, as_compared, main_stack, odd_ones_out, stack_in_log
-from ezpz_llm.launch.failures.facts import RunFacts, Stop
-from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.differences import (
+    Frame,
+    describe_blocking_rank,
+    main_stack,
+    minority_ranks,
+    stack_in_log,
+)
 from ezpz_llm.launch.failures.kinds import Kind
+from ezpz_llm.launch.failures.run_facts import RunFacts, Stop
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, judge
 from ezpz_llm.launch.liveness import RankLife
 
 _BY_FAULT_HANDLER = """rank 3 on n2
@@ -54,14 +60,15 @@ def test_the_main_threads_stack() -> None:
 def test_the_odd_one_out() -> None:
     outer = [("t.py", 90, "<module>"), ("t.py", 40, "step")]
     waits, reads = [*outer, ("t.py", 7, "all_reduce")], [*outer, ("t.py", 88, "read_batch"), ("os.py", 1, "read")]
-    assert odd_ones_out({0: waits, 1: waits, 2: waits, 3: reads}) == (
+    assert minority_ranks({0: waits, 1: waits, 2: waits, 3: reads}) == (
         [3], "t.py:88 in read_batch", [0, 1, 2], "t.py:7 in all_reduce")
     # All in one place, without a majority, or too few to compare.
-    assert odd_ones_out({0: waits, 1: waits, 2: waits}) is None
-    assert odd_ones_out({0: waits, 1: waits, 2: reads, 3: reads}) is None
-    assert odd_ones_out({0: waits, 1: reads}) is None
+    assert minority_ranks({0: waits, 1: waits, 2: waits}) is None
+    assert minority_ranks({0: waits, 1: waits, 2: reads, 3: reads}) is None
+    assert minority_ranks({0: waits, 1: reads}) is None
     # A rank that is at an earlier line of the same function.
-    assert odd_ones_out({0: waits, 1: waits, 2: outer}) == ([2], "t.py:40 in step", [0, 1], "t.py:7 in all_reduce")
+    assert minority_ranks({0: waits, 1: waits, 2: outer}) == ([2], "t.py:40 in step", [0, 1],
+                                                              "t.py:7 in all_reduce")
 
 
 def test_what_silent_ranks_wait_for() -> None:
@@ -104,14 +111,16 @@ def test_in_one_line(tmp_path: Path) -> None:
         stacks[rank].write_text(_BY_FAULT_HANDLER.format(line=88 if rank == 2 else 7,
                                                          function="read_batch" if rank == 2 else "all_reduce"))
     ranks = [_life(rank) for rank in range(4)]
-    assert as_compared(ranks, ranks, stacks) == (
+    assert describe_blocking_rank(ranks, ranks, stacks) == (
         "rank 2 on n2: before its first heartbeat, silent for 9 s; rank 2 is at train.py:88 in read_batch,"
         " ranks 0-1,3 at train.py:7 in all_reduce")
-    assert as_compared(ranks, ranks, {}) == "rank 0 on n1: before its first heartbeat, silent for 9 s (and 3 more)"
+    assert describe_blocking_rank(ranks, ranks,
+                                  {}) == "rank 0 on n1: before its first heartbeat, silent for 9 s (and 3 more)"
     stopped = [_life(1, "T"), _life(0), _life(2), _life(3)]
-    assert as_compared(stopped, stopped, stacks).endswith("continues it), unlike ranks 0,2-3")
+    assert describe_blocking_rank(stopped, stopped, stacks).endswith("continues it), unlike ranks 0,2-3")
     # A state that all ranks share does not single out any of them.
-    assert as_compared([_life(0, "D"), _life(1, "D")], ranks, {}).endswith("(state D) (and 1 more)")
+    assert describe_blocking_rank([_life(0, "D"), _life(1, "D")], ranks, {}).endswith("(state D) (and 1 more)")
     behind = [_life(2, step=3), _life(3, step=3), _life(0, step=9), _life(1, step=9)]
-    assert as_compared(behind, behind, {}).endswith("; ranks 2-3 (all of n2) are behind, others reached step 9")
-    assert as_compared(behind[1:], behind[1:], {}).endswith("; rank 3 is behind, others reached step 9")
+    assert describe_blocking_rank(behind, behind,
+                                  {}).endswith("; ranks 2-3 (all of n2) are behind, others reached step 9")
+    assert describe_blocking_rank(behind[1:], behind[1:], {}).endswith("; rank 3 is behind, others reached step 9")

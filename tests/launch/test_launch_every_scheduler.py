@@ -116,7 +116,7 @@ def test_hosts_keep_their_order(tmp_path: Path, name: str) -> None:
     other = _plan(name, tmp_path, "--hosts", ",".join(reversed(own)))
     if name == "lsf":
         assert "jsrun starts ranks only on the first nodes of the job" in other
-    elif schedulers()[name].KEEPS_HOST_ORDER:
+    elif schedulers()[name].KEEPS_NODE_ORDER:
         assert isinstance(other, dict)
         assert other["hosts"] == own
         assert any("numbers nodes in the job's order: rank 0 is on h2" in note for note in other["notes"])

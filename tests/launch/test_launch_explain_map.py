@@ -14,10 +14,10 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.dist.degrees import Degrees
-from ezpz_llm.launch.hostlist import expand_hosts, fold_hosts
+from ezpz_llm.launch.hostlist import expand_hostlist, fold_hostnames
 from ezpz_llm.launch.precheck import read_places, write_places
 from ezpz_llm.launch.variables import PLACES_VARIABLE
-from ezpz_llm.layout.layout import Layout, ZeroOptions, crossing, rank_map
+from ezpz_llm.layout.layout import Layout, ZeroOptions, rank_map, tp_crossing_warning
 
 TRAIN = ("python3", "-m", "ezpz_llm.train")
 
@@ -126,8 +126,8 @@ def test_node_lists_are_folded_and_parsed(hosts: list[str], data: st.DataObject)
     (["login", "login"], "login,login"),
 ])
 def test_short_forms(hosts: list[str], short: str) -> None:
-    assert fold_hosts(hosts) == short
-    assert expand_hosts(short) == hosts
+    assert fold_hostnames(hosts) == short
+    assert expand_hostlist(short) == hosts
 
 
 def test_ten_thousand_hosts_are_a_short_line() -> None:
@@ -147,9 +147,9 @@ def test_every_group_that_crosses_is_counted() -> None:
     host_of = [host for host, count in uneven for _ in range(count)]
     split = {tuple(degrees.peers(rank, "tp")) for rank in range(16)
              if len({host_of[peer] for peer in degrees.peers(rank, "tp")}) > 1}
-    text = crossing(layout, uneven, lambda world_size, tp: world_size % (tp * 2) == 0)
+    text = tp_crossing_warning(layout, uneven, lambda world_size, tp: world_size % (tp * 2) == 0)
     assert f"{len(split)} tensor-parallel group{'s' * (len(split) > 1)} of" in text
     assert "ranks 4 to 7 on b and d" in text
     assert text.endswith("instead: launch --ppn 8 or launch --ppn 12 or --tp 1")
-    assert crossing(layout, [("a", 8), ("b", 4), ("c", 4)], lambda *_: True) is None
-    assert "\n" not in crossing(layout, uneven, lambda *_: False)
+    assert tp_crossing_warning(layout, [("a", 8), ("b", 4), ("c", 4)], lambda *_: True) is None
+    assert "\n" not in tp_crossing_warning(layout, uneven, lambda *_: False)

@@ -17,11 +17,11 @@ from slowness import scaled
 
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import classify
-from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
-from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.postmortem import postmortem_of
+from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, judge
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record

@@ -20,7 +20,7 @@ from slowness import scaled
 
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.show import first_lines
+from ezpz_llm.launch.plan_text import opening_lines
 from ezpz_llm.rundir import RunDir
 
 NOTE = "the end of the job is not known: squeue is not on PATH, so that nothing is saved before the job ends"
@@ -44,7 +44,7 @@ def plans(folder: Path) -> dict[str, LaunchPlan]:
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_first_lines_of_a_launch_are_the_golden_ones(width: int, tmp_path: Path) -> None:
     run_dir = RunDir(Path("runs/train-20261124-001200"))
-    text = "\n".join(f"{name}\n\n{first_lines(replace(plan, run_dir=run_dir), width)}\n"
+    text = "\n".join(f"{name}\n\n{opening_lines(replace(plan, run_dir=run_dir), width)}\n"
                      for name, plan in plans(tmp_path).items())
     check_golden(f"first_lines_{width}.txt", text)
     assert max(map(len, text.splitlines())) <= width

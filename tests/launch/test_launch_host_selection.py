@@ -10,7 +10,7 @@ import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, cpu_seconds, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.host_selection import select_hosts
+from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers import find_allocation
@@ -38,23 +38,23 @@ def _file(folder: Path, text: str) -> Path:
 
 
 def test_each_option_leaves_its_part(tmp_path: Path) -> None:
-    assert _hosts(select_hosts(_pbs(), None, None, None)) == [("n1", 1), ("n2", 2), ("n3", 2)]
-    assert _hosts(select_hosts(_pbs(), 2, None, None)) == [("n1", 1), ("n2", 2)]
+    assert _hosts(select_nodes(_pbs(), None, None, None)) == [("n1", 1), ("n2", 2), ("n3", 2)]
+    assert _hosts(select_nodes(_pbs(), 2, None, None)) == [("n1", 1), ("n2", 2)]
     # In the given order, and with any spelling; the plan keeps the reservation's spelling.
-    assert _hosts(select_hosts(_pbs(), None, "n3.example,n1", None)) == [("n3", 2), ("n1", 1)]
-    assert _hosts(select_hosts(_slurm(), None, "n[2-3]", None)) == [("n2", None), ("n3", None)]
-    selection = select_hosts(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
+    assert _hosts(select_nodes(_pbs(), None, "n3.example,n1", None)) == [("n3", 2), ("n1", 1)]
+    assert _hosts(select_nodes(_slurm(), None, "n[2-3]", None)) == [("n2", None), ("n3", None)]
+    selection = select_nodes(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
     assert (_hosts(selection), selection.slots_are_a_limit, selection.job_id) == (
         [("n3", 2), ("n2", 2)], False, "9.login")
-    selection = select_hosts(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
+    selection = select_nodes(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
     assert (_hosts(selection), selection.slots_are_a_limit) == ([("n3", 4), ("n2", 1)], True)
-    selection = select_hosts(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
+    selection = select_nodes(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
     assert _hosts(selection) == [("n1", 1)]
 
 
 def test_slurm_keeps_the_jobs_order() -> None:
     """srun numbers the nodes of a step in the job's order, whatever the order of --nodelist."""
-    selection = select_hosts(_slurm(), None, "n4,n2", None)
+    selection = select_nodes(_slurm(), None, "n4,n2", None)
     assert [host.name for host in selection.hosts] == ["n2", "n4"]
     assert selection.notes == ("Slurm numbers nodes in the job's order: rank 0 is on n2, not on n4",)
 
@@ -62,14 +62,14 @@ def test_slurm_keeps_the_jobs_order() -> None:
 def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
     for hosts, hostfile in (("n1,n7", None), (None, _file(tmp_path, "n1\nn7 slots=2\n"))):
         with pytest.raises(UserError, match=r"n7 is not in slurm job \d+, which has n1, n2, n3, n4") as raised:
-            select_hosts(_slurm(), None, hosts, hostfile)
+            select_nodes(_slurm(), None, hosts, hostfile)
         assert (f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}") in str(raised.value)
         assert "SLURM_JOB_NODELIST" in str(raised.value)
     # Only if the reservation is ignored.
     aside = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
-    assert _hosts(select_hosts(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
+    assert _hosts(select_nodes(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
     with pytest.raises(UserError, match=r"which has n1, n2, n3, n4, n5, n6, n7, n8, … \(900 in all\)"):
-        select_hosts(_slurm("n[1-900]"), None, "n1000", None)
+        select_nodes(_slurm("n[1-900]"), None, "n1000", None)
 
 
 @pytest.mark.parametrize(("nodes", "hosts", "found"), [
@@ -81,21 +81,21 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
 ])
 def test_invalid_selections(nodes: int | None, hosts: str | None, found: str) -> None:
     with pytest.raises(UserError) as raised:
-        select_hosts(_slurm(), nodes, hosts, None)
+        select_nodes(_slurm(), nodes, hosts, None)
     assert raised.value.found == found
 
 
 def test_without_a_reservation_hosts_are_taken_as_they_are() -> None:
-    selection = select_hosts(find_allocation({}), None, "m[1-2].example", None)
+    selection = select_nodes(find_allocation({}), None, "m[1-2].example", None)
     assert (_hosts(selection), selection.source) == (
         [("m1.example", None), ("m2.example", None)], "--hosts m[1-2].example")
     with pytest.raises(UserError, match="not a hostfile line"):
-        select_hosts(find_allocation({}), None, "-oProxyCommand=x", None)
+        select_nodes(find_allocation({}), None, "-oProxyCommand=x", None)
 
 
 def test_a_rank_has_nothing_to_choose() -> None:
     rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
-    selection = select_hosts(rank, 1, "n1", None)
+    selection = select_nodes(rank, 1, "n1", None)
     assert selection.hosts == rank.hosts
     assert selection.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is a rank already"
 

@@ -20,7 +20,7 @@ from slowness import scaled
 
 from ezpz_llm.launch.cleanup import end_marked
 from ezpz_llm.launch.node.folder import agents, read_beat, remove
-from ezpz_llm.launch.node.processes import Kin, everyone, marked, read_descendants
+from ezpz_llm.launch.node.processes import ProcessIdentity, list_processes, marked, read_descendants
 
 _PROGRAM = str(TESTS / "helpers/hostile_processes.py")
 
@@ -126,11 +126,11 @@ def test_a_hostile_rank_is_a_ranks(tmp_path: Path, tag: str, run_id: str) -> Non
 
 def test_descendants_are_those_of_a_whole_look() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600 & wait"])
-    own = Kin(child.pid, everyone()[child.pid].start)
+    own = ProcessIdentity(child.pid, list_processes()[child.pid].start)
     try:
         _wait_for(lambda: len(list(read_descendants(own, ()))) == 2, "two children")
         below = list(read_descendants(own, ()))
-        assert {everyone()[process.pid].parent for process in below} == {child.pid}
+        assert {list_processes()[process.pid].parent for process in below} == {child.pid}
         assert list(read_descendants(own, {below[0].pid})) == below[1:]
     finally:
         for pid in (child.pid, *(process.pid for process in read_descendants(own, ()))):

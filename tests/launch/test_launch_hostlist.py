@@ -15,7 +15,7 @@ from launch_runs import CAPTURED, cpu_seconds
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
 
 needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="no scontrol here (slurm-client)")
 
@@ -35,16 +35,16 @@ def test_captured_host_lists() -> None:
         expected = _OURS.get(text, by_slurm)
         if expected is None:
             with pytest.raises(UserError) as raised:
-                expand_hosts(text)
+                expand_hostlist(text)
             assert repr(text) in str(raised.value)
         else:
-            assert " ".join(expand_hosts(text)) == expected, text
+            assert " ".join(expand_hostlist(text)) == expected, text
 
 
 @pytest.mark.parametrize("text", ["n]", "n[1-2]]", "n[[1]", "n[a]", "n[1--2]", "n[1,]", "n[-1]", "n[0-9999999999]"])
 def test_what_is_no_list_is_quoted(text: str) -> None:
     with pytest.raises(UserError) as raised:
-        expand_hosts(f"ok1,{text}")
+        expand_hostlist(f"ok1,{text}")
     assert f"ok1,{text}" in str(raised.value)
 
 
@@ -86,7 +86,7 @@ _WORD = st.one_of(
 def test_any_list_expands_as_slurm_expands_it(tmp_path_factory: pytest.TempPathFactory, words: list[str],
                                               separator: str) -> None:
     text = separator.join(words)
-    assert expand_hosts(text) == _scontrol("hostnames", text, tmp_path_factory.getbasetemp())
+    assert expand_hostlist(text) == _scontrol("hostnames", text, tmp_path_factory.getbasetemp())
 
 
 @needs_scontrol
@@ -97,13 +97,13 @@ def test_ten_thousand_names_folded_by_slurm(tmp_path: Path) -> None:
     names += [f"nid{number:06d}" for number in chance.sample(range(20000), 5000)]
     (folded,) = _scontrol("hostlist", ",".join(names), tmp_path)
     assert len(folded) < len(",".join(names))
-    assert expand_hosts(folded) == names
+    assert expand_hostlist(folded) == names
 
 
 def test_long_lists_are_quick() -> None:
     text = ",".join(f"x[{4000 + rack}]c[0-7]s[0-7]b0n0" for rack in range(166))
     begun = cpu_seconds()
-    hosts = expand_hosts(text)
+    hosts = expand_hostlist(text)
     assert len(hosts) == 166 * 64
     assert (hosts[0], hosts[-1]) == ("x4000c0s0b0n0", "x4165c7s7b0n0")
     # 10 ms on a quiet machine.
@@ -122,7 +122,7 @@ def test_slurm_counts() -> None:
 def test_a_list_is_counted_before_it_is_expanded(text):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError):
-        expand_hosts(text)
+        expand_hostlist(text)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 

@@ -11,13 +11,13 @@ import pytest
 from launch_runs import captured_env, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import addresses, host_selection, hostfile
-from ezpz_llm.launch.addresses import domain_notes, find_here, is_here
+from ezpz_llm.launch import addresses, hostfile, node_selection
+from ezpz_llm.launch.addresses import domain_notes, find_local_node, is_local_address
 from ezpz_llm.launch.hostnames import NodeNames, count_repeats, is_same_node, match_names, node_keys, same_nodes
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, pbs, supplement
 from ezpz_llm.launch.schedulers.lsf import detect as detect_lsf
 from ezpz_llm.launch.schedulers.node_files import slots_in_columns
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
 _WORKERS = ["mpi-worker.1.site.example", "mpi-worker.2.site.example"]
 
@@ -71,10 +71,10 @@ def test_a_hostfile_of_two_domains(tmp_path: Path, slots: str, ranks: int) -> No
 def test_every_source_of_hosts_keeps_two_domains_apart(tmp_path: Path) -> None:
     lines = "\n".join(_WORKERS)
     one_line = ",".join(_WORKERS)
-    for hosts in (hostfile.parse(lines, "f"), pbs.node_file_hosts(lines),
+    for hosts in (hostfile.parse(lines, "f"), pbs.node_file_nodes(lines),
                   slots_in_columns("".join(f"{name} 2 all.q UNDEFINED\n" for name in _WORKERS)),
                   find_allocation({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": one_line}).hosts,
-                  host_selection.select_hosts(find_allocation({}), None, one_line, None).hosts):
+                  node_selection.select_nodes(find_allocation({}), None, one_line, None).hosts):
         assert [host.name for host in hosts] == _WORKERS
     lsf = detect_lsf({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "n1 2 N1.site.example 2 n2 4", "PATH": str(tmp_path)})
     assert lsf is not None
@@ -82,37 +82,37 @@ def test_every_source_of_hosts_keeps_two_domains_apart(tmp_path: Path) -> None:
 
 
 def _allocation(*names: str) -> Allocation:
-    return Allocation("pbs", "1", tuple(map(Host, names)), None, "PBS_NODEFILE")
+    return Allocation("pbs", "1", tuple(map(Node, names)), None, "PBS_NODEFILE")
 
 
 def test_selecting_from_a_reservation() -> None:
-    selection = host_selection.select_hosts(_allocation(*_WORKERS), None, _WORKERS[1].upper(), None)
+    selection = node_selection.select_nodes(_allocation(*_WORKERS), None, _WORKERS[1].upper(), None)
     assert [host.name for host in selection.hosts] == [_WORKERS[1]]
     with pytest.raises(UserError, match="the short hostname mpi-worker matches"):
-        host_selection.select_hosts(_allocation(*_WORKERS), None, "mpi-worker", None)
+        node_selection.select_nodes(_allocation(*_WORKERS), None, "mpi-worker", None)
     with pytest.raises(UserError, match="is not in pbs job 1"):
-        host_selection.select_hosts(_allocation(*_WORKERS), None, "mpi-worker.3.site.example", None)
+        node_selection.select_nodes(_allocation(*_WORKERS), None, "mpi-worker.3.site.example", None)
     job = _allocation("n1.mgmt.example", "n2.mgmt.example")
-    selection = host_selection.select_hosts(job, None, "n2.hsn.example", None)
+    selection = node_selection.select_nodes(job, None, "n2.hsn.example", None)
     assert [host.name for host in selection.hosts] == ["n2.mgmt.example"]
     assert "--hosts n2.hsn.example has n2.hsn.example, PBS_NODEFILE has n2.mgmt.example" in selection.notes[-1]
 
 
 def test_which_node_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: _WORKERS[1])
-    assert find_here(_WORKERS) == 1
-    assert is_here("mpi-worker")
-    assert not is_here(_WORKERS[0])
+    assert find_local_node(_WORKERS) == 1
+    assert is_local_address("mpi-worker")
+    assert not is_local_address(_WORKERS[0])
     # In another domain, only the address identifies this node.
     assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("launch treats them as different nodes")
     monkeypatch.setattr(addresses, "addresses_of", lambda name: ("192.0.2.7",))
     monkeypatch.setattr(addresses, "_can_bind", lambda address: address == "192.0.2.7")
-    assert is_here("mpi-worker.x.example")
+    assert is_local_address("mpi-worker.x.example")
     assert domain_notes(["mpi-worker.x.example"], "the file")[0].endswith("the same node (by its address)")
     # If this node only knows its short name, the name service has the domain.
     monkeypatch.setattr(socket, "gethostname", lambda: "mpi-worker")
     monkeypatch.setattr(addresses, "canonical_name", lambda name: _WORKERS[1])
-    assert find_here(_WORKERS) == 1
+    assert find_local_node(_WORKERS) == 1
 
 
 def test_squeue_and_qstat_may_spell_names_otherwise(tmp_path: Path) -> None:

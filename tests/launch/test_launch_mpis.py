@@ -12,7 +12,7 @@ from launch_runs import STALE, clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
 from slowness import scaled
 
-from ezpz_llm.launch.binding.choose import Binding
+from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Work
 from ezpz_llm.launch.placement import Placement

@@ -15,9 +15,9 @@ import pytest
 from launch_runs import SAVES, clean_env, start
 from slowness import scaled
 
-from ezpz_llm.launch.node.gather import describe
 from ezpz_llm.launch.node.processes import Process
-from ezpz_llm.launch.relay import say_unless_it_waits
+from ezpz_llm.launch.node.rank_reports import describe
+from ezpz_llm.launch.relay import print_unless_blocked
 from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 
 LINES = """
@@ -91,7 +91,7 @@ os.write(1, b"on")
 
 
 def test_a_console_that_reads_gets_the_line(capfd: pytest.CaptureFixture[str]) -> None:
-    say_unless_it_waits("stopping")
+    print_unless_blocked("stopping")
     assert capfd.readouterr().err == "stopping\n"
 
 
@@ -112,7 +112,7 @@ def test_what_a_program_without_a_python_stack_has_to_add_gives_one(tmp_path: Pa
             running.kill()
             running.communicate()
 
-    monkeypatch.setattr("ezpz_llm.launch.node.gather._by_py_spy", lambda pid: None)
+    monkeypatch.setattr("ezpz_llm.launch.node.rank_reports._by_py_spy", lambda pid: None)
     without = stacks_of("")
     assert "pip install py-spy" in without
     program = "\n".join(line.strip() for line in without.split("add to the program:")[1].splitlines())

@@ -20,8 +20,8 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import owner
 from ezpz_llm.launch.addresses import free_port
-from ezpz_llm.launch.node.processes import place
-from ezpz_llm.launch.owner import Owner, own
+from ezpz_llm.launch.node.processes import pid_namespace_id
+from ezpz_llm.launch.owner import Owner, become_owner
 from ezpz_llm.rundir import RunDir
 
 _ELSEWHERE = Owner("n9", 1, 1, "another boot", None, 0, "0123456789abcdef", 1.7e9)
@@ -144,13 +144,13 @@ except UserError as error:
 def test_one_of_many_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
     run_dir = RunDir(tmp_path / "r").create()
     if stale:
-        _owned_by(run_dir.path, replace(_ELSEWHERE, place=place(), pid=os.getpid(), begun=1))
+        _owned_by(run_dir.path, replace(_ELSEWHERE, place=pid_namespace_id(), pid=os.getpid(), begun=1))
     begin, owned, refused = threading.Barrier(8), [], []
 
     def try_it() -> None:
         begin.wait()
         try:
-            owned.append(own(run_dir, "x", {}))
+            owned.append(become_owner(run_dir, "x", {}))
         except UserError as error:
             refused.append(error)
 
@@ -161,7 +161,7 @@ def test_one_of_many_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
         thread.join()
     assert (len(owned), len(refused)) == (1, 7)
     owned[0].release()
-    with own(run_dir, "y", {}):
+    with become_owner(run_dir, "y", {}):
         pass
     assert [file.name for file in run_dir.control.glob("owner-*")] == [f"owner-{3 if stale else 2:06d}"]
 
@@ -180,12 +180,12 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
     thread = threading.Thread(target=live)
     thread.start()
     with pytest.raises(UserError, match="in use: launch, pid 1 on n9"):
-        own(RunDir(tmp_path / "r"), "x", {})
+        become_owner(RunDir(tmp_path / "r"), "x", {})
     living.set()
     thread.join()
     # The owner's clock may be wrong: only a change observed here counts as a sign of life.
     os.utime(file, (time.time() + 3600,) * 2)
-    with own(RunDir(tmp_path / "r"), "x", {}) as owned:
+    with become_owner(RunDir(tmp_path / "r"), "x", {}) as owned:
         assert owned.killed == ""
     assert f"taking over the run directory {tmp_path}/r from launch, pid 1 on n9" in capfd.readouterr().err
 
@@ -202,7 +202,7 @@ def test_an_ended_job_does_not_own_the_directory(tmp_path: Path, job: str, env: 
         (tmp_path / name).chmod(0o755)
     _owned_by(tmp_path / "r", replace(_ELSEWHERE, job=job))
     began = time.monotonic()
-    own(RunDir(tmp_path / "r"), "x", {"PATH": f"{tmp_path}:/bin:/usr/bin", **env}).release()
+    become_owner(RunDir(tmp_path / "r"), "x", {"PATH": f"{tmp_path}:/bin:/usr/bin", **env}).release()
     assert time.monotonic() - began < owner.SILENT_S / 2
     assert said in capfd.readouterr().err
 
@@ -273,7 +273,7 @@ def test_the_next_launch_removes_half_written_checkpoints(tmp_path: Path) -> Non
     for name in (".step-00000010.partial", ".step-00000005.removed", "step-00000005"):
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / "rank-00000.safetensors").write_text("x")
-    with owner.own(RunDir(tmp_path / "r").create(), "another", {}):
+    with owner.become_owner(RunDir(tmp_path / "r").create(), "another", {}):
         assert launch(tmp_path, "-n", "1", "--run-dir", "r", "true").returncode == 2
     assert len(list(checkpoints.iterdir())) == 3
     done = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")

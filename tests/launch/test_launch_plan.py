@@ -15,19 +15,19 @@ from launch_runs import captured_env, clean_env, launch
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding.choose import Binding
+from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import Placement, RankTable, place
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
 _NONE = Devices((), "none")
 _FOUR = Devices(("0", "1", "2", "3"), "a mask")
 
 
 def _allocation(*slots: int | None, limit: bool = False) -> Allocation:
-    hosts = tuple(Host(f"n{number}", count) for number, count in enumerate(slots, start=1))
+    hosts = tuple(Node(f"n{number}", count) for number, count in enumerate(slots, start=1))
     return Allocation("pbs", "1", hosts, None, "the test", slots_are_a_limit=limit)
 
 

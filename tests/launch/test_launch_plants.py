@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, record
 
-from ezpz_llm.launch.failures.facts import RunFacts
 from ezpz_llm.launch.failures.postmortem import postmortem_of
+from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.rundir import RunDir, update_record
 
 _WATCHDOG = ("[rank0]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation"

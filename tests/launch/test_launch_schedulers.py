@@ -14,7 +14,7 @@ from ezpz_llm.launch.devices import has_none, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import find_allocation, local, pbs, slurm
-from ezpz_llm.launch.schedulers.scheduler import Host
+from ezpz_llm.launch.schedulers.scheduler import Node
 
 
 @pytest.mark.parametrize(("name", "hosts"), [
@@ -26,7 +26,7 @@ from ezpz_llm.launch.schedulers.scheduler import Host
     ("array", [("n1", None)]),
 ])
 def test_pbs_node_files(name: str, hosts: list[tuple[str, int | None]]) -> None:
-    hosts_read = pbs.node_file_hosts((CAPTURED / f"pbs/nodefile_{name}.txt").read_text())
+    hosts_read = pbs.node_file_nodes((CAPTURED / f"pbs/nodefile_{name}.txt").read_text())
     assert [(host.name, host.slots) for host in hosts_read] == hosts
 
 
@@ -40,7 +40,7 @@ def test_a_pbs_job_without_its_node_file() -> None:
 
 def test_two_spellings_are_one_host() -> None:
     text = "x1.hsn.example\nx1\nx2.hsn.example\n10.0.0.1\n10.0.0.2\n"
-    assert [host.name for host in pbs.node_file_hosts(text)] == ["x1.hsn.example", "x2.hsn.example", "10.0.0.1",
+    assert [host.name for host in pbs.node_file_nodes(text)] == ["x1.hsn.example", "x2.hsn.example", "10.0.0.1",
                                                                  "10.0.0.2"]
 
 
@@ -231,8 +231,8 @@ def test_a_requested_scheduler() -> None:
 
 def test_hostfile_forms() -> None:
     text = "# ours\nn1 slots=2   # two\n\nn2:4\nn3\nn4.example\nn4\n10.0.0.1\nn5 slots = 3\n"
-    assert hostfile.parse(text, "f") == (Host("n1", 2), Host("n2", 4), Host("n3"), Host("n4.example", 2),
-                                         Host("10.0.0.1"), Host("n5", 3))
+    assert hostfile.parse(text, "f") == (Node("n1", 2), Node("n2", 4), Node("n3"), Node("n4.example", 2),
+                                         Node("10.0.0.1"), Node("n5", 3))
 
 
 @pytest.mark.parametrize(("text", "line", "quoted"), [

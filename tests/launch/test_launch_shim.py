@@ -17,12 +17,12 @@ import pytest
 from launch_runs import clean_env, launch, left_over, record
 from slowness import scaled
 
-from ezpz_llm.base.private import make_private, new_secret, remove_private
+from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
 from ezpz_llm.launch.node.folder import own_folders
-from ezpz_llm.launch.node.gather import Gatherer
+from ezpz_llm.launch.node.rank_reports import Gatherer
 from ezpz_llm.launch.shim.memory import kills_in, read_count
 from ezpz_llm.launch.shim.output import Output
-from ezpz_llm.launch.variables import IN_COLOUR, LIVE_LINE
+from ezpz_llm.launch.variables import IN_COLOR, LIVE_LINE
 from ezpz_llm.rundir import RunDir
 
 _NUMBER = itertools.count()
@@ -89,10 +89,10 @@ def log(tmp_path: Path) -> Iterator[int]:
     os.close(handle)
 
 
-def _logged(handle: int, pieces: Iterable[bytes], *, is_coloured: bool = False) -> bytes:
+def _logged(handle: int, pieces: Iterable[bytes], *, is_colored: bool = False) -> bytes:
     """Return the log of a rank's output that is read in these pieces."""
     os.truncate(handle, 0)
-    output = Output(0, handle, "none", is_coloured=is_coloured)
+    output = Output(0, handle, "none", is_colored=is_colored)
     for piece in pieces:
         output.write(1, piece)
     output.close()
@@ -125,7 +125,7 @@ def test_the_log_has_no_colours_where_the_terminal_has_them(log: int) -> None:
     shown = b"\x1b[38;5;2mloss\x1b[0m 5.1\x1b[K\n\x1b[1;31m" + f"{LIVE_LINE} 3/9\r".encode() + b"\x1b[mend\x1b[3"
     for size in (1, 2, 3, 5, 7, len(shown)):
         pieces = [shown[at:at + size] for at in range(0, len(shown), size)]
-        assert _logged(log, pieces, is_coloured=True) == b"loss 5.1\x1b[K\nend\x1b[3", size
+        assert _logged(log, pieces, is_colored=True) == b"loss 5.1\x1b[K\nend\x1b[3", size
         assert _logged(log, pieces) == shown.replace(f"{LIVE_LINE} 3/9\r".encode(), b""), size
 
 
@@ -133,7 +133,7 @@ def test_the_log_has_no_colours_where_the_terminal_has_them(log: int) -> None:
 def test_only_the_rank_that_the_terminal_shows_has_a_log_without_colours(tmp_path: Path, rank: int,
                                                                          logged: str) -> None:
     done = _shim(tmp_path, rank, 2, sys.executable, "-c", "print('\\x1b[31mloss\\x1b[0m')",
-                 EZPZ_LLM_TERMINAL=f"80{IN_COLOUR}")
+                 EZPZ_LLM_TERMINAL=f"80{IN_COLOR}")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / f"logs/rank{rank:04d}.log").read_text() == logged
 

@@ -20,8 +20,8 @@ from places import ROOT
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
-from ezpz_llm.base.private import new_secret
-from ezpz_llm.launch.staging.receive import _as_sent, copy_of, mover, remove_stale
+from ezpz_llm.base.private_folders import new_secret
+from ezpz_llm.launch.staging.receiver import _as_sent, copy_of, mover, remove_stale
 
 # Prints where each part of this rank's environment comes from, as a line of JSON.
 WHERE = """
@@ -266,7 +266,8 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
     assert folder != copy_of(begin, {"EZPZ_LLM_SECRET": new_secret()})
 
     def make(needed: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receive", "make", begin, str(needed)],
+        return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receiver", "make", begin,
+                               str(needed)],
                               env=clean_env(EZPZ_LLM_SECRET=secret), capture_output=True, text=True,
                               timeout=scaled(60), check=False)
 

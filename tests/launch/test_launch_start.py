@@ -16,7 +16,7 @@ from slowness import scaled
 
 from ezpz_llm.launch.failures import log_kinds as said
 from ezpz_llm.launch.failures.log_patterns import read_matches
-from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor
+from ezpz_llm.launch.liveness import HeartbeatMonitor, StartMonitor
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir
 
@@ -38,10 +38,10 @@ def _late(folder: Path, who: str, seconds: float) -> dict[str, str]:
     return {"PYTHONPATH": str(folder / "late")}
 
 
-def _arrivals(folder: Path, limit_s: float | None = 10.0, words: str = "") -> Arrivals:
+def _arrivals(folder: Path, limit_s: float | None = 10.0, words: str = "") -> StartMonitor:
     run_dir = RunDir(folder).create()
     run_dir.launcher_log.write_text(words)
-    return Arrivals(_HOSTS, run_dir, limit_s, named_after_s=1.0)
+    return StartMonitor(_HOSTS, run_dir, limit_s, named_after_s=1.0)
 
 
 
@@ -67,7 +67,7 @@ def test_a_start_in_time_is_not_reported(tmp_path: Path) -> None:
 
 def test_many_hosts_are_named_in_a_line(tmp_path: Path) -> None:
     hosts = {rank: f"x{rank // 4}" for rank in range(10_000)}
-    text = Arrivals(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).news(hosts, 2.0)
+    text = StartMonitor(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).news(hosts, 2.0)
     assert text is not None
     assert len(text) < 400
     assert text.endswith("ranks 32-9999 on 2492 more nodes")

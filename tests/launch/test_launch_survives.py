@@ -15,8 +15,8 @@ import pytest
 from launch_runs import launch, left_over, start
 from slowness import scaled
 
-from ezpz_llm.launch.failures.facts import RunFacts, Stop
 from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
+from ezpz_llm.launch.failures.run_facts import RunFacts, Stop
 from ezpz_llm.rundir import RunDir
 
 _PROGRAM = """

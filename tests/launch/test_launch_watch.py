@@ -15,7 +15,7 @@ import pytest
 from launch_runs import clean_env, launch, left_over, record, start
 from slowness import scaled
 
-from ezpz_llm.base.private import make_private, new_secret, remove_private
+from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder
 from ezpz_llm.launch.node.folder import base, prefix, remove_stale
@@ -28,7 +28,7 @@ from ezpz_llm.launch.node.messages import (
     read_reports,
     write_report,
 )
-from ezpz_llm.launch.node.processes import place
+from ezpz_llm.launch.node.processes import pid_namespace_id
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import COMPILING, EVALUATING, RENDEZVOUS, SAVING, TRAINING
 from ezpz_llm.rundir import RunDir
@@ -309,7 +309,8 @@ def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
     sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, "EZPZ_LLM_RUN_ID": f"{own}lived"})
     folders = {}
     try:
-        for name, where in (("dead", place()), ("lived", place()), ("old", "elsewhere"), ("young", "elsewhere"),
+        for name, where in (("dead", pid_namespace_id()), ("lived", pid_namespace_id()), ("old", "elsewhere"),
+                            ("young", "elsewhere"),
                             ("nameless", None)):
             folders[name] = base() / f"{prefix()}{own}{name}"
             with make_private(folders[name]) as made:

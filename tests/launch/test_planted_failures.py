@@ -29,7 +29,7 @@ from launch_runs import launch, record
 from places import ROOT, TESTS
 from simcluster.cluster import Cluster
 
-from ezpz_llm.base.outside import parse_toml
+from ezpz_llm.base.untrusted_input import parse_toml
 
 RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = ROOT / "benchmarks/results/blind_failures.json"

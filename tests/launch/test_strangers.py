@@ -18,7 +18,7 @@ import pytest
 from slowness import scaled
 from strangers import Strangers, User
 
-from ezpz_llm.base.private import derived, new_secret
+from ezpz_llm.base.private_folders import derive_key, new_secret
 
 _HUNDRED = pytest.param(100, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
 _ONCE, _THRICE = (pytest.mark.parametrize("tries", [few, _HUNDRED]) for few in (1, 3))
@@ -177,7 +177,7 @@ def test_even_a_folder_whose_name_was_known_before_does_no_harm(strangers: Stran
     precious = _precious(victim)
     for _ in range(tries):
         secret = new_secret()
-        name = derived(bytes.fromhex(secret), "node folder", os.uname().nodename)[:32]
+        name = derive_key(bytes.fromhex(secret), "node folder", os.uname().nodename)[:32]
         folder = Path(f"/dev/shm/ezpz_llm-node-{victim.uid}-{name}")
         assert attacker.python(_PLANT, folder, precious).returncode == 0
         try:

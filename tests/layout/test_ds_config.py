@@ -18,7 +18,7 @@ from slowness import scaled
 
 from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import plain_json
+from ezpz_llm.base.untrusted_input import plain_json
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 from ezpz_llm.layout import ops

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.certify.case import textbook
+from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.precision_recipes import GradientDtypes
 from ezpz_llm.layout.resolve import Request, resolve
@@ -43,7 +43,8 @@ def test_gradient_dtypes_are_printed_with_their_source() -> None:
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in resolved.explain().splitlines()}
     assert lines["grad_accum_dtype"].split() == ["fp32", "default"]
     assert lines["reduce_dtype"].split() == ["bf16", "command", "line"]
-    assert textbook(resolved.layout, TINY, resolved.batch, "bf16", resolved.gradients)["reduce_scatter"] == \
+    assert published_traffic(resolved.layout, TINY, resolved.batch, "bf16",
+                             resolved.gradients)["reduce_scatter"] == \
         2 * parameter_count(TINY)
 
 

@@ -20,7 +20,7 @@ from ezpz_llm.layout.batch import solve_batch
 from ezpz_llm.layout.constraints import Case, validate
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.suggest import (
+from ezpz_llm.layout.suggestions import (
     alternatives,
     as_cli_flags,
     is_legal,

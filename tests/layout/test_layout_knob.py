@@ -12,8 +12,8 @@ from places import ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.certify.case import textbook
-from ezpz_llm.layout import ds_config, suggest
+from ezpz_llm.certify.case import published_traffic
+from ezpz_llm.layout import ds_config, suggestions
 from ezpz_llm.layout.knobs import KNOBS, knob_rows
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import held_parameters, memory_per_rank
@@ -50,7 +50,7 @@ def test_hpz_changes_the_estimates_of_memory_and_traffic(zeropp) -> None:
     more = {part.kind: part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)}
     assert more.pop("secondary") == 4 * parameters // 2
     assert more == {part.kind: part.bytes for part in memory_per_rank(zero3.layout, TINY, 8)}
-    volume, whole = (textbook(run.layout, TINY, run.batch) for run in (resolved, zero3))
+    volume, whole = (published_traffic(run.layout, TINY, run.batch) for run in (resolved, zero3))
     assert whole["all_gather"] == 4 * (4 * parameters)
     assert (volume["all_gather"], volume["all_gather (2 ranks)"]) == (4 * parameters, 3 * (4 * parameters))
 
@@ -64,7 +64,7 @@ def test_a_key_that_no_certificate_covers_is_noted(tmp_path: Path) -> None:
 
 def test_hpz_with_groups_of_two_is_a_shipped_layout(zeropp) -> None:
     assert resolve(Request("zero3_hpz2", world_size=8)).layout == zeropp(8).layout
-    assert suggest.selection(zeropp(8).layout) == "--ds-config zero3_hpz2"
+    assert suggestions.selection(zeropp(8).layout) == "--ds-config zero3_hpz2"
 
 
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16_autocast", 4), ("bf16", 2)])
@@ -79,13 +79,14 @@ def test_shard_within_changes_the_estimates_of_memory_and_traffic() -> None:
     resolved = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2, shard_within=4))
     parameters = held_parameters(fsdp2.layout, TINY, 0)
     assert sum(part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)) == 16 * parameters // 4
-    whole = textbook(fsdp2.layout, TINY, fsdp2.batch)
-    assert textbook(resolved.layout, TINY, resolved.batch) == {
+    whole = published_traffic(fsdp2.layout, TINY, fsdp2.batch)
+    assert published_traffic(resolved.layout, TINY, resolved.batch) == {
         "all_gather (4 ranks)": whole["all_gather"], "reduce_scatter (4 ranks)": whole["reduce_scatter"],
         "all_reduce (2 ranks)": whole["reduce_scatter"] // 4}
     assert resolve(Request("fsdp2_within2", world_size=8, shard_within=4)).layout == resolved.layout
     assert str(resolved.sources["shard_within"]) == "command line"
-    assert suggest.selection(resolve(Request("fsdp2_within2", world_size=8)).layout) == "--ds-config fsdp2_within2"
+    assert suggestions.selection(resolve(Request("fsdp2_within2",
+                                                 world_size=8)).layout) == "--ds-config fsdp2_within2"
 
 
 @pytest.mark.parametrize(("layout", "world_size", "within", "message", "instead"), [
@@ -102,13 +103,13 @@ def test_invalid_shard_within_is_rejected(layout: str, world_size: int, within: 
 def test_a_new_layout_keeps_the_options_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ds_configs"
     shutil.copytree(data_dir("ds_configs"), folder)
-    originals = [suggest.selection(layout) for layout in suggest.shipped_layouts()]
+    originals = [suggestions.selection(layout) for layout in suggestions.shipped_layouts()]
     (folder / "zeropp.json").write_text(json.dumps(HPZ4))
     with monkeypatch.context() as patched:
         patched.setattr(ds_config, "data_dir", lambda name: folder)
-        suggest.shipped_layouts.cache_clear()
-        selections = {layout.name: suggest.selection(layout) for layout in suggest.shipped_layouts()}
-    suggest.shipped_layouts.cache_clear()
+        suggestions.shipped_layouts.cache_clear()
+        selections = {layout.name: suggestions.selection(layout) for layout in suggestions.shipped_layouts()}
+    suggestions.shipped_layouts.cache_clear()
     assert selections.pop("zeropp") == "--ds-config zeropp"
     assert list(selections.values()) == originals
 
@@ -131,6 +132,6 @@ def test_the_page_has_the_table_with_each_option_once() -> None:
 def test_options_of_certified_layouts_are_marked_certified() -> None:
     record = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
     certified = {result["layout"] for result in record["results"] if result["passed"]}
-    layouts = [layout for layout in suggest.shipped_layouts() if layout.name in certified]
+    layouts = [layout for layout in suggestions.shipped_layouts() if layout.name in certified]
     for knob in KNOBS:
         assert knob.certified == any(knob.is_set(layout) for layout in layouts), knob.key

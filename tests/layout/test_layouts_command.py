@@ -26,7 +26,7 @@ from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total, whole_bytes
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.suggest import shipped_layouts
+from ezpz_llm.layout.suggestions import shipped_layouts
 from ezpz_llm.layouts import main
 from ezpz_llm.model.config import MODELS
 from ezpz_llm.model.gpt import GPT

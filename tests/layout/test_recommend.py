@@ -9,10 +9,10 @@ import pytest
 
 from ezpz_llm.base import UserError
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
-from ezpz_llm.layout.recommend import choices
+from ezpz_llm.layout.recommendation import choices
 from ezpz_llm.layouts import main
 from ezpz_llm.model.config import MODELS
-from ezpz_llm.model.loss_chunk import chosen_chunk
+from ezpz_llm.model.loss_chunk import choose_chunk
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 
@@ -53,7 +53,7 @@ def test_bf16_is_recommended_in_pipelines_too() -> None:
 def test_chunks_of_logits_have_the_trainers_size(memory: float, logits: int) -> None:
     model = MODELS["llama3-8b"]
     (ddp,) = (choice for choice in choices(model, 8, 4, None, memory) if choice.words == "--ds-config ddp")
-    chunk = chosen_chunk(4 * model.block_size, model.padded_vocab_size, logits)
+    chunk = choose_chunk(4 * model.block_size, model.padded_vocab_size, logits)
     assert chunk < 4 * model.block_size
     states = total(memory_per_rank(ddp.layout, model, 8, precision="bf16"), "device")
     assert ddp.bytes["bf16"] == states + activation_bytes(ddp.layout, model, Pass(4, 1, "bf16", chunk=chunk))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ezpz_llm.observe import traffic as module
-from ezpz_llm.observe.traffic import NOTHING, call_traffic, measured, reason, step_traffic, textbook_bytes
+from ezpz_llm.observe.traffic import NOTHING, call_traffic, measured, reason, textbook_bytes, traffic_per_step
 
 GOODPUT = {"fast": 1000.0, "slow": 100.0}
 
@@ -58,7 +58,8 @@ def test_unmeasured_combinations_return_none(synthetic):
 def test_sending_and_receiving_are_two_directions_of_a_link(synthetic):
     send, recv = call_traffic("string", "send", 1000, 8), call_traffic("string", "recv", 1000, 8)
     assert (send.sent, send.received, recv.sent, recv.received) == (1010, 0, 0, 1010), "of two ranks, for any group"
-    both = sum(step_traffic("string", {kind: {"count": 3, "bytes": 3000} for kind in ("send", "recv")}, 2).values(),
+    both = sum(traffic_per_step("string", {kind: {"count": 3, "bytes": 3000} for kind in ("send", "recv")},
+                                2).values(),
                NOTHING)
     assert (both.bytes, both.textbook, both.line_bytes) == (3030, 3000, pytest.approx(6060))
     assert both.overhead_s == pytest.approx(0.6)
@@ -67,13 +68,13 @@ def test_sending_and_receiving_are_two_directions_of_a_link(synthetic):
 def test_a_step_is_the_sum_of_its_calls(synthetic):
     issued = {"all_reduce": {"count": 3, "bytes": 3000}, "send": {"count": 1, "bytes": 1000},
               "scalars": {"count": 9, "bytes": 36}, "reduce": {"count": 0, "bytes": 0}}
-    traffic = step_traffic("string", issued, 2)
+    traffic = traffic_per_step("string", issued, 2)
     assert traffic.keys() == {"all_reduce", "send"}
     assert (traffic["all_reduce"].sent, traffic["all_reduce"].textbook) == (3300, 3000)
     assert not traffic["all_reduce"].is_textbook
     assert traffic["send"].is_textbook
     with pytest.raises(KeyError, match="all_reduce among 4 ranks over string was not measured"):
-        step_traffic("string", issued, 4)
+        traffic_per_step("string", issued, 4)
 
 
 @pytest.mark.parametrize(("kind", "ranks", "share"), [

@@ -15,11 +15,11 @@ from torch import nn
 from ezpz_llm.model.config import MODELS, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import FlopCount
-from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarise
+from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarize
 from ezpz_llm.observe.peaks import Ceiling, best_sample, fastest_product
 from ezpz_llm.rundir import RunDir, append_line
-from ezpz_llm.trainer import announce
-from ezpz_llm.trainer.announce import count_flops, counted_flops, describe
+from ezpz_llm.trainer import run_description
+from ezpz_llm.trainer.run_description import count_flops, counted_flops, describe
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_model_with_more_matmuls_than_the_formula_has_no_mfu(monkeypatch):
             for block in self.transformer["h"]:
                 block.mlp.c_proj = nn.Sequential(block.mlp.c_proj, nn.Linear(config.n_embd, config.n_embd))
 
-    monkeypatch.setattr(announce, "GPT", Wider)
+    monkeypatch.setattr(run_description, "GPT", Wider)
     flops = count_flops(MODELS["tiny-gpt2"])
     assert not flops.is_proven
     assert flops.counted - flops.products == 6 * 4 * 128 * 128
@@ -150,7 +150,7 @@ def test_final_text_has_both_mfus_and_explains_shares_above_one(tmp_path):
         phases = {"data_s": 1.0, "forward_s": 3.0, "backward_s": 3.0, "optimizer_s": 1.0, "other_s": 0.192}
         append_line(run_dir.metrics, {"step": step, "loss": 5 - step / 50, "lr": 1e-3, "grad_norm": 1.0,
                                       "step_time_s": 8.192, **phases})
-    summary = summarise(run_dir, WORK, {"training": 245.0})
+    summary = summarize(run_dir, WORK, {"training": 245.0})
     text = final_text(summary, run_dir)
     assert "MFU             40.0% of the vendor's peak; 35.0% with causal attention counted\n" in text
     assert "FLOP/s          800G per device, 50.0% of the matmul peak measured here\n" in text
@@ -158,10 +158,10 @@ def test_final_text_has_both_mfus_and_explains_shares_above_one(tmp_path):
     assert {"mfu_causal", "ceiling_share", "flops_per_second_per_device"} <= asdict(summary).keys()
 
     low = replace(WORK, ceiling=replace(WORK.ceiling, flops=4e11))
-    text = final_text(summarise(run_dir, low, {"training": 245.0}), run_dir)
+    text = final_text(summarize(run_dir, low, {"training": 245.0}), run_dir)
     assert "warning: measured matmul peak is unreliable (machine was busy)" in text
     assert "FLOP/s          800G per device\n" in text, "no share above 100 % is printed"
     wrong = replace(WORK, peak=Peak("a device", "bf16", 4e11, "vendor"))
-    text = final_text(summarise(run_dir, wrong, {"training": 245.0}), run_dir)
+    text = final_text(summarize(run_dir, wrong, {"training": 245.0}), run_dir)
     assert "an MFU of 2.00 is impossible" in text
     assert "vendor's peak" not in text

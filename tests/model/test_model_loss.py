@@ -18,7 +18,7 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.loss import Head, configure_head
-from ezpz_llm.model.loss_chunk import chosen_chunk, most_logits
+from ezpz_llm.model.loss_chunk import choose_chunk, most_logits
 
 WIDTH, VOCABULARY = 24, 70
 
@@ -37,9 +37,9 @@ def make(loss_chunk: int | None, z_loss: float = 0.0, seed: int = 0) -> tuple[He
 def textbook(head: Head, x: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float) -> torch.Tensor:
     """Return the minimized loss by its definition, in float64."""
     logits = functional.linear(x.double(), head.weight.double()).flatten(0, 1)
-    normaliser = logits.logsumexp(-1)
+    normalizer = logits.logsumexp(-1)
     flat = targets.flatten()
-    losses = [normaliser[i] - logits[i, t] + z_loss * normaliser[i] ** 2 for i, t in enumerate(flat.tolist())
+    losses = [normalizer[i] - logits[i, t] + z_loss * normalizer[i] ** 2 for i, t in enumerate(flat.tolist())
               if t >= 0]
     return torch.stack(losses).sum() / (len(losses) if reduction == "mean" else 1)
 
@@ -209,11 +209,11 @@ def test_blocks_of_rows_add_up_and_no_chunk_is_in_fp32(monkeypatch, z_loss):
 
 
 def test_default_chunks_are_equal_and_bounded():
-    assert chosen_chunk(2048, 50304, 2 ** 26) == 1024
-    assert chosen_chunk(2048, 65, 2 ** 26) == 2048
-    assert chosen_chunk(3, 131072, 2 ** 26) == 64
+    assert choose_chunk(2048, 50304, 2 ** 26) == 1024
+    assert choose_chunk(2048, 65, 2 ** 26) == 2048
+    assert choose_chunk(3, 131072, 2 ** 26) == 64
     for tokens, columns, limit in ((16384, 50304, 2 ** 27), (32768, 131072, 2 ** 29), (2000, 50304, 2 ** 26)):
-        chunk = chosen_chunk(tokens, columns, limit)
+        chunk = choose_chunk(tokens, columns, limit)
         assert chunk % 64 == 0
         assert chunk * columns <= limit
         chunks = math.ceil(tokens / chunk)

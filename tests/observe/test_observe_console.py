@@ -18,12 +18,12 @@ import pytest
 from golden import check_golden
 from slowness import scaled
 
-from ezpz_llm.base.rows import aligned
+from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.checkpoint import NotWritten
 from ezpz_llm.launch.variables import LIVE_LINE
 from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.observe import StepWork, final_text, series_plot, summarise
-from ezpz_llm.observe.throughput import Progress, duration
+from ezpz_llm.observe import StepWork, final_text, series_plot, summarize
+from ezpz_llm.observe.throughput import Progress, format_duration
 from ezpz_llm.rundir import RunDir, append_line
 from ezpz_llm.trainer import step_hooks
 from ezpz_llm.trainer.first_screen import expected_end, precision_words
@@ -47,8 +47,8 @@ def run_lines(steps: int) -> list[dict]:
 def console(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_ascii: bool) -> str:
     """Return the first lines, progress, plot, and summary of a simulated run."""
     lines, seconds = run_lines(200), iter(range(0, 100_000, 600))
-    print(aligned([("model", "tiny-gpt2: 867,072 parameters (4 layers, 4 heads, width 128)"),
-                   ("batch", "8 x 256 = 2,048 tokens a step (4 sequences per rank)")], width), end="")
+    print(align_rows([("model", "tiny-gpt2: 867,072 parameters (4 layers, 4 heads, width 128)"),
+                      ("batch", "8 x 256 = 2,048 tokens a step (4 sequences per rank)")], width), end="")
     progress = Progress(200, WORK, width, clock=lambda: float(next(seconds)))
     for first in range(0, 200, 50):
         progress.show(lines[first:first + 50])
@@ -57,7 +57,7 @@ def console(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, i
     run_dir = RunDir(tmp_path / "run").create()
     for line in lines:
         append_line(run_dir.metrics, line)
-    summary = summarise(run_dir, WORK, {"set-up": 8.0, "training": 133.0, "evaluation": 6.5}, unigram_entropy=3.2)
+    summary = summarize(run_dir, WORK, {"set-up": 8.0, "training": 133.0, "evaluation": 6.5}, unigram_entropy=3.2)
     assert summary is not None
     print(final_text(summary, run_dir, run_dir.profile / "host.html", 1_184_000_000, width), end="")
     return capsys.readouterr().out.replace(str(run_dir.path), "runs/train-20261124-001200")
@@ -196,7 +196,7 @@ def test_rank_gets_its_terminal_from_launch(env, is_terminal, width):
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (201, "3:21"), (3731, "1:02:11"),
                                                (86400 * 2 + 3 * 3600 + 15 * 60, "2d 03:15")])
 def test_format_of_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_expected_end_has_a_clock_time_and_a_step_time():
@@ -211,7 +211,7 @@ def test_expected_end_has_a_clock_time_and_a_step_time():
 def test_first_screen_shows_the_gradient_precision(precision, reduced, words):
     resolved = resolve(Request("zero1", world_size=8, precision=precision, reduce_dtype=reduced))
     assert precision_words(resolved) == words
-    lines = aligned([("layout", f"zero1, {words}, on 8 cuda ranks")], 80).splitlines()
+    lines = align_rows([("layout", f"zero1, {words}, on 8 cuda ranks")], 80).splitlines()
     assert len(lines) == (1 if reduced == "fp32" else 2)
 
 

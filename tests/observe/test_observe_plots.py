@@ -11,7 +11,7 @@ import sys
 import pytest
 from slowness import scaled
 
-from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_colour
+from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_color
 from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.plots import downsample
 from ezpz_llm.rundir import RunDir, append_line, read_lines
@@ -82,7 +82,7 @@ def test_plots_of_a_run_are_plain_files_without_the_first_and_last_step(tmp_path
     assert not (run_dir.plots / "tokens_per_second.txt").exists()
     assert "100┤" in times, "the scale is that of steady steps, 100 ms"
     assert "9000" not in times
-    coloured = plot_run(run_dir, width=72, colour=True)
+    coloured = plot_run(run_dir, width=72, color=True)
     assert "\x1b[" in coloured
     assert "\x1b" not in (run_dir.plots / "loss.txt").read_text()
 
@@ -100,14 +100,14 @@ def test_color_is_used_only_on_a_color_terminal(monkeypatch):
 
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
-    assert wants_colour(Terminal())
-    assert not wants_colour(io.StringIO())
+    assert wants_color(Terminal())
+    assert not wants_color(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colour(Terminal())
+    assert not wants_color(Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_colour(Terminal())
+    assert wants_color(Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colour(Terminal())
+    assert not wants_color(Terminal())
 
 
 @pytest.mark.parametrize(("env", "encoding", "ascii_only"), [

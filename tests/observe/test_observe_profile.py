@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ezpz_llm.observe import HostProfile, StepTimeline, TraceProfile, Window, profile_window
+from ezpz_llm.observe import PythonProfile, StepTimeline, TraceProfile, Window, profile_window
 from ezpz_llm.rundir import RunDir
 
 
@@ -29,7 +29,7 @@ def run_dir(tmp_path):
 
 
 def test_host_profile_has_only_functions_of_its_window(run_dir):
-    profile = HostProfile(run_dir, Window(2, 3))
+    profile = PythonProfile(run_dir, Window(2, 3))
     for step in range(8):
         profile.before_step(step)
         a_slow_collate_function() if 2 <= step < 5 else a_function_of_a_later_step()
@@ -52,7 +52,7 @@ def test_host_profile_has_only_functions_of_its_window(run_dir):
 
 
 def test_time_in_torch_is_attributed_to_torch(run_dir):
-    profile, square = HostProfile(run_dir, Window(0, 1)), torch.nn.Linear(1000, 1000)
+    profile, square = PythonProfile(run_dir, Window(0, 1)), torch.nn.Linear(1000, 1000)
     profile.before_step(0)
     for _ in range(20):
         square(torch.zeros(1000, 1000)).sum().backward()
@@ -62,13 +62,13 @@ def test_time_in_torch_is_attributed_to_torch(run_dir):
 
 
 def test_run_that_ends_inside_the_window_writes_its_profile(run_dir):
-    profile = HostProfile(run_dir, Window(0, 20))
+    profile = PythonProfile(run_dir, Window(0, 20))
     profile.before_step(0)
     a_slow_collate_function()
     profile.close()
     profile.close()
     assert "a_slow_collate_function" in (run_dir.profile / "host.txt").read_text()
-    untouched = HostProfile(run_dir, Window(5, 1))
+    untouched = PythonProfile(run_dir, Window(5, 1))
     untouched.close()
     assert untouched.path is None
 

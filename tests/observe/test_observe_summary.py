@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, strategies as st
 
-from ezpz_llm.observe import StepWork, Straggler, final_text, summarise, where_time_went
+from ezpz_llm.observe import StepWork, Straggler, final_text, summarize, where_time_went
 from ezpz_llm.observe.tables import percentages
 from ezpz_llm.rundir import RunDir, append_line, read_record, update_record
 
@@ -32,7 +32,7 @@ def make_run(tmp_path, steps=100, falling=True):
 
 def test_tables_add_up_and_exclude_outliers(tmp_path):
     run_dir = make_run(tmp_path)
-    summary = summarise(run_dir, WORK, WALL, straggler=Straggler(1, 0.0312, 0.03))
+    summary = summarize(run_dir, WORK, WALL, straggler=Straggler(1, 0.0312, 0.03))
     assert summary.timed_steps == 89, "the first ten steps and the last step are excluded"
     assert summary.step_time.median == pytest.approx(0.1055)
     assert sum(summary.phase_share.values()) == pytest.approx(1, abs=1e-9)
@@ -56,7 +56,7 @@ def test_tables_add_up_and_exclude_outliers(tmp_path):
 
 def test_final_text_has_losses_rates_and_files(tmp_path):
     run_dir = make_run(tmp_path)
-    summary = summarise(run_dir, WORK, WALL, unigram_entropy=3.2)
+    summary = summarize(run_dir, WORK, WALL, unigram_entropy=3.2)
     text = final_text(summary, run_dir, run_dir.profile / "host.html")
     assert "4.9800 at first" in text
     assert "2.0000 (step 100); token frequencies alone give 3.2000" in text
@@ -72,7 +72,7 @@ def test_final_text_has_losses_rates_and_files(tmp_path):
 
 def test_warnings_about_evaluation_and_loss(tmp_path):
     run_dir = make_run(tmp_path, falling=False)
-    summary = summarise(run_dir, WORK, {**WALL, "evaluation": 60.0})
+    summary = summarize(run_dir, WORK, {**WALL, "evaluation": 60.0})
     text = final_text(summary, run_dir)
     assert "warning: evaluation took 29% of the wall time" in text
     assert "warning: the loss did not decrease" in text
@@ -81,8 +81,8 @@ def test_warnings_about_evaluation_and_loss(tmp_path):
 
 def test_resumed_process_summarizes_only_its_steps(tmp_path):
     run_dir = make_run(tmp_path)
-    assert summarise(run_dir, WORK, WALL, first_step=97).timed_steps == 3
-    assert summarise(run_dir, WORK, WALL, first_step=100) is None
+    assert summarize(run_dir, WORK, WALL, first_step=97).timed_steps == 3
+    assert summarize(run_dir, WORK, WALL, first_step=100) is None
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(lambda parts: sum(parts) > 0))

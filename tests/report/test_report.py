@@ -66,7 +66,7 @@ def test_text_report_fits_the_terminal(tmp_path):
         "code": 1, "cause": "rank 3 on a-node-with-a-long-name raised an error of many words " * 3,
         "ended": 2000.0}),
                       make_run(tmp_path / "b", lr=0.002)])
-    assert max(map(len, report_text(runs, 80, colour=False).splitlines())) <= 80
+    assert max(map(len, report_text(runs, 80, color=False).splitlines())) <= 80
 
 
 def test_state_of_interrupted_run_with_checkpoint(tmp_path):
@@ -92,7 +92,7 @@ def test_notes_on_resumed_batch_missing_steps_and_nan(tmp_path):
                  "non-finite at 1 step, first at step 31"):
         assert part in notes
     assert "No data yet" not in report_page([run])
-    assert "loss (nats/token)" in report_text([run], 80, colour=False)
+    assert "loss (nats/token)" in report_text([run], 80, color=False)
 
 
 def test_repeated_steps_count_once(tmp_path):
@@ -114,7 +114,7 @@ def test_several_differing_settings_are_flagged_without_derived_ones(tmp_path):
     two_settings = differences([first, third])
     assert set(two_settings) == {"lr", "precision"}
     assert verdict(two_settings).startswith("warning: the runs differ in 2 settings (lr, precision)")
-    assert "warning: the runs differ in 2 settings" in report_text([first, third], 80, colour=False)
+    assert "warning: the runs differ in 2 settings" in report_text([first, third], 80, color=False)
     assert 'class="warning"' in report_page([first, third])
 
 
@@ -133,7 +133,7 @@ def test_memory_of_many_steps(tmp_path):
         file.writelines(line.replace('"step": 4', f'"step": {step}') + "\n" for step in range(1, count + 1))
     tracemalloc.start()
     run, = load_runs([folder])
-    report_text([run], 80, colour=False)
+    report_text([run], 80, color=False)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(run.rows) == count

@@ -21,7 +21,7 @@ from scale_runs import TRAIN
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
-from ezpz_llm.observe.traffic import measured, step_traffic
+from ezpz_llm.observe.traffic import measured, traffic_per_step
 from ezpz_llm.scaling.study import Repeat, read_repeats
 
 # One rank per node: the simulated nodes share two cores.
@@ -86,7 +86,7 @@ def moving_s(nodes: int, rate: str) -> float:
     """Return the seconds per step in which ZeRO-1 moves its gradients and weights."""
     issued = {"all_reduce": {"count": 1, "bytes": WEIGHTS}, "all_gather": {"count": 2, "bytes": WEIGHTS}}
     bandwidth = measured("gloo")["goodput"][rate]
-    return sum(traffic.seconds(bandwidth) for traffic in step_traffic("gloo", issued, nodes).values())
+    return sum(traffic.seconds(bandwidth) for traffic in traffic_per_step("gloo", issued, nodes).values())
 
 
 @pytest.mark.full

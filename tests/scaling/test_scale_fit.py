@@ -10,12 +10,12 @@ import pytest
 from scale_laws import noisy, repeat, study
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.certify.case import textbook
+from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import MODELS
 from ezpz_llm.observe.traffic import textbook_bytes
 from ezpz_llm.rundir import RunDir
-from ezpz_llm.scaling.efficiency import Estimate, curves_of, estimate, points_of, ratio, student_quantile
+from ezpz_llm.scaling.efficiency import Estimate, curves_of, estimate, points_of, ratio, student_t_quantile
 from ezpz_llm.scaling.findings import Extrapolation
 from ezpz_llm.scaling.fit import (
     Fit,
@@ -23,11 +23,11 @@ from ezpz_llm.scaling.fit import (
     Shape,
     explain_predicted,
     explain_superlinear,
+    extrapolation_sizes,
     find_target,
-    line,
+    fit_line,
     predict,
     shape_of,
-    sizes_to_speak_of,
 )
 from ezpz_llm.scaling.tables import fit_notes, interval_text
 
@@ -45,10 +45,10 @@ def curves(repeats):
 
 def test_student_quantiles_match_published_tables():
     for freedom, table in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (10, 2.22814), (30, 2.04227)):
-        assert student_quantile(0.95, freedom) == pytest.approx(table, rel=1e-5)
-    assert student_quantile(0.95, 1.3) == pytest.approx(7.50053, rel=1e-4), "the density has a cusp there"
-    assert 3.182 < student_quantile(0.95, 2.5) < 4.303, "Welch's degrees of freedom are not integers"
-    assert student_quantile(0.95, 1e9) == pytest.approx(1.96, abs=0.01)
+        assert student_t_quantile(0.95, freedom) == pytest.approx(table, rel=1e-5)
+    assert student_t_quantile(0.95, 1.3) == pytest.approx(7.50053, rel=1e-4), "the density has a cusp there"
+    assert 3.182 < student_t_quantile(0.95, 2.5) < 4.303, "Welch's degrees of freedom are not integers"
+    assert student_t_quantile(0.95, 1e9) == pytest.approx(1.96, abs=0.01)
 
 
 @pytest.mark.full
@@ -199,7 +199,7 @@ def test_traffic_of_shard_groups_matches_layout(tmp_path):
             run = resolve(Request(name, world_size=dp))
             moved[name] = sum(textbook_bytes(kind.partition(" (")[0], size,
                                              int(kind.partition(" (")[2].partition(" ")[0] or dp))
-                              for kind, size in textbook(run.layout, model, run.batch).items())
+                              for kind, size in published_traffic(run.layout, model, run.batch).items())
         assert within(2, dp, dp)[3] / within(None, dp, dp)[3] == pytest.approx(
             moved["fsdp2_within2"] / moved["fsdp2"])
 
@@ -278,8 +278,8 @@ def test_sizes_that_cannot_be_predicted():
     assert predict(fit, weak, 16).beyond is True
     with pytest.raises(UserError, match="batch of 64 in micro batches of 4 cannot be divided over 12"):
         predict(fit, strong, 12)
-    assert sizes_to_speak_of(strong) == [1, 2, 4, 8, 16]
-    assert max(size for size, _, _ in line(fit, weak)) == 16
+    assert extrapolation_sizes(strong) == [1, 2, 4, 8, 16]
+    assert max(size for size, _, _ in fit_line(fit, weak)) == 16
 
 
 def test_prediction_of_strong_curve_with_smaller_micro_batches():
@@ -287,7 +287,7 @@ def test_prediction_of_strong_curve_with_smaller_micro_batches():
     curve, = measured = curves([repeat("strong", n, number, micro_batch=micro, accumulation=steps,
                                        steps=noisy(ddp("", n, 8 / n, 1), rng, **QUIET))
                                 for n, micro, steps in ((1, 4, 2), (2, 4, 1), (4, 2, 1)) for number in range(3)])
-    assert sizes_to_speak_of(curve) == [1, 2, 4, 8]
+    assert extrapolation_sizes(curve) == [1, 2, 4, 8]
     assert predict(Fit(measured, Shape()), curve, 8).tokens_per_second > 0
 
 

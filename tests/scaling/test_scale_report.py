@@ -27,8 +27,8 @@ from ezpz_llm.scale import main as scale_main
 from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.findings import find
 from ezpz_llm.scaling.paper import write_paper
-from ezpz_llm.scaling.reporting import as_record, findings_page, findings_text, report_main
 from ezpz_llm.scaling.study import Point, Study, add_repeat
+from ezpz_llm.scaling.study_report import as_record, findings_page, findings_text, report_main
 
 SIZES = (1, 2, 4)
 
@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
 
 
 def test_terminal_report_is_complete(folder):
-    text = findings_text(find(folder), 100, colour=False)
+    text = findings_text(find(folder), 100, color=False)
     assert "\x1b" not in text
     for part in ("Weak scaling, ddp: 4 sequences of 256 tokens per step and device at every size",
                  "Strong scaling, zero3: 64 sequences of 256 tokens per step at every size",
@@ -123,7 +123,7 @@ def test_json_and_csv_agree(folder):
     assert beyond.returncode == 2
     assert "no prediction for 17 nodes: the study measured 1 to 4" in beyond.stderr
     # Twelve nodes are valid for the weak curve, but cannot divide a global batch of 64.
-    text = findings_text(find(folder, at=(12,)), 200, colour=False)
+    text = findings_text(find(folder, at=(12,)), 200, color=False)
     assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
     assert "12 nodes" in text
     wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=scaled(60), check=False)
@@ -139,7 +139,7 @@ def test_report_names_missing_and_damaged_files(tmp_path):
     failed = next(row for row in lines if '"weak-ddp-n2-r2"' in row).replace("weak-ddp-n2-r2", "weak-ddp-n1-r1")
     failed = {**json.loads(failed), "nodes": 1, "ranks": 1, "error": "no such device", "step_times_s": []}
     (folder / "points.jsonl").write_text("\n".join([*lines, json.dumps(failed), ""]))
-    text = findings_text(find(folder), 200, colour=False)
+    text = findings_text(find(folder), 200, color=False)
     assert "the run directories of zero3 are missing: fitting it like ddp" in text
     assert "weak-ddp-n1-r1 has no good run: efficiencies are relative to weak-ddp-n2-r2" in text
     next(folder.glob("points/weak-ddp-n2/run-0/layout.json")).write_text("{")
@@ -148,11 +148,11 @@ def test_report_names_missing_and_damaged_files(tmp_path):
 
 
 def test_reports_of_one_and_two_sizes(tmp_path):
-    layouts = findings_text(find(make_study(tmp_path / "one", modes=("strong",), sizes=(2,))), 100, colour=False)
+    layouts = findings_text(find(make_study(tmp_path / "one", modes=("strong",), sizes=(2,))), 100, color=False)
     assert "Layouts on 2 ranks on 2 nodes" in layouts
     assert "of fastest" in layouts
     assert "scaling:" not in layouts
-    two = findings_text(find(make_study(tmp_path / "two", sizes=(1, 2))), 100, colour=False)
+    two = findings_text(find(make_study(tmp_path / "two", sizes=(1, 2))), 100, color=False)
     assert "no fit: it requires 3 sizes, and the study has 1, 2" in two
     with pytest.raises(UserError, match="requires 3 sizes"):
         report_main([str(tmp_path / "two"), "--at", "8"])

@@ -20,20 +20,20 @@ from ezpz_llm.launch.option_parsing import value_of, without
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import parse
-from ezpz_llm.scaling.precheck import MEASURING, find_sizes, plan_study
-from ezpz_llm.scaling.running import left, measure, untraced
+from ezpz_llm.scaling.planning import MEASURING, find_sizes, plan_study
 from ezpz_llm.scaling.study import (
     Point,
     Repeat,
     Study,
     add_repeat,
-    carve,
+    nodes_of_repeat,
     points_file,
     read_repeats,
     read_study,
     run_dir_of,
     study_file,
 )
+from ezpz_llm.scaling.study_runs import measure, remaining_runs, untraced_steps
 
 PLAIN = "python3 -m ezpz_llm.train"
 ENV = clean_env()
@@ -208,10 +208,11 @@ def test_each_round_has_all_points_in_random_order() -> None:
 
 def test_repeats_of_a_point_use_different_nodes() -> None:
     hosts = ["n1", "n2", "n3", "n4"]
-    assert [carve(hosts, 1, number) for number in range(5)] == [("n1",), ("n2",), ("n3",), ("n4",), ("n1",)]
-    assert [carve(hosts, 2, number) for number in range(3)] == [("n1", "n2"), ("n3", "n4"), ("n1", "n2")]
-    assert [carve(hosts, 3, number) for number in range(2)] == [("n1", "n2", "n3"), ("n4", "n1", "n2")]
-    assert {carve(hosts, 4, number) for number in range(3)} == {tuple(hosts)}
+    assert [nodes_of_repeat(hosts, 1, number) for number in range(5)] == [
+        ("n1",), ("n2",), ("n3",), ("n4",), ("n1",)]
+    assert [nodes_of_repeat(hosts, 2, number) for number in range(3)] == [("n1", "n2"), ("n3", "n4"), ("n1", "n2")]
+    assert [nodes_of_repeat(hosts, 3, number) for number in range(2)] == [("n1", "n2", "n3"), ("n4", "n1", "n2")]
+    assert {nodes_of_repeat(hosts, 4, number) for number in range(3)} == {tuple(hosts)}
 
 
 def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
@@ -222,9 +223,9 @@ def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
     add_repeat(tmp_path, first)
     add_repeat(tmp_path, second)
     assert read_repeats(tmp_path) == [first, second]
-    remaining = left(definition, tmp_path, ["weak-ddp-n1"], False)
+    remaining = remaining_runs(definition, tmp_path, ["weak-ddp-n1"], False)
     assert [(remaining_point.name, number) for remaining_point, number in remaining] == [("weak-ddp-n1", 2)]
-    assert len(left(definition, tmp_path, [], True)) == 5
+    assert len(remaining_runs(definition, tmp_path, [], True)) == 5
     again = replace(second, error=None, tokens_per_second=5.0)
     add_repeat(tmp_path, again)
     assert read_repeats(tmp_path) == [first, again]
@@ -287,10 +288,10 @@ def test_impossible_mfu_is_an_error(mfus: tuple[float | None, ...], mfu: float |
 def test_step_times_exclude_traced_steps(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path).create()
     rows = [{"step": step} for step in range(1, 21)]
-    assert [row["step"] for row in untraced(rows, run_dir)] == list(range(3, 20))
+    assert [row["step"] for row in untraced_steps(rows, run_dir)] == list(range(3, 20))
     for rank in (0, 1):
         run_dir.trace(rank).write_bytes(gzip.compress(b'{"name": "step 7"} {"name": "step 8"} {"name": "step 9"}'))
-    assert [row["step"] for row in untraced(rows, run_dir)] == list(range(12, 20))
+    assert [row["step"] for row in untraced_steps(rows, run_dir)] == list(range(12, 20))
 
 
 def test_dry_run_prints_points_and_writes_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.test_dist.options import check, parser
-from ezpz_llm.test_dist.reductions import ACROSS, MOST_PAIRS, SAME, measure_reductions, pair_up
+from ezpz_llm.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
 
 COMMAND = ["-m", "ezpz_llm.test_dist"]
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
@@ -300,6 +300,6 @@ def test_pair_up():
     assert pair_up(["a", "b", "a", "b"])[SAME] == [(0, 2), (1, 3)]  # ranks assigned to nodes in turn
     many = pair_up([f"n{rank // 8}" for rank in range(1024)])
     for pairs in many.values():
-        assert len(pairs) == MOST_PAIRS
-        assert len({rank for pair in pairs for rank in pair}) == 2 * MOST_PAIRS
+        assert len(pairs) == MAX_PAIRS
+        assert len({rank for pair in pairs for rank in pair}) == 2 * MAX_PAIRS
     assert (many[SAME][0], many[SAME][-1]) == ((0, 1), (1022, 1023))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from golden import check_golden
 
-from ezpz_llm.base.rows import aligned
+from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
 from ezpz_llm.trainer.first_screen import expected_end, first_screen
@@ -32,7 +32,7 @@ def screen(words: str, world_size: int, device: str, width: int) -> str:
                                                                           "val": {"tokens": 4_411_392}}}
     dist = SimpleNamespace(world_size=world_size, device=SimpleNamespace(type=device))
     return (first_screen(plan, TokenData(Path("data"), manifest), cast("Dist", dist), width)
-            + aligned([("note", note) for note in plan.resolved.notes], width)
+            + align_rows([("note", note) for note in plan.resolved.notes], width)
             + expected_end(plan.config.steps - 10, 2.3196, 1_764_000_000, width))
 
 

@@ -13,7 +13,7 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete
-from ezpz_llm.observe.profile import HostProfile
+from ezpz_llm.observe.profile import PythonProfile
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer import step_hooks
 from ezpz_llm.trainer.memory_table import MemoryWatch
@@ -62,7 +62,7 @@ def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: p
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}) + "\n")
     for owner, name in ((step_hooks.hellaswag, "score"), (step_hooks, "sample"), (step_hooks, "validation_loss"),
-                        (step_hooks, "plot_run"), (step_hooks, "report_page"), (HostProfile, "before_step"),
+                        (step_hooks, "plot_run"), (step_hooks, "report_page"), (PythonProfile, "before_step"),
                         (MemoryWatch, "result")):
         monkeypatch.setattr(owner, name, fail)
     code = run(parse([*SMALL, "--steps", "4", "--tokenizer", "bytes", "--hellaswag", str(items),

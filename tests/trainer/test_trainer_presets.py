@@ -7,7 +7,7 @@ import pytest
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.init import decay_counts
 from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.trainer.check_report import effective, remarks, settings
+from ezpz_llm.trainer.check_report import effective_settings, setting_warnings, settings_by_source
 from ezpz_llm.trainer.config import FIELDS, PRESETS
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, plan_run
@@ -50,7 +50,7 @@ def test_every_number_of_a_preset_for_any_number_of_ranks(preset, ranks):
     assert config.eval_tokens == 10_485_760
     assert parameter_count(plan.model) == parameters
     assert batch.micro_batch * batch.accumulation * batch.dp_size == batch.global_batch
-    assert remarks(plan) == []
+    assert setting_warnings(plan) == []
 
 
 def test_golden_learning_rates_of_a_preset():
@@ -100,13 +100,13 @@ def test_a_micro_batch_that_is_typed_is_taken_as_it_is():
 def test_a_horizon_beyond_the_run_is_told():
     """Plan a cosine of 600,000 steps in a run of 1,000: its last learning rate is the peak."""
     plan = planned("--steps", "1000", "--decay-steps", "600000", "--lr", "6e-4", ranks=1)
-    assert "ends at 0.0006 instead of 6e-05" in remarks(plan)[0]
+    assert "ends at 0.0006 instead of 6e-05" in setting_warnings(plan)[0]
 
 
 def test_all_settings_are_printed_by_source():
     plan = planned("--preset", "gpt2-124m-fineweb", "--steps", "1000")
-    text = settings(plan)
-    assert effective(plan).keys() >= FIELDS.keys()
+    text = settings_by_source(plan)
+    assert effective_settings(plan).keys() >= FIELDS.keys()
     flat = " ".join(text.split())
     for name in FIELDS:
         assert f" {name} " in flat, name

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.trainer.check_report import remarks
+from ezpz_llm.trainer.check_report import setting_warnings
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -64,7 +64,7 @@ def test_impossible_schedules_are_rejected(argv: list[str], words: str) -> None:
 
 def test_a_schedule_that_outlasts_the_run_is_a_warning() -> None:
     def warnings(*argv: str) -> str:
-        return " ".join(remarks(plan_run(parse(["--steps", "10", *argv]), 1)))
+        return " ".join(setting_warnings(plan_run(parse(["--steps", "10", *argv]), 1)))
 
     assert "its linear schedule after step 20" in warnings("--schedule", "linear", "--decay-steps", "20")
     assert "never reaches its peak" in warnings("--schedule", "constant", "--warmup-steps", "20")

@@ -16,7 +16,13 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.precision import rounds_products, set_products
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model.attention import Surroundings, best_attention, check_attention, surroundings, use_attention
+from ezpz_llm.model.attention import (
+    AttentionEnvironment,
+    best_attention,
+    check_attention,
+    read_environment,
+    use_attention,
+)
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
@@ -132,7 +138,7 @@ def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, prec
     check_attention("auto", device, precision, dropout)
 
 
-HOPPER = Surroundings((9, 0), can_activate=True, installed=True)
+HOPPER = AttentionEnvironment((9, 0), can_activate=True, installed=True)
 GPT2, LLAMA = {"context": 1024, "head_dim": 64}, {"context": 8192, "head_dim": 128}
 
 
@@ -142,18 +148,18 @@ GPT2, LLAMA = {"context": 1024, "head_dim": 64}, {"context": 8192, "head_dim": 1
     (HOPPER, {"context": 256, "head_dim": 64}, True, 0.0, "auto"),
     (HOPPER, {"context": 2048, "head_dim": 60}, True, 0.0, "auto"),
     (HOPPER, {"context": 2048, "head_dim": 288}, True, 0.0, "auto"),
-    (Surroundings((9, 0), can_activate=True, installed=False), LLAMA, True, 0.0, "auto"),
-    (Surroundings((9, 0), can_activate=False, installed=True), LLAMA, True, 0.0, "auto"),  # an older torch
-    (Surroundings((8, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
-    (Surroundings((10, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
-    (Surroundings(None, can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),  # AMD, Intel, a CPU
+    (AttentionEnvironment((9, 0), can_activate=True, installed=False), LLAMA, True, 0.0, "auto"),
+    (AttentionEnvironment((9, 0), can_activate=False, installed=True), LLAMA, True, 0.0, "auto"),  # an older torch
+    (AttentionEnvironment((8, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
+    (AttentionEnvironment((10, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
+    (AttentionEnvironment(None, can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),  # AMD, Intel, a CPU
 ])
 def test_the_best_kernel_is_the_default(there, shape, half, dropout, best) -> None:
     assert best_attention(there, half=half, dropout=dropout, **shape) == best
 
 
 def test_a_cpu_has_only_the_kernels_of_torch() -> None:
-    assert surroundings(CPU).capability is None
+    assert read_environment(CPU).capability is None
 
 
 def test_flash_attention_3_needs_its_device() -> None:

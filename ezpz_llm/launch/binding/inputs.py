@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ezpz_llm.base import counted
-from ezpz_llm.launch.addresses import find_here
-from ezpz_llm.launch.binding.choose import COUNTING, Binding, BindingInputs, bind, device_order, near_in_order
+from ezpz_llm.base import count_noun
+from ezpz_llm.launch.addresses import find_local_node
+from ezpz_llm.launch.binding.core_binding import (
+    COUNTING,
+    Binding,
+    BindingInputs,
+    are_ranks_near_in_order,
+    choose_binding,
+    device_order,
+)
 from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
@@ -20,8 +27,8 @@ _GIVES_DEVICES = ("--gpus-per-task", "--gpu-bind")
 """srun options with which srun itself chooses each rank's device."""
 
 
-def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
-                     is_host: bool) -> tuple[Devices, Allocation]:
+def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
+                     is_node: bool) -> tuple[Devices, Allocation]:
     """Return the accelerators of a node, and the allocation with the number of devices of each node.
 
     Precedence: a device mask in `env` that differs from the scheduler's number, since the user chose it for all
@@ -29,7 +36,7 @@ def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
     """
     visible = visible_devices(env)
     maximum = max((host.devices or 0 for host in allocation.hosts), default=0)
-    place = find_here([host.name for host in allocation.hosts]) if maximum else None
+    place = find_local_node([host.name for host in allocation.hosts]) if maximum else None
     local_count = None if place is None else allocation.hosts[place].devices
     expected = maximum if local_count is None else local_count
     if maximum and (visible.source not in MASKS or len(visible.ids) == expected):
@@ -38,7 +45,7 @@ def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
         return Devices(tuple(map(str, range(maximum))), allocation.devices_source), allocation
     if maximum:
         allocation = replace(allocation, hosts=tuple(replace(host, devices=None) for host in allocation.hosts))
-    if site.devices_per_host is None or visible.source in MASKS or (is_host and visible.ids):
+    if site.devices_per_host is None or visible.source in MASKS or (is_node and visible.ids):
         return visible, allocation
     return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}"), allocation
 
@@ -52,18 +59,18 @@ def device_notes(placement: Placement, devices: Devices, allocation: Allocation)
     notes = []
     if idle:
         host, has, count = idle[0]
-        notes.append(f"IDLE DEVICES: {counted(count, 'rank')} for the {has} devices of {host}{_more(idle)};"
+        notes.append(f"IDLE DEVICES: {count_noun(count, 'rank')} for the {has} devices of {host}{_more(idle)};"
                      f" --ppn {has} uses all ({devices.source})")
     if shared:
         host, has, count = shared[0]
-        notes.append(f"{count} ranks for the {counted(has, 'device')} of {host}{_more(shared)}:"
+        notes.append(f"{count} ranks for the {count_noun(has, 'device')} of {host}{_more(shared)}:"
                      f" some ranks share a device or have none; --ppn {has} starts one rank per device"
                      f" ({devices.source})")
     return tuple(notes)
 
 
 def _more(nodes: Sequence[object]) -> str:
-    return f" (and {counted(len(nodes) - 1, 'more node')})" if len(nodes) > 1 else ""
+    return f" (and {count_noun(len(nodes) - 1, 'more node')})" if len(nodes) > 1 else ""
 
 
 def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -75,13 +82,13 @@ def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mappin
         notes.append(f"site {site.name} has {site.scheduler}, but this is a job of {allocation.scheduler}")
     count = site.devices_per_host
     if count and devices.source not in MASKS and len(devices.ids) != count:
-        notes.append(f"this node has {counted(len(devices.ids), 'device')} ({devices.source}), but nodes of site"
+        notes.append(f"this node has {count_noun(len(devices.ids), 'device')} ({devices.source}), but nodes of site"
                      f" {site.name} have {count}")
     return tuple(notes)
 
 
 def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Placement, launcher: Launcher,
-               devices: Devices, is_host: bool) -> tuple[Binding, tuple[str, ...], tuple[str, ...]]:
+               devices: Devices, is_node: bool) -> tuple[Binding, tuple[str, ...], tuple[str, ...]]:
     """Choose the binding of the ranks of a node.
 
     Returns:
@@ -91,7 +98,7 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
     name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
     # Slurm overwrites each task's mask.
     is_fixed = devices.source in MASKS or launcher.kind == "srun"
-    topology = _topology(site, devices, is_host, name)
+    topology = _topology(site, devices, is_node, name)
     mask: tuple[str, ...] = ()
     if site.binding == "depth" and name in COUNTING and not is_fixed:
         mask = _order(devices.ids, device_order(devices.ids, topology), placement.most)
@@ -106,7 +113,7 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         devices=tuple(_device(order, local_rank) for local_rank in range(placement.most)),
         is_mask_fixed=is_fixed,
     )
-    binding = bind(wanted, site, inputs)
+    binding = choose_binding(wanted, site, inputs)
     return binding, mask, _distance_notes(binding, inputs)
 
 
@@ -116,18 +123,18 @@ def _distance_notes(binding: Binding, inputs: BindingInputs) -> tuple[str, ...]:
     if distant:
         rank, distance = distant[0]
         where = "on another socket" if distance == "far" else "in another NUMA domain of their socket"
-        return (f"{len(distant)} of {counted(inputs.ranks, 'rank')} of a node are not near their device:"
+        return (f"{len(distant)} of {count_noun(inputs.ranks, 'rank')} of a node are not near their device:"
                 f" local rank {rank} has cores {binding.cores[rank]}, but"
                 f" device {binding.devices[rank]} is {where}",)
-    if binding.kind == "depth" and not binding.cores and not near_in_order(inputs):
+    if binding.kind == "depth" and not binding.cores and not are_ranks_near_in_order(inputs):
         return (f"{inputs.launcher} assigns cores in order, so that some ranks are not near their device: set "
                 'binding = "list" in the site file to assign them by device_domains',)
     return ()
 
 
-def _topology(site: Site, devices: Devices, is_host: bool, launcher: str) -> Topology | None:
+def _topology(site: Site, devices: Devices, is_node: bool, launcher: str) -> Topology | None:
     # srun's ranks are not limited to the cores of the process that starts srun.
-    if is_host and not (site.cores and launcher == "srun") and (topology := system_topology(site, devices)):
+    if is_node and not (site.cores and launcher == "srun") and (topology := system_topology(site, devices)):
         return topology
     return site_topology(site) if site.cores else None
 
@@ -162,7 +169,7 @@ def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -
     if len(shares) < 2 or not min(shares) or binding.cpus_per_rank is None:
         return ()
     (lowest_host, lowest_cores, few), (highest_host, highest_cores, many) = shares[min(shares)], shares[max(shares)]
-    return (f"nodes differ: {counted(lowest_cores, 'CPU')} for {counted(few, 'rank')} on {lowest_host},"
+    return (f"nodes differ: {count_noun(lowest_cores, 'CPU')} for {count_noun(few, 'rank')} on {lowest_host},"
             f" {highest_cores} for {many} on {highest_host}; every rank gets {binding.cpus_per_rank}",)
 
 

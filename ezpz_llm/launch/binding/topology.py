@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import grouped, system_text
+from ezpz_llm.base import group_by_key, system_text
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.sites import Site
@@ -49,7 +49,7 @@ class Topology:
     @property
     def sockets(self) -> tuple[tuple[Domain, ...], ...]:
         """Domains with cores for ranks, grouped by socket."""
-        by_socket = grouped((domain.socket, domain) for domain in self.domains if domain.cores)
+        by_socket = group_by_key((domain.socket, domain) for domain in self.domains if domain.cores)
         return tuple(map(tuple, by_socket.values()))
 
     def domains_of(self, cpus: Collection[int]) -> tuple[Domain, ...]:

@@ -7,8 +7,8 @@ man7/flux-shell-options.html (flux-core 0.88).
 from __future__ import annotations
 
 from ezpz_llm.base import UserError
-from ezpz_llm.launch.dialects.work import Built, Work, refuse_unspeakable
-from ezpz_llm.launch.hostlist import fold_hosts
+from ezpz_llm.launch.dialects.work import Built, Work, validate_command
+from ezpz_llm.launch.hostlist import fold_hostnames
 
 
 def build(program: str, work: Work) -> Built:
@@ -22,7 +22,7 @@ def build(program: str, work: Work) -> Built:
     Raises:
         UserError: Flux cannot place the ranks: it spreads them evenly, with the remainder on the first nodes.
     """
-    refuse_unspeakable(program, work)
+    validate_command(program, work)
     nodes, counts = len(work.hosts), [count for _, count in work.placement.ranks]
     argv = [program, "run", f"--nodes={nodes}"]
     if work.placement.uniform:
@@ -33,7 +33,7 @@ def build(program: str, work: Work) -> Built:
             raise UserError(f"Flux spreads ranks over nodes evenly and cannot place {counts[:8]} ranks per node",
                             where=work.placement.source, instead="--ppn, with the same number for every node")
         argv += [f"--ntasks={work.placement.world_size}"]
-    argv += ["--exclusive", f"--requires=hosts:{fold_hosts(work.hosts)}", *_affinity(work),
+    argv += ["--exclusive", f"--requires=hosts:{fold_hostnames(work.hosts)}", *_affinity(work),
              "-o", "gpu-affinity=off", "-o", "exit-timeout=none", "--input=0"]
     return Built((*argv, *work.site_options, *work.command))
 

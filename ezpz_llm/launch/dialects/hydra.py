@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ezpz_llm.launch.dialects.work import (
-    HOSTS_ON_THE_LINE,
+    MAX_INLINE_HOSTS,
     REMOTE_SHELL,
     SRUN_OVERLAP,
     Built,
     Work,
     mask,
-    refuse_unspeakable,
+    validate_command,
 )
 from ezpz_llm.launch.hostlist import expand_numbers
 
@@ -79,7 +79,7 @@ def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tu
 
     Without them MPICH places ranks round-robin, and Intel MPI fills the first node.
     """
-    refuse_unspeakable(program, work)
+    validate_command(program, work)
     argv = [program, "-n", str(work.placement.world_size)]
     ranks = work.placement.ranks
     files = {}
@@ -89,9 +89,9 @@ def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tu
     else:
         hosts = [f"{name}:{count}" for name, count in ranks]
     # Intel MPI accepts host:count only in a file.
-    if len(hosts) > HOSTS_ON_THE_LINE or not work.placement.uniform:
-        files = work.file_of_hosts(hosts)
-        argv += ["-f", str(work.hosts_file)]
+    if len(hosts) > MAX_INLINE_HOSTS or not work.placement.uniform:
+        files = work.node_list_file(hosts)
+        argv += ["-f", str(work.node_list_path)]
     elif not work.here:
         argv += ["-hosts", ",".join(hosts)]
     else:

@@ -7,7 +7,7 @@ https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsrun.ht
 from __future__ import annotations
 
 from ezpz_llm.base import UserError
-from ezpz_llm.launch.dialects.work import Built, Work, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import Built, Work, validate_command
 from ezpz_llm.launch.schedulers import lsf
 
 
@@ -21,7 +21,7 @@ def build(program: str, work: Work) -> Built:
     Raises:
         UserError: unequal numbers of ranks per node, or nodes that are not the first of the job.
     """
-    refuse_unspeakable(program, work)
+    validate_command(program, work)
     if not work.placement.uniform:
         raise UserError("jsrun requires the same number of ranks on every node", where=work.placement.source,
                         instead="--ppn, with the same number for every node")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.addresses import is_among
+from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.dialects.work import (
-    HOSTS_ON_THE_LINE,
+    MAX_INLINE_HOSTS,
     REMOTE_SHELL,
     SRUN_OVERLAP,
     Built,
     Work,
     logical_cores,
-    refuse_unspeakable,
+    validate_command,
 )
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 
@@ -35,19 +35,19 @@ def _build(program: str, work: Work, rank_file_options: tuple[str, ...], slurm_v
 
     Open MPI would derive slots from cores, and would bind each of two ranks to one core whatever its threads.
     """
-    refuse_unspeakable(program, work)
+    validate_command(program, work)
     # In a Slurm job Open MPI does not find the node by another name, such as localhost.
     is_alone = work.here and not work.starts_daemons_by_srun
     ranks = tuple(("localhost", count) for _, count in work.placement.ranks) if is_alone else work.placement.ranks
     argv = [program, "-n", str(work.placement.world_size)]
     files = {}
-    if len(ranks) > HOSTS_ON_THE_LINE:
-        files = work.file_of_hosts([f"{name} slots={count}" for name, count in ranks])
-        argv += ["--hostfile", str(work.hosts_file)]
+    if len(ranks) > MAX_INLINE_HOSTS:
+        files = work.node_list_file([f"{name} slots={count}" for name, count in ranks])
+        argv += ["--hostfile", str(work.node_list_path)]
     else:
         argv += ["--host", ",".join(f"{name}:{count}" for name, count in ranks)]
     if work.binding.kind != "none" and work.binding.cores:
-        rank_file = work.hosts_file.with_name("rankfile")
+        rank_file = work.node_list_path.with_name("rankfile")
         files[rank_file] = _rank_file(ranks, work.binding.cores)
         argv += [word.format(rank_file) for word in rank_file_options]
     else:
@@ -70,7 +70,7 @@ def _build(program: str, work: Work, rank_file_options: tuple[str, ...], slurm_v
 def _rank_file(ranks: tuple[tuple[str, int], ...], cores: tuple[str, ...]) -> str:
     # Slots are hwloc's core numbers, not Linux CPU numbers. The nodes of a job are assumed to be alike. On a login
     # node, which is not part of the job, the numbers come from the site file and are core numbers already.
-    core_of_cpu = logical_cores() if is_among([name for name, _ in ranks]) else {}
+    core_of_cpu = logical_cores() if is_local_node_among([name for name, _ in ranks]) else {}
     slots = [fold_numbers(core_of_cpu.get(cpu, cpu) for cpu in expand_numbers(rank_cores)) for rank_cores in cores]
     places = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
     return "".join(f"rank {rank}={place}\n" for rank, place in enumerate(places))

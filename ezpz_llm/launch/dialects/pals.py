@@ -6,7 +6,7 @@ Uses only options that ALCF's user guides and the launcher's help text document.
 from __future__ import annotations
 
 from ezpz_llm.base import UserError
-from ezpz_llm.launch.dialects.work import Built, Work, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import Built, Work, validate_command
 
 
 def build(program: str, work: Work) -> Built:
@@ -17,14 +17,14 @@ def build(program: str, work: Work) -> Built:
     Raises:
         UserError: a single --ppn, which fills nodes in order, cannot place the ranks.
     """
-    refuse_unspeakable(program, work)
+    validate_command(program, work)
     counts = [count for _, count in work.placement.ranks]
     if any(count != work.placement.most for count in counts[:-1]):
         raise UserError(f"PALS fills nodes in order and cannot place {counts[:8]} ranks per node",
                         where=f"{work.placement.source}", instead="--ppn, with the same number for every node")
     argv = (program, "-n", str(work.placement.world_size), "--ppn", str(work.placement.most),
-            "--hostfile", str(work.hosts_file), *_bind(work), "--envall")
-    return Built((*argv, *work.site_options, *work.command), files=work.file_of_hosts(work.hosts))
+            "--hostfile", str(work.node_list_path), *_bind(work), "--envall")
+    return Built((*argv, *work.site_options, *work.command), files=work.node_list_file(work.hosts))
 
 
 def _bind(work: Work) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, mask, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import MAX_INLINE_HOSTS, Built, Work, mask, validate_command
 
 
 def build(program: str, work: Work) -> Built:
@@ -21,7 +21,7 @@ def build(program: str, work: Work) -> Built:
     `--input=0`: only rank 0 reads stdin, because unread input would block the other ranks.
     The MPI plugin remains the site's (MpiDefault) or the user's (SLURM_MPI_TYPE); ranks are numbered without it.
     """
-    refuse_unspeakable(program, work)
+    validate_command(program, work)
     argv = [program, "-N", str(len(work.hosts)), "-n", str(work.placement.world_size)]
     if work.placement.uniform:
         argv += ["--ntasks-per-node", str(work.placement.most), "--distribution=block"]
@@ -33,10 +33,10 @@ def build(program: str, work: Work) -> Built:
     argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_overcommit(work), *_devices(work),
              "--overlap", "--export=ALL", "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
     files: dict[Path, str] = {}
-    if len(nodes) > HOSTS_ON_THE_LINE:
-        files = work.file_of_hosts(nodes)
+    if len(nodes) > MAX_INLINE_HOSTS:
+        files = work.node_list_file(nodes)
         # srun reads a list that contains a slash as a file name.
-        argv += ["--nodelist", str(work.hosts_file.absolute())]
+        argv += ["--nodelist", str(work.node_list_path.absolute())]
     else:
         argv += ["--nodelist", ",".join(nodes)]
     return Built((*argv, *work.site_options, *work.command), files=files)
@@ -52,7 +52,7 @@ def _devices(work: Work) -> tuple[str, ...]:
 
 def _overcommit(work: Work) -> tuple[str, ...]:
     # Without it srun rejects more ranks than CPUs.
-    return ("--overcommit",) if work.cores_per_host and work.placement.most > work.cores_per_host else ()
+    return ("--overcommit",) if work.cores_per_node and work.placement.most > work.cores_per_node else ()
 
 
 def _cpu_bind(work: Work) -> tuple[str, ...]:

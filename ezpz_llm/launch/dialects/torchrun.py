@@ -41,7 +41,7 @@ def _one_per_node(program: str, work: Work) -> Work:
                             instead="set MASTER_PORT, or --launcher mpiexec or srun")
         # c10d numbers nodes alphabetically and guesses which of them hosts the store. static sets both explicitly.
         arguments = _arguments(work, "static", f"{address}:{port}")
-    cores = work.cores_per_host or (work.cores_per_rank or 1) * work.placement.most
+    cores = work.cores_per_node or (work.cores_per_rank or 1) * work.placement.most
     return replace(
         work,
         command=(work.command[0], "-m", "ezpz_llm.launch.dialects.on_node", str(nodes), str(work.placement.most),
@@ -61,4 +61,4 @@ def _arguments(work: Work, backend: str, endpoint: str) -> tuple[str, ...]:
     """
     return ("--nnodes", str(len(work.hosts)), "--nproc-per-node", str(work.placement.most),
             "--rdzv-backend", backend, "--rdzv-endpoint", endpoint,
-            "--log-dir", str(work.hosts_file.with_name("torchrun")), "--no-python", "--", *work.command)
+            "--log-dir", str(work.node_list_path.with_name("torchrun")), "--no-python", "--", *work.command)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base import UserError
-from ezpz_llm.launch.binding.choose import Binding
+from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.binding.topology import SYS, socket_and_siblings
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.schedulers import schedulers
 
-HOSTS_ON_THE_LINE = 8
+MAX_INLINE_HOSTS = 8
 """Longer node lists go into a file in the run directory."""
 
 SRUN_OVERLAP = ("--overlap --export=ALL",
@@ -48,12 +48,12 @@ class Work:
     command: tuple[str, ...]
     placement: Placement
     here: bool
-    hosts_file: Path
+    node_list_path: Path
     cores_per_rank: int | None
     variables: Sequence[str]
     as_root: bool
     scheduler: str = "none"
-    cores_per_host: int | None = None
+    cores_per_node: int | None = None
     binding: Binding = field(default_factory=Binding)
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
@@ -79,9 +79,9 @@ class Work:
         program = shutil.which(command[0], path=self.env.get("PATH", os.defpath)) if command else None
         return (program, *command[1:]) if program else ()
 
-    def file_of_hosts(self, lines: Sequence[str]) -> dict[Path, str]:
+    def node_list_file(self, lines: Sequence[str]) -> dict[Path, str]:
         """Return the launcher's hostfile and its content, with one of `lines` per line."""
-        return {self.hosts_file: "".join(f"{line}\n" for line in lines)}
+        return {self.node_list_path: "".join(f"{line}\n" for line in lines)}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Dialect:
     site_name: str = ""
 
 
-def refuse_unspeakable(program: str, work: Work) -> None:
+def validate_command(program: str, work: Work) -> None:
     """Check that `program` can accept the command and the hostnames.
 
     Raises:

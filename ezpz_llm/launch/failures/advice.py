@@ -7,18 +7,18 @@ import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ezpz_llm.launch.failures.facts import RunFacts
-from ezpz_llm.launch.failures.judge import Evidence, Verdict, ranks_alike
 from ezpz_llm.launch.failures.kinds import Kind
+from ezpz_llm.launch.failures.known_failures import fill_advice
 from ezpz_llm.launch.failures.log_kinds import SSH
 from ezpz_llm.launch.failures.log_patterns import read_matches
-from ezpz_llm.launch.failures.texts import filled_in
+from ezpz_llm.launch.failures.run_facts import RunFacts
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, ranks_with_same_failure
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
 from ezpz_llm.launch.option_parsing import without
 from ezpz_llm.rundir import RunDir
 
-_MOST_HOSTS = 8
+_MAX_HOSTS = 8
 _PATH = re.compile(r"'(/[^']+)'|\"(/[^\"]+)\"|(?:^|\s)(/[^\s:,]+)")
 
 
@@ -32,7 +32,7 @@ def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequenc
         fallback = "request more time; there is no checkpoint to resume from"
         return resume(run_dir, typed) or (fallback if verdict.kind is Kind.TIME_LIMIT else None)
     if verdict.kind in (Kind.NODE_FAILED, Kind.VANISHED) and verdict.hosts:
-        return _exclude_hosts(verdict.hosts, evidence.facts, run_dir, typed)
+        return _exclude_nodes(verdict.hosts, evidence.facts, run_dir, typed)
     if verdict.kind is Kind.IDLE and not verdict.advice and any(run_dir.rank_stacks(0).parent.glob("rank*.txt")):
         return f"see the stacks of the silent ranks: {run_dir.rank_stacks(0).parent}"
     if verdict.kind is Kind.IDLE and not verdict.advice:
@@ -52,21 +52,21 @@ def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequenc
 def _with_comparison(verdict: Verdict, evidence: Evidence, text: str) -> str:
     """Prefix the advice with a comparison to the ranks that did not fail this way."""
     facts = evidence.facts
-    failed, other_ranks = ranks_alike(verdict.kind, verdict.cause, evidence)
+    failed, other_ranks = ranks_with_same_failure(verdict.kind, verdict.cause, evidence)
     if not other_ranks:
         return text
     bad, good = ({facts.hosts[rank] for rank in ranks if rank < len(facts.hosts)}
                  for ranks in (failed, other_ranks))
     if bad.isdisjoint(good):
-        return (f"{rank_ranges(other_ranks)} on {_join_hosts(good)} did not fail this way: compare PATH, the"
-                f" environment and the mounts of {_join_hosts(bad)} with {_join_hosts(good)}; if it is missing"
+        return (f"{rank_ranges(other_ranks)} on {_join_nodes(good)} did not fail this way: compare PATH, the"
+                f" environment and the mounts of {_join_nodes(bad)} with {_join_nodes(good)}; if it is missing"
                 f" there: {text}")
     return (f"{rank_ranges(other_ranks)} did not fail this way: compare PATH, PYTHONPATH and working directory with"
             f" {rank_ranges(failed)}; otherwise {text}")
 
 
-def _join_hosts(hosts: Collection[str]) -> str:
-    return ", ".join(sorted(hosts)[:_MOST_HOSTS]) + (" …" if len(hosts) > _MOST_HOSTS else "")
+def _join_nodes(hosts: Collection[str]) -> str:
+    return ", ".join(sorted(hosts)[:_MAX_HOSTS]) + (" …" if len(hosts) > _MAX_HOSTS else "")
 
 
 def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_dir: RunDir,
@@ -79,10 +79,10 @@ def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_di
         elsewhere = "choose another location (--run-dir, EZPZ_LLM_CACHE)"
     elif Path(path).is_relative_to(run_dir.path):
         elsewhere = "choose another --run-dir"
-    return filled_in(advice, {
-        "run_dir": str(run_dir.path), "hosts": _join_hosts(verdict.hosts) or "its node",
+    return fill_advice(advice, {
+        "run_dir": str(run_dir.path), "hosts": _join_nodes(verdict.hosts) or "its node",
         "path": path or "that file", "elsewhere": elsewhere,
-        "leave_out": _exclude_hosts(verdict.hosts, evidence.facts, run_dir, typed)})
+        "leave_out": _exclude_nodes(verdict.hosts, evidence.facts, run_dir, typed)})
 
 
 _ADVICE = {
@@ -122,7 +122,7 @@ def resume(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
     return f"{shlex.join(without(typed, '--resume'))} --resume {shlex.quote(str(run_dir.path))}"
 
 
-def _exclude_hosts(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
+def _exclude_nodes(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
     excluded = NodeNames(hosts)
     remaining = [host for host in dict.fromkeys(facts.hosts) if host not in excluded]
     bad = ", ".join(hosts)

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ezpz_llm.base import EXIT_PREFLIGHT, EXIT_USAGE
-from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
-from ezpz_llm.launch.failures.texts import (
+from ezpz_llm.launch.failures.known_failures import (
     FailureText,
-    filled_in,
+    fill_advice,
     find_text,
     shipped_texts,
     whole_sentence,
     without_asides,
 )
+from ezpz_llm.launch.failures.run_facts import Failure
 from ezpz_llm.launch.failures.tracebacks import before_the_report
 
 
@@ -75,7 +75,7 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
     text, line, match = text_match
     keeps_evidence = text.kind is None and (line == by_signal or (raised is not None and not crashed))
     evidence = plain.evidence if keeps_evidence else whole_sentence(line, failure.tail)
-    return Finding(text.kind or plain.kind, evidence, text.cause, filled_in(text.advice, match.groupdict()),
+    return Finding(text.kind or plain.kind, evidence, text.cause, fill_advice(text.advice, match.groupdict()),
                    text.name)
 
 
@@ -84,7 +84,7 @@ def has_crashed(failure: Failure) -> bool:
     return failure.signal in _CRASHES
 
 
-def words_before_a_crash(failure: Failure) -> list[str]:
+def error_line_before_crash(failure: Failure) -> list[str]:
     """Return the last line before a crash that reads like an error, in a list; empty if there is none."""
     return [line.strip() for line in _lines_before_crash(failure) if _ERROR_WORDS.search(line)][-1:]
 
@@ -119,7 +119,7 @@ def _first(pattern: re.Pattern[str], lines: list[str]) -> str | None:
     return next((line.strip() for line in lines if pattern.search(line)), None)
 
 
-def what_was_lost(evidence: str) -> str:
+def summarize_lost_peer(evidence: str) -> str:
     """Summarize the loss of a peer in two or three words, so that ranks can be grouped by it."""
     summaries = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
                  "remote process exited", "communicator was aborted", "timed out", "connection was likely closed")

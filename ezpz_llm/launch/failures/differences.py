@@ -21,12 +21,13 @@ Frame = tuple[str, int, str]
 _FAULT_HANDLER = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,? in (?P<function>.+))?$')
 _PY_SPY = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d{1,9})\)$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
-_MOST_FRAMES = 500
+_MAX_FRAMES = 500
 _LAST_CALLS = 8
 """Innermost calls that are searched for known waits; outer frames belong to the caller of the library."""
 
 
-def as_compared(silent: Sequence[RankLife], ranks: Sequence[RankLife], stacks: Mapping[int, Path]) -> str:
+def describe_blocking_rank(silent: Sequence[RankLife], ranks: Sequence[RankLife],
+                           stacks: Mapping[int, Path]) -> str:
     """Describe in one line the rank that the others wait for, and how it differs from them.
 
     Args:
@@ -39,7 +40,7 @@ def as_compared(silent: Sequence[RankLife], ranks: Sequence[RankLife], stacks: M
     if first.state in UNUSUAL_STATES and running:
         return f"{first}, unlike {rank_ranges(running)}"
     places = {rank: frames for rank, path in stacks.items() if (frames := main_stack(system_text(path)))}
-    if odd := odd_ones_out({life.rank: places[life.rank] for life in silent if life.rank in places}):
+    if odd := minority_ranks({life.rank: places[life.rank] for life in silent if life.rank in places}):
         first = next(life for life in silent if life.rank == odd[0][0])
         return f"{first}; {_apart(odd)}"
     steps = {life.rank: life.step for life in ranks if life.step is not None}
@@ -47,19 +48,19 @@ def as_compared(silent: Sequence[RankLife], ranks: Sequence[RankLife], stacks: M
     if low < high and first.step == low:
         behind = [rank for rank, step in steps.items() if step == low]
         slow = {life.host for life in ranks if life.rank in behind}
-        is_whole_hosts = slow.isdisjoint(life.host for life in ranks if life.rank not in behind)
-        hosts = f" (all of {', '.join(sorted(slow))})" if is_whole_hosts and len(behind) > len(slow) else ""
+        is_whole_nodes = slow.isdisjoint(life.host for life in ranks if life.rank not in behind)
+        hosts = f" (all of {', '.join(sorted(slow))})" if is_whole_nodes and len(behind) > len(slow) else ""
         return f"{first}; {rank_ranges(behind)}{hosts} {_are(behind)} behind, others reached step {high}"
     return f"{first}{f' (and {len(other_lives)} more)' if other_lives else ''}"
 
 
-def where_they_stand(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int], str]:
+def find_blocking_ranks(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int], str]:
     """Return the ranks whose wait explains the hang, and a description of where ranks are.
 
     The ranks are those that are apart from the majority, else all. The description is empty if ranks are in several
     places or no stack is known.
     """
-    if odd := odd_ones_out(stacks):
+    if odd := minority_ranks(stacks):
         return odd[0], _apart(odd)
     ranks = sorted(stacks)
     if len({tuple(frames) for frames in stacks.values()}) != 1:
@@ -81,7 +82,7 @@ def stack_in_log(text: str) -> list[Frame]:
 _Odd = tuple[list[int], str, list[int], str]
 
 
-def odd_ones_out(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
+def minority_ranks(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
     """Compare stacks: return the minority ranks and their place, then the majority ranks and their place.
 
     None if all ranks are in the same place, or no place has more than half of them.
@@ -115,7 +116,7 @@ def main_stack(text: str) -> list[Frame]:
         match = _FAULT_HANDLER.match(line) or _PY_SPY.match(line)
         if match is None:
             if frames and frames[-1][2] in _OUTERMOST:
-                return frames[::-1][:_MOST_FRAMES]
+                return frames[::-1][:_MAX_FRAMES]
             frames = []
         else:
             frames.append((match["file"], int(match["line"]), match["function"] or "?"))

@@ -81,7 +81,7 @@ _SIGNALS = {"Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "A
             "Terminated": 15}
 
 
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 """Longer numbers cannot be exit codes."""
 
 
@@ -102,7 +102,7 @@ def read_matches(text: str) -> list[LogMatch]:
 
 def _log_match(source: str, kind: str, match: re.Match[str]) -> LogMatch | None:
     groups = match.groupdict()
-    if any(len(groups.get(name) or "") > _MOST_DIGITS for name in ("code", "number")):
+    if any(len(groups.get(name) or "") > _MAX_DIGITS for name in ("code", "number")):
         return None
     code = int(groups["code"]) if groups.get("code") else None
     if groups.get("number"):

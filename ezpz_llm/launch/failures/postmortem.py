@@ -13,17 +13,23 @@ from typing import Any
 from ezpz_llm.base import UserError, is_own, system_text
 from ezpz_llm.launch.failures.advice import advice, resume
 from ezpz_llm.launch.failures.differences import Frame, main_stack, stack_in_log
-from ezpz_llm.launch.failures.facts import Failure, Postmortem, Raised, RunFacts, Stop, read_failures
-from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.known_failures import (
+    FailureText,
+    named_files,
+    shipped_texts,
+    site_texts,
+    slow_pattern_notes,
+)
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.log_text import cut_lines
-from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
-from ezpz_llm.launch.failures.texts import FailureText, left_out, named_files, shipped_texts, site_texts
+from ezpz_llm.launch.failures.postmortem_text import Findings, as_details, as_text, cause_line
+from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, Stop, read_failures
 from ezpz_llm.launch.failures.tracebacks import last_exception, last_words
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, judge
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE, RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir, own_record, read_record
+from ezpz_llm.rundir import RunDir, read_own_record, read_record
 
 _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20
@@ -41,7 +47,7 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     Args:
         env: the variables that launch gave the ranks, if launch itself calls; by default those in run.json.
     """
-    own_launch = _launch_record(run_dir, own_record)
+    own_launch = _launch_record(run_dir, read_own_record)
     launch = (_launch_record(run_dir, read_record) if own_launch is None else own_launch) or {}
     run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
     nodes = read_reports(run_dir, run_id)
@@ -73,7 +79,7 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     typed = None if own_launch is None else own_launch.get("typed") or ()
     findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
                         advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
-    notes += left_out(texts)
+    notes += slow_pattern_notes(texts)
     # Another user's run must not suggest files to remove.
     output = [line for failure in failures for line in failure.tail] if is_own_record else []
     notes += [f"  {lock}" for lock in locks_of((own_launch or {}).get("env") or {}, output) if lock.worker is None]

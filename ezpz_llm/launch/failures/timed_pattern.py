@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ezpz_llm.launch.failures.log_text import LONGEST_LINE
 
-MOST_S = 1.0
+MAX_S = 1.0
 """CPU time of a pattern, for all lines together."""
 _COUNTED_S = 0.01
 """Shorter searches are not charged, so that a fast pattern can be used on the output of any number of ranks.
@@ -45,7 +45,7 @@ class TimedPattern:
         TimeoutError: compiling it took longer than the limit.
     """
 
-    def __init__(self, text: str, limit_s: float | None = MOST_S) -> None:
+    def __init__(self, text: str, limit_s: float | None = MAX_S) -> None:
         self.text = text
         self._remaining_s = limit_s
         self._is_timed = False

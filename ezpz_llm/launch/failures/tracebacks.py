@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ezpz_llm.launch.failures.facts import Raised
+from ezpz_llm.launch.failures.known_failures import find_text, shipped_texts, without_asides
 from ezpz_llm.launch.failures.log_text import cut_line
-from ezpz_llm.launch.failures.texts import find_text, shipped_texts, without_asides
+from ezpz_llm.launch.failures.run_facts import Raised
 
 NEAR_THE_END = 200
 """Maximum number of lines after an uncaught exception, such as messages of destructors and threads."""

@@ -21,7 +21,6 @@ from ezpz_llm.launch.mpi_world import MpiWatch
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.builds import BuildWatch
 from ezpz_llm.launch.node.folder import remove_stale
-from ezpz_llm.launch.node.gather import Gatherer, describe
 from ezpz_llm.launch.node.groups import end_group
 from ezpz_llm.launch.node.messages import (
     ENDED,
@@ -40,7 +39,15 @@ from ezpz_llm.launch.node.messages import (
     stop_ordered,
     write_report,
 )
-from ezpz_llm.launch.node.processes import Kin, Process, below, catches, everyone, marked
+from ezpz_llm.launch.node.processes import (
+    Process,
+    ProcessIdentity,
+    find_descendants,
+    has_signal_handler,
+    list_processes,
+    marked,
+)
+from ezpz_llm.launch.node.rank_reports import Gatherer, describe
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir import RunDir, write_atomic
@@ -182,7 +189,7 @@ class _Node:
     def _signal_ranks(self, number: int) -> None:
         for pid in files.running(self.folder).values():
             # A shim that is still starting has no handler yet, and the signal would kill it.
-            if number == signal.SIGTERM or catches(pid, number):
+            if number == signal.SIGTERM or has_signal_handler(pid, number):
                 kill(pid, number)
 
     def _write_stacks(self, token: str, ranks: tuple[int, ...]) -> None:
@@ -257,21 +264,21 @@ class Strays:
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
-        self.recorded: set[Kin] = set()
+        self.recorded: set[ProcessIdentity] = set()
 
     def look(self, processes: Iterable[Process]) -> None:
         """Update the strays. `processes` are all processes with the marker."""
-        by_pid = everyone(is_own_only=True)
+        by_pid = list_processes(is_own_only=True)
         of_ranks = {process.pid for process in processes if process.is_of_rank}
         # Except for shims and their forks, everything below a shim belongs to its rank.
         spared = {os.getpid(), *(process.pid for process in processes if process.is_shim)}
-        roots = {*self.roots(), *(Kin(pid, by_pid[pid].start) for pid in of_ranks if pid in by_pid)}
-        strays = {kin for kin in below(by_pid, roots, spared) if kin.pid not in of_ranks}
+        roots = {*self.roots(), *(ProcessIdentity(pid, by_pid[pid].start) for pid in of_ranks if pid in by_pid)}
+        strays = {kin for kin in find_descendants(by_pid, roots, spared) if kin.pid not in of_ranks}
         if strays != self.recorded:
             self.recorded = strays
             self._write()
 
-    def roots(self) -> set[Kin]:
+    def roots(self) -> set[ProcessIdentity]:
         """Return the processes from which strays and their children descend."""
         return self.recorded | set(files.shims(self._folder))
 

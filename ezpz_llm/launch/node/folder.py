@@ -17,14 +17,14 @@ from ezpz_llm.base import (
     SECRET_VARIABLE,
     NotPrivate,
     PrivateFolder,
-    derived,
-    is_out_of_reach,
+    derive_key,
+    is_protected_from_others,
     make_private,
     open_private,
     remove_private,
     run_secret,
 )
-from ezpz_llm.launch.node.processes import Kin, is_alive, marked, place, started_at
+from ezpz_llm.launch.node.processes import ProcessIdentity, is_alive, marked, pid_namespace_id, started_at
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
@@ -38,7 +38,7 @@ _MEMORY = "/dev/shm"
 _RUN = "run"
 _WAKE = "wake"
 _LEAVE_WAIT_S = 3.0
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 
 def base() -> Path:
@@ -72,7 +72,7 @@ def file_of(rank: int, kind: str) -> str:
 def read_beat(text: str) -> tuple[str | None, int | None]:
     """Parse a heartbeat, a line `PHASE STEP`; None for a missing part."""
     phase, _, step = text.rstrip("\n").rpartition(" ")
-    return phase or None, int(step) if step.isascii() and step.isdigit() and len(step) <= _MOST_DIGITS else None
+    return phase or None, int(step) if step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS else None
 
 
 def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
@@ -84,13 +84,13 @@ def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
     secret = run_secret(env)
     if secret is None:
         raise NotPrivate(f"the launcher did not pass {SECRET_VARIABLE} to the ranks", base())
-    if not is_out_of_reach(base()):
+    if not is_protected_from_others(base()):
         raise NotPrivate("other users can replace files there", base())
-    path = base() / f"{prefix()}{derived(secret, 'node folder', os.uname().nodename)[:32]}"
+    path = base() / f"{prefix()}{derive_key(secret, 'node folder', os.uname().nodename)[:32]}"
     while True:
         folder = make_private(path)
         try:
-            folder.write(_RUN, f"{env[RUN_ID_VARIABLE]}\n{place()}".encode())
+            folder.write(_RUN, f"{env[RUN_ID_VARIABLE]}\n{pid_namespace_id()}".encode())
             folder.write(file_of(info.rank, SHIM), identity(os.getpid()).encode())
         except FileNotFoundError:
             # An agent whose ranks have all ended has just removed the folder.
@@ -132,17 +132,17 @@ def registered(folder: PrivateFolder) -> dict[int, str]:
             and name[4:-len(SHIM)].isdigit()}
 
 
-def shims(folder: PrivateFolder) -> list[Kin]:
+def shims(folder: PrivateFolder) -> list[ProcessIdentity]:
     """Return the shims of the ranks that have started on this node."""
     return _identities(shim.encode() for shim in registered(folder).values())
 
 
-def _identities(lines: Iterable[bytes]) -> list[Kin]:
+def _identities(lines: Iterable[bytes]) -> list[ProcessIdentity]:
     """Parse process identities, one per line; skip partly written lines."""
     processes = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            processes.append(Kin.parse(line.decode()))
+            processes.append(ProcessIdentity.parse(line.decode()))
     return processes
 
 
@@ -157,8 +157,8 @@ def running(folder: PrivateFolder) -> dict[int, int]:
     for rank, shim in registered(folder).items():
         # A program may have overwritten the shim's file.
         with contextlib.suppress(ValueError):
-            if not folder.has(file_of(rank, MARK)) and lives(shim):
-                pids[rank] = Kin.parse(shim).pid
+            if not folder.has(file_of(rank, MARK)) and is_running(shim):
+                pids[rank] = ProcessIdentity.parse(shim).pid
     return pids
 
 
@@ -167,7 +167,7 @@ def identity(pid: int) -> str:
     return f"{pid} {started_at(pid)}"
 
 
-def lives(who: str) -> bool:
+def is_running(who: str) -> bool:
     """Return True if the process of an `identity` is alive, or the identity is not completely written yet."""
     pid, _, start = who.partition(" ")
     return not start or is_alive(int(pid), int(start))
@@ -190,9 +190,9 @@ def agents(run_id: str) -> frozenset[int]:
     return frozenset(pid for folder in _folders_of(run_id) if (pid := _agent(folder)))
 
 
-def strays(run_id: str) -> list[Kin]:
+def strays(run_id: str) -> list[ProcessIdentity]:
     """Return the strays of the run on this node that its agent recorded (`agent.Strays`)."""
-    processes: list[Kin] = []
+    processes: list[ProcessIdentity] = []
     for folder in _folders_of(run_id):
         with contextlib.suppress(OSError):
             processes += _identities(folder.read(STRAYS).splitlines())
@@ -231,7 +231,7 @@ def _agent(folder: PrivateFolder) -> int | None:
     """Return the process id of a living agent, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         agent = folder.read(AGENT).decode()
-        return int(agent.partition(" ")[0]) if lives(agent) else None
+        return int(agent.partition(" ")[0]) if is_running(agent) else None
     return None
 
 
@@ -241,7 +241,7 @@ _QUIET_S = 600.0
 
 def remove_stale(own_run_id: str) -> None:
     """Remove this user's folders of runs without processes, left by agents that were killed."""
-    local_place = place()
+    local_place = pid_namespace_id()
     for folder, run_id, origin in own_folders():
         if run_id != own_run_id and (origin == local_place or _is_quiet(folder)) and not any(marked(run_id)):
             remove_private(folder.path)

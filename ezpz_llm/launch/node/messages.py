@@ -19,7 +19,7 @@ from ezpz_llm.launch.node.folder import wake
 from ezpz_llm.rundir import RunDir
 
 _LOGS = "logs"
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Size limit of an order, which every agent reads once a second; the list of ranks is its longest part."""
 
 Order = TypeVar("Order", bound="StopOrder | StacksOrder | SignalOrder")
@@ -133,14 +133,14 @@ def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
 
     Invalid files are skipped, so that they do not stop the agent.
     """
-    return [order for order in read_records(kind, run_dir.control, _FILES[kind], _MOST_BYTES)
+    return [order for order in read_records(kind, run_dir.control, _FILES[kind], _MAX_BYTES)
             if order.run_id == run_id]
 
 
 def logs_ordered(run_dir: RunDir) -> str:
     """Return the ranks whose logs are to be copied, "" for none."""
     with contextlib.suppress(OSError), open_private(run_dir.control) as control:
-        return control.read(_LOGS, _MOST_BYTES).decode(errors="replace")
+        return control.read(_LOGS, _MAX_BYTES).decode(errors="replace")
     return ""
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import grouped, system_text
+from ezpz_llm.base import group_by_key, system_text
 from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SHIM = [b"-m", b"ezpz_llm.launch.shim"]
-_MOST_RANK_DIGITS = 9
+_MAX_RANK_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _read(pid: int, variables: list[bytes]) -> Process:
     prefix = f"{RANK_VARIABLE}=".encode()
     value = next((variable[len(prefix):] for variable in variables if variable.startswith(prefix)), None)
     # A program may set the variable to any text.
-    rank = int(value) if value is not None and value.isdigit() and len(value) <= _MOST_RANK_DIGITS else None
+    rank = int(value) if value is not None and value.isdigit() and len(value) <= _MAX_RANK_DIGITS else None
     is_shim = value is None and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == _SHIM
     used = sum(int(ticks) for ticks in numbers[11:15]) / _TICKS_PER_S
     return Process(pid, int(numbers[1]), int(numbers[19]), rank, value is not None, is_shim, numbers[0], used, name)
@@ -91,7 +91,7 @@ def started_at(pid: int) -> int:
     return int(_stat(pid)[1][19])
 
 
-def place() -> str:
+def pid_namespace_id() -> str:
     """Return a string that identifies the boot and the PID namespace, in which process ids are valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -109,13 +109,13 @@ def is_alive(pid: int, start: int) -> bool:
     return int(numbers[19]) == start and numbers[0] not in "ZX"
 
 
-def catches(pid: int, number: int) -> bool:
+def has_signal_handler(pid: int, number: int) -> bool:
     """Return True if the process has a handler for the signal, which otherwise would kill it."""
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)", system_text(f"/proc/{pid}/status"), re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
-def first_of(processes: list[Process]) -> Process:
+def find_ancestor(processes: list[Process]) -> Process:
     """Return the process from which the others descend."""
     pids = {process.pid for process in processes}
     return next((process for process in processes if process.parent not in pids), processes[0])
@@ -125,7 +125,7 @@ _AGAIN_S = 0.02
 _EMPTY_LOOKS = 2
 
 
-class Kin(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """Identity of a process: its id and start time (clock ticks since boot), since process ids are reused."""
 
     pid: int
@@ -135,7 +135,7 @@ class Kin(NamedTuple):
         return f"{self.pid} {self.start}"
 
     @classmethod
-    def parse(cls, text: str) -> Kin:
+    def parse(cls, text: str) -> ProcessIdentity:
         """Parse the result of `str`.
 
         Raises:
@@ -152,7 +152,7 @@ class Kin(NamedTuple):
             return False
 
 
-class Seen(NamedTuple):
+class ProcessFields(NamedTuple):
     """Fields of one process in /proc."""
 
     parent: int
@@ -160,7 +160,7 @@ class Seen(NamedTuple):
     has_ended: bool
 
 
-def everyone(is_own_only: bool = False) -> dict[int, Seen]:
+def list_processes(is_own_only: bool = False) -> dict[int, ProcessFields]:
     """Return all processes on this node by process id, or only those of this user, which is cheaper."""
     processes, uid = {}, os.getuid()
     for entry in os.scandir("/proc"):
@@ -176,19 +176,20 @@ def everyone(is_own_only: bool = False) -> dict[int, Seen]:
     return processes
 
 
-def _read_seen(pid: int) -> Seen:
+def _read_seen(pid: int) -> ProcessFields:
     _, numbers = _stat(pid)
     # A process whose main thread has ended may still have other threads.
     has_ended = numbers[0] in ("Z", "X") and int(numbers[17]) <= 1
-    return Seen(int(numbers[1]), int(numbers[19]), has_ended)
+    return ProcessFields(int(numbers[1]), int(numbers[19]), has_ended)
 
 
-def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] = ()) -> set[Kin]:
+def find_descendants(seen: dict[int, ProcessFields], roots: Iterable[ProcessIdentity],
+                     spared: Collection[int] = ()) -> set[ProcessIdentity]:
     """Return the `roots` and their living descendants.
 
     `spared` processes are excluded with their descendants; of a spared root, only the root itself is excluded.
     """
-    children = grouped((process.parent, pid) for pid, process in seen.items())
+    children = group_by_key((process.parent, pid) for pid, process in seen.items())
     pids = {root.pid for root in roots if root.pid in seen and seen[root.pid].start == root.start}
     queue = list(pids)
     while queue:
@@ -196,10 +197,10 @@ def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] =
             if pid not in pids and pid not in spared:
                 pids.add(pid)
                 queue.append(pid)
-    return {Kin(pid, seen[pid].start) for pid in pids if pid not in spared and not seen[pid].has_ended}
+    return {ProcessIdentity(pid, seen[pid].start) for pid in pids if pid not in spared and not seen[pid].has_ended}
 
 
-def read_descendants(root: Kin, spared: Collection[int]) -> Iterator[Kin]:
+def read_descendants(root: ProcessIdentity, spared: Collection[int]) -> Iterator[ProcessIdentity]:
     """Yield the living descendants of `root`, each before its children are read.
 
     The caller can thus stop a process before it creates more. `spared` processes are excluded with their
@@ -215,7 +216,7 @@ def read_descendants(root: Kin, spared: Collection[int]) -> Iterator[Kin]:
             with contextlib.suppress(OSError):
                 process = _read_seen(pid)
                 if not process.has_ended:
-                    yield Kin(pid, process.start)
+                    yield ProcessIdentity(pid, process.start)
 
 
 def _children(pid: int) -> list[int]:
@@ -234,16 +235,16 @@ def can_list_children() -> bool:
     return os.path.exists("/proc/thread-self/children")
 
 
-def end_all(find: Callable[[], Iterable[Kin]], within_s: float) -> list[int]:
+def end_all(find: Callable[[], Iterable[ProcessIdentity]], within_s: float) -> list[int]:
     """Kill the processes that `find` returns until it returns none twice in a row; return the ids of survivors.
 
     A single call can miss a process that forks and exits. Each process is first stopped with SIGSTOP, which catches
     even a process that forks every millisecond. Survivors resist, or belong to another user.
     """
     began = time.monotonic()
-    stopped: set[Kin] = set()
-    unpermitted: set[Kin] = set()
-    living: set[Kin] = set()
+    stopped: set[ProcessIdentity] = set()
+    unpermitted: set[ProcessIdentity] = set()
+    living: set[ProcessIdentity] = set()
     empty_looks = 0
     while empty_looks < _EMPTY_LOOKS and (lasted_s := time.monotonic() - began) <= within_s:
         living, is_new = set(), False
@@ -267,7 +268,7 @@ def end_all(find: Callable[[], Iterable[Kin]], within_s: float) -> list[int]:
     return sorted(process.pid for process in living | unpermitted if process.is_there())
 
 
-def _send(process: Kin, number: signal.Signals) -> bool:
+def _send(process: ProcessIdentity, number: signal.Signals) -> bool:
     """Send a signal if it is still the same process; return False without permission."""
     try:
         if process.is_there():

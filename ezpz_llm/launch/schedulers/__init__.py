@@ -9,12 +9,12 @@ from functools import cache
 from typing import Any
 
 from ezpz_llm.base import UserError, entry_points
-from ezpz_llm.launch.addresses import is_among
+from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.hostnames import same_nodes
-from ezpz_llm.launch.ranks import leftovers, names_for_ranks
+from ezpz_llm.launch.ranks import leftover_variables, names_for_ranks
 from ezpz_llm.launch.schedulers import flux, local, lsf, pbs, slurm
 from ezpz_llm.launch.schedulers.node_files import NODE_FILES
-from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler, by_hand, job_of
+from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler, job_of, manual_instructions
 
 SCHEDULERS: tuple[Scheduler, ...] = (*map(ModuleScheduler, (slurm, pbs, flux, lsf)), *NODE_FILES)
 """Built-in schedulers in order of precedence, ahead of plugins. Slurm is first because it may ship its own qsub."""
@@ -82,7 +82,7 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
         UserError: the variables of a scheduler contradict each other, two schedulers name different nodes, there
             is no job of the scheduler `wanted`, or the job's scheduler is unsupported.
     """
-    if stale := leftovers(env):
+    if stale := leftover_variables(env):
         values = ", ".join(f"{name}={env[name]}" for name in stale)
         cleaned_env = {name: value for name, value in env.items() if name not in stale}
         note = f"ignoring {values}: it was not set by a launcher, and each rank gets its own value"
@@ -97,10 +97,10 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
     if in_jobs:
         return _allocation_or_local(in_jobs[0], env, hosts_from)
     if hosts_from is None:
-        local.refuse(env)
+        local.reject_unsupported_job(env)
         _reject_traces(env)
         return local.detect(env)
-    return local.detect(env).with_notes(*local.left_aside(env, hosts_from))
+    return local.detect(env).with_notes(*local.overridden_job_note(env, hosts_from))
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
@@ -130,7 +130,7 @@ def _allocation_of(scheduler_name: str, env: Mapping[str, str]) -> Allocation:
         ignored.append(f"the rank variables of {rank_source}")
     notes = [f"ignoring {' and '.join(ignored)} (--scheduler {scheduler_name})"] if ignored else []
     if scheduler_name == local.NAME:
-        notes += local.left_aside(env, "--scheduler none")
+        notes += local.overridden_job_note(env, "--scheduler none")
         return replace(local.detect(env), source="--scheduler none").with_notes(*notes)
     allocation = schedulers()[scheduler_name].detect(env)
     if allocation is None:
@@ -158,7 +158,8 @@ def _reject_traces(env: Mapping[str, str]) -> None:
         if name := next((name for name in scheduler.TRACES if env.get(name)), None):
             raise UserError(f"{name} belongs to {job_of(scheduler.TITLE)}, but {scheduler.JOB_VARIABLE} is not set:"
                             f" either the job's other variables did not reach this process, or {name} is stale",
-                            where=f"{name}={env[name][:80]}", instead=by_hand(scheduler.HOSTS_LINES, env))
+                            where=f"{name}={env[name][:80]}",
+                            instead=manual_instructions(scheduler.HOSTFILE_COMMANDS, env))
 
 
 def _choose_among_jobs(env: Mapping[str, str]) -> Allocation:
@@ -181,7 +182,7 @@ def _choose_among_jobs(env: Mapping[str, str]) -> Allocation:
     first, *other_allocations = readable
     if errors:
         return first.with_notes(f"{all_marks} are {how} set; using {first.scheduler}: {errors[0].found}")
-    local_allocations = [allocation for allocation in readable if is_among(_names(allocation))]
+    local_allocations = [allocation for allocation in readable if is_local_node_among(_names(allocation))]
     if len(local_allocations) == 1:
         allocation = local_allocations[0]
         return allocation.with_notes(f"{all_marks} are {how} set; using {allocation.scheduler}: only its job has"

@@ -15,18 +15,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ezpz_llm.base import UserError, ask_command, counted, parse_json
+from ezpz_llm.base import UserError, ask_command, count_noun, parse_json
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
-from ezpz_llm.launch.hostlist import expand_hosts, expand_numbers
+from ezpz_llm.launch.hostlist import expand_hostlist, expand_numbers
 from ezpz_llm.launch.hostnames import node_keys
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
-    Host,
-    HostsLine,
+    HostfileCommand,
+    Node,
     Request,
     StepLauncher,
-    by_hand,
-    unspoken,
+    manual_instructions,
+    unknown_nodes_error,
 )
 
 NAME = "flux"
@@ -35,10 +35,11 @@ JOB_VARIABLE = "FLUX_ENCLOSING_ID"
 # A task of a job has FLUX_JOB_ID. An instance that another scheduler started has only FLUX_URI.
 ALIASES = ("FLUX_JOB_ID", "FLUX_URI")
 TRACES = ("FLUX_JOB_SIZE",)
-HOSTS_LINES = tuple(HostsLine(name, f"flux hostlist --expand --delimiter=$'\\n' {source} > hosts", "flux")
-                    for name, source in (("FLUX_JOB_ID", "local"), (JOB_VARIABLE, "instance"),
-                                         ("FLUX_URI", "instance")))
-KEEPS_HOST_ORDER = SITE_CORES_COUNT = True
+HOSTFILE_COMMANDS = tuple(HostfileCommand(name, f"flux hostlist --expand --delimiter=$'\\n' {source} > hosts",
+                                          "flux")
+                          for name, source in (("FLUX_JOB_ID", "local"), (JOB_VARIABLE, "instance"),
+                                               ("FLUX_URI", "instance")))
+KEEPS_NODE_ORDER = SITE_CORES_COUNT = True
 
 PATTERNS = (
     # launch itself also cancels a Flux job whose ranks do not stop.
@@ -68,20 +69,23 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if task := env.get("FLUX_JOB_ID"):
         reason = ("this process is a task of the job, but launch needs a Flux instance: run launch in a script of"
                   " `flux batch` or a shell of `flux alloc`")
-        raise unspoken(TITLE, task, reason, f"FLUX_JOB_ID={task}", by_hand(HOSTS_LINES, env))
+        raise unknown_nodes_error(TITLE, task, reason, f"FLUX_JOB_ID={task}",
+                                  manual_instructions(HOSTFILE_COMMANDS, env))
     where = f"{name}={env[name]}"
     answer = ask_command(_RESOURCES, env, _ASK_S, _TRIES)
     if answer.text is None:
-        raise unspoken(TITLE, env[name], answer.complaint, where, by_hand(HOSTS_LINES, env))
+        raise unknown_nodes_error(TITLE, env[name], answer.complaint, where,
+                                  manual_instructions(HOSTFILE_COMMANDS, env))
     try:
         hosts, ends_at = read_resources(answer.text)
     except UserError as error:
-        raise unspoken(TITLE, env[name], error.found, where, by_hand(HOSTS_LINES, env)) from error
+        raise unknown_nodes_error(TITLE, env[name], error.found, where,
+                                  manual_instructions(HOSTFILE_COMMANDS, env)) from error
     return Allocation(scheduler=NAME, job_id=env[name], hosts=hosts, ends_at=ends_at, source=shlex.join(_RESOURCES),
                       devices_source="Flux" if any(host.devices for host in hosts) else "")
 
 
-def read_resources(text: str) -> tuple[tuple[Host, ...], float | None]:
+def read_resources(text: str) -> tuple[tuple[Node, ...], float | None]:
     """Return the nodes in an RFC 20 resource set, by broker rank, and the end of the instance (None: no end).
 
     Raises:
@@ -91,15 +95,16 @@ def read_resources(text: str) -> tuple[tuple[Host, ...], float | None]:
     execution = resources.get("execution") if isinstance(resources, dict) else None
     if not isinstance(execution, dict):
         raise UserError("its resources are not an RFC 20 resource set")
-    names = expand_hosts(",".join(map(str, execution.get("nodelist") or ())))
+    names = expand_hostlist(",".join(map(str, execution.get("nodelist") or ())))
     ranks = [(rank, entry["children"]) for entry in execution.get("R_lite") or () for rank in _ids(entry["rank"])]
     ranks.sort(key=lambda rank_and_children: rank_and_children[0])
     if not names or len(names) != len(ranks):
-        raise UserError(f"its resources have {counted(len(ranks), 'broker')} on {counted(len(names), 'node')}")
+        raise UserError(f"its resources have {count_noun(len(ranks), 'broker')} on "
+                        f"{count_noun(len(names), 'node')}")
     if len(set(node_keys(names))) < len(names):
         raise UserError(f"several of its brokers are on one node: {', '.join(names[:4])}")
     # `cores` is left unset: Flux numbers physical cores, and ranks may be bound to hardware threads.
-    hosts = tuple(Host(name, devices=len(_ids(children.get("gpu", ""))) or None)
+    hosts = tuple(Node(name, devices=len(_ids(children.get("gpu", ""))) or None)
                   for name, (_, children) in zip(names, ranks, strict=True))
     ends_at = execution.get("expiration")
     return hosts, float(ends_at) if isinstance(ends_at, int | float) and ends_at > _NO_END else None

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ezpz_llm.base import UserError
-from ezpz_llm.launch.ranks import RankInfo, find_rank, leftovers
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, by_hand, job_of
+from ezpz_llm.launch.ranks import RankInfo, find_rank, leftover_variables
+from ezpz_llm.launch.schedulers.scheduler import Allocation, HostfileCommand, Node, job_of, manual_instructions
 
 NAME, STARTED = "none", "started"
 """Values of `Allocation.scheduler`: no scheduler; a launcher such as srun started this process as a rank."""
@@ -17,7 +17,7 @@ NAME, STARTED = "none", "started"
 
 def detect(env: Mapping[str, str]) -> Allocation:
     """Return this node."""
-    return Allocation(scheduler=NAME, job_id=None, hosts=(Host(socket.gethostname()),), ends_at=None,
+    return Allocation(scheduler=NAME, job_id=None, hosts=(Node(socket.gethostname()),), ends_at=None,
                       source="no scheduler's variables in the environment")
 
 
@@ -30,17 +30,17 @@ def detect_rank(env: Mapping[str, str]) -> Allocation | None:
     info = rank_here(env)
     if info.world_size == 1 or _is_interactive_shell(info, env):
         return None
-    return Allocation(scheduler=STARTED, job_id=None, hosts=(Host(socket.gethostname(), slots=info.local_size),),
+    return Allocation(scheduler=STARTED, job_id=None, hosts=(Node(socket.gethostname(), slots=info.local_size),),
                       ends_at=None, source=info.source, notes=info.notes)
 
 
 def rank_here(env: Mapping[str, str]) -> RankInfo:
-    """Return the rank of this process, ignoring stale variables (`leftovers`).
+    """Return the rank of this process, ignoring stale variables (`leftover_variables`).
 
     Raises:
         UserError: the rank variables are incomplete or contradict each other.
     """
-    stale = leftovers(env)
+    stale = leftover_variables(env)
     return find_rank({name: value for name, value in env.items() if name not in stale})
 
 
@@ -62,7 +62,7 @@ def has_terminal() -> bool:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class UnsupportedScheduler:
     """Unsupported scheduler. launch recognizes its jobs and rejects them with a command to type instead.
 
     Attributes:
@@ -72,35 +72,38 @@ class Foreign:
 
     name: str
     variables: tuple[str, ...]
-    hosts_lines: tuple[HostsLine, ...]
+    hostfile_commands: tuple[HostfileCommand, ...]
 
 
-FOREIGN = (
+UNSUPPORTED_SCHEDULERS = (
     # https://www.ibm.com/docs/en/tllm/5.1.0, "LoadLeveler variables for setting up the job environment".
-    Foreign("LoadLeveler", ("LOADL_STEP_ID", "LOADL_PROCESSOR_LIST"),
-            (HostsLine("LOADL_PROCESSOR_LIST", "printf '%s\\n' $LOADL_PROCESSOR_LIST > hosts"),)),
+    UnsupportedScheduler("LoadLeveler", ("LOADL_STEP_ID", "LOADL_PROCESSOR_LIST"),
+                         (HostfileCommand("LOADL_PROCESSOR_LIST", "printf '%s\\n' $LOADL_PROCESSOR_LIST > hosts"),
+                          )),
 )
 
 
-def find(env: Mapping[str, str]) -> tuple[Foreign, str] | None:
+def find(env: Mapping[str, str]) -> tuple[UnsupportedScheduler, str] | None:
     """Return the unsupported scheduler whose job this is, and the variable that shows it."""
-    return next(((foreign, name) for foreign in FOREIGN for name in foreign.variables if env.get(name)), None)
+    return next(((foreign,
+                  name) for foreign in UNSUPPORTED_SCHEDULERS for name in foreign.variables if env.get(name)), None)
 
 
-def left_aside(env: Mapping[str, str], why: str) -> tuple[str, ...]:
+def overridden_job_note(env: Mapping[str, str], why: str) -> tuple[str, ...]:
     """Return a note if one of the user's options, named in `why`, overrides the job of an unsupported scheduler."""
     match = find(env)
     return (f"ignoring {match[1]}={env[match[1]]} ({why})",) if match else ()
 
 
-def refuse(env: Mapping[str, str]) -> None:
+def reject_unsupported_job(env: Mapping[str, str]) -> None:
     """Raise in a job of an unsupported scheduler, instead of running one rank on this node.
 
     Raises:
-        UserError: this is a job of one of `FOREIGN`.
+        UserError: this is a job of one of `UNSUPPORTED_SCHEDULERS`.
     """
     if match := find(env):
         foreign, name = match
         job = f"{foreign.name} job {env[name]}" if name == foreign.variables[0] else job_of(foreign.name)
         raise UserError(f"this is {job}, but launch does not support {foreign.name} and cannot determine its nodes",
-                        where=f"{name}={env[name][:80]}", instead=by_hand(foreign.hosts_lines, env))
+                        where=f"{name}={env[name][:80]}",
+                        instead=manual_instructions(foreign.hostfile_commands, env))

@@ -18,16 +18,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, counted, read_text, whole_number
+from ezpz_llm.base import MAX_NODES, UserError, ask_command, count_noun, read_text, whole_number
 from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
-    Host,
-    HostsLine,
+    HostfileCommand,
+    Node,
     Request,
     StepLauncher,
-    by_hand,
-    unspoken,
+    manual_instructions,
+    unknown_nodes_error,
 )
 
 NAME = "lsf"
@@ -36,13 +36,14 @@ JOB_VARIABLE = "LSB_JOBID"
 JOB_QUERY = (("bjobs", "-noheader", "-o", "stat"), ("is not found",))
 TRACES = ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "LSB_BATCH_JID", "LSB_DJOB_NUMPROC",
           "LSB_AFFINITY_HOSTFILE", "LSB_DJOB_RANKFILE")
-HOSTS_LINES = (
-    HostsLine("LSB_MCPU_HOSTS", "echo $LSB_MCPU_HOSTS | xargs -n 2 printf '%s slots=%s\\n' > hosts"),
-    HostsLine("LSB_HOSTS", "printf '%s\\n' $LSB_HOSTS > hosts"),
-    HostsLine("LSB_DJOB_HOSTFILE", 'cp "$LSB_DJOB_HOSTFILE" hosts', is_file=True),
+HOSTFILE_COMMANDS = (
+    HostfileCommand("LSB_MCPU_HOSTS", "echo $LSB_MCPU_HOSTS | xargs -n 2 printf '%s slots=%s\\n' > hosts"),
+    HostfileCommand("LSB_HOSTS", "printf '%s\\n' $LSB_HOSTS > hosts"),
+    HostfileCommand("LSB_DJOB_HOSTFILE", 'cp "$LSB_DJOB_HOSTFILE" hosts', is_file=True),
     # bjobs writes "2*h1:h2".
-    HostsLine(JOB_VARIABLE, "bjobs -noheader -o exec_host $LSB_JOBID | tr ':' '\\n' | sed 's/.*[*]//' > hosts",
-              "bjobs"),
+    HostfileCommand(JOB_VARIABLE,
+                    "bjobs -noheader -o exec_host $LSB_JOBID | tr ':' '\\n' | sed 's/.*[*]//' > hosts",
+                    "bjobs"),
 )
 REMOTE_SHELL = ("blaunch",)
 SITE_CORES_COUNT = True
@@ -60,16 +61,16 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if not job_id:
         return None
     counts, source = _counts(env, job_id)
-    if not counts or len(counts) > MOST_HOSTS:
-        raise unspoken(TITLE, job_id, f"{source} names {len(counts):,} nodes", source,
-                       by_hand(HOSTS_LINES, env, failed=source))
+    if not counts or len(counts) > MAX_NODES:
+        raise unknown_nodes_error(TITLE, job_id, f"{source} names {len(counts):,} nodes", source,
+                                  manual_instructions(HOSTFILE_COMMANDS, env, failed=source))
     if index := env.get("LSB_JOBINDEX", "0").strip("0"):
         job_id = f"{job_id}[{index}]"
     if shutil.which(_STEPS, path=env.get("PATH", os.defpath)):
         return _jsrun_allocation(job_id, counts, source)
     # One slot on every node is LSF's default, not a request for one rank per node.
     requests_slots = any(count > 1 for count in counts.values())
-    hosts = tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
+    hosts = tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source)
 
 
@@ -79,21 +80,24 @@ def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
         fields = text.split()
         numbers = [whole_number(word) for word in fields[1::2]]
         if len(fields) % 2 or None in numbers:
-            raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS is not a list of hostnames, each with a slot count",
-                           f"LSB_MCPU_HOSTS={text[:80]}", by_hand(HOSTS_LINES, env, failed="LSB_MCPU_HOSTS"))
+            raise unknown_nodes_error(TITLE, job_id,
+                                      "LSB_MCPU_HOSTS is not a list of hostnames, each with a slot count",
+                                      f"LSB_MCPU_HOSTS={text[:80]}",
+                                      manual_instructions(HOSTFILE_COMMANDS, env, failed="LSB_MCPU_HOSTS"))
         pairs = zip(fields[::2], numbers, strict=True)
         return sum_by_node([(name, number or 0) for name, number in pairs]), "LSB_MCPU_HOSTS"
     if text := env.get("LSB_HOSTS"):
         return count_repeats(text.split()), "LSB_HOSTS"
     path = env.get("LSB_DJOB_HOSTFILE")
     if not path:
-        raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS, LSB_HOSTS and LSB_DJOB_HOSTFILE are not set",
-                       f"LSB_JOBID={job_id}", by_hand(HOSTS_LINES, env))
+        raise unknown_nodes_error(TITLE, job_id, "LSB_MCPU_HOSTS, LSB_HOSTS and LSB_DJOB_HOSTFILE are not set",
+                                  f"LSB_JOBID={job_id}", manual_instructions(HOSTFILE_COMMANDS, env))
     try:
         return count_repeats(read_text(Path(path)).split()), "LSB_DJOB_HOSTFILE"
     except UserError as error:
-        raise unspoken(TITLE, job_id, error.found, f"LSB_DJOB_HOSTFILE={path}",
-                       by_hand(HOSTS_LINES, env, failed="LSB_DJOB_HOSTFILE")) from error
+        raise unknown_nodes_error(TITLE, job_id, error.found, f"LSB_DJOB_HOSTFILE={path}",
+                                  manual_instructions(HOSTFILE_COMMANDS, env,
+                                                      failed="LSB_DJOB_HOSTFILE")) from error
 
 
 def _jsrun_allocation(job_id: str, counts: Mapping[str, int], source: str) -> Allocation:
@@ -101,10 +105,10 @@ def _jsrun_allocation(job_id: str, counts: Mapping[str, int], source: str) -> Al
     first, *compute_nodes = counts
     notes: tuple[str, ...] = ()
     if compute_nodes and counts[first] == 1 < min(counts[name] for name in compute_nodes):
-        notes = (f"{first} is the launch node: ranks run on the {counted(len(compute_nodes), 'other node')}",)
+        notes = (f"{first} is the launch node: ranks run on the {count_noun(len(compute_nodes), 'other node')}",)
     else:
         compute_nodes = [first, *compute_nodes]
-    hosts = tuple(Host(name, cores=counts[name]) for name in sorted(compute_nodes))
+    hosts = tuple(Node(name, cores=counts[name]) for name in sorted(compute_nodes))
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source, notes=notes)
 
 

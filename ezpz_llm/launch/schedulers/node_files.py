@@ -15,12 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import MOST_HOSTS, UserError, read_text, whole_number
+from ezpz_llm.base import MAX_NODES, UserError, read_text, whole_number
 from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, Scheduler, by_hand, unspoken
+from ezpz_llm.launch.schedulers.scheduler import (
+    Allocation,
+    HostfileCommand,
+    Node,
+    Scheduler,
+    manual_instructions,
+    unknown_nodes_error,
+)
 
 
-def slots_in_columns(text: str) -> tuple[Host, ...]:
+def slots_in_columns(text: str) -> tuple[Node, ...]:
     """Parse Grid Engine's file: hostname, slots, queue, processors; one line per node and queue.
 
     Slots are ranks if any node has more than one.
@@ -33,19 +40,19 @@ def slots_in_columns(text: str) -> tuple[Host, ...]:
         slots.append((line[0], number))
     counts = sum_by_node(slots)
     requests_slots = any(count > 1 for count in counts.values())
-    return tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
+    return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
-def lines_are_cores(text: str) -> tuple[Host, ...]:
+def lines_are_cores(text: str) -> tuple[Node, ...]:
     """Parse OAR's file, which has a line per reserved core."""
-    return tuple(Host(name, cores=count) for name, count in count_repeats(text.split()).items())
+    return tuple(Node(name, cores=count) for name, count in count_repeats(text.split()).items())
 
 
-def lines_are_hosts(text: str) -> tuple[Host, ...]:
+def lines_are_nodes(text: str) -> tuple[Node, ...]:
     """Parse one hostname per line. Repeated lines are ranks."""
     counts = count_repeats(text.split())
     requests_slots = any(count > 1 for count in counts.values())
-    return tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
+    return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,13 @@ class NodeFileScheduler(Scheduler):
     TITLE: str
     JOB_VARIABLE: str
     file_variables: tuple[str, ...]
-    read: Callable[[str], tuple[Host, ...]]
-    HOSTS_LINES: tuple[HostsLine, ...]
+    read: Callable[[str], tuple[Node, ...]]
+    HOSTFILE_COMMANDS: tuple[HostfileCommand, ...]
     ALIASES: tuple[str, ...] = ()
     TRACES: tuple[str, ...] = ()
     REMOTE_SHELL: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    lone_hosts: str = ""
+    node_count_variable: str = ""
     SITE_CORES_COUNT: bool = True
 
     def mark(self, env: Mapping[str, str]) -> str | None:
@@ -88,44 +95,49 @@ class NodeFileScheduler(Scheduler):
             return None
         job_id = env[name]
         variable = next((variable for variable in self.file_variables if env.get(variable)), None)
-        if variable is None and self.lone_hosts and env.get(self.lone_hosts) == "1":
-            return Allocation(self.NAME, job_id, (Host(socket.gethostname()),), None, f"{self.lone_hosts}=1")
+        if variable is None and self.node_count_variable and env.get(self.node_count_variable) == "1":
+            return Allocation(self.NAME, job_id, (Node(socket.gethostname()),), None,
+                              f"{self.node_count_variable}=1")
         if variable is None:
-            raise unspoken(self.TITLE, job_id, f"{self.file_variables[0]} is not set", f"{name}={job_id}",
-                           by_hand(self.HOSTS_LINES, env))
-        where, instead = f"{variable}={env[variable]}", by_hand(self.HOSTS_LINES, env, failed=variable)
+            raise unknown_nodes_error(self.TITLE, job_id, f"{self.file_variables[0]} is not set",
+                                      f"{name}={job_id}",
+                                      manual_instructions(self.HOSTFILE_COMMANDS, env))
+        where, instead = f"{variable}={env[variable]}", manual_instructions(self.HOSTFILE_COMMANDS, env,
+                                                                            failed=variable)
         try:
             hosts = self.read(read_text(Path(env[variable])))
         except UserError as error:
-            raise unspoken(self.TITLE, job_id, error.found, where, instead) from error
-        if not hosts or len(hosts) > MOST_HOSTS:
-            raise unspoken(self.TITLE, job_id, f"its node file names {len(hosts):,} nodes", where, instead)
+            raise unknown_nodes_error(self.TITLE, job_id, error.found, where, instead) from error
+        if not hosts or len(hosts) > MAX_NODES:
+            raise unknown_nodes_error(self.TITLE, job_id, f"its node file names {len(hosts):,} nodes", where,
+                                      instead)
         return Allocation(self.NAME, job_id, hosts, None, variable)
 
 
 GRID_ENGINE = NodeFileScheduler(
     "sge", "Grid Engine", "JOB_ID", ("PE_HOSTFILE",), slots_in_columns,
-    (HostsLine("PE_HOSTFILE", "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
-               ' " slots=" n[o[i]]}\' "$PE_HOSTFILE" > hosts', is_file=True),),
+    (HostfileCommand("PE_HOSTFILE",
+                     "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
+                     ' " slots=" n[o[i]]}\' "$PE_HOSTFILE" > hosts', is_file=True),),
     # JOB_ID is a common name; every job of Grid Engine has NHOSTS and NSLOTS too.
-    needs=("NHOSTS", "NSLOTS", "PE_HOSTFILE"), lone_hosts="NHOSTS", TRACES=("PE_HOSTFILE",),
+    needs=("NHOSTS", "NSLOTS", "PE_HOSTFILE"), node_count_variable="NHOSTS", TRACES=("PE_HOSTFILE",),
     REMOTE_SHELL=("qrsh", "-inherit"))
 
 _OAR_FILES = ("OAR_NODEFILE", "OAR_NODE_FILE", "OAR_FILE_NODES", "OAR_RESOURCE_FILE")
 
 OAR = NodeFileScheduler(
     "oar", "OAR", "OAR_JOB_ID", _OAR_FILES, lines_are_cores,
-    tuple(HostsLine(name, f'uniq "${name}" > hosts', is_file=True) for name in _OAR_FILES),
+    tuple(HostfileCommand(name, f'uniq "${name}" > hosts', is_file=True) for name in _OAR_FILES),
     ALIASES=("OAR_JOBID",), TRACES=_OAR_FILES, REMOTE_SHELL=("oarsh",))
 
 COBALT = NodeFileScheduler(
-    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), lines_are_hosts,
-    (HostsLine("COBALT_NODEFILE", 'cp "$COBALT_NODEFILE" hosts', is_file=True),),
+    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), lines_are_nodes,
+    (HostfileCommand("COBALT_NODEFILE", 'cp "$COBALT_NODEFILE" hosts', is_file=True),),
     TRACES=("COBALT_NODEFILE", "COBALT_PARTNAME", "COBALT_JOBSIZE"))
 
 PJM = NodeFileScheduler(
-    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), lines_are_hosts,
-    (HostsLine("PJM_O_NODEINF", 'cp "$PJM_O_NODEINF" hosts', is_file=True),),
+    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), lines_are_nodes,
+    (HostfileCommand("PJM_O_NODEINF", 'cp "$PJM_O_NODEINF" hosts', is_file=True),),
     TRACES=("PJM_O_NODEINF", "PJM_ENVIRONMENT", "PJM_NODE"), REMOTE_SHELL=("pjrsh",))
 
 NODE_FILES: tuple[Scheduler, ...] = (GRID_ENGINE, OAR, COBALT, PJM)

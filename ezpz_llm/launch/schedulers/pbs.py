@@ -13,20 +13,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, epoch, parse_json, read_text, whole_number
+from ezpz_llm.base import MAX_NODES, UserError, ask_command, epoch, parse_json, read_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import MEMORY, NODE_FAILED, TIME_LIMIT
 from ezpz_llm.launch.hostnames import count_repeats, match_names, same_nodes
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, Request, by_hand, clock, local_time
+from ezpz_llm.launch.schedulers.scheduler import (
+    Allocation,
+    HostfileCommand,
+    Node,
+    Request,
+    clock,
+    local_time,
+    manual_instructions,
+)
 
 NAME = "pbs"
 TITLE = "PBS"
 JOB_VARIABLE = "PBS_JOBID"
 TRACES = ("PBS_NODEFILE", "PBS_ENVIRONMENT", "PBS_NODENUM")
-HOSTS_LINES = (
-    HostsLine("PBS_NODEFILE", 'cp "$PBS_NODEFILE" hosts', is_file=True),
+HOSTFILE_COMMANDS = (
+    HostfileCommand("PBS_NODEFILE", 'cp "$PBS_NODEFILE" hosts', is_file=True),
     # qstat wraps long lines and writes "exec_host = n1/0*2+n2/0*2".
-    HostsLine(JOB_VARIABLE, """qstat -f "$PBS_JOBID" | tr -d '\\n\\t' | sed 's/.* exec_host = \\([^ ]*\\).*/\\1/'"""
-              """ | tr + '\\n' | sed 's|/.*||' | uniq > hosts""", "qstat"),
+    HostfileCommand(JOB_VARIABLE,
+                    """qstat -f "$PBS_JOBID" | tr -d '\\n\\t' | sed 's/.* exec_host = \\([^ ]*\\).*/\\1/'"""
+                    """ | tr + '\\n' | sed 's|/.*||' | uniq > hosts""", "qstat"),
 )
 JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
 SITE_CORES_COUNT = True
@@ -53,7 +62,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         return None
     path = env.get("PBS_NODEFILE")
     instead = ("start launch in the job script or in the interactive job's own shell; elsewhere "
-               + by_hand(HOSTS_LINES, env, failed="PBS_NODEFILE"))
+               + manual_instructions(HOSTFILE_COMMANDS, env, failed="PBS_NODEFILE"))
     if not path:
         raise UserError(f"PBS_NODEFILE is not set in PBS job {job_id}", where="the environment", instead=instead)
     try:
@@ -62,10 +71,10 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         # PBS writes the file on the job's first node only, but sets the variable on the others too.
         raise UserError(f"cannot read the node file of PBS job {job_id}: {error.found}",
                         where=f"PBS_NODEFILE={path}", instead=instead) from error
-    hosts = node_file_hosts(text)
-    if len(hosts) > MOST_HOSTS:
+    hosts = node_file_nodes(text)
+    if len(hosts) > MAX_NODES:
         raise UserError(f"the node file of PBS job {job_id} names {len(hosts):,} nodes",
-                        where=f"PBS_NODEFILE={path}", instead=f"at most {MOST_HOSTS:,} nodes")
+                        where=f"PBS_NODEFILE={path}", instead=f"at most {MAX_NODES:,} nodes")
     if not hosts:
         raise UserError(f"the node file of PBS job {job_id} is empty", where=f"PBS_NODEFILE={path}",
                         instead=instead)
@@ -83,7 +92,7 @@ def _first_node_cores(env: Mapping[str, str]) -> int | None:
     return whole_number(env.get("NCPUS", "")) or None
 
 
-def node_file_hosts(text: str) -> tuple[Host, ...]:
+def node_file_nodes(text: str) -> tuple[Node, ...]:
     """Return the distinct nodes in order. Slots are the number of lines of a node.
 
     PBS also writes one line for a chunk without mpiprocs. So slots are None if each node has a single line: the
@@ -91,7 +100,7 @@ def node_file_hosts(text: str) -> tuple[Host, ...]:
     """
     counts = count_repeats(text.split())
     requests_slots = any(count > 1 for count in counts.values())
-    return tuple(Host(name, slots=count if requests_slots else None) for name, count in counts.items())
+    return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
 @dataclass(frozen=True)

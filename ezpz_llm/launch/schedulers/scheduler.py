@@ -20,7 +20,7 @@ from ezpz_llm.launch.ranks import Family
 
 
 @dataclass(frozen=True)
-class Host:
+class Node:
     """Node of an allocation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Allocation:
 
     scheduler: str
     job_id: str | None
-    hosts: tuple[Host, ...]
+    hosts: tuple[Node, ...]
     ends_at: float | None
     source: str
     slots_are_a_limit: bool = False
@@ -86,7 +86,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class HostsLine:
+class HostfileCommand:
     """Shell command, shown to the user, that writes a job's nodes to the file `hosts`.
 
     Attributes:
@@ -106,7 +106,7 @@ class HostsLine:
                 and shutil.which(self.program, path=env.get("PATH", os.defpath)) is not None)
 
 
-def by_hand(lines: Sequence[HostsLine], env: Mapping[str, str], failed: str = "") -> str:
+def manual_instructions(lines: Sequence[HostfileCommand], env: Mapping[str, str], failed: str = "") -> str:
     """Return what to type in `env`, a job whose nodes launch cannot determine.
 
     That is the first of `lines` that works there. The command that reads the variable `failed` is skipped.
@@ -117,7 +117,7 @@ def by_hand(lines: Sequence[HostsLine], env: Mapping[str, str], failed: str = ""
             " node only)")
 
 
-def unspoken(title: str, job: str, why: str, where: str, instead: str) -> UserError:
+def unknown_nodes_error(title: str, job: str, why: str, where: str, instead: str) -> UserError:
     """Return the error for a job whose nodes cannot be determined. Running one rank here would hide that."""
     return UserError(f"cannot determine the nodes of {title} job {job}: {why}", where=where, instead=instead)
 
@@ -204,8 +204,8 @@ class Scheduler(Protocol):
     JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     ALIASES: tuple[str, ...] = ()
     TRACES: tuple[str, ...] = ()
-    HOSTS_LINES: tuple[HostsLine, ...] = ()
-    KEEPS_HOST_ORDER: bool = False
+    HOSTFILE_COMMANDS: tuple[HostfileCommand, ...] = ()
+    KEEPS_NODE_ORDER: bool = False
     STARTS_MPI_DAEMONS: bool = False
     REMOTE_SHELL: tuple[str, ...] = ()
     SITE_CORES_COUNT: bool = False

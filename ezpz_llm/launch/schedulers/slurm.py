@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, ask_command, counted, epoch, system_text, whole_number
+from ezpz_llm.base import UserError, ask_command, count_noun, epoch, system_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import (
     CANCELLED,
     ENDED,
@@ -23,17 +23,17 @@ from ezpz_llm.launch.failures.log_kinds import (
     STEP_CANCELLED,
     TIME_LIMIT,
 )
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
 from ezpz_llm.launch.hostnames import same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
-    Host,
-    HostsLine,
+    HostfileCommand,
+    Node,
     Request,
     StepLauncher,
-    by_hand,
     clock_with_days,
     local_time,
+    manual_instructions,
 )
 from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, laid_out, requested_tasks
 
@@ -42,15 +42,15 @@ TITLE = "Slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
 TRACES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_JOBID", "SLURM_STEP_NODELIST", "SLURM_JOB_NUM_NODES",
           "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE")
-HOSTS_LINES = (
-    *(HostsLine(name, f'scontrol show hostnames "$(squeue -h -j ${name} -o %N)" > hosts', "squeue")
+HOSTFILE_COMMANDS = (
+    *(HostfileCommand(name, f'scontrol show hostnames "$(squeue -h -j ${name} -o %N)" > hosts', "squeue")
       for name in (JOB_VARIABLE, "SLURM_JOBID")),
-    *(HostsLine(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
+    *(HostfileCommand(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
       for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")),
 )
 _NOTHING_LISTED = "code 0,"
 JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
-KEEPS_HOST_ORDER = STARTS_MPI_DAEMONS = True
+KEEPS_NODE_ORDER = STARTS_MPI_DAEMONS = True
 COPIER = "sbcast"
 
 PATTERNS = (
@@ -77,7 +77,7 @@ PATTERNS = (
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
 
 _STAMP = "%Y-%m-%dT%H:%M:%S"
-_MOST_GROUPS = 128
+_MAX_GROUPS = 128
 """Slurm's limit on the components of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
 """First special step id in slurm.h: the job's batch script, its shell (salloc under
@@ -89,7 +89,7 @@ class _Names:
     """Names of the variables with the nodes of a job or of a step."""
 
     hosts: str
-    number_of_hosts: str
+    number_of_nodes: str
 
 
 _JOB = _Names("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES")
@@ -109,11 +109,11 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if step_id is None:
         _reject_heterogeneous(env, job_id)
     names = _STEP if step_id else _JOB
-    hosts = expand_hosts(env.get(names.hosts, ""))
+    hosts = expand_hostlist(env.get(names.hosts, ""))
     if not hosts:
         raise UserError(f"the node list of Slurm job {job_id} is empty or not set", where=names.hosts,
                         instead="start launch inside sbatch, salloc or srun; elsewhere "
-                        + by_hand(HOSTS_LINES, env))
+                        + manual_instructions(HOSTFILE_COMMANDS, env))
     cores = _cores(env)
     minimum_cores = min(cores.values(), default=None)
     devices = count_devices(env.get("SLURM_GPUS_PER_NODE", ""))
@@ -122,7 +122,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     return Allocation(
         scheduler=NAME,
         job_id=job_id,
-        hosts=tuple(Host(name, slots, devices, cores.get(name, minimum_cores))
+        hosts=tuple(Node(name, slots, devices, cores.get(name, minimum_cores))
                     for name, slots in zip(hosts, tasks.counts, strict=True)),
         ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
         source=names.hosts,
@@ -141,7 +141,7 @@ def _reject_heterogeneous(env: Mapping[str, str], job_id: str) -> None:
     """
     groups = whole_number(env.get("SLURM_HET_SIZE", "")) or 0
     if groups > 1:
-        lists = ",".join(f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(min(groups, _MOST_GROUPS)))
+        lists = ",".join(f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(min(groups, _MAX_GROUPS)))
         raise UserError(f"Slurm job {job_id} is heterogeneous, with {groups} components, and launch can start"
                         " ranks with srun on only one of them", where=f"SLURM_HET_SIZE={groups}",
                         instead=f'scontrol show hostnames "{lists}" > hosts; HYDRA_LAUNCHER=ssh launch --scheduler'
@@ -156,7 +156,7 @@ def _own_step(env: Mapping[str, str]) -> str | None:
 def _cores(env: Mapping[str, str]) -> dict[str, int]:
     """Return the CPUs of each node of the job, or of some nodes if the lists differ in length (in some steps)."""
     text = env.get("SLURM_JOB_CPUS_PER_NODE")
-    return dict(zip(expand_hosts(env.get(_JOB.hosts, "")), expand_counts(text), strict=False)) if text else {}
+    return dict(zip(expand_hostlist(env.get(_JOB.hosts, "")), expand_counts(text), strict=False)) if text else {}
 
 
 def _step_tasks(env: Mapping[str, str], hosts: int, where: str) -> Tasks:
@@ -169,13 +169,13 @@ def _step_tasks(env: Mapping[str, str], hosts: int, where: str) -> Tasks:
 
 def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]:
     notes = []
-    number, in_job = (whole_number(env.get(name, "")) for name in (names.number_of_hosts, _JOB.number_of_hosts))
+    number, in_job = (whole_number(env.get(name, "")) for name in (names.number_of_nodes, _JOB.number_of_nodes))
     if number is not None and number != len(hosts):
-        notes.append(f"{names.number_of_hosts} is {number}, but {names.hosts}={env.get(names.hosts)} names "
-                     f"{counted(len(hosts), 'node')}: using the list")
+        notes.append(f"{names.number_of_nodes} is {number}, but {names.hosts}={env.get(names.hosts)} names "
+                     f"{count_noun(len(hosts), 'node')}: using the list")
     if names is _STEP and in_job is not None and in_job > len(hosts):
-        notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job: using its {counted(len(hosts), 'node')}"
-                     f" of the job's {in_job}")
+        notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job: using its "
+                     f"{count_noun(len(hosts), 'node')} of the job's {in_job}")
     if env.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
         notes.append(f"Slurm has restarted this job: SLURM_RESTART_COUNT={env['SLURM_RESTART_COUNT']}")
     return notes
@@ -249,7 +249,7 @@ def read_devices(text: str) -> dict[str, int]:
 def _expand_or_empty(hosts: str) -> list[str]:
     """Expand a node list that a Slurm command printed. Return [] if it is invalid."""
     try:
-        return expand_hosts(hosts)
+        return expand_hostlist(hosts)
     except UserError:
         return []
 

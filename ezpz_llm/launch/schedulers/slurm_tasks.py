@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import UserError, counted, whole_number
+from ezpz_llm.base import UserError, count_noun, whole_number
 from ezpz_llm.launch.hostlist import expand_counts
 
 _TOTALS = ("SLURM_NTASKS", "SLURM_NPROCS")
@@ -70,7 +70,7 @@ def _per_gpu(env: Mapping[str, str], gpus: Sequence[int | None]) -> Tasks:
     if len(counts) < nodes:
         return Tasks((None,) * nodes, notes=(f"{source} is ignored: the job's GPUs per node are unknown (--ppn sets"
                                              " ranks)",))
-    devices = f"{counted(counts[0], 'GPU')} per node" if len(set(counts)) == 1 else "each node's GPUs"
+    devices = f"{count_noun(counts[0], 'GPU')} per node" if len(set(counts)) == 1 else "each node's GPUs"
     return Tasks(tuple(per_gpu * count for count in counts), f"{source}, {devices}")
 
 

@@ -13,10 +13,10 @@ from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
-from ezpz_llm.launch.shim.output import Output, most_log_bytes, open_log
+from ezpz_llm.launch.shim.output import Output, max_log_bytes, open_log
 from ezpz_llm.launch.shim.rank import Rank, keep_to_cores
 from ezpz_llm.launch.variables import (
-    IN_COLOUR,
+    IN_COLOR,
     RUN_ID_VARIABLE,
     TEE_VARIABLE,
     TERMINAL_VARIABLE,
@@ -54,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
 
         agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder)
     # The variable is set for all ranks, but only rank 0's output reaches the terminal.
-    is_colored = info.rank == 0 and os.environ.get(TERMINAL_VARIABLE, "").endswith(IN_COLOUR)
+    is_colored = info.rank == 0 and os.environ.get(TERMINAL_VARIABLE, "").endswith(IN_COLOR)
     output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"),
-                    most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ), is_coloured=is_colored)
+                    max_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ), is_colored=is_colored)
     return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()
 
 

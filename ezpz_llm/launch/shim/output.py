@@ -14,14 +14,14 @@ from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.node.folder import LOG, file_of
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import LIVE_LINE, LOG_BYTES_VARIABLE
-from ezpz_llm.rundir import RunDir, ours
+from ezpz_llm.rundir import RunDir, private_opener
 
 MANY_RANKS = 256
 """World size above which logs of ranks other than 0 stay on their nodes, and one rank per node writes a record when
 all are ended together: shared file systems cannot handle thousands of new files at once."""
 
-_MOST_LOG_BYTES = 10_000_000_000
-_MOST_BYTES_ON_NODE = 1_000_000_000
+_MAX_LOG_BYTES = 10_000_000_000
+_MAX_BYTES_ON_NODE = 1_000_000_000
 """Size limit of all logs that a node keeps in memory."""
 _KEPT_BYTES = 1 << 17
 _LONGEST_LINE = 1 << 16
@@ -50,14 +50,14 @@ def open_log(info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None) -> t
         name = file_of(info.rank, LOG)
         return folder.path / name, folder.open(name, flags)
     path = run_dir.rank_log(info.rank)
-    return path, ours(str(path), flags)
+    return path, private_opener(str(path), flags)
 
 
-def most_log_bytes(info: RankInfo, is_on_node: bool, env: Mapping[str, str]) -> int:
+def max_log_bytes(info: RankInfo, is_on_node: bool, env: Mapping[str, str]) -> int:
     """Return the size limit of a rank's log, without the end of the output that is always added."""
     if limit := env.get(LOG_BYTES_VARIABLE):
         return int(limit)
-    return _MOST_BYTES_ON_NODE // info.local_size if is_on_node else _MOST_LOG_BYTES
+    return _MAX_BYTES_ON_NODE // info.local_size if is_on_node else _MAX_LOG_BYTES
 
 
 class Output:
@@ -71,13 +71,13 @@ class Output:
         is_coloured: True if the rank writes colors for a terminal, which are removed from the log.
     """
 
-    def __init__(self, rank: int, log: int, tee: str, most: int = _MOST_LOG_BYTES, *,
-                 is_coloured: bool = False) -> None:
+    def __init__(self, rank: int, log: int, tee: str, most: int = _MAX_LOG_BYTES, *,
+                 is_colored: bool = False) -> None:
         self.rank = rank
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
         """True if stdout and stderr are handled separately."""
         self._log = log
-        self._is_colored = is_coloured
+        self._is_colored = is_colored
         self._prefix = f"[{rank}] ".encode() if tee == "all" else None
         self._recent = bytearray()
         self._incomplete = {1: b"", 2: b""}

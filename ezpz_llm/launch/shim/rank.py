@@ -19,7 +19,7 @@ from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, are_all_over, await_agent, file_of, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
-from ezpz_llm.launch.node.processes import Kin, catches, end_all
+from ezpz_llm.launch.node.processes import ProcessIdentity, end_all, has_signal_handler
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
@@ -198,7 +198,7 @@ class Rank:
         if self.group is not None:
             end_group(self.group)
 
-    def _descendants(self) -> Iterable[Kin]:
+    def _descendants(self) -> Iterable[ProcessIdentity]:
         self._reap()
         return descendants({self.janitor.pid, *([self.agent] if self.agent else [])})
 
@@ -224,8 +224,8 @@ class Rank:
         if self.has_requested_stacks:
             return True
         stop = stop_ordered(self.run_dir, self.run_id)
-        if (stop is not None and stop.is_hang and not catches(child.pid, signal.SIGTERM)
-                and catches(child.pid, signal.SIGABRT)):
+        if (stop is not None and stop.is_hang and not has_signal_handler(child.pid, signal.SIGTERM)
+                and has_signal_handler(child.pid, signal.SIGABRT)):
             with contextlib.suppress(OSError):
                 # Suppress the core file.
                 resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
@@ -266,7 +266,7 @@ class Rank:
             return
         try:
             # Imported late, because successful ranks do not need it.
-            from ezpz_llm.launch.shim.record import keep_log, write_record
+            from ezpz_llm.launch.shim.exit_record import keep_log, write_record
 
             if has_record:
                 write_record(self, pid, code, signal_name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from ezpz_llm.base import EXIT_PREFLIGHT, SECRET_VARIABLE, UserError, parse_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.staging.archive import MANIFEST, Archive
-from ezpz_llm.launch.staging.receive import Manifest, mover, rewrite
+from ezpz_llm.launch.staging.receiver import Manifest, mover, rewrite
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
 _LEAVE = "remove stage = \"squashfs\" from the site file, or --stage-env"

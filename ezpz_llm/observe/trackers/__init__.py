@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ezpz_llm.base import UserError, unknown
+from ezpz_llm.base import UserError, describe_unknown
 from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 
@@ -30,7 +30,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Opening:
+class TrackerArguments:
     """Arguments of a tracker.
 
     Args:
@@ -68,12 +68,12 @@ class Tracker(Protocol):
         """Flush pending output and close the tracker."""
 
 
-def flat(settings: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
     """Flatten nested settings to dotted names. Lists are kept."""
     flattened: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            flattened.update(flat(value, f"{parent}{name}."))
+            flattened.update(flatten_settings(value, f"{parent}{name}."))
         else:
             flattened[f"{parent}{name}"] = value
     return flattened
@@ -117,8 +117,8 @@ class Tracking:
         if layout := read_layout(run_dir.layout):
             settings["layout"] = layout
         for choice in self._choices:
-            opening = Opening(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
-                              earlier.get(choice.name, {}).get("run_id"), choice.online)
+            opening = TrackerArguments(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
+                                       earlier.get(choice.name, {}).get("run_id"), choice.online)
             self._open[choice.name] = _opened(choice, opening)
         (side or SideFiles()).update_record(run_dir, trackers={
             choice.name: {"online": choice.online, "run_id": self._open[choice.name].run_id,
@@ -167,7 +167,7 @@ class Tracking:
             del self._open[name]
 
 
-def _opened(choice: Choice, opening: Opening) -> Tracker:
+def _opened(choice: Choice, opening: TrackerArguments) -> Tracker:
     module = importlib.import_module(f"ezpz_llm.observe.trackers.{choice.name}")
     try:
         opening.folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _rows(lines: Sequence[Mapping[str, Any]], now: float) -> list[Row]:
 
 
 def _numbers(line: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    for name, value in flat(line).items():
+    for name, value in flatten_settings(line).items():
         if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
             yield name, float(value)
 
@@ -235,7 +235,7 @@ def choose(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ...]:
 def _choice(word: str, env: Mapping[str, str]) -> Choice:
     name, colon, mode = word.partition(":")
     if name not in _NEEDS:
-        raise unknown("tracker", name, _NEEDS, where="--track")
+        raise describe_unknown("tracker", name, _NEEDS, where="--track")
     if colon and mode != _ONLINE:
         raise UserError(f"unknown mode {mode!r} of a tracker", where=f"--track {word}",
                         instead=f"{name} (only in the run directory) or {name}:{_ONLINE}")

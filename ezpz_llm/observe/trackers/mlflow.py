@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from ezpz_llm.observe.trackers import Opening, Row, flat
+from ezpz_llm.observe.trackers import Row, TrackerArguments, flatten_settings
 
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100
@@ -18,7 +18,7 @@ _LONGEST_VALUE = 500
 class MLflow:
     """Run in the experiment `ezpz_llm`, or MLFLOW_EXPERIMENT_NAME."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: TrackerArguments) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read on import, which would otherwise send telemetry
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -37,7 +37,8 @@ class MLflow:
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
         self.run_id = self._client.create_run(number, run_name=opening.name).info.run_id
-        params = iter([Param(name, str(value)[:_LONGEST_VALUE]) for name, value in flat(opening.settings).items()])
+        params = iter([Param(name, str(value)[:_LONGEST_VALUE]) for name,
+                       value in flatten_settings(opening.settings).items()])
         while batch := list(islice(params, _PARAMS_AT_ONCE)):
             self._client.log_batch(self.run_id, params=batch)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch.utils.tensorboard import SummaryWriter
 
-from ezpz_llm.observe.trackers import Opening, Row
+from ezpz_llm.observe.trackers import Row, TrackerArguments
 
 
 class TensorBoard:
@@ -15,7 +15,7 @@ class TensorBoard:
 
     run_id = None
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: TrackerArguments) -> None:
         self._folder = str(opening.folder)
         self._begin(opening.first_step)
         text = json.dumps(opening.settings, indent=2, default=str)

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from ezpz_llm.observe.trackers import Opening, Row
+from ezpz_llm.observe.trackers import Row, TrackerArguments
 
 
 class WeightsAndBiases:
     """Run with the optimizer step as x axis. A resumed attempt keeps its id."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: TrackerArguments) -> None:
         # Read when wandb is imported. The location of the login is left to the user.
         os.environ.setdefault("WANDB_CACHE_DIR", str(opening.folder))
         os.environ.setdefault("WANDB_DATA_DIR", str(opening.folder))

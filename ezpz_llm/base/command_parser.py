@@ -1,0 +1,114 @@
+"""Argument parser of the commands: usage lines as typed, examples, and suggestions for unknown options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ezpz_llm.base.errors import UserError, nearest_name
+from ezpz_llm.base.shell_commands import to_typable, to_typable_text
+from ezpz_llm.base.synonyms import unknown_option
+
+_WIDEST = 110
+_REWORDED = {
+    r"argument (.*): invalid int value: (.*)": r"\1 is \2: it must be a whole number",
+    r"argument (.*): invalid float value: (.*)": r"\1 is \2: it must be a number",
+    r"argument (.*): expected (?:one|at least one) argument": r"\1 needs a value",
+    r"argument (.*): ignored explicit argument (.*)": r"\1 takes no value, but was given \2",
+    r"argument (.*): (.*)": r"\1: \2",
+    r"the following arguments are required: (.*)": r"missing: \1",
+    r"unrecognized arguments: (.*)": r"unexpected: \1",
+}
+"""Patterns of argparse's messages, and the messages that replace them."""
+
+
+def help_width() -> int:
+    """Return the width of a help page in columns: the terminal's width minus 2, at most 108."""
+    return min(shutil.get_terminal_size().columns, _WIDEST) - 2
+
+
+def wrapped(text: str, begin: str = "", indent: int = 0) -> str:
+    """Return a paragraph in lines of `help_width`, the first after `begin`, the others after `indent` spaces."""
+    return textwrap.fill(" ".join(text.split()), help_width(), initial_indent=begin, subsequent_indent=" " * indent,
+                         break_on_hyphens=False, break_long_words=False)
+
+
+def typed_name(command: str) -> str:
+    """Return how a command was typed: `ezpz-llm report`, `python3 -m ezpz_llm.report`, or `launch`."""
+    if command == "launch" and os.path.basename(sys.argv[0]) == command:
+        return to_typable(command)
+    typed = f"ezpz-llm {command}"
+    return to_typable(typed if sys.argv[0] == typed else f"python3 -m ezpz_llm.{command}")
+
+
+def examples(lines: Sequence[str]) -> str:
+    """Return the examples at the end of a help page, each a line to copy; two spaces begin its explanation."""
+    shown = []
+    for line in lines:
+        command, _, why = line.partition("  ")
+        command = to_typable_text(command)
+        example = f"  {command}   # {why.strip()}" if why else f"  {command}"
+        shown += [example] if not why or len(example) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
+    return "\n".join(["examples:", *shown])
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help formatter that keeps paragraphs and uses `help_width`."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, **{"width": help_width(), **settings})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return "\n\n".join(map(wrapped, text.strip().split("\n\n")))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Argument parser that raises a `UserError` for invalid arguments and suggests the likely option or word.
+
+    Args:
+        command: name after `ezpz-llm`; None for a subcommand, which argparse names.
+        shown: lines for `examples`.
+    """
+
+    def __init__(self, command: str | None = None, *, shown: Sequence[str] = (), **settings: Any) -> None:
+        if command is not None:
+            settings["prog"] = typed_name(command)
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter,
+                            "epilog": examples(shown) if shown else None, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `UserError` in place of the message that argparse would print."""
+        help_page = f"{self.prog} --help lists all options"
+        if message.startswith("unrecognized arguments: "):
+            words = message.partition(": ")[2].split()
+            option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+            if option is not None:
+                raise unknown_option(option, self._options(), where=self.prog, remark=help_page)
+        match = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
+        if match:
+            choices = match[4].replace("'", "").split(", ")
+            near = nearest_name(match[3], choices)
+            instead = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(choices)}"
+            raise UserError(f"{match[1]}: {match[2]}", where=self.prog, instead=instead)
+        for pattern, replacement in _REWORDED.items():
+            if match := re.fullmatch(pattern, message, re.DOTALL):
+                raise UserError(match.expand(replacement), where=self.prog, instead=help_page)
+        raise UserError(message, where=self.prog, instead=help_page)
+
+    def _options(self) -> set[str]:
+        """Return the options of this parser and of its subcommands. argparse lets the outer parser reject unknown
+        options of a subcommand, so suggestions need both."""
+        known: set[str] = set()
+        for action in self._actions:
+            known.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                known.update(*(subparser._options() for subparser in action.choices.values()))
+        return known

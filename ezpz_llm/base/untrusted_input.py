@@ -1,0 +1,542 @@
+"""Parsers for untrusted files and command output, with limits on size, depth, and digits.
+
+No other module parses input. Only regular files are read, so that no file can hang a command or exhaust its
+memory. Each problem raises one `UserError` that names the file. `ezpz_llm.base.schema` converts parsed values to
+dataclasses.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ezpz_llm.base.errors import UserError
+
+MAX_BYTES = 16 << 20
+"""Default size limit of a file, in bytes. Pass `most` to read larger files."""
+MAX_LINE_BYTES = 16 << 20
+"""Maximum size of one line of a JSON-lines file; the number of lines is not limited."""
+MAX_DEPTH = 100
+"""Maximum nesting depth of lists and objects. Python itself fails at about a thousand."""
+MAX_DIGITS = 4300
+"""Maximum digits of an integer, Python's own limit since 3.10.7: parsing takes quadratic time."""
+MAX_TOML = 1 << 20
+"""Maximum length of TOML text, in characters."""
+MAX_YAML_BYTES = 64 << 10
+"""Maximum size of a YAML file: PyYAML takes a second for 100 KB."""
+MAX_YAML_NODES = 100_000
+"""Maximum number of YAML nodes, with every alias expanded."""
+
+
+_LFS = b"version https://git-lfs.github.com/spec/"
+_MAX_LFS_BYTES = 1024
+"""Maximum size of a Git LFS pointer, a few lines in place of a large file (git-lfs, docs/spec.md)."""
+
+
+class NoFile(UserError):
+    """Error for a file that does not exist."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading in parts. Its size is not limited.
+
+    Raises:
+        NoFile: the file does not exist.
+        UserError: the file cannot be read, or is a pipe or a device, which could block or never end.
+    """
+    return io.BufferedReader(_NonBlockingFile(_open(path), "rb"))
+
+
+class _NonBlockingFile(io.FileIO):
+    """File in non-blocking mode that raises BlockingIOError if no data is ready, as in /proc/kmsg. `io.FileIO`
+    returns None there, which callers do not expect."""
+
+    def readinto(self, buffer: Any) -> int:
+        if (count := super().readinto(buffer)) is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return count
+
+
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        NoFile: the file does not exist.
+        UserError: the file cannot be read, is not a regular file, or is larger than `most` bytes.
+    """
+    handle = _open(path)
+    try:
+        if os.fstat(handle).st_size > most:
+            raise _too_large(path, most)
+        # The reported size may be wrong (0 in /proc), and the file may grow while it is read.
+        parts, left = [], most + 1
+        while left and (part := os.read(handle, min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(handle)
+    if not left:
+        raise _too_large(path, most)
+    return b"".join(parts)
+
+
+def read_text(path: Path, most: int = MAX_BYTES, errors: str = "strict") -> str:
+    """Return the text of a UTF-8 file, without a byte-order mark. Raises as `read_bytes`, and for invalid UTF-8."""
+    return _text(read_bytes(path, most), str(path), errors)
+
+
+def read_json(path: Path, most: int = MAX_BYTES) -> Any:
+    """Return the content of a JSON file. Raises as `read_bytes`, and for invalid JSON or exceeded limits."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
+def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
+    """Return the content of a JSON file that may have comments and trailing commas. Rejects duplicate keys and
+    non-finite numbers. Raises as `read_json`."""
+    where = str(path)
+    return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _commented(where),
+                   "put names and strings in double quotes and a comma between entries; comments (//, #, /* */) "
+                   "and trailing commas are allowed")
+
+
+def read_json_lines(path: Path, most_line: int = MAX_LINE_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file of any length. Skips a last line that a crash has truncated.
+
+    Raises:
+        NoFile: the file does not exist.
+        UserError: the file cannot be read, or a line is not a JSON object or exceeds the limits. The message names
+            the line number.
+    """
+    import orjson  # takes a quarter of the time of the json module, for files with a million lines
+
+    with open_regular(path) as file:
+        try:
+            for number, line in enumerate(iter(lambda: file.readline(most_line + 1), b""), 1):
+                if len(line) > most_line:
+                    raise UserError(f"this line is longer than {_size(most_line)}", where=f"{path}, line {number}",
+                                    instead=_REMOVE_LINE)
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    value = orjson.loads(line)
+                    is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= MAX_DEPTH
+                except ValueError:  # a blank line, NaN, or invalid JSON: distinguished below
+                    is_plain = False
+                if not is_plain:
+                    if not line.strip():
+                        continue
+                    where = f"{path}, line {number}"
+                    value = _parsed(line, where, _DECODER, _REMOVE_LINE, is_line=True)
+                    if not isinstance(value, dict):
+                        raise UserError("this line is not a JSON object", where=where, instead=_REMOVE_LINE)
+                yield value
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the content of TOML text. Errors name its source `where`. Raises as `parse_json`."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    if len(text) > MAX_TOML:
+        raise UserError(f"this is larger than {_size(MAX_TOML)}", where=where)
+    # tomllib takes quadratic time for a key with many dots.
+    if any(part.count(".") > MAX_DEPTH for part in re.split("[=,\n]", text)):
+        raise _too_deep(where)
+    try:
+        value = tomllib.loads(text)
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        raise UserError(f"this is not TOML: {error}", where=where) from error
+    _check_depth(value, where)
+    return value
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file; Python objects are rejected. Raises as `read_json`."""
+    import yaml
+
+    where = str(path)
+    text = read_text(path, MAX_YAML_BYTES)
+    try:
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            # Checked during parsing because PyYAML takes quadratic time for a deep list.
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _too_deep(where)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        # Checked before the values are built because merged keys multiply with every alias.
+        if node is not None and _expanded_nodes(node, {}) > MAX_YAML_NODES:
+            raise UserError("the aliases expand to too many values", where=where,
+                            instead="write the values without aliases")
+        value = None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
+    except Exception as error:  # PyYAML also raises KeyError or AttributeError for an invalid !!tag
+        raise UserError(f"this is not YAML: {error}", where=where) from error
+    return value
+
+
+def parse_json(text: str | bytes, where: str, most: int = MAX_BYTES, *, strict: bool = True) -> Any:
+    """Return the content of JSON text. Errors name its source `where`.
+
+    Args:
+        strict: False allows control characters in strings, which some programs write.
+
+    Raises:
+        UserError: the text is not valid JSON, or exceeds the limits.
+    """
+    if len(text) > most:
+        raise UserError(f"this is larger than {_size(most)}", where=where)
+    return _parsed(text, where, _DECODER if strict else _LENIENT, None)
+
+
+def first_json(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `at`, and its end position. For files that are read in parts.
+
+    Raises:
+        ValueError: the value is invalid or incomplete, or exceeds the limits.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    if text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH:
+        _check_depth(value, "")
+    return value, end
+
+
+_PART = 1 << 18
+_BETWEEN = re.compile(r"[\s,]*")
+_KEY = re.compile(r'[\s,{]*("(?:[^"\\]|\\.)*")\s*:\s*|[\s,{]*\}')
+_CUT_SHORT = "the JSON text is incomplete"
+
+
+class JsonText:
+    """Incremental parser for JSON text of any length. Only one value at a time is in memory.
+
+    Every method raises ValueError if the text is invalid or incomplete.
+
+    Args:
+        read: returns the next characters, as many as requested; fewer only at the end.
+        most: maximum number of characters of one value.
+    """
+
+    def __init__(self, read: Callable[[int], str], most: float = float("inf")) -> None:
+        self._read, self._most = read, most
+        self._text, self._at = "", 0
+
+    def key(self) -> str | None:
+        """Return the name of the object's next member, or None at the end of the object."""
+        while (match := _KEY.match(self._text, self._at)) is None or match.end() == len(self._text):
+            if not self._read_more():
+                if match is None:
+                    raise ValueError(_CUT_SHORT)
+                break
+        self._at = match.end()
+        return None if match[1] is None else first_json(match[1], 0)[0]
+
+    def value(self) -> Any:
+        """Return the next value, which must not be the last token of the text."""
+        while True:
+            try:
+                value, end = first_json(self._text, self._at)
+                if end < len(self._text):
+                    self._at = end
+                    return value
+                problem = ValueError(_CUT_SHORT)
+            except ValueError as error:
+                problem = error
+            if len(self._text) - self._at > self._most or not self._read_more():
+                raise problem
+
+    def items(self) -> Iterator[Any]:
+        """Yield the values of the list that begins here."""
+        if self._next_character() != "[":
+            raise ValueError("not a list")
+        self._at += 1
+        while self._next_character() != "]":
+            yield self.value()
+        self._at += 1
+
+    def end(self) -> None:
+        """Check that only whitespace follows."""
+        while not self._text[self._at:].strip():
+            if not self._read_more():
+                return
+        raise ValueError("more text follows the JSON value")
+
+    def _next_character(self) -> str:
+        while (match := _BETWEEN.match(self._text, self._at)) is None or match.end() == len(self._text):
+            if not self._read_more():
+                raise ValueError(_CUT_SHORT)
+        self._at = match.end()
+        return self._text[self._at]
+
+    def _read_more(self) -> bool:
+        # Double what is left, so that a long value is not decoded from its beginning too often.
+        left = self._text[self._at:]
+        part = self._read(max(_PART, len(left)))
+        self._text, self._at = left + part, 0
+        return bool(part)
+
+
+def join_file_name(folder: Path, name: Any, where: str) -> Path:
+    """Join a folder and an untrusted file name, so that the name cannot refer to a file outside of the folder.
+
+    Args:
+        where: source of the name, for the message.
+
+    Raises:
+        UserError: the name is not a plain file name.
+    """
+    if (not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > 255
+            or any(character in name for character in "/\\\0")):
+        raise UserError(f"{shorten_value(name)} must be a plain file name, without directories", where=where,
+                        instead="name a file in the same directory")
+    return folder / name
+
+
+def shorten_value(value: Any, most: int = 80) -> str:
+    """Format a value for a message: short, on one line, without control characters."""
+    if isinstance(value, (str, bytes)):
+        text = ascii(value[:most + 1])
+    elif isinstance(value, (list, dict, tuple)):
+        text = "an object" if isinstance(value, dict) else "a list"
+    elif isinstance(value, int) and value.bit_length() > 10_000:
+        text = "a number with thousands of digits"
+    else:
+        text = str(value)
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+_COMMENT = r"(?://|\#)[^\n]*(?:\n|\Z)|/\*(?:(?!\*/).)*(?:\*/|\Z)"
+_TEXT = r'"(?:[^"\\\n]|\\.)*"?'
+_BESIDE_JSON = re.compile(rf"{_TEXT}|{_COMMENT}|,(?=(?:\s|{_COMMENT})*[}}\]])", re.DOTALL)
+"""Pattern of comments and trailing commas, which JSON does not allow. Strings match first and are kept.
+Unterminated ones match up to the end of the file, so that the scan stays linear."""
+
+
+def plain_json(text: str) -> str:
+    """Replace comments and trailing commas in JSON by spaces, which keeps lines and columns in error messages."""
+    def _blank(match: re.Match[str]) -> str:
+        return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
+
+    return _BESIDE_JSON.sub(_blank, text)
+
+
+_REMOVE_LINE = "remove that line"
+_TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+# Calling our own function for every number is slow, so it is used only if Python has no limit or it is disabled.
+_HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= MAX_DIGITS
+_DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _whole, strict=strict)
+                      for strict in (True, False))
+
+
+def _commented(where: str) -> json.JSONDecoder:
+    def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise UserError(f"duplicate key {shorten_value(key)}", where=where, instead="keep one of them")
+            values[key] = value
+        return values
+
+    def _reject_constant(name: str) -> float:
+        raise UserError(f"JSON does not allow {name}", where=where, instead="a finite number")
+
+    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant, parse_int=_whole)
+
+
+def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: str | None,
+            is_line: bool = False) -> Any:
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = decoder.decode(text)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+    except json.JSONDecodeError as error:
+        place = f", column {error.colno}" if is_line else f", line {error.lineno}, column {error.colno}"
+        raise UserError(f"this is not JSON: {error.msg}", where=f"{where}{place}", instead=instead) from error
+    except ValueError as error:
+        raise UserError(f"unsupported JSON: {error}", where=where, instead=instead) from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_depth(value, where)
+    return value
+
+
+def _check_depth(value: Any, where: str) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [member for outer in level if isinstance(outer, (dict, list))
+                 for member in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(member, (dict, list))]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _expanded_nodes(node: Any, known: dict[int, int]) -> int:
+    """Return the number of nodes with every alias expanded; infinite if a node contains itself."""
+    if id(node) not in known:
+        known[id(node)] = MAX_YAML_NODES + 1
+        members = node.value if isinstance(node.value, list) else ()
+        known[id(node)] = 1 + sum(_expanded_nodes(part, known) for member in members
+                                  for part in (member if isinstance(member, tuple) else (member,)))
+    return known[id(node)]
+
+
+def _open(path: Path) -> int:
+    """Return a descriptor of a regular file. O_NONBLOCK: opening a FIFO would wait for a writer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NoFile("No such file or directory", where=str(path)) from error
+    except (OSError, ValueError) as error:  # ValueError if the path contains a NUL
+        raise _unreadable(path, error) from error
+    facts = os.fstat(handle)
+    mode = facts.st_mode
+    if stat.S_ISREG(mode):
+        if not _is_lfs_pointer(handle, facts.st_size):
+            return handle
+        os.close(handle)
+        raise UserError("this is a Git LFS pointer: run git lfs pull", where=str(path),
+                        instead="git lfs pull in the repository, or a copy of the file itself")
+    os.close(handle)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+    raise UserError(f"this is {kind}, not a regular file", where=str(path), instead="a regular file")
+
+
+def _is_lfs_pointer(handle: int, size: int) -> bool:
+    try:
+        return len(_LFS) < size <= _MAX_LFS_BYTES and os.pread(handle, len(_LFS), 0) == _LFS
+    except OSError:  # the caller will report a file that cannot be read
+        return False
+
+
+def _text(data: bytes, where: str, errors: str = "strict") -> str:
+    try:
+        return data.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> UserError:
+    return UserError(f"this is not UTF-8 text: {error.reason} at byte {error.start}", where=where)
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> UserError:
+    return UserError(f"cannot read this file: {getattr(error, 'strerror', None) or error}", where=str(path))
+
+
+def _too_large(path: Path, most: int) -> UserError:
+    return UserError(f"this file is larger than {_size(most)}, the limit for files of this kind", where=str(path))
+
+
+def _too_deep(where: str) -> UserError:
+    return UserError(_TOO_DEEP, where=where)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def system_text(path: str | Path, last: int | None = None, most: int = MAX_BYTES, errors: str = "replace") -> str:
+    """Return the last `last` or the first `most` bytes of a log or a file in /proc or /sys, as text.
+
+    Such files may disappear at any time: returns "" if the file cannot be read or is not a regular file.
+    """
+    try:
+        with open_regular(Path(path)) as file:
+            if last is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+                most = last
+            return file.read(most).decode(errors=errors)
+    except (OSError, UserError):
+        return ""
+
+
+def system_link(path: str | Path) -> str:
+    """Return the target of a link such as those in /proc; empty if it cannot be read."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process, joined by spaces; empty if the process has exited."""
+    return system_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
+
+
+_BETWEEN_TRIES_S = 0.3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Output of a command, or the reason why it failed if `text` is None."""
+
+    text: str | None
+    complaint: str = ""
+
+
+def ask_command(words: Sequence[str], env: Mapping[str, str], limit_s: float, tries: int = 1) -> Answer:
+    """Return the output of a command, with a timeout of `limit_s` per try.
+
+    Schedulers under load often reply at the second try. Only programs on the PATH of `env` are run.
+    """
+    # Imported here because most processes that read files run no command.
+    import shutil
+    import subprocess
+
+    program = shutil.which(words[0], path=env.get("PATH", ""))
+    if program is None:
+        return Answer(None, f"{words[0]} is not on PATH")
+    complaint = ""
+    for attempt in range(tries):
+        time.sleep(_BETWEEN_TRIES_S if attempt else 0)
+        try:
+            done = subprocess.run([program, *words[1:]], env=dict(env), stdin=subprocess.DEVNULL,
+                                  capture_output=True, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            complaint = f"no reply within {limit_s:g} s"
+            continue
+        except OSError as error:
+            complaint = str(error)
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            return Answer(done.stdout.decode(errors="replace"))
+        stderr_lines = done.stderr.decode(errors="replace").strip().splitlines()
+        complaint = f"exit code {done.returncode}" + (f", {stderr_lines[-1]!r}" if stderr_lines else ", no output")
+    return Answer(None, f"`{shlex.join(words)}` failed: {complaint}")

@@ -1,0 +1,183 @@
+"""Run certify without launch: one launch and one job file per world size (imports no torch)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ezpz_llm.base import UserError, as_dataclass, as_type, read_json
+from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.certify.cases import Case, Work
+from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.target_file import TargetFile
+from ezpz_llm.launch.child import launch_words, run_launch
+from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
+
+_START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
+_IDLE_S = 240
+
+
+def run_cases(work: Work, root: Path) -> dict[str, Any]:
+    """Run all cases and return the `run_environment` of the ranks.
+
+    Results go to `results_file(root)`. If the single-process reference is wrong or cannot be computed,
+    `write_reference_error` records the reason and no further case runs.
+    """
+    environment: dict[str, Any] = {}
+    for world in sorted({case.world for case in work.cases}):
+        cases = [case for case in work.cases if case.world == world]
+        attempt = 0
+        while cases:
+            attempt += 1
+            references = _missing_references(work, root, world)
+            folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
+            finished = len(results(root))
+            job = Job(root, references, tuple(cases), work.steps, work.device, work.target)
+            code = _launch(job, world, folder)
+            environment_of_ranks = read_record(RunDir(folder)).get("environment", {})
+            environment = environment or environment_of_ranks
+            cases = cases[len(results(root)) - finished:]
+            reason = _take_failure(root, code, folder)
+            # Without an environment the ranks failed in setup, before any reference was computed.
+            if code and environment_of_ranks and _missing_references(work, root, world):
+                write_reference_error(root, UserError(f"the reference could not be computed: {reason}",
+                                                      instead=f"ezpz-llm why {folder}"))
+            if read_reference_error(root) is not None:
+                return environment
+            # If setup failed (too few devices, for example), it will fail for the other cases too.
+            failed = cases[:1] if environment_of_ranks else cases
+            for case in failed:
+                append_line(results_file(root), {**asdict(case), "passed": False, "failures": [reason],
+                                                 "kinds": ["error"], "worst": {}, "seconds": 0.0})
+                print(f"{case.title}: FAILED\n    {reason}", flush=True)
+            cases = cases[len(failed):]
+    return environment
+
+
+def _missing_references(work: Work, root: Path, world: int) -> tuple[tuple[str, str], ...]:
+    """Return the references still to be computed: all of them, or for a target those for this world size."""
+    if work.target is None:
+        return tuple(reference for reference in references_of(work.cases)
+                     if not reference_numbers(root, *reference, work.steps).is_file())
+    return tuple(reference for reference in references_of([case for case in work.cases if case.world == world])
+                 if not reference_numbers(root, *reference, work.steps, world).is_file())
+
+
+def _launch(job: Job, world: int, folder: Path) -> int:
+    """Launch one job and return its exit code."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    job_file = folder.with_suffix(".job.json")
+    job.write(job_file)
+    limit = _START_S + _REFERENCE_S * len(job.references) + _CASE_S * len(job.cases)
+    command = launch_words(["-n", str(world), "--run-dir", str(folder), "--idle-timeout", str(_IDLE_S)],
+                           [sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)])
+    print(f"{world} rank{'s' * (world > 1)}: {len(job.cases)} case{'s' * (len(job.cases) > 1)} to certify",
+          flush=True)
+    return run_launch(command, limit_s=limit, end_within_s=30.0)
+
+
+class _Failure(TypedDict):
+    rank: int
+    error: str
+
+
+def _take_failure(root: Path, code: int, folder: Path) -> str:
+    """Return why a job ended early: the error of the lowest failed rank, or else the exit code.
+
+    Moves the failure records into `folder`.
+    """
+    failed = []
+    for path in sorted((root / "failed").glob("rank*.json")):
+        failed.append(as_type(_Failure, read_json(path), str(path)))
+        path.rename(folder / path.name)
+    if failed:
+        return f"{failed[0]['error']} (rank {failed[0]['rank']}; see {folder})"
+    return f"the ranks ended with exit code {code}; {to_typable(f'ezpz-llm why {folder}')}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """References and cases for one launch. Each reference is computed by one rank, each case by all of them."""
+
+    root: Path
+    references: tuple[tuple[str, str], ...]
+    cases: tuple[Case, ...]
+    steps: int
+    device: str
+    target: TargetFile | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the job file."""
+        write_json(path, {**asdict(self), "root": str(self.root)})
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """Read a job file."""
+        return as_dataclass(cls, read_json(path), str(path))
+
+
+def results_file(root: Path) -> Path:
+    """Return the path of the results, which has one JSON object per line."""
+    return root / "cells.jsonl"
+
+
+def write_reference_error(root: Path, why: UserError) -> None:
+    """Record why the single-process reference is not usable, so that no layout is compared with it."""
+    write_json(_refusal_file(root), {"why": why.found, "instead": why.instead or ""})
+
+
+def read_reference_error(root: Path) -> dict[str, str] | None:
+    """Return what `write_reference_error` wrote ("why", and in "instead" what to do), or None."""
+    path = _refusal_file(root)
+    return as_type(dict[str, str], read_json(path), str(path)) if path.is_file() else None
+
+
+def _refusal_file(root: Path) -> Path:
+    return root / "refused.json"
+
+
+def reference_numbers(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Path:
+    """Return the path of a reference's numbers, the file that is written last.
+
+    Args:
+        world: for a target, the world size of the cases that are compared with the reference.
+    """
+    ranks = "" if world is None else f"-for-{world}-ranks"
+    return root / "reference" / f"{model}-{dtype}-{steps}{ranks}" / "reference.json"
+
+
+class Definition(TypedDict):
+    """Outcome for a topic of `definitions.TOPICS`: the error, or None, and the duration."""
+
+    what: str
+    wrong: str | None
+    seconds: float
+
+
+def definitions_file(root: Path) -> Path:
+    """Return the path of the outcome of the topics, in the order in which they were checked."""
+    return root / "reference" / "definitions.json"
+
+
+def definitions(root: Path) -> list[Definition]:
+    """Return the outcome of the topics, or an empty list if they were not checked."""
+    path = definitions_file(root)
+    return as_type(list[Definition], read_json(path), str(path)) if path.is_file() else []
+
+
+def results(root: Path) -> list[dict[str, Any]]:
+    """Return the results so far."""
+    return list(read_lines(results_file(root)))
+
+
+def references_of(cases: Sequence[Case]) -> tuple[tuple[str, str], ...]:
+    """Return (model, dtype) of every reference that the cases need.
+
+    A case with a shared fault needs none: it is compared with the step definition.
+    """
+
+    return tuple(dict.fromkeys((case.model, case.dtype) for case in cases
+                               if not (case.fault and find_fault(case.fault).shared)))

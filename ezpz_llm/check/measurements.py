@@ -1,0 +1,243 @@
+"""Measuring process of a rank: answers each line of stdin with a line on stdout.
+
+Output of the communication libraries goes to stderr. `client.py` starts this process and reads both.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ezpz_llm.base import parse_json
+from ezpz_llm.check.node_facts import addresses, first_line, used_interfaces
+from ezpz_llm.check.rules.gathered import MPI
+from ezpz_llm.launch.cleanup import die_with_parent
+from ezpz_llm.launch.ranks import find_rank
+
+_WINDOWS, _WINDOW_S = 3, 0.25
+_CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096
+_CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**26
+_MAX_REPEATS, _REPEAT_FOR_S = 20, 0.4
+_GROUP_TIMEOUT = datetime.timedelta(seconds=15)
+_DEVICE_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+"""Timeout after which NCCL's watchdog ends the process, longer than rank 0 waits for any stage.
+
+The first collective loads libraries and transports.
+"""
+
+
+class Worker:
+    """Measurements of a rank; the first question imports torch."""
+
+    def __init__(self) -> None:
+        self._device: Any = None
+        self._store: Any = None
+        self._store_port: int | None = None
+        self._in_group = False
+        self._stuck_group: str | None = None
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result of the stage that the question names."""
+        stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
+        return stages[question["ask"].partition(" ")[0]](question)
+
+    def _ready(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Import torch, select the device as a run would, and on rank 0 create the store for all ranks."""
+        began = time.perf_counter()
+        import torch
+
+        import_s = time.perf_counter() - began
+        from ezpz_llm.dist.backends import DEVICES
+        from ezpz_llm.dist.device import choose_device, device_identity
+
+        self._device = choose_device(None, find_rank(os.environ))
+        facts = {"kind": self._device.type, "identity": device_identity(self._device)}
+        if DEVICES[self._device.type].own:
+            module = torch.get_device_module(self._device)
+            facts["name"] = module.get_device_name(self._device)
+            # Older torch lacks it for Intel GPUs.
+            if hasattr(module, "mem_get_info"):
+                facts["free"], facts["total"] = module.mem_get_info(self._device)
+        answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
+        if question.get("serve"):
+            answer["store"] = self._serve()
+        return answer
+
+    def _serve(self) -> str | tuple[str, int]:
+        """Create the store and return its location.
+
+        It is a file if all ranks are on this node, else an address and a port.
+        """
+        from torch.distributed import FileStore, TCPStore
+
+        from ezpz_llm.dist.rendezvous import new_name, node_folder
+        from ezpz_llm.launch.addresses import listen
+
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if (folder := node_folder(master, os.environ)) is not None:
+            with folder:
+                path = str(folder.path / new_name())
+            self._store = FileStore(path)
+            return path
+        listener = listen(master, 0)
+        self._store_port = listener.getsockname()[1]
+        self._store = TCPStore(master, self._store_port, None, True, _GROUP_TIMEOUT, wait_for_workers=False,
+                               master_listen_fd=listener.detach())
+        return master, self._store_port
+
+    def _join(self, place: str | list[Any]) -> None:
+        from torch.distributed import FileStore, TCPStore
+
+        if isinstance(place, str):
+            self._store = FileStore(place)
+        else:
+            address, port = place
+            self._store_port = port
+            self._store = TCPStore(address, port, None, False, _GROUP_TIMEOUT)
+
+    def _compute(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure FLOP/s of a small matmul, the best of several windows.
+
+        Windows, because single matmuls run at full speed even if another process uses every second time slice.
+        """
+        import torch
+
+        is_cpu = self._device.type == "cpu"
+        size, dtype = (_CPU_MATRIX, torch.float32) if is_cpu else (_ACCELERATOR_MATRIX, torch.float16)
+        matrix = torch.full((size, size), 0.01, dtype=dtype, device=self._device)
+        product = torch.empty_like(matrix)
+        for _ in range(3):
+            torch.mm(matrix, matrix, out=product)
+        self._wait()
+        best = 0.0
+        for _ in range(_WINDOWS):
+            count, began = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - began) < _WINDOW_S:
+                for _ in range(1 if is_cpu else 10):
+                    torch.mm(matrix, matrix, out=product)
+                    count += 1
+                self._wait()
+            best = max(best, count * 2 * size**3 / elapsed)
+        return {"flops_per_second": best}
+
+    def _reduce(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure the bus bandwidth of an all-reduce in the question's group, the best of several repeats.
+
+        Each group is a separate world that is initialized and destroyed here, so that it does not depend on other
+        ranks.
+        """
+        import torch
+        import torch.distributed as torch_dist
+
+        from ezpz_llm.dist.backends import DEVICES
+
+        if self._stuck_group:
+            raise RuntimeError(f"not measured because this rank's group for {self._stuck_group} has failed")
+        if self._store is None:
+            self._join(question["store"])
+        store = torch_dist.PrefixStore(question["ask"] + question["group"], self._store)
+        traits = DEVICES[self._device.type]
+        torch_dist.init_process_group(traits.collectives, store=store, rank=question["index"],
+                                      world_size=question["size"],
+                                      timeout=_DEVICE_GROUP_TIMEOUT if traits.own else _GROUP_TIMEOUT,
+                                      device_id=self._device if traits.bound else None)
+        self._in_group = True
+        size = _CPU_BYTES if self._device.type == "cpu" else _ACCELERATOR_BYTES
+        values = torch.zeros(size // 4, device=self._device)
+        torch_dist.all_reduce(values[:1024])
+        best = self._timed_reduce(values)
+        longest = torch.tensor(best, device=self._device)
+        torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
+        for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
+            best = min(best, self._timed_reduce(values))
+        bus = 2 * (question["size"] - 1) / question["size"]
+        answer = {"bytes_per_second": bus * size / best, **self._interface()}
+        torch_dist.destroy_process_group()
+        self._in_group = False
+        return answer
+
+    def failed(self, question: Mapping[str, Any]) -> None:
+        """Leave the group of a failed stage, after its error was reported.
+
+        A gloo group is destroyed, and others can follow. Destroying an NCCL group would wait for hanging ranks,
+        so it stays, and no other group is possible.
+        """
+        if not self._in_group:
+            return
+        import torch.distributed as torch_dist
+
+        if torch_dist.get_backend() == "gloo":
+            torch_dist.destroy_process_group()
+            self._in_group = False
+        else:
+            self._stuck_group = question["ask"]
+
+    def end(self) -> None:
+        """Exit immediately if a failed group is left, whose destructor would wait."""
+        if self._stuck_group:
+            os._exit(0)
+
+    def _timed_reduce(self, values: Any) -> float:
+        import torch.distributed as torch_dist
+
+        self._wait()
+        began = time.perf_counter()
+        torch_dist.all_reduce(values)
+        self._wait()
+        return time.perf_counter() - began
+
+    def _interface(self) -> dict[str, Any]:
+        """Return the interfaces of gloo's open connections, because gloo does not report them."""
+        if self._device.type != "cpu":
+            return {}
+        return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
+
+    def _mpi(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return rank and world size in MPI.
+
+        This is the last question, because an incompatible library ends the process.
+        """
+        from mpi4py import MPI
+
+        answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
+                  "library": first_line(MPI.Get_library_version())}
+        # mpi4py finalizes MPI only if it has initialized it, which oneCCL may have done before.
+        MPI.Finalize()
+        return answer
+
+    def _wait(self) -> None:
+        from ezpz_llm.dist.device import synchronize
+
+        synchronize(self._device)
+
+
+def main() -> None:
+    """Answer questions until stdin ends or the MPI question is answered."""
+    die_with_parent(signal.SIGKILL)
+    # Redirect output of all libraries, including C libraries, so that stdout has only answers.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    worker = Worker()
+    for line in sys.stdin:
+        question = parse_json(line, "the rank")
+        failed = False
+        try:
+            answer = worker.answer(question)
+        except Exception as error:  # the error is the result of the check
+            answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+        if failed:
+            worker.failed(question)
+        if question["ask"] == MPI:
+            break
+    worker.end()
+
+
+if __name__ == "__main__":
+    main()

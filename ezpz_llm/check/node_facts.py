@@ -1,0 +1,285 @@
+"""Facts of one process and its node as JSON values (imports no torch).
+
+Cores, memory, disks, versions, environment variables, interfaces, routes, and the network that NCCL or oneCCL
+chose.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ezpz_llm.base import installed, system_text
+from ezpz_llm.launch.addresses import address_towards, resolve
+from ezpz_llm.launch.devices import MASKS, visible_devices
+from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.rundir import redact
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ONLINE = Path("/sys/devices/system/cpu/online")
+_CGROUP = Path("/sys/fs/cgroup")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def node_facts() -> dict[str, Any]:
+    """Return hostname, boot id, cores of this process and of the node, and memory and disk space in bytes."""
+    return {
+        "host": socket.gethostname(),
+        "boot_id": system_text(_BOOT_ID).strip(),
+        "pid": os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "host_cores": _cores_in(_ONLINE),
+        "memory": memory(),
+        "shm": file_system_space(SHARED_MEMORY),
+        "tmp": file_system_space(Path(tempfile.gettempdir())),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Return `total` and `free` bytes of memory (available without swapping), of the node or a smaller cgroup."""
+    node = psutil.virtual_memory()
+    limit, used = _cgroup_memory()
+    if limit is None or limit >= node.total:
+        return {"total": node.total, "free": node.available}
+    return {"total": limit, "free": min(node.available, max(0, limit - used))}
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """Return the limit of this process's cgroup (None without one) and its used bytes without file cache."""
+    match = re.search(r"^0::(/.*)$", system_text("/proc/self/cgroup"), re.MULTILINE)
+    folder = _CGROUP / match[1].lstrip("/") if match else _CGROUP
+    limit, used = system_text(folder / "memory.max").strip(), system_text(folder / "memory.current").strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None, 0
+    cached = re.search(r"^inactive_file (\d+)$", system_text(folder / "memory.stat"), re.MULTILINE)
+    return int(limit), max(0, int(used) - int(cached[1] if cached else 0))
+
+
+def file_system_space(folder: Path) -> dict[str, Any]:
+    """Return total and free bytes of the file system of `folder`; None if it does not exist."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return {"path": str(folder), "total": None, "free": None}
+    return {"path": str(folder), "total": usage.total, "free": usage.free}
+
+
+def numa_domains() -> dict[str, list[int]]:
+    """Return the cores of each NUMA domain with cores."""
+    folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    domains = {folder.name[4:]: _cores_in(folder / "cpulist") for folder in folders}
+    return {name: cores for name, cores in domains.items() if cores}
+
+
+def _cores_in(path: Path) -> list[int]:
+    """Return [0, 1, 2, 8] for the kernel's `0-2,8`, and [] for a memory-only domain."""
+    text = system_text(path).strip()
+    return [*expand_numbers(text)] if text else []
+
+
+_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HSA_XNACK")
+_PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "MPICH_", "TORCH_NCCL_", "PYTORCH_")
+
+
+def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return facts from the environment, with secrets redacted.
+
+    `environment` holds variables that should be the same on all nodes, `masks` device masks, which differ between
+    ranks, and `devices` the accelerators that are visible by mask or driver, and the number `installed` by the
+    driver.
+    """
+    devices = visible_devices(env)
+    return {
+        "environment": redact({name: env[name] for name in sorted(env)
+                               if name in _NAMES or name.startswith(_PREFIXES)}),
+        "masks": {name: env[name] for name in (*MASKS, "ONEAPI_DEVICE_SELECTOR") if name in env},
+        "devices": {"ids": list(devices.ids), "source": devices.source, "installed": len(visible_devices({}).ids)},
+    }
+
+
+PACKAGES = ("deepspeed", "numpy", "mpi4py", "ezpz_llm")
+_DRIVERS = {"NVIDIA": Path("/sys/module/nvidia/version"), "AMD": Path("/sys/module/amdgpu/version"),
+            "Intel": Path("/sys/module/xe/version")}
+_MPI_PROGRAM = ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+                 "print(MPI.Get_library_version())")
+_MPI_TIMEOUT_S = 20
+
+
+def versions() -> dict[str, str]:
+    """Return versions of all software that should be the same on every node, without missing software."""
+    by_name = {"python": platform.python_version(), "torch": torch_build().get("version"),
+               **{package: installed(package) for package in PACKAGES},
+               "kernel": platform.release(), **{f"{name} driver": version for name, version in drivers().items()}}
+    return {name: version for name, version in by_name.items() if version}
+
+
+def torch_build() -> dict[str, str]:
+    """Return torch's `version` and the versions of `cuda`, `hip` or `xpu` it was built for; empty without torch.
+
+    Read from torch's version file, without importing torch.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    path = Path(spec.origin).with_name("version.py")
+    values = _assigned(path) if path.is_file() else {}
+    build = {"version": values.get("__version__") or installed("torch")}
+    build |= {name: values.get(name) for name in ("cuda", "hip", "xpu")}
+    return {name: value for name, value in build.items() if value}
+
+
+def _assigned(path: Path) -> dict[str, str]:
+    """Return the string constants that a module assigns to names."""
+    constants: dict[str, str] = {}
+    for line in ast.parse(path.read_text()).body:
+        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+        value = getattr(line, "value", None)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return constants
+
+
+def drivers() -> dict[str, str]:
+    """Return the versions of the loaded accelerator drivers, by maker."""
+    return {maker: version for maker, path in _DRIVERS.items() if (version := system_text(path).strip())}
+
+
+def mpi_library() -> str | None:
+    """Return the first line of the version text of mpi4py's MPI library, or None if it loads none.
+
+    Uses a subprocess, because an incompatible library can end the process that loads it.
+    """
+    if installed("mpi4py") is None:
+        return None
+    # The subprocess must not join a running launch.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "PALS_", "OMPI_"))}
+    try:
+        result = subprocess.run([sys.executable, "-c", _MPI_PROGRAM], capture_output=True, text=True, check=False,
+                                timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=env)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return first_line(result.stdout) if result.returncode == 0 else None
+
+
+def first_line(text: str) -> str | None:
+    """Return the first nonblank line, with whitespace collapsed."""
+    return next((" ".join(line.split()) for line in text.splitlines() if line.strip()), None)
+
+
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
+
+
+def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return interfaces with their addresses, those that `env` names, and the route to MASTER_ADDR."""
+    interfaces = addresses()
+    facts: dict[str, Any] = {
+        "interfaces": interfaces,
+        "named_interfaces": named_interfaces(env),
+        "name_resolves_to": resolve(socket.gethostname()),
+    }
+    if master := env.get("MASTER_ADDR"):
+        address = address_towards(master)
+        facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
+        facts["route"] = {"interface": interface_of(address, interfaces), "address": address}
+    return facts
+
+
+def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that name the interface for ranks, with their values."""
+    return {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)}
+
+
+def addresses() -> dict[str, list[str]]:
+    """Return the addresses of every interface, IPv4 first."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+            for name, entries in psutil.net_if_addrs().items()}
+
+
+def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
+    """Return the interface that has this address, or None."""
+    return next((name for name, addresses in own.items() if address in addresses), None)
+
+
+_ABOUT = re.compile(r"NET/|Using network|Assigned NET plugin|provider|nic: \{|CCL_ATL_TRANSPORT", re.IGNORECASE)
+
+# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in. The last match is used, because a plug-in
+# that fails logs before the one that is chosen.
+_NCCL = {
+    "network": re.compile(r"(?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$"),
+    "provider": re.compile(r"NET/OFI Selected [Pp]rovider is (\w+)"),
+    "interface": re.compile(r"NET/(?:Socket|IB) ?: Using \[0\]([^:\s]+)"),
+}
+# oneCCL under CCL_LOG_LEVEL=info.
+_ONECCL = {
+    "transport": re.compile(r"CCL_ATL_TRANSPORT: (\w+)"),
+    "provider": re.compile(r"\|CCL_INFO\| provider: (\w+)"),
+    "interface": re.compile(r"nic: \{ name (?:\w+:)?([^,\s]+)"),
+}
+
+
+def is_about_network(line: str) -> bool:
+    """Return True if `read_network` may use this line."""
+    return bool(_ABOUT.search(line))
+
+
+def read_network(lines: Sequence[str]) -> dict[str, str]:
+    """Parse `library`, `network` and, if logged, `provider` and `interface`; empty if nothing is logged.
+
+    oneCCL over MPI does not know which network MPI uses; the result is then `mpi`.
+    """
+    nccl = _matches(_NCCL, [line for line in lines if "NCCL" in line])
+    if "network" in nccl:
+        return {"library": "NCCL", **nccl}
+    oneccl = _matches(_ONECCL, [line for line in lines if "CCL_" in line])
+    network = oneccl.get("provider") or oneccl.get("transport")
+    return {"library": "oneCCL", "network": network, **oneccl} if network else {}
+
+
+def _matches(patterns: dict[str, re.Pattern[str]], lines: Sequence[str]) -> dict[str, str]:
+    matches = {}
+    for line in lines:
+        for name, pattern in patterns.items():
+            if match := pattern.search(line.strip()):
+                matches[name] = match[1]
+    return matches
+
+
+_TCP = ("socket", "tcp", "sockets")
+_LIBFABRIC = ("aws libfabric", "libfabric", "ofi", "cxi")
+
+
+def network_family(network: str) -> str:
+    """Return `tcp` for NCCL's Socket and libfabric's tcp, `libfabric` for its aliases, else the lower-case name."""
+    name = network.strip().lower()
+    # libfabric can also run over TCP (`tcp;ofi_rxm`), which is the slow case to detect.
+    if name.partition(";")[0] in _TCP:
+        return "tcp"
+    return "libfabric" if name in _LIBFABRIC else name
+
+
+def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = frozenset()) -> list[str]:
+    """Return the interfaces of this process's established TCP connections, except those with `other_ports`."""
+    process = psutil.Process()
+    # The name before psutil 6.
+    connections = getattr(process, "net_connections", None) or process.connections
+    interfaces = set()
+    for connection in connections("tcp"):
+        local, remote = connection.laddr, connection.raddr
+        if connection.status == psutil.CONN_ESTABLISHED and {local.port, remote.port}.isdisjoint(other_ports):
+            address = local.ip.removeprefix("::ffff:")
+            interfaces.add(interface_of(address, own) or address)
+    return sorted(interfaces)

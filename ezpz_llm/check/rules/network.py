@@ -1,0 +1,260 @@
+"""Judges of the network: routes to rank 0, interfaces, chosen network, and speed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TypeVar
+
+from ezpz_llm.base import group_by_key
+from ezpz_llm.check.node_facts import network_family
+from ezpz_llm.check.rules.gathered import (
+    COMPUTE,
+    NETWORK,
+    NODE,
+    READY,
+    Facts,
+    Finding,
+    Gathered,
+    Level,
+    differing,
+    format_rate,
+    node_ranges,
+    stage_answer,
+    stage_name,
+)
+from ezpz_llm.launch.addresses import is_loopback, missing_interface
+from ezpz_llm.launch.hostlist import rank_ranges
+
+
+def _chosen(gathered: Gathered) -> Iterator[Finding]:
+    if gathered.network is None or len(gathered.by_node()) < 2:
+        return
+    # oneCCL over MPI does not know which network MPI uses.
+    chosen = [(facts, answer) for facts, answer in gathered.measured(NETWORK)
+              if answer.get("network", "mpi") != "mpi"]
+    wrong = [((answer["library"], answer["network"]), facts) for facts, answer in chosen
+             if network_family(answer["network"]) != network_family(gathered.network)]
+    for (library, network), numbers in group_by_key((key, facts["rank"]) for key, facts in wrong).items():
+        names = node_ranges(facts["host"] for key, facts in wrong if key == (library, network))
+        consequence = ", which is TCP and many times slower" if network_family(network) == "tcp" else ""
+        yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({rank_ranges(numbers)}), but "
+                                        f"the network of this site is {gathered.network!r}{consequence}",
+                      "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin) and put it on "
+                      f"LD_LIBRARY_PATH; with NCCL_NET={gathered.network!r}, NCCL fails without it")
+
+
+def _differing(gathered: Gathered) -> Iterator[Finding]:
+    values = {facts["host"]: answer["network"] for facts, answer in gathered.measured(NETWORK)
+              if "network" in answer}
+    if text := differing(values):
+        yield Finding("bad", "network", f"nodes chose different networks: {text}",
+                      "use the same modules and variables on every node")
+
+
+def used_interfaces(gathered: Gathered) -> dict[str, str]:
+    """Return the interfaces that each node used to communicate with others, joined by commas."""
+    observed = [(host, interface) for host, _, answer in gathered.linked()
+                for interface in answer.get("interfaces", ())]
+    observed += [(facts["host"], interface) for facts in gathered.reporting
+                 if (interface := stage_answer(facts, NETWORK).get("interface"))]
+    return {host: ",".join(sorted(set(names))) for host, names in group_by_key(observed).items()}
+
+
+def _interfaces(gathered: Gathered) -> Iterator[Finding]:
+    used = used_interfaces(gathered)
+    if text := differing(used):
+        yield Finding("warn", "network", f"nodes use different interfaces: {text}",
+                      "pass launch --interface NAME with an interface that every node has")
+    for host, ranks in gathered.by_node().items():
+        configured = ranks[0].get("named_interfaces", {}).get("GLOO_SOCKET_IFNAME")
+        if configured and not set(used.get(host, configured).split(",")) <= set(configured.split(",")):
+            yield Finding("warn", "network",
+                          f"{host} uses {used[host]}, although GLOO_SOCKET_IFNAME is {configured}",
+                          "set GLOO_SOCKET_IFNAME to an interface that the node has")
+
+
+def _port(gathered: Gathered) -> Iterator[Finding]:
+    if gathered.port_error:
+        master = _master(gathered)
+        port = master.get("port", "")
+        yield Finding("bad", "rendezvous", f"MASTER_PORT {port} cannot be bound on rank 0's node: "
+                                           f"{gathered.port_error}",
+                      "set another MASTER_PORT, or end the program that uses the port (ss -ltnp)")
+
+
+def _unreached(gathered: Gathered) -> Iterator[Finding]:
+    reported = {facts["rank"] for facts in gathered.facts}
+    groups = group_by_key(((f"{report['address']}:{report['port']}", report["reason"], _route(report)),
+                           report["host"])
+                          for report in gathered.unreached if report["rank"] not in reported)
+    for (master, reason, route), names in groups.items():
+        instead = ("pass launch --interface NAME, or set MASTER_ADDR to an address of rank 0's node that every "
+                   "node reaches")
+        if reason == "timed out":
+            instead = "check for a firewall or a route that drops packets, or " + instead
+        yield Finding("bad", "rendezvous",
+                      f"{node_ranges(names)} cannot reach MASTER_ADDR {master}{route}: {reason}", instead)
+
+
+def _route(report: Facts) -> str:
+    if not report["resolves_to"]:
+        return ", which does not resolve there"
+    if is_loopback(report["resolves_to"]):
+        return f", which resolves to the loopback address {report['resolves_to']} there"
+    return f" over {report['interface']}" if report.get("interface") else ", to which there is no route"
+
+
+def _master(gathered: Gathered) -> Facts:
+    return next((facts.get("master", {}) for facts in gathered.reporting if facts["rank"] == 0), {})
+
+
+def _master_address(gathered: Gathered) -> Iterator[Finding]:
+    first, master = next((facts for facts in gathered.reporting if facts["rank"] == 0), None), _master(gathered)
+    if first is None or not master:
+        return
+    address = master["resolves_to"]
+    own_addresses = {address for addresses in first["interfaces"].values() for address in addresses}
+    if address is None or (address not in own_addresses and not is_loopback(address)):
+        text = f"{master['address']} ({address or 'which does not resolve'})"
+        yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is not an address of rank 0's node {first['host']}",
+                      "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
+
+
+def _interface_findings(gathered: Gathered) -> Iterator[Finding]:
+    hosts = gathered.by_node()
+    without_interface = group_by_key(((missing, f"{variable}={value}"), host) for host, ranks in hosts.items()
+                                     for variable, value in ranks[0].get("named_interfaces", {}).items()
+                                     if (missing := missing_interface(variable, value, ranks[0]["interfaces"])))
+    for (missing, source), names in without_interface.items():
+        text = "no node has" if len(names) == len(hosts) > 1 else f"{node_ranges(names)}: no"
+        yield Finding("bad", "interface", f"{text} interface {missing} ({source})",
+                      "pass launch --interface NAME with an interface that every node has (ip -br address)")
+
+
+def _names(gathered: Gathered) -> Iterator[Finding]:
+    hosts = gathered.by_node()
+    if len(hosts) < 2:
+        return
+    looped = [host for host, ranks in hosts.items()
+              if ranks[0]["name_resolves_to"] and is_loopback(ranks[0]["name_resolves_to"])
+              and "GLOO_SOCKET_IFNAME" not in ranks[0].get("named_interfaces", {})]
+    if looped:
+        yield Finding("warn", "interface", f"on {node_ranges(looped)} the hostname resolves to a loopback address",
+                      "pass launch --interface NAME, or gloo listens on that address")
+    boots = group_by_key((boot, host) for host, ranks in hosts.items() if (boot := ranks[0]["boot_id"]))
+    for names in boots.values():
+        if len(names) > 1:
+            yield Finding("warn", "hosts", f"{node_ranges(names)} have the same boot id",
+                          "if they are containers on one kernel, set NCCL_HOSTID or separate boot ids: NCCL and "
+                          "UCX may try shared memory between them")
+
+
+SLOW, VERY_SLOW = 2.0, 5.0
+"""Slowdowns relative to the median that make a warning, and that make the reservation unfit."""
+_SPREADS = 3.0
+_MAD_TO_DEVIATION = 1.4826
+Key = TypeVar("Key", bound=Hashable)
+
+
+def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
+    """Return the slow keys and how many times slower than the median they are.
+
+    A key is slow if it is at least SLOW times and three robust standard deviations (1.4826 x the median absolute
+    deviation, which outliers do not affect) below the median, on a logarithmic scale, because load changes rates by
+    factors. Two values alone, or noise in all values, give no outlier.
+    """
+    if not rates:
+        return {}
+    # A rate of 0 counts as extremely slow.
+    logs = {key: math.log(max(rate, 1e-9)) for key, rate in rates.items()}
+    middle = statistics.median(logs.values())
+    spread = _MAD_TO_DEVIATION * statistics.median(abs(value - middle) for value in logs.values())
+    threshold = max(math.log(SLOW), _SPREADS * spread)
+    return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > threshold}
+
+
+def _level(times: float) -> Level:
+    return "bad" if times >= VERY_SLOW else "warn"
+
+
+def _compute(gathered: Gathered) -> Iterator[Finding]:
+    rates = {facts["rank"]: answer["flops_per_second"] for facts, answer in gathered.measured(COMPUTE)}
+    slow = outliers(rates)
+    if not slow:
+        return
+    usual = format_rate(statistics.median(rates.values()), "FLOP/s")
+    hosts = {facts["rank"]: facts["host"] for facts in gathered.reporting}
+    for host, numbers in group_by_key((hosts[rank], rank) for rank in slow).items():
+        is_whole_node = all(facts["rank"] in slow for facts in gathered.by_node()[host])
+        subject = host if is_whole_node else f"{rank_ranges(numbers)} on {host}"
+        worst = max(numbers, key=slow.__getitem__)
+        verb = "is" if is_whole_node or len(numbers) == 1 else "are"
+        yield Finding(_level(slow[worst]), "speed",
+                      f"{subject} {verb} slow: {slow[worst]:.1f} times slower in a matmul than the median rank "
+                      f"({format_rate(rates[worst], 'FLOP/s')}, median {usual})",
+                      f"look for other processes, heat or a power limit on {host} (top, nvidia-smi -q -d "
+                      "PERFORMANCE), or exclude it with launch --hosts")
+
+
+def _nodes(gathered: Gathered) -> Iterator[Finding]:
+    rates = {host: min(of_host) for host, of_host in group_by_key(
+        (facts["host"], answer["bytes_per_second"]) for facts, answer in gathered.measured(NODE)).items()}
+    for host, times in outliers(rates).items():
+        yield Finding(_level(times), "links",
+                      f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median node "
+                      f"({format_rate(rates[host], 'B/s')})",
+                      "check the links between its devices (nvidia-smi topo -m, nvlink -s), or exclude it with "
+                      "launch --hosts")
+
+
+def link_rates(gathered: Gathered) -> dict[str, float]:
+    """Return the bandwidth of each node to its neighbors in bytes per second.
+
+    It is the rate of the node's slowest rank to the better of its two neighbors: a node with a bad link is slow
+    with both neighbors, but its neighbors are slow only with it.
+    """
+    rounds = group_by_key(((host, stage), answer["bytes_per_second"]) for host, stage, answer in gathered.linked()
+                          if "bytes_per_second" in answer)
+    slowest = group_by_key((host, min(rates)) for (host, _), rates in rounds.items())
+    return {host: max(rates) for host, rates in slowest.items()}
+
+
+def _links(gathered: Gathered) -> Iterator[Finding]:
+    rates = link_rates(gathered)
+    if not rates:
+        return
+    usual = format_rate(statistics.median(rates.values()), "B/s")
+    for host, times in outliers(rates).items():
+        yield Finding(_level(times), "links",
+                      f"the link of {host} is slow: all-reduces with its neighbors are {times:.1f} times slower "
+                      f"than on the median node ({format_rate(rates[host], 'B/s')}, median {usual})",
+                      f"check the network adapter of {host} (ethtool, ip -s link), or exclude it with "
+                      "launch --hosts")
+
+
+def _failed(gathered: Gathered) -> Iterator[Finding]:
+    for stage in (READY, COMPUTE, NODE):
+        errors = [((facts["host"], facts["stages"][stage]["error"]), facts["rank"]) for facts in gathered.reporting
+                  if "error" in stage_answer(facts, stage)]
+        for (host, error), numbers in group_by_key(errors).items():
+            yield Finding("bad", "torch" if stage == READY else "links",
+                          f"{rank_ranges(numbers)} on {host} failed in {stage_name(stage)}: {error}",
+                          "for details, run python3 -m ezpz_llm.test_dist on that node alone")
+
+
+def _failed_links(gathered: Gathered) -> Iterator[Finding]:
+    """Find nodes without a working link; both ends of a failed link if neither has a working one."""
+    working = set(link_rates(gathered))
+    failed = group_by_key((host, answer["error"]) for host, _, answer in gathered.linked()
+                          if "error" in answer and host not in working)
+    for host, errors in failed.items():
+        yield Finding("bad", "links", f"all-reduces between {host} and its neighbors fail: {errors[0]}",
+                      "pass launch --interface NAME with an interface that reaches every node")
+
+
+REACH_JUDGES = (_port, _unreached, _master_address, _interface_findings, _names)
+"""Judges of the route to MASTER_ADDR:MASTER_PORT, and of interfaces."""
+LINK_JUDGES = (_chosen, _differing, _interfaces, _failed, _failed_links, _compute, _nodes, _links)
+"""Judges of the network that NCCL, RCCL or oneCCL chose, of the interfaces that gloo used, and of speed."""

@@ -1,0 +1,322 @@
+"""Judges of ranks and nodes: presence, devices, cores, memory, disks, clocks and software."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from ezpz_llm.base import count_noun, group_by_key
+from ezpz_llm.check.rules.gathered import (
+    MPI,
+    READY,
+    Facts,
+    Finding,
+    Gathered,
+    Level,
+    differing,
+    format_bytes,
+    node_ranges,
+    stage_answer,
+    stage_name,
+)
+from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
+from ezpz_llm.launch.hostnames import NodeNames
+
+MIN_SHARED_MEMORY = 2**28
+"""Minimum free bytes of /dev/shm. With the 64 MiB of containers, data loaders and NCCL die of SIGBUS."""
+MIN_TEMPORARY_SPACE = 2**28
+MIN_MEMORY_PER_RANK = 2**30
+MIN_DEVICE_SHARE = 0.8
+"""Fraction of a device's memory that is free if no other process uses it."""
+CLOCK_OFFSET_S = 2.0
+
+
+def device_of(facts: Facts) -> str | None:
+    """Return a rank's accelerator, by UUID or PCI address if known, else by its visible index; None for CPU."""
+    if identity := _device(facts).get("identity"):
+        return str(identity)
+    ids = facts["devices"]["ids"]
+    if not ids:
+        return None
+    # As in launch: with several visible devices, the local rank selects one.
+    index = 0 if len(ids) == 1 else facts["local_rank"]
+    return f"{facts['devices']['source']} {ids[index]}" if index < len(ids) else None
+
+
+def _device(facts: Facts) -> Facts:
+    return stage_answer(facts, READY).get("device", {})
+
+
+def _shared(gathered: Gathered) -> Iterator[Finding]:
+    """Find ranks of a node that share a device; nodes with the same local ranks make one finding."""
+    def shared() -> Iterator[tuple[tuple[Level, tuple[int, ...]], tuple[str, str]]]:
+        for host, ranks in gathered.by_node().items():
+            # Sharing does not slow ranks that compute on the CPU anyway.
+            level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
+            owners = group_by_key((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
+            yield from (((level, tuple(local_ranks)), (host, device)) for device, local_ranks in owners.items()
+                        if len(local_ranks) > 1)
+
+    for (level, shared_by), places in group_by_key(shared()).items():
+        more = " and more elsewhere" if len({device for _, device in places}) > 1 else ""
+        names = node_ranges(host for host, _ in places)
+        yield Finding(level, "devices",
+                      f"on {names} local ranks {fold_numbers(shared_by)} share one device ({places[0][1]}{more})",
+                      "start one rank per device (launch --ppn), or mask each rank's devices")
+
+
+def _unused(gathered: Gathered) -> Iterator[Finding]:
+    on_cpu = [facts for facts, answer in gathered.measured(READY)
+              if answer["device"]["kind"] == "cpu" and facts["devices"]["ids"]]
+    if on_cpu:
+        driver = all(facts["devices"]["installed"] for facts in on_cpu)
+        names = node_ranges(facts["host"] for facts in on_cpu)
+        yield Finding("bad" if driver else "warn", "devices",
+                      f"torch computes on the CPU on {names}, although {on_cpu[0]['devices']['source']} shows "
+                      f"{count_noun(len(on_cpu[0]['devices']['ids']), 'device')}",
+                      "install a torch built for these devices and their driver (ezpz-llm doctor shows both)")
+
+
+def _kinds(gathered: Gathered) -> Iterator[Finding]:
+    for member in ("kind", "name"):
+        values = {facts["host"]: answer["device"][member] for facts, answer in gathered.measured(READY)
+                  if answer["device"].get(member)}
+        if text := differing(values):
+            yield Finding("bad" if member == "kind" else "warn", "devices", f"the devices differ: {text}",
+                          "select nodes of one kind with launch --hosts")
+            return
+
+
+def _full(gathered: Gathered) -> Iterator[Finding]:
+    for facts, answer in gathered.measured(READY):
+        device = answer["device"]
+        if device.get("total") and device["free"] < MIN_DEVICE_SHARE * device["total"]:
+            free, total = format_bytes(device["free"]), format_bytes(device["total"])
+            yield Finding("warn", "devices",
+                          f"the device of rank {facts['rank']} on {facts['host']} has only {free} of {total} free",
+                          "end the processes of earlier runs there (nvidia-smi, rocm-smi, xpu-smi)")
+
+
+def _cores(gathered: Gathered) -> Iterator[Finding]:
+    same = group_by_key((problem, host) for host, ranks in gathered.by_node().items()
+                        if (problem := _shared_cores(ranks)))
+    for (level, text), names in same.items():
+        yield Finding(level, "cores", f"on {node_ranges(names)} {text}",
+                      "let launch bind the ranks (--bind auto), or request more cores per task from the scheduler")
+
+
+def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
+    """Return level and text if ranks share cores while others idle, or if there are more ranks than cores."""
+    masks = [set(facts["cores"]) for facts in ranks]
+    used = set().union(*masks)
+    idle = set(ranks[0]["host_cores"]) - used
+    if len(used) < len(ranks):
+        more = f", while cores {fold_numbers(idle)} are idle" if idle else ""
+        return ("bad" if idle else "warn",
+                f"{len(ranks)} ranks run on {count_noun(len(used), 'core')} ({fold_numbers(used)}){more}")
+    sharing = [facts["rank"] for facts, mask in zip(ranks, masks, strict=True)
+               if sum(bool(mask & other) for other in masks) > 1]
+    # Ranks that may all use the whole node are unbound, which is fine.
+    if sharing and idle:
+        return "warn", (f"{rank_ranges(sharing)} share cores, while cores {fold_numbers(idle)} "
+                        "are idle")
+    return None
+
+
+def _space(gathered: Gathered) -> Iterator[Finding]:
+    needs = [(host, *need) for host, ranks in gathered.by_node().items() for need in (
+        (f"memory for {count_noun(len(ranks), 'rank')}", ranks[0]["memory"]["free"],
+         MIN_MEMORY_PER_RANK * len(ranks),
+         "end other processes there, or start fewer ranks per node"),
+        ("/dev/shm", ranks[0]["shm"]["free"], MIN_SHARED_MEMORY,
+         "enlarge it (docker --shm-size, mount -o remount,size=…)"),
+        (ranks[0]["tmp"]["path"], ranks[0]["tmp"]["free"], MIN_TEMPORARY_SPACE, "free space there, or set TMPDIR"))]
+    short = group_by_key(((f"only {format_bytes(free)} of {name}", instead), host)
+                         for host, name, free, minimum, instead in needs if free is not None and free < minimum)
+    for (text, instead), names in short.items():
+        yield Finding("warn", "space", f"{node_ranges(names)}: {text} free", instead)
+
+
+def _clocks(gathered: Gathered) -> Iterator[Finding]:
+    for facts in gathered.reporting:
+        offset, within = facts.get("clock", (0.0, 0.0))
+        if abs(offset) - within > CLOCK_OFFSET_S:
+            yield Finding("warn", "clock", f"the clock of {facts['host']} is {abs(offset):.1f} s "
+                                           f"{'ahead of' if offset > 0 else 'behind'} rank 0's",
+                          "run chrony or ntpd there; times in logs cannot be compared")
+
+
+LOST, STUCK = "lost_in", "stuck_in"
+"""Keys of a rank's facts: the stage in which its connection ended, or which it did not answer."""
+
+_MAX_SEPARATE_NODES = 4
+"""Maximum number of nodes with missing ranks that get separate findings."""
+
+
+def _stale_variables(gathered: Gathered) -> Iterator[Finding]:
+    for note, numbers in group_by_key((note, facts["rank"]) for facts in gathered.reporting
+                                      for note in facts.get("rank_notes", ())).items():
+        yield Finding("warn", "ranks", f"{rank_ranges(numbers)}: {note}",
+                      "launch from a shell without stale rank variables")
+
+
+def _duplicates(gathered: Gathered) -> Iterator[Finding]:
+    counts = Counter(facts["rank"] for facts in gathered.facts)
+    for rank in sorted(rank for rank, count in counts.items() if count > 1):
+        places = [f"{facts['host']} (pid {facts.get('pid', '?')}, {facts.get('rank_source', 'source unknown')})"
+                  for facts in gathered.facts if facts["rank"] == rank]
+        yield Finding("bad", "ranks", f"{len(places)} processes have rank {rank}: {', '.join(places)}",
+                      "start ranks only with launch, and unset rank variables (RANK, PMI_RANK, …) that a shell "
+                      "exports")
+
+
+def _sizes(gathered: Gathered) -> Iterator[Finding]:
+    differing_ranks = [facts for facts in gathered.reporting if facts["world_size"] != gathered.world_size]
+    for size, numbers in group_by_key([(facts["world_size"], facts["rank"]) for facts in differing_ranks]).items():
+        yield Finding("bad", "ranks", f"world size is {size} on {rank_ranges(numbers)}, but "
+                                      f"{gathered.world_size} on rank 0", "start all ranks with one launch")
+
+
+def _missing(gathered: Gathered) -> Iterator[Finding]:
+    present = {facts["rank"] for facts in gathered.facts}
+    missing = [rank for rank in range(gathered.world_size) if rank not in present]
+    unreached = NodeNames(facts["host"] for facts in gathered.unreached)
+    planned = dict(enumerate(gathered.hosts))
+    by_node = group_by_key((host, rank) for rank in missing
+                           if (host := planned.get(rank, "")) not in unreached)
+    if not gathered.hosts and sum(report["ranks_there"] for report in gathered.unreached) >= len(missing):
+        # Without a plan, assume that all missing ranks are on the nodes that cannot reach rank 0.
+        return
+    if len(by_node) > _MAX_SEPARATE_NODES:
+        by_node = {node_ranges(by_node): [rank for numbers in by_node.values() for rank in numbers]}
+    for host, numbers in by_node.items():
+        where = f" on {host}" if host else ""
+        yield Finding("bad", "missing",
+                      f"{rank_ranges(numbers)}{where} did not report within {gathered.waited_s:.0f} s",
+                      f"see logs/rank{numbers[0]:04d}.log in the run directory and check that {host or 'its node'} "
+                      "responds; launch --hosts excludes nodes")
+
+
+def _lost(gathered: Gathered) -> Iterator[Finding]:
+    lost = [((facts["host"], facts[LOST]), facts["rank"]) for facts in gathered.facts if LOST in facts]
+    for (host, stage), numbers in group_by_key(lost).items():
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} ended during {stage_name(stage)}",
+                      "see its log in the run directory")
+    silent = [(facts["host"], facts["rank"]) for facts in gathered.facts
+              if "cores" not in facts and LOST not in facts]
+    for host, numbers in group_by_key(silent).items():
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} started, but did not read the "
+                                        "node's facts in time",
+                      "check for a hanging file system there (df, mount)")
+
+
+def _stuck(gathered: Gathered) -> Iterator[Finding]:
+    stuck = [facts for facts in gathered.reporting if facts.get(STUCK, MPI) != MPI and LOST not in facts]
+    slow_start = [facts for facts in stuck if facts[STUCK] == READY]
+    if len(slow_start) > len(gathered.reporting) / 2:
+        yield Finding("warn", "torch", f"{len(slow_start)} of {len(gathered.reporting)} ranks are still importing "
+                                       "torch: nothing could be measured there",
+                      "if the shared file system is slow, run from local disks with launch --stage-env")
+        stuck = [facts for facts in stuck if facts[STUCK] != READY]
+    places = [((facts["host"], facts[STUCK]), facts["rank"]) for facts in stuck]
+    for (host, stage), numbers in group_by_key(places).items():
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} did not finish "
+                                        f"{stage_name(stage)}",
+                      "check there what the processes wait for (py-spy dump, dmesg)")
+
+
+def _mpi(gathered: Gathered) -> Iterator[Finding]:
+    answers = [(facts, answer) for facts, answer in gathered.measured(MPI)]
+    wrong = [((answer["size"], answer.get("library", "")), facts["rank"]) for facts, answer in answers
+             if facts["world_size"] == gathered.world_size
+             and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
+    for (size, library), numbers in group_by_key(wrong).items():
+        yield Finding("warn", "MPI", f"MPI ({library}) has {count_noun(size, 'rank')}, but the environment has "
+                                     f"{gathered.world_size} ({rank_ranges(numbers)})",
+                      "if the program uses MPI, use the mpiexec (or srun --mpi plug-in) of mpi4py's MPI library")
+    failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.reporting
+              if "error" in stage_answer(facts, MPI)]
+    failed += [("it hangs", facts["rank"]) for facts in gathered.reporting if facts.get(STUCK) == MPI]
+    for error, numbers in group_by_key(failed).items():
+        yield Finding("warn", "MPI", f"{rank_ranges(numbers)} cannot start MPI: {error}",
+                      "if the program uses MPI, install an mpi4py that matches this launcher")
+
+
+_MUST_AGREE = ("torch", "deepspeed", "ezpz_llm")
+_LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
+_MPI_NAME = "MPI library"
+_LONG = 60
+_UNSET = "unset"
+
+
+def _software(gathered: Gathered) -> Iterator[Finding]:
+    tables = {place: _versions(ranks) for place, ranks in _places(gathered).items()}
+    for name in dict.fromkeys(name for table in tables.values() for name in table):
+        # A node whose MPI library is unknown is not a node without MPI.
+        values = {place: table.get(name, "none") for place, table in tables.items()
+                  if name in table or name != _MPI_NAME}
+        if text := differing(values):
+            minors = {version.rpartition(".")[0] for version in values.values()}
+            level: Level = "bad" if name in _MUST_AGREE or (name == "python" and len(minors) > 1) else "warn"
+            yield Finding(level, "versions", f"{name} differs: {text}",
+                          "use one environment on all nodes, on a shared file system or with launch --stage-env")
+
+
+def _environment(gathered: Gathered) -> Iterator[Finding]:
+    variables = {place: ranks[0]["environment"] for place, ranks in _places(gathered).items()}
+    for name in sorted({name for values in variables.values() for name in values}):
+        values = {place: environment.get(name, _UNSET) for place, environment in variables.items()}
+        if len(set(values.values())) > 1:
+            yield Finding("warn", "environment", f"{name} differs: {_difference(name, values)}",
+                          "set it before launch, not in start-up files of some nodes (~/.bashrc, modules)")
+
+
+def _places(gathered: Gathered) -> dict[str, list[Facts]]:
+    """Return the units to compare: nodes, or single ranks if the ranks of a node differ."""
+    places: dict[str, list[Facts]] = {}
+    for host, ranks in gathered.by_node().items():
+        alike = all(rank["versions"] == ranks[0]["versions"] and rank["environment"] == ranks[0]["environment"]
+                    for rank in ranks)
+        places |= {host: ranks} if alike else {f"rank {rank['rank']} on {host}": [rank] for rank in ranks}
+    return places
+
+
+def _versions(ranks: Sequence[Facts]) -> Mapping[str, str]:
+    versions = dict(ranks[0]["versions"])
+    # Prefer the versions that torch and MPI reported when they were loaded.
+    for stage, key, name in ((READY, "torch", "torch"), (MPI, "library", _MPI_NAME)):
+        reported = [answer[key] for rank in ranks if key in (answer := stage_answer(rank, stage))]
+        versions |= {name: reported[0]} if reported else {}
+    return versions
+
+
+def _difference(name: str, values: Mapping[str, str]) -> str:
+    """Return the differences, only missing and additional folders of path lists, and long values shortened."""
+    if name not in _LISTS:
+        text = differing({place: _short(value) for place, value in values.items()})
+        return text or "after the shown characters"
+    usual = Counter(values.values()).most_common(1)[0][0]
+
+    def change(value: str) -> str:
+        """Return the folders that a path list has more or less than the most common one."""
+        more = [part for part in _parts(value) if part not in _parts(usual)]
+        less = [part for part in _parts(usual) if part not in _parts(value)]
+        parts = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
+        return ", ".join(parts) or "another order"
+
+    changes = group_by_key((change(value), place) for place, value in values.items() if value != usual)
+    return "; ".join(f"{node_ranges(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
+
+
+def _parts(value: str) -> list[str]:
+    return [part for part in value.split(":") if part and value != _UNSET]
+
+
+def _short(value: str, width: int = _LONG) -> str:
+    return value if len(value) <= width else f"{value[:width - 1]}…"
+
+
+RANK_JUDGES = (_duplicates, _sizes, _missing, _lost, _stuck, _mpi, _stale_variables)
+"""Judges of rank numbers, and of missing, lost or hanging ranks."""
+NODE_JUDGES = (_shared, _unused, _kinds, _full, _cores, _space, _clocks, _software, _environment)
+"""Judges of devices, cores, memory, disks, clocks, and of differing software and variables."""

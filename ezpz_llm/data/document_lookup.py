@@ -1,0 +1,227 @@
+"""Find the documents that a step of a run read, from the run's records and the token shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ezpz_llm.base import UserError
+from ezpz_llm.data.manifest import TRAIN
+from ezpz_llm.data.megatron import read_index
+from ezpz_llm.data.samples import as_mixture, stream_offsets
+from ezpz_llm.data.shards import TokenData, TokenStream
+from ezpz_llm.rundir import RunDir, read_json, read_lines, read_record
+
+_AT_ONCE = 1 << 22  # tokens
+_TOKENS_OF_TEXT, _MAX_TEXT = 48, 60
+
+
+@dataclass(frozen=True)
+class Extract:
+    """Part of a sample that comes from one document and one file.
+
+    Attributes:
+        sample: index of the sample in the run.
+        corpus: the corpus as given to `prepare`.
+        file: a shard of the training split.
+        document: index of the document in that split, from 0.
+        first, stop: the part is tokens [first, stop) of the file.
+        text: first words of the document.
+    """
+
+    sample: int
+    corpus: str
+    file: str
+    document: int
+    first: int
+    stop: int
+    text: str
+
+
+@dataclass(frozen=True)
+class StepRead:
+    """Samples [first, stop) of a step, and the parts of documents in them."""
+
+    step: int
+    first: int
+    stop: int
+    extracts: list[Extract]
+
+
+def step_read(folder: Path, step: int) -> StepRead:
+    """Return the samples and documents that a step of the run in `folder` read.
+
+    Raises:
+        UserError: not a run of the trainer, a step that the run has not reached, or missing or changed data.
+    """
+    run_dir = RunDir(folder)
+    run_dir.check_there()
+    record = read_record(run_dir)
+    data_record = record.get("data", {})
+    config, model = record.get("config", {}), record.get("model", {})
+    try:
+        shards, fingerprint = Path(data_record["folder"]), data_record["fingerprint"]
+        seed, block_size = int(config["seed"]), int(model["block_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError("this run did not record its data", where=str(run_dir.record),
+                        instead="give the directory of a run of python3 -m ezpz_llm.train that reached its first "
+                                "step") from error
+    first, stop = samples_of(run_dir, record, step, block_size)
+    data = TokenData.open(shards)
+    if data.fingerprint != fingerprint:
+        raise UserError("the tokens in this folder have changed since the run read them", where=str(shards),
+                        instead=f"restore the original corpus: {config.get('corpus')}")
+    return StepRead(step, first, stop, extracts(data, block_size, seed, range(first, stop)))
+
+
+def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: int) -> tuple[int, int]:
+    """Return the samples [first, stop) of a step.
+
+    Adds up the batch sizes in metrics.jsonl, since the batch size may change on resume.
+
+    Raises:
+        UserError: the step has no line, or its first sample cannot be determined.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    skipped, number, end = _skipped(record), 0, 0
+    where = str(run_dir.metrics)
+    for line in read_lines(run_dir.metrics):
+        if spans and line["step"] != number + 1:
+            raise UserError(f"steps {number + 1} to {line['step'] - 1} have no line", where=where,
+                            instead="use a run with a complete metrics.jsonl, which is needed to count the samples")
+        number = line["step"]
+        first = end + skipped.get(number - 1, 0)
+        end = first + _samples(line, block_size, where)
+        spans[number] = first, end
+    if step not in spans:
+        advice = f"give a step from {min(spans)} to {max(spans)}" if spans else "wait for its first step"
+        raise UserError(f"this run has no step {step}", where=where, instead=advice)
+    first, end = spans[step]
+    if record["config"].get("overfit_one_batch"):
+        return 0, end - first
+    base = 0 if 1 in spans else None
+    for number, consumed in _recorded_positions(run_dir, record):
+        if number not in spans:
+            continue
+        total = spans[number][1]
+        if base is not None and base + total != consumed:
+            raise UserError(f"after step {number}, metrics.jsonl has {base + total:,} samples and the run's record "
+                            f"{consumed:,}: the block size changed during the run", where=where,
+                            instead="use a run with a constant block size")
+        base = consumed - total
+    if base is None:
+        raise UserError("this run continues another run, and has not recorded its data position yet", where=where,
+                        instead=f"wait for its end or a checkpoint; it started with step {min(spans)}")
+    return base + first, base + end
+
+
+def _samples(line: dict[str, Any], block_size: int, where: str) -> int:
+    """Return the number of samples in a step, from its throughput and time."""
+    try:
+        return round(line["tokens_per_second"] * line["step_time_s"] / block_size)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the line of step {line['step']} has no tokens_per_second and step_time_s", where=where,
+                        instead="use a run of python3 -m ezpz_llm.train, which writes both") from error
+
+
+def _skipped(record: dict[str, Any]) -> dict[int, int]:
+    """Return the number of samples that rollbacks skipped, by the step that each rolled back to."""
+    skipped: dict[int, int] = {}
+    for rollback in record.get("rollbacks", []):
+        # Samples skipped earlier after that step are included in samples_passed_over, or the rollback undid them.
+        skipped = {step: samples for step, samples in skipped.items() if step < rollback["to_step"]}
+        skipped[rollback["to_step"]] = rollback["samples_passed_over"]
+    return skipped
+
+
+def _recorded_positions(run_dir: RunDir, record: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield steps and the number of samples read after them, from run.json and the checkpoints."""
+    if "samples_consumed" in record:
+        yield record["steps"], record["samples_consumed"]
+    for path in sorted(run_dir.checkpoints.glob("step-*/state.json")):
+        state = read_json(path)
+        yield state["step"], state["consumed"]
+
+
+def extracts(data: TokenData, block_size: int, seed: int, samples: Sequence[int]) -> list[Extract]:
+    """Return the parts of documents in the given samples, in the samples' order."""
+    stream_indices, starts = stream_offsets(as_mixture(data.split(TRAIN)), block_size, seed, np.asarray(samples))
+    result: list[Extract] = []
+    for part, single in enumerate([folder for folder, _ in data.parts] or [data]):
+        rows = np.flatnonzero(stream_indices == part)
+        if rows.size:
+            documents = Documents(single, int(starts[rows].max()) + block_size + 1)
+            result += [extract for row in rows.tolist() for extract in documents.within(
+                samples[row], int(starts[row]), int(starts[row]) + block_size + 1)]
+    return sorted(result, key=lambda extract: extract.sample)
+
+
+class Documents:
+    """Documents of a folder's training split, up to token `stop`."""
+
+    def __init__(self, data: TokenData, stop: int) -> None:
+        stream = data.split(TRAIN)
+        assert isinstance(stream, TokenStream)
+        self._data, self._stream = data, stream
+        # The text of the last document may extend beyond `stop`.
+        self._starts = first_tokens(data, stream, min(stop + _TOKENS_OF_TEXT, len(stream)))
+        shards = data.manifest["splits"][TRAIN]["shards"]
+        self._files = [str(data.folder / shard["file"]) for shard in shards]
+        self._begins = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+
+    def within(self, sample: int, start: int, stop: int) -> Iterator[Extract]:
+        """Yield tokens [start, stop) of the split, in parts of one document and one file each."""
+        while start < stop:
+            document = int(np.searchsorted(self._starts, start, side="right")) - 1
+            file = int(np.searchsorted(self._begins, start, side="right")) - 1
+            begin, end = int(self._begins[file]), min(stop, self._end(document), int(self._begins[file + 1]))
+            yield Extract(sample, self._data.manifest["source"]["corpus"], self._files[file], document,
+                          start - begin, end - begin, self._text(document))
+            start = end
+
+    def _end(self, document: int) -> int:
+        following = self._starts[document + 1:document + 2]
+        return int(following[0]) if following.size else len(self._stream)
+
+    def _text(self, document: int) -> str:
+        """Return the first words of a document."""
+        start = int(self._starts[document])
+        tokens = self._stream[start:min(start + _TOKENS_OF_TEXT, self._end(document))]
+        tokens = tokens[tokens != self._data.manifest["end_of_text"]]
+        return " ".join(self._data.tokenizer.decode(tokens.astype(np.int64)).split())[:_MAX_TEXT]
+
+
+def first_tokens(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
+    """Return the starts of the training split's documents before token `stop`, int64, increasing.
+
+    Uses Megatron's index, or else end-of-text tokens, which precede each document (in nanoGPT's shards, they follow
+    it). Tokens before the first end-of-text token, which continue a validation document, count as
+    one document. If the tokenizer has no end-of-text token, the split is one document.
+    """
+    if "document_index" in data.manifest:
+        tokens = Path(data.manifest["splits"][TRAIN]["shards"][0]["file"])
+        return read_index(tokens, Path(data.manifest["document_index"])).starts
+    end = data.manifest["end_of_text"]
+    if end is None:
+        return np.zeros(1, np.int64)
+    starts = np.concatenate([first + np.flatnonzero(stream[first:min(first + _AT_ONCE, stop)] == end)
+                             for first in range(0, stop, _AT_ONCE)])
+    if data.manifest.get("written_by") == "nanoGPT":
+        starts += 1
+    return starts if starts.size and starts[0] == 0 else np.concatenate([np.zeros(1, np.int64), starts])
+
+
+def describe_read(read: StepRead) -> str:
+    """Return a table with a line per extract, grouped by corpus."""
+    lines = [f"step {read.step}: samples {read.first:,} to {read.stop - 1:,}"]
+    for corpus in dict.fromkeys(extract.corpus for extract in read.extracts):
+        lines += ["", f"corpus {corpus}",
+                  f"{'sample':>12} {'document':>12} {'tokens of the file':>27}  file and first words"]
+        lines += [f"{extract.sample:>12,} {extract.document:>12,} "
+                  f"{f'{extract.first:,} to {extract.stop - 1:,}':>27}  {Path(extract.file).name}  {extract.text}"
+                  for extract in read.extracts if extract.corpus == corpus]
+    return "\n".join(lines)

@@ -1,0 +1,258 @@
+"""Shards written by other programs, read in place; a manifest with counts and hashes is kept in the cache.
+
+    build-nanogpt    NAME_train_000001.npy …, NAME_val_000000.npy …: uint16, gpt2
+    nanoGPT          train.bin, val.bin: uint16, gpt2; or characters, if there is a meta.pkl
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ezpz_llm.base import UserError, open_regular
+from ezpz_llm.data.corpora import cached_folder
+from ezpz_llm.data.downloads import progress, reading, say
+from ezpz_llm.data.file_signatures import check_tokens
+from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
+from ezpz_llm.data.shards import open_npy
+from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type, pieces
+from ezpz_llm.data.tokenize_corpus import entropy
+from ezpz_llm.data.tokenizer_files import copy_files
+from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose_tokenizer, to_entry
+from ezpz_llm.rundir import write_json
+
+# The split must be a whole part of the name: "eval" is not "val".
+_NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
+_META = "meta.pkl"
+_DEFAULT = "gpt2"
+_AT_ONCE = 8 << 20
+
+
+@dataclass(frozen=True)
+class ExternalShards:
+    """Folder of another program's shards, before they are read.
+
+    Attributes:
+        written_by: name of the program.
+        splits: files of each split, in order.
+    """
+
+    folder: Path
+    written_by: str
+    splits: dict[str, tuple[Path, ...]]
+    tokenizer: Choice | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the files' names, sizes and time stamps, and of the requested tokenizer."""
+        files = [path for paths in self.splits.values() for path in paths]
+        if (self.folder / _META).is_file():
+            files.append(self.folder / _META)
+        with reading(self.folder):
+            stats = [(path.name, path.stat()) for path in files]
+        # The table of "char" is not needed: meta.pkl, whose time stamp is included, determines it.
+        choice = self.tokenizer
+        tokenizer = choice and (choice.name if choice.file is None else choice.table)
+        values = [str(self.folder), tokenizer, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+        return hashlib.sha256(json.dumps([FORMAT, "foreign, types checked", values]).encode()).hexdigest()
+
+    @property
+    def index(self) -> Path:
+        """Folder in the cache for the manifest."""
+        return cached_folder(self.folder.name, self.fingerprint)
+
+
+def find_external_shards(corpus: str, tokenizer: Choice | None) -> ExternalShards | None:
+    """Return the shards in the folder `corpus`, or None if no other program wrote it.
+
+    Raises:
+        UserError: the training or validation split is missing.
+    """
+    folder = Path(corpus).expanduser().absolute()
+    if not os.path.isdir(folder):
+        return None
+    splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
+    with reading(folder):
+        for path in sorted(folder.glob("*.npy")):
+            if match := _NPY.fullmatch(path.name):
+                splits[match["split"]].append(path)
+        program = "build-nanogpt"
+        if not any(splits.values()):
+            program = "nanoGPT"
+            splits = {name: [folder / f"{name}.bin"] * (folder / f"{name}.bin").is_file() for name in (TRAIN, VAL)}
+    if not any(splits.values()):
+        return None
+    for name, paths in splits.items():
+        if not paths:
+            raise UserError(f"these {program} shards have no {name} split", where=str(folder),
+                            instead=f"add the files of the {name} split")
+    if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
+            "char" if (folder / _META).is_file() else _DEFAULT):
+        tokenizer = None  # the same fingerprint with and without --tokenizer
+    return ExternalShards(folder, program, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
+
+
+def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
+    """Read each token of `shards` once and write their manifest to `folder`.
+
+    Raises:
+        UserError: a shard is truncated or of another type, or has ids outside the vocabulary.
+    """
+    opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
+    tokenizer = _tokenizer(shards)
+    tokenizer_argument = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
+    dtypes = {tokens.dtype for split in opened.values() for tokens in split}
+    if len(dtypes) > 1:
+        raise UserError("these shards have different data types", where=str(shards.folder),
+                        instead="keep only shards from one preparation in the folder")
+    size = sum(tokens.nbytes for split in opened.values() for tokens in split)
+    if show:
+        say(f"reading {shards.written_by} shards once: {shards.folder}, {size / 1e6:,.1f} MB")
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    splits: dict[str, Any] = {}
+    with progress(f"reading {shards.folder}", size, show) as advance:
+        for name, files in opened.items():
+            splits[name] = {"tokens": sum(tokens.size for tokens in files), "shards": []}
+            for tokens in files:
+                entry = {"file": str(tokens.filename), "tokens": tokens.size, "offset": tokens.offset,
+                         "sha256": _count(tokens, tokenizer, counts, advance)}
+                splits[name]["shards"].append(entry)
+    np.save(folder / COUNTS, counts)
+    if shards.tokenizer is not None and shards.tokenizer.file is not None:
+        copy_files(shards.tokenizer.file, folder)
+    end = tokenizer.end_of_text
+    write_json(folder / MANIFEST, {
+        "format": FORMAT,
+        "request": shards.fingerprint,
+        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(shards.folder), "--tokenizer",
+                               tokenizer_argument]),
+        "written_by": shards.written_by,
+        "source": {"corpus": str(shards.folder), "files": sum(map(len, opened.values())), "bytes": size},
+        "tokenizer": to_entry(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": end,
+        "dtype": dtypes.pop().name,
+        "documents": int(counts[end]) if end is not None else 1,
+        "tokens": sum(split["tokens"] for split in splits.values()),
+        "unigram_entropy": entropy(counts),
+        "splits": splits,
+    })
+
+
+def check_shards(shards: ExternalShards) -> None:
+    """Check the shards' types and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
+
+    Raises:
+        UserError: as `index_shards`, for the ids in the sample.
+    """
+    opened = [_open(path) for paths in shards.splits.values() for path in paths]
+    tokenizer = _tokenizer(shards)
+    for tokens in opened:
+        for first, part in pieces(tokens, CHECKED_TOKENS // len(opened)):
+            _check_ids(tokens, first, part, tokenizer)
+
+
+def _tokenizer(shards: ExternalShards) -> Tokenizer:
+    meta = shards.folder / _META
+    characters: Tokenizer | None = None
+    if meta.is_file():
+        characters = CharTokenizer(_characters(meta))
+        if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(characters)):
+            raise UserError("these tokens are characters; the tokenizer "
+                            f"{shards.tokenizer.describe()} did not make them", where=str(meta),
+                            instead="omit --tokenizer")
+    elif shards.tokenizer is not None and shards.tokenizer.name == "char":
+        raise UserError("--tokenizer char needs a table of characters, but there is no meta.pkl",
+                        where=str(shards.folder), instead="if these are gpt2 tokens, omit --tokenizer")
+    return characters or (shards.tokenizer or choose_tokenizer(_DEFAULT)).make()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler for numbers, strings, lists and dicts; rejects every import and call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it imports {module}.{name}")
+
+
+def _characters(meta: Path) -> str:
+    """Return the characters in nanoGPT's meta.pkl, in the order of their ids."""
+    try:
+        with reading(meta), open_regular(meta) as file:
+            table = _PlainUnpickler(file).load()["itos"]
+        characters = [table[number] for number in range(len(table))]
+        if characters != sorted(set(characters)) or {*map(len, characters)} != {1}:
+            raise ValueError("its symbols are not characters in code point order")
+    except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError,
+            MemoryError) as error:
+        raise UserError(f"this meta.pkl has no usable table of characters: {error}", where=str(meta),
+                        instead="prepare the text itself: python3 -m ezpz_llm.data prepare FILE --tokenizer char",
+                        ) from error
+    return "".join(characters)
+
+
+def _open(path: Path) -> np.memmap:
+    """Map the tokens of a file."""
+    again = "copy or download that file again"
+    check_tokens(path)
+    if path.suffix == ".npy":
+        tokens = open_npy(path, "shard", f"{again}; add a NumPy header to raw tokens, as written by OLMo: "
+                                         "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
+    else:
+        check_uint16(path)
+        with reading(path):
+            open_regular(path).close()
+            try:
+                tokens = np.memmap(path, "<u2", "r")
+            except ValueError as error:
+                raise UserError(f"this shard is truncated, or not a shard: {error}", where=str(path),
+                                instead=again) from error
+    if tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")) or tokens.ndim != 1:
+        instead = "convert the shards to uint16 or uint32 with one dimension"
+        if tokens.dtype.kind in "iu":
+            place = shlex.quote(str(path.parent))
+            code = ("import glob, numpy as n; "
+                    "[n.save('u4/' + f, n.load(f).ravel().astype('u4')) for f in glob.glob('*.npy')]")
+            instead += f': mkdir {place}/u4 && cd {place} && python3 -c "{code}"; then give {place}/u4'
+        raise UserError(f"this shard contains {tokens.dtype} with {tokens.ndim} dimensions", where=str(path),
+                        instead=instead)
+    return tokens
+
+
+def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
+           advance: Callable[[int], None]) -> str:
+    """Add the occurrences of each id to `counts` and return the file's sha256."""
+    path = Path(str(tokens.filename))
+    digest = hashlib.sha256()
+    with reading(path), open_regular(path) as file:
+        digest.update(file.read(tokens.offset))
+        for first in range(0, tokens.size, _AT_ONCE):
+            part = np.asarray(tokens[first:first + _AT_ONCE])
+            _check_ids(tokens, first, part, tokenizer)
+            counts += np.bincount(part, minlength=tokenizer.vocab_size)
+            digest.update(part.data)
+            advance(part.nbytes)
+    return digest.hexdigest()
+
+
+def _check_ids(tokens: np.memmap, first: int, part: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Check the ids of a part that starts at position `first`.
+
+    Raises:
+        UserError: an id is outside the vocabulary.
+    """
+    if part.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"token {part.max():,} at position {first + int(part.argmax()):,} is outside the vocabulary of the "
+            f"tokenizer {tokenizer.name}, which has {tokenizer.vocab_size:,} tokens", where=str(tokens.filename),
+            instead="give the tokenizer that made these shards: --tokenizer T"
+                    + other_type(tokens, tokenizer.vocab_size))

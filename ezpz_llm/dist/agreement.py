@@ -1,0 +1,105 @@
+"""Collectives for Python objects, and error handling that raises one rank's error on all ranks without deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+from ezpz_llm.base import UserError
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+T = TypeVar("T")
+
+
+def gather(dist: Dist, value: Any) -> list[Any] | None:
+    """Return every rank's value on rank 0, and None on other ranks. Collective."""
+    if dist.world_size == 1:
+        return [value]
+    values: list[Any] | None = [None] * dist.world_size if dist.rank == 0 else None
+    torch_dist.gather_object(value, values, dst=0)
+    return values
+
+
+def all_gather(dist: Dist, value: Any) -> list[Any]:
+    """Return every rank's value on every rank. For small values, since they are pickled. Collective."""
+    values = [value] * dist.world_size
+    if dist.world_size > 1:
+        torch_dist.all_gather_object(values, value)
+    return values
+
+
+def all_gather_number(dist: Dist, value: float) -> list[float]:
+    """Return every rank's number in single precision, on every rank: 4 bytes per rank. Collective."""
+    if dist.world_size == 1:
+        return [value]
+    values = torch.empty(dist.world_size, device=dist.device)
+    torch_dist.all_gather_into_tensor(values, torch.tensor([value], device=dist.device))
+    return values.tolist()
+
+
+def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
+    """All-reduce `values` over all ranks on this rank's device, and return the result. Collective.
+
+    A single rank gets `values` unchanged.
+    """
+    if dist.world_size == 1:
+        return values
+    values = values.to(dist.device)
+    torch_dist.all_reduce(values, op=op)
+    return values
+
+
+def broadcast(dist: Dist, value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective."""
+    if dist.world_size == 1:
+        return value
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def first_value(dist: Dist, value: T | None) -> T | None:
+    """Return the value of the lowest rank that has one, on every rank; None if no rank has one. Collective.
+
+    The usual case, no value, costs one reduction of a number, at any world size.
+    """
+    if dist.world_size == 1:
+        return value
+    rank = torch.tensor(dist.world_size if value is None else dist.rank)
+    first = int(reduce(dist, rank, torch_dist.ReduceOp.MIN))
+    if first == dist.world_size:
+        return None
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=first)
+    return values[0]
+
+
+def run_together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T:
+    """Run `action` on every rank (or on rank 0 only) and return its result there. Collective.
+
+    Raises:
+        UserError: the action failed on a rank. Every rank raises the error of the lowest such rank.
+    """
+    result: Any = None
+    error = None
+    try:
+        if dist.is_main or not on_main:
+            result = action()
+    except UserError as own_error:
+        error = own_error
+    raise_together(dist, error)
+    return result
+
+
+def raise_together(dist: Dist, error: UserError | None) -> None:
+    """Raise the error of the lowest rank that has one on every rank, with its type. Collective."""
+    fields = None if error is None else (type(error), error.found, error.where, error.instead, error.exit_code)
+    first = first_value(dist, fields)
+    if first is not None:
+        kind, found, where, instead, exit_code = first
+        raise kind(found, where=where, instead=instead, exit_code=exit_code)

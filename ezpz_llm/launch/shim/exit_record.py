@@ -1,0 +1,72 @@
+"""Record of a failed rank. Imported only if a rank failed, to keep the shim's start fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ezpz_llm.base import make_private, system_text
+from ezpz_llm.launch.failures.run_facts import Failure
+from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
+from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.launch.node.folder import read_beat
+from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
+from ezpz_llm.launch.shim.memory import evidence
+from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
+
+if TYPE_CHECKING:
+    from ezpz_llm.launch.shim.rank import Rank
+
+_TAIL_LINES = 20
+_TAIL_CHARACTERS = 16384
+_KILLED_CODE = 137
+_EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+
+
+def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
+    """Write errors/rankNNNN.json atomically after the rank's process `pid` has ended.
+
+    Raises:
+        OSError: the run directory cannot be written to.
+    """
+    number, run_dir, output = rank.info.rank, rank.run_dir, rank.output.tail()
+    phase, step = read_beat(system_text(rank.heartbeat()))
+    # A killed rank could not print the reason; exceptions in its output were caught.
+    exception = None if signal in _EXTERNAL_SIGNALS else last_exception(
+        output, NEAR_THE_END if code == 1 else NEAR_THE_END_IF_CAUGHT)
+    ended_by = rank.end_signal.name if rank.end_signal else None
+    if ended_by and stop_ordered(run_dir, rank.run_id) is not None:
+        ended_by = "launch"
+    failure = Failure(
+        rank=number, host=socket.gethostname(), pid=pid, exit_code=code, signal=signal,
+        # The end by the node's clock, the duration by a monotonic clock.
+        ended=rank.started + rank.lived_s, duration_s=round(rank.lived_s, 3),
+        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_words(output, _TAIL_LINES)),
+        argv=tuple(redact_words(rank.command)), exception=exception, phase=phase, step=step,
+        oom_killed=evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
+        ended_by=ended_by, launch=rank.run_id)
+    run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
+    with make_private(run_dir.errors) as errors:
+        record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
+        errors.write(run_dir.rank_error(number).name, record.encode())
+
+
+def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
+    """Copy a log from the node to the run directory, if the rank failed or control/logs names it.
+
+    Raises:
+        OSError: the log cannot be copied; no partial copy is left.
+    """
+    if has_failed or _is_ordered(run_dir, rank):
+        write_atomic(run_dir.rank_log(rank), log.read_bytes())
+
+
+def _is_ordered(run_dir: RunDir, rank: int) -> bool:
+    try:
+        return rank in expand_numbers(logs_ordered(run_dir))
+    except ValueError:
+        return False

@@ -1,0 +1,174 @@
+"""Launch side of staging: choose a method, send the archives to every node, run there, and clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun
+from ezpz_llm.launch.addresses import is_local_node_among
+from ezpz_llm.launch.option_parsing import Options
+from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
+from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
+from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
+from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
+from ezpz_llm.launch.staging.receiver import copy_of, mover
+from ezpz_llm.launch.supervision import INTERRUPTED, run
+from ezpz_llm.rundir import update_record
+
+_LIMIT_S = 1800.0
+"""Time limit for copying."""
+_RECEIVE = (sys.executable, "-m", "ezpz_llm.launch.staging.receiver")
+
+
+@contextlib.contextmanager
+def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterator[LaunchPlan]:
+    """Yield the plan that runs from each node's copy of the environment; remove the copies at the end.
+
+    Raises:
+        UserError: a node cannot create its copy (exit code 3); all copies are removed.
+    """
+    began = time.monotonic()
+    roots = find_roots()
+    archives = make_archives(roots, cache_dir(env) / "staging")
+    way = choose_way(plan, env)
+    place = local_folder(plan, env)
+    print(_announcement(archives, way, plan, place), file=sys.stderr, flush=True)
+    begin = f"{place}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
+    if way == "sbcast":
+        first = _step(plan, options, (*_RECEIVE, "make", begin, str(sum(archive.bytes for archive in archives))),
+                      "make")
+    else:
+        paths = _image_paths(archives) if way == "squashfs" else [str(archive.path) for archive in archives]
+        first = _step(plan, options, (*_RECEIVE, way, begin, *paths), "copy")
+    # Derived from a secret, so that other users cannot create the folder first; the run id is in run.json.
+    folder = copy_of(begin, {name: setting.value for name, setting in first.env.items()})
+    try:
+        _run(first)
+        if way == "sbcast":
+            _send(plan, options, archives, folder)
+        seconds = time.monotonic() - began
+        print(f"staged     in {seconds:.1f} s", file=sys.stderr, flush=True)
+        update_record(plan.run_dir, staging={
+            "folder": str(folder), "way": way, "seconds": round(seconds, 3), "archives": [
+                {**vars(archive), "path": str(archive.path)} for archive in archives]})
+        moved = relocate(plan, roots, folder, env)
+        yield _with_mount(moved, folder, _image_paths(archives)) if way == "squashfs" else moved
+    finally:
+        run(_step(plan, options, ("bash", "-c", UNMOUNT, "unmount", str(folder)), "remove"), None, _LIMIT_S)
+
+
+def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
+    """Choose how the nodes get the archives.
+
+    The site's setting, else sbcast in a Slurm job, else MPI if mpi4py is installed and MPI starts the ranks. On a
+    single node, and without any of these, every node reads the files.
+    """
+    if len(plan.hosts) == 1 and plan.site.stage != "squashfs":
+        return "file"
+    if plan.site.stage:
+        return plan.site.stage
+    scheduler = scheduler_of(plan.allocation)
+    if scheduler and scheduler.COPIER and shutil.which(scheduler.COPIER, path=env.get("PATH")):
+        return "sbcast"
+    has_mpi = plan.launcher.kind in ("mpiexec", "srun") and importlib.util.find_spec("mpi4py") is not None
+    return "mpi" if has_mpi else "file"
+
+
+def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
+    """Return the folder on each node's local disk: SLURM_TMPDIR, else /local, else /tmp."""
+    if slurm_tmpdir := env.get("SLURM_TMPDIR"):
+        return Path(slurm_tmpdir)
+    # The nodes of a reservation are assumed to be alike; a login node may differ.
+    is_node = is_local_node_among(plan.hosts)
+    return Path("/local") if is_node and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
+
+
+def _announcement(archives: Sequence[Archive], way: str, plan: LaunchPlan, place: Path) -> str:
+    files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
+    origin = "new archive" if any(archive.is_new for archive in archives) else "cached archive"
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({origin}) to {place} on"
+            f" {count_noun(len(plan.hosts), 'node')} by {way}")
+
+
+def _send(plan: LaunchPlan, options: Options, archives: Sequence[Archive], folder: Path) -> None:
+    """Send the archives by sbcast to the copy's folder.
+
+    The folder is private; elsewhere sbcast could write through a symbolic link of another user.
+    """
+    paths = [f"{folder}/.{number}.tar" for number, _ in enumerate(archives)]
+    for archive, path in zip(archives, paths, strict=True):
+        if not _send_archive(plan, archive.path, path):
+            raise _not_staged(EXIT_PREFLIGHT)
+    _run(_step(plan, options, (*_RECEIVE, "sbcast", str(folder), *paths), "copy"))
+
+
+def _image_paths(archives: Sequence[Archive]) -> list[str]:
+    return [str(image) for image in make_images(archives)]
+
+
+def _with_mount(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> LaunchPlan:
+    """Return the plan that mounts the images before the first program in the copy."""
+    first = next(position for position, word in enumerate(plan.argv) if word.startswith(f"{folder}/"))
+    mount = ("bash", "-c", MOUNT, "mount", str(folder), *images, "--")
+    return replace(plan, argv=(*plan.argv[:first], *mount, *plan.argv[first:]))
+
+
+def _not_staged(code: int) -> UserError:
+    return UserError("the environment could not be copied to every node (see above); no rank was started",
+                     where="--stage-env", instead="free space there, or omit --stage-env", exit_code=code)
+
+
+def _send_archive(plan: LaunchPlan, source: Path, target: str) -> bool:
+    # The site's "sbcast" also applies to --scheduler none inside a job.
+    scheduler = scheduler_of(plan.allocation) or scheduler_here(os.environ)
+    return scheduler is not None and scheduler.copy_to_nodes(source, target)
+
+
+def _step(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> LaunchPlan:
+    """Return a plan that runs `command` once on each node with the same launcher."""
+    return prepare_step(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, tee="none",
+                        hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
+
+
+def _run(step: LaunchPlan) -> None:
+    if code := run(step, None, _LIMIT_S).code:
+        raise _not_staged(code if code in INTERRUPTED else EXIT_PREFLIGHT)
+
+
+_MOVED = ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
+_LAUNCHERS = ("mpiexec", "srun")
+
+
+def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str, str]) -> LaunchPlan:
+    """Return `plan` with the Python, programs and variables of the copy in `to`.
+
+    The launcher is not replaced, because it runs on this node, which may not have a copy. The user's arguments are
+    not replaced either, except for a command that is a program of the environment.
+    """
+    moved = mover({str(root.path): root.name for root in roots}, to)
+    programs = os.path.join(sys.prefix, "bin")
+
+    def program(word: str) -> str:
+        return moved(word) if os.path.dirname(word) == programs else word
+
+    split = len(plan.argv) - len(plan.command)
+    prefix, command = plan.argv[:split], plan.argv[split:]
+    is_launcher = os.path.basename(prefix[0]) in _LAUNCHERS
+    first = prefix[0] if is_launcher else program(prefix[0])
+    argv = (first, *map(program, prefix[1:]), program(command[0]), *command[1:])
+    now = {**env, **{name: setting.value for name, setting in plan.env.items()}}
+    changed = {name: moved(now[name]) for name in _MOVED if now.get(name)}
+    path = now.get("PATH", os.defpath)
+    if programs in path.split(os.pathsep):
+        # Prepended, because the launcher finds its own helpers on the same PATH.
+        changed["PATH"] = os.pathsep.join([moved(programs), path])
+    settings = {name: Setting(value, "--stage-env") for name, value in changed.items() if value != now.get(name)}
+    return replace(plan, argv=argv, env={**plan.env, **settings})

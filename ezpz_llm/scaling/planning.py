@@ -1,0 +1,319 @@
+"""Planning of a study: its sizes and points, each checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ezpz_llm.base import UserError, as_dataclass, count_noun, parse_json
+from ezpz_llm.launch.node_selection import select_nodes
+from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, value_of, without
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.precheck import CheckReport, run_check
+from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
+from ezpz_llm.launch.schedulers.scheduler import Allocation
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, has_secret
+from ezpz_llm.scaling.options import Options, is_own_script
+from ezpz_llm.scaling.study import Mode, Point, Study
+from ezpz_llm.submit.job import plan_job
+from ezpz_llm.submit.options import parse as parse_submit
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a study.
+
+    Attributes:
+        label: part of the points' names: `n2` for two nodes, `r2` for two ranks on one node.
+        launch: options for launch. They give the number of ranks, so that the study can continue in a different
+            reservation.
+        threads: threads per rank; None if the user's OMP_NUM_THREADS or the later job sets them.
+    """
+
+    label: str
+    nodes: int
+    ranks: int
+    launch: tuple[str, ...]
+    threads: int | None
+
+
+def find_sizes(options: Options, env: Mapping[str, str]) -> list[Size]:
+    """Return the sizes in increasing order, for this reservation or for the jobs to submit.
+
+    Raises:
+        UserError: the reservation has too few nodes, or launch rejects the ranks.
+    """
+    if options.ranks and options.submit is not None:
+        raise UserError("--submit does not support --ranks", where="--ranks, --submit",
+                        instead="--nodes with --submit; for --ranks one reservation of one node is enough")
+    if options.ranks:
+        return [_on_one_node(ranks, options, env) for ranks in sorted(options.ranks)]
+    if options.submit is not None:
+        return [_in_a_job(nodes, options, env) for nodes in sorted(options.nodes)]
+    return [_in_reservation(nodes, options, env) for nodes in sorted(options.nodes)]
+
+
+def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[str, str]) -> Allocation:
+    """Return the nodes that a study may use.
+
+    Raises:
+        UserError: this process is itself a rank that a launcher started.
+    """
+    launch = parse_launch((*launch_words, "true"))
+    hosts_from = "--hostfile" if launch.hostfile else "--hosts" if hosts else None
+    allocation = supplement(find_allocation(env, launch.scheduler, hosts_from), env, QUICK)
+    if allocation.scheduler == local.STARTED:
+        raise UserError("a study starts its own ranks, but this process is already a rank",
+                        where=allocation.source,
+                        instead="ezpz-llm scale … without launch, in the shell or script of the reservation")
+    return select_nodes(allocation, None, hosts, launch.hostfile)
+
+
+def hosts_options(allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return launch's options that restrict it to `hosts`; empty if there is only this machine."""
+    is_only_machine = allocation.scheduler == local.NAME and len(allocation.hosts) == 1
+    return () if is_only_machine else ("--hosts", ",".join(hosts))
+
+
+def _in_reservation(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
+    allocation = reservation(options.hosts, options.launch_words, env)
+    if nodes > len(allocation.hosts):
+        raise UserError(f"a point requires {nodes} nodes, but there are {len(allocation.hosts)}: "
+                        f"{', '.join(host.name for host in allocation.hosts[:8])}", where=allocation.source,
+                        instead=f"--nodes up to {len(allocation.hosts)}, a larger reservation, "
+                                '--submit "--time 1:00:00", or --ranks 1,2 on one node')
+    hosts = tuple(host.name for host in allocation.hosts[:nodes])
+    arguments = (*options.launch_words, *hosts_options(allocation, hosts), *options.command)
+    plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
+    return _sized(f"n{nodes}", nodes, len(plan.ranks), options, _threads(plan))
+
+
+def _in_a_job(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
+    job = plan_job(parse_submit(["--nodes", str(nodes), *(options.submit or ()), "--", "launch",
+                                 *options.launch_words, *options.command]), env)
+    return _sized(f"n{nodes}", nodes, job.placement.world_size, options)
+
+
+def _on_one_node(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
+    allocation = reservation(options.hosts, options.launch_words, env)
+    arguments = (*without(options.launch_words, "--ppn"),
+                 *hosts_options(allocation, (allocation.hosts[0].name,)), "-n",
+                 str(ranks), *options.command)
+    plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
+    return _sized(f"r{ranks}", 1, ranks, options, _threads(plan))
+
+
+def _threads(plan: LaunchPlan) -> int | None:
+    setting = plan.env.get(THREADS_VARIABLE)
+    return int(setting.value) if setting else None
+
+
+def _sized(label: str, nodes: int, ranks: int, options: Options, threads: int | None = None) -> Size:
+    per_node, remainder = divmod(ranks, nodes)
+    arguments = (*options.launch_words, "-n", str(ranks))
+    if not remainder:
+        arguments = (*without(arguments, "--ppn"), "--ppn", str(per_node))
+    return Size(label, nodes, ranks, arguments, threads)
+
+
+LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "tp2", "pp2")
+"""Layouts that `--what layouts` compares by default, without those that cannot run."""
+
+MEASURING = {"--steps": "60", "--trace-steps": "5", "--profile": "false", "--save-every": "-1", "--eval-every": "0",
+             "--eval-tokens": "4096", "--sample-tokens": "0"}
+"""Default options of a point's command: few steps, some of them traced, without evaluations or saves in between.
+
+Step times exclude the traced steps.
+"""
+
+_GLOBAL_BATCH, _MICRO_BATCH, _ACCUMULATION = (
+    ("--global-batch-size", "--global-batch"), ("--micro-batch-size", "--micro-batch"),
+    ("--gradient-accumulation-steps", "--accumulation"))
+"""Batch options, each with its old name."""
+_PARALLEL_CHECKS = 4
+"""Concurrent checks: each starts a Python process of half a second."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A point before its check."""
+
+    mode: Mode
+    layout: str
+    size: Size
+    command: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the point in files and tables: mode, layout and size."""
+        return f"{self.mode}-{self.layout}-{self.size.label}"
+
+    @property
+    def what(self) -> str:
+        """Name of the point in messages."""
+        return f"point {self.name} on {self.size.ranks} rank{'s' * (self.size.ranks > 1)}"
+
+
+def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed: Sequence[str]) -> Study:
+    """Plan and check a study, without writing files.
+
+    Raises:
+        UserError: a size is not available, or a layout or batch cannot run at one of the sizes.
+    """
+    for arguments in (options.command, options.launch_words):
+        if has_secret(arguments, env):
+            raise UserError("the command contains a secret, which the study's files would store",
+                            where="the command after --", instead="set it in the environment")
+    sizes = find_sizes(options, env)
+    if is_own_script(options.command):
+        return _study_of_a_script(options, sizes, directory, typed)
+    commands, notes = _commands(options, sizes, directory)
+    if options.what == "layouts" and len(commands) < 2:
+        raise UserError(f"a comparison requires two layouts, not only {', '.join(commands)}",
+                        where="--what layouts",
+                        instead="--ds-config zero1,zero3, or omit --ds-config to compare all layouts that can run")
+    mode = options.mode or ("strong" if options.what == "layouts" else "weak")
+    candidates: list[_Candidate] = []
+    if mode in ("weak", "both"):
+        for layout, command in commands.items():
+            candidates += _weak(layout, command, sizes, directory)
+    if mode in ("strong", "both"):
+        strong, note = _strong(commands, sizes, directory)
+        candidates, notes = candidates + strong, [*notes, note]
+    points = _checked(candidates, directory)
+    return Study(what=options.what, mode=mode, unit="nodes" if options.nodes else "ranks", repeats=options.repeats,
+                 seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
+                 threads=sizes[-1].threads,
+                 points=points, notes=tuple(notes))
+
+
+def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path, typed: Sequence[str]) -> Study:
+    """Plan the study of a user's script, which does not support the trainer's options.
+
+    A step of a rank is recorded as one sequence. The script's own records give its number of tokens.
+    """
+    name = re.sub(r"\W", "-", read_command(options.command).name)
+    points = tuple(Point(f"weak-{name}-{size.label}", "weak", name, size.nodes, size.ranks, size.ranks, 1, 1,
+                         size.launch, options.command) for size in sizes)
+    return Study(what=options.what, mode="weak", unit="nodes" if options.nodes else "ranks",
+                 repeats=options.repeats, seed=options.seed, typed=tuple(typed), directory=str(directory),
+                 hosts=options.hosts, threads=sizes[-1].threads, points=points,
+                 notes=(f"the tables show a step of one rank of {name} as one sequence; its records give the "
+                        "tokens",))
+
+
+def _commands(options: Options, sizes: Sequence[Size],
+              directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Return the command for each layout by the layout's name, and notes on omitted layouts."""
+    command = options.command
+    for option, value in MEASURING.items():
+        if value_of(command, option) is None:
+            command += (option, value)
+    if options.what == "layouts" and not options.ds_configs and value_of(command, "--ds-config") is None:
+        return _runnable_commands(command, sizes[0].ranks, directory)
+    if not options.ds_configs:
+        return {check_command(command, sizes[0].ranks, directory, "the command").layout: command}, []
+    commands = {Path(name).stem: (*command, "--ds-config", name) for name in options.ds_configs}
+    if len(commands) < len(options.ds_configs):
+        raise UserError("two layouts have the same name", where=f"--ds-config {','.join(options.ds_configs)}",
+                        instead="files with different names")
+    return commands, []
+
+
+def _runnable_commands(command: tuple[str, ...], ranks: int,
+                       directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    commands, notes = {}, []
+    for layout in LAYOUTS:
+        candidate = (*command, "--ds-config", layout)
+        try:
+            check_command(candidate, ranks, directory, layout)
+        except UserError as error:
+            notes.append(f"omitted: {error.found}")
+        else:
+            commands[layout] = candidate
+    if not commands:
+        raise UserError("; ".join(notes), where="--what layouts",
+                        instead="--ds-config with layouts that can run here")
+    return commands, notes
+
+
+def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Candidate]:
+    """Return the weak-scaling points: each rank keeps its batch of the smallest size."""
+    base = check_command(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
+    fixed_batch = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
+                   _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
+    return [_Candidate("weak", layout, size, fixed_batch) for size in sizes]
+
+
+def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
+            directory: Path) -> tuple[list[_Candidate], str]:
+    """Return the strong-scaling points and a note on the global batch.
+
+    The global batch is the command's, or by default the largest size's.
+    """
+    first = next(iter(commands.values()))
+    typed = value_of(first, *_GLOBAL_BATCH)
+    if typed is not None and value_of(first, *_ACCUMULATION) is not None:
+        raise UserError("a strong-scaling study computes the accumulation steps itself",
+                        where="--gradient-accumulation-steps in the command",
+                        instead="leave it out, or give --micro-batch-size in its place")
+    if typed is not None:
+        global_batch, note = typed, f"strong: the global batch is {typed} sequences, from the command"
+    else:
+        largest = [check_command(command, sizes[-1].ranks, directory, f"strong-{layout}-{sizes[-1].label}")
+                   for layout, command in commands.items()]
+        global_batch = str(max(answer.global_batch for answer in largest))
+        note = (f"strong: the global batch is {global_batch} sequences, the default of "
+                f"{count_noun(sizes[-1].ranks, 'rank')}; add --global-batch-size to the command to change it")
+    return [_Candidate("strong", layout, size, (*without(command, *_GLOBAL_BATCH, *_ACCUMULATION),
+                                                _GLOBAL_BATCH[0], global_batch))
+            for layout, command in commands.items() for size in sizes], note
+
+
+def _checked(candidates: Sequence[_Candidate], directory: Path) -> tuple[Point, ...]:
+    def check(candidate: _Candidate) -> Answer:
+        return check_command(candidate.command, candidate.size.ranks, directory, candidate.what)
+
+    with ThreadPoolExecutor(_PARALLEL_CHECKS) as pool:
+        answers = list(pool.map(check, candidates))
+    return tuple(Point(candidate.name, candidate.mode, candidate.layout, candidate.size.nodes,
+                       candidate.size.ranks, answer.global_batch, answer.micro_batch, answer.accumulation,
+                       candidate.size.launch, candidate.command)
+                 for candidate, answer in zip(candidates, answers, strict=True))
+
+
+class Answer(NamedTuple):
+    """Layout and batch, in sequences, of a command that passed its check."""
+
+    layout: str
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def check_command(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answer:
+    """Check `command` for a number of ranks with its `--check --json`, without starting ranks or importing torch.
+
+    Args:
+        what: name of the command in error messages.
+
+    Raises:
+        UserError: the check fails. The message contains the check's error.
+    """
+    env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
+    process = run_check(command, ranks, env, "--json", cwd=directory, what=f"the check of {what}")
+    try:
+        report = as_dataclass(CheckReport, parse_json(process.stdout, what), what)
+    except UserError as error:  # it crashed before it could print a report
+        raise UserError(f"{what} cannot run: {(process.stderr or process.stdout).strip()}") from error
+    if process.returncode or report.layout is None:
+        raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,
+                        instead=report.instead)
+    return Answer(report.layout, report.global_batch or 0, report.micro_batch or 0, report.accumulation or 0)

@@ -1,0 +1,311 @@
+"""`ezpz-llm scale report STUDY` and `scale compare A B`, as text, JSON, CSV and an HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import shlex
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base.command_parser import CommandParser, typed_name
+from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as Drawn, curves_plot
+from ezpz_llm.observe.tables import Table, table, table_text
+from ezpz_llm.observe.terminal import terminal_width, wants_color
+from ezpz_llm.observe.throughput import format_number
+from ezpz_llm.report import chart, document
+from ezpz_llm.rundir import redact_words, write_file
+from ezpz_llm.scaling.compare import compare, comparison_tables
+from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
+from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, find
+from ezpz_llm.scaling.fit import Fit, explain_superlinear, fit_line
+from ezpz_llm.scaling.study import SPLIT, Provenance
+from ezpz_llm.scaling.tables import Section, fit_notes, sections, study_notes
+
+
+def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
+    """Print the report of a study, and write report.json, report.csv and report.html to its folder.
+
+    Raises:
+        UserError: see findings.find; or a file cannot be written.
+    """
+    findings = find(folder, target, at)
+    print(findings_text(findings, terminal_width(), color=wants_color()))
+    contents = {"report.json": json.dumps(as_record(findings), indent=2) + "\n", "report.csv": as_csv(findings),
+                "report.html": findings_page(findings)}
+    for name, content in contents.items():
+        write_file(folder / name, content)
+    print(f"page: {folder / 'report.html'}\nnumbers: {folder / 'report.csv'}, {folder / 'report.json'}")
+
+
+def report_main(argv: Sequence[str]) -> int:
+    """Run `scale report` and return its exit code."""
+    parser = CommandParser(prog=f"{typed_name('scale')} report", shown=(
+        "ezpz-llm scale report runs/scale-20261122-011944 --target 0.9",), description=(
+        "Report the results of a finished or running study: tables, a fit, and an HTML page."))
+    parser.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
+    parser.add_argument("--target", type=float, default=DEFAULT_TARGET, metavar="E",
+                        help="report the largest size with at least this efficiency (%(default)s)")
+    parser.add_argument("--at", type=_sizes, default=(), metavar="LIST",
+                        help="sizes to predict: 16,32 (default: twice and four times the largest)")
+    options = parser.parse_args(argv)
+    report(options.study, options.target, options.at)
+    return 0
+
+
+def compare_main(argv: Sequence[str]) -> int:
+    """Run `scale compare` and return its exit code."""
+    parser = CommandParser(prog=f"{typed_name('scale')} compare", shown=(
+        "ezpz-llm scale compare runs/scale-a runs/scale-b",), description=(
+        "Compare the points that two studies have in common."))
+    parser.add_argument("studies", type=Path, nargs=2, metavar="STUDY", help="the folders of two studies")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    comparison = compare(*(find(folder) for folder in options.studies))
+    if options.json:
+        print(json.dumps(comparison.as_record(), indent=2))
+        return 0
+    for comparison_table in comparison_tables(comparison):
+        print(table_text(comparison_table, rich=wants_color()))
+    return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 16,32") from error
+
+
+COLUMNS = ("point", "mode", "ds_config", "nodes", "ranks", "runs", "runs_failed", "global_batch", "micro_batch",
+           "accumulation", "block_size", "step_time_s", "step_time_low_s", "step_time_high_s", "step_median_s",
+           "step_10_percent_s", "step_90_percent_s", "tokens_per_second", "tokens_per_second_per_device",
+           "speed_up", "efficiency", "efficiency_low", "efficiency_high", "interval_basis", "mfu",
+           "peak_device_bytes", "peak_host_bytes", *(f"{part}_s" for part in SPLIT), "slowest_rank", "slowest_host",
+           "first_loss", "last_loss", "remark")
+"""Columns of report.csv, in seconds, tokens, bytes and fractions."""
+
+
+def as_record(findings: Findings) -> dict[str, Any]:
+    """Return the results for JSON."""
+    return {
+        "study": findings.name, "typed": list(findings.typed), "notes": list(findings.notes),
+        "confidence": CONFIDENCE, "runs_missing": findings.missing,
+        "points": [{**row, "origin": asdict(origin) if (origin := findings.provenance.get(row["point"])) else None}
+                   for row in _rows(findings)],
+        "curves": [{"mode": curve.mode, "ds_config": curve.ds_config, "unit": curve.unit,
+                    "points": [point.name for point in curve.points], "notes": list(curve.notes)}
+                   for curve in findings.curves],
+        "failed": [asdict(repeat) for point in findings.points for repeat in point.repeats
+                   if repeat.error is not None],
+        "fits": [_fit(extrapolation) for extrapolation in findings.extrapolations],
+    }
+
+
+def as_csv(findings: Findings) -> str:
+    """Return CSV with COLUMNS and a line per point; unknown values are empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_rows(findings))
+    return text.getvalue()
+
+
+def _rows(findings: Findings) -> list[dict[str, Any]]:
+    curve_of = {id(point): curve for curve in findings.curves for point in curve.points}
+    return [_row(point, curve_of.get(id(point))) for point in findings.points]
+
+
+def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
+    repeat = point.first
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    row |= {name: getattr(repeat, name) for name in COLUMNS[3:5] + COLUMNS[7:11]}
+    row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "runs": len(point.good),
+            "runs_failed": len(point.repeats) - len(point.good), "remark": "; ".join(point.errors) or None}
+    if not point.good:
+        return row
+    time, steps, split = point.step_time, point.steps, point.split or {}
+    low, high = time.interval or (None, None)
+    rank, hostname, _ = point.slowest
+    row |= {"step_time_s": time.value, "step_time_low_s": low, "step_time_high_s": high,
+            "step_median_s": steps.median, "step_10_percent_s": steps.low, "step_90_percent_s": steps.high,
+            "tokens_per_second": point.tokens_per_second,
+            "tokens_per_second_per_device": point.tokens_per_second_per_device, "mfu": point.mfu,
+            "peak_device_bytes": point.peak_device_bytes, "peak_host_bytes": point.peak_host_bytes,
+            **{f"{part}_s": split.get(part) for part in SPLIT}, "slowest_rank": rank, "slowest_host": hostname,
+            "first_loss": repeat.first_loss, "last_loss": repeat.last_loss}
+    if curve is None:
+        return row
+    efficiency = curve.efficiency(point)
+    low, high = efficiency.interval or (None, None)
+    remarks = [*point.errors, *explain_superlinear(curve, point)]
+    return row | {"speed_up": curve.speed_up(point), "efficiency": efficiency.value, "efficiency_low": low,
+                  "efficiency_high": high, "interval_basis": efficiency.basis, "remark": "; ".join(remarks) or None}
+
+
+def _fit(extrapolation: Extrapolation) -> dict[str, Any]:
+    fit = extrapolation.fit
+    if fit is None:
+        return {"ds_config": extrapolation.ds_config, "why_not": extrapolation.why}
+    return {
+        "ds_config": extrapolation.ds_config, "terms": list(fit.terms),
+        "rivals": [list(terms) for terms in fit.rivals], "error": fit.error, "noise": fit.noise,
+        "degrees_of_freedom": fit.free, "notes": fit_notes(extrapolation),
+        "points": [{"point": row.point.name, "measured_s": row.measured, "fitted_s": row.seconds,
+                    "parts_s": row.parts} for row in fit.rows],
+        "predictions": [{
+            "mode": predicted.curve.mode, "unit": predicted.curve.unit, "size": predicted.size,
+            "ranks": predicted.ranks, "step_time_s": predicted.seconds, "step_time_band_s": predicted.seconds_band,
+            "tokens_per_second": predicted.tokens_per_second, "efficiency": predicted.efficiency,
+            "efficiency_band": predicted.efficiency_band, "parts_s": predicted.parts,
+            "beyond_measured": predicted.beyond,
+        } for predicted in extrapolation.predictions],
+        "targets": [{"mode": target.curve.mode, "unit": target.curve.unit, "target": target.target,
+                     "size": target.size, "sure": target.sure, "possible": target.possible, "limit": target.limit}
+                    for target in extrapolation.targets],
+    }
+
+
+_HEIGHT = 16
+
+
+def findings_text(findings: Findings, width: int, *, color: bool) -> str:
+    """Return the results as text for a terminal, with escape codes only if `color`."""
+    text = f"Study {findings.name}\n" + _wrapped(study_notes(findings), width)
+    for section in sections(findings):
+        for part in section.tables:
+            text += "\n" + (table(part.title, part.columns, part.rows, rich=color) if part.columns else "")
+            text += _wrapped(part.notes, width)
+        if section.curves:
+            text += "\n" + efficiency_plot(section.curves, findings.extrapolations, width, color=color)
+    return text
+
+
+def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolation], width: int, *,
+                    color: bool) -> str:
+    """Plot the efficiency of the curves of one mode: letters for measurements, lines for fits."""
+    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations}
+    drawn, keys = [], []
+    for i, curve in enumerate(curves):
+        curve_color = COLORS[i % len(COLORS)] if color and len(curves) > 1 else -1
+        letter = LETTERS[i % len(LETTERS)]
+        if fit := fits.get(curve.ds_config):
+            fitted = fit_line(fit, curve)
+            drawn.append(Drawn(curve.name, [size for size, _, _ in fitted], [100 * mean for _, mean, _ in fitted],
+                               color=curve_color))
+        drawn.append(Drawn(curve.name, [curve.size(point) for point in curve.points],
+                           [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
+                           color=curve_color))
+        keys.append(f"  {letter} {curve.name}: measured" + ("; line: fit" if fit else ""))
+    unit = curves[0].unit
+    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", unit, "%", width, _HEIGHT,
+                       color=color) + "".join(f"{key}\n" for key in keys)
+
+
+def _wrapped(sentences: Iterable[str], width: int) -> str:
+    return "".join(textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="    ",
+                                 break_long_words=False, break_on_hyphens=False) + "\n" for sentence in sentences)
+
+
+_PERCENT = chart.Axis("%", lambda value: f"{value:.4g}")
+_DASHED = 8
+"""Offset of a series' number that keeps its color and changes its dashes."""
+_MAX_MARKS = 8
+_IDEAL = 7
+"""Series number of the ideal line: the last color."""
+
+
+def findings_page(findings: Findings, now: float | None = None) -> str:
+    """Return the report as one self-contained HTML page; `now` in epoch seconds."""
+    intro = document.written_by("ezpz-llm scale report", now)
+    if findings.typed:
+        intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
+    bodies = [(section.heading,
+               "".join(map(document.table_of, section.tables)) + _drawing(section, findings.extrapolations))
+              for section in sections(findings)]
+    bodies.append(("Provenance of each point", _provenance(findings)))
+    return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
+
+
+def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
+    traced = [(point.name, split) for point in section.points if (split := point.split)]
+    if traced:
+        return chart.bars("Traced step, mean over ranks", traced, "ms", lambda value: f"{value * 1e3:.1f}")
+    if not (curves := section.curves):
+        return ""
+    mode, sizes = curves[0].mode, sorted({curve.size(point) for curve in curves for point in curve.points})
+    unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_marks(sizes))
+    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations
+            if extrapolation.fit is not None}
+    return document.views(f"{mode}-scaling", "Show", [
+        ("efficiency", chart.chart(
+            f"Efficiency, {mode} scaling: measurements as dots, fits as lines with bands", unit, _PERCENT,
+            _efficiency_series(curves, fits))),
+        ("tokens/s", chart.chart(
+            "Tokens/s, and ideal scaling from the smallest point", unit,
+            chart.Axis("tokens/s", format_number),
+            [*_measured(curves, lambda curve, point: point.tokens_per_second),
+             *_measured(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
+                        suffix=", ideal", first=_DASHED)])),
+        ("step time", chart.chart(
+            "Step time", unit, chart.Axis("ms", lambda value: f"{value:.4g}"),
+            _measured(curves, lambda curve, point: point.step_time.value * 1e3))),
+    ])
+
+
+def _marks(sizes: Sequence[float]) -> tuple[float, ...]:
+    """Return ticks at the sizes, or at powers of two if there are more than _MOST_MARKS sizes."""
+    if len(sizes) <= _MAX_MARKS:
+        return tuple(sizes)
+    return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])
+
+
+def _measured(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
+              suffix: str = "", first: int = 0) -> list[chart.Series]:
+    return [chart.Series(f"{curve.ds_config}{suffix}", [curve.size(point) for point in curve.points],
+                            [value(curve, point) for point in curve.points], i, dots)
+            for i, curve in enumerate(curves, first)]
+
+
+def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[chart.Series]:
+    series = _measured(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
+                       suffix=", measured")
+    measured = [curve.size(point) for curve in curves for point in curve.points]
+    series.append(chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL))
+    for i, curve in enumerate(curves):
+        if curve.ds_config not in fits:
+            continue
+        drawn = fit_line(fits[curve.ds_config], curve)
+        sizes = [size for size, _, _ in drawn]
+        series.append(chart.Series(f"{curve.ds_config}, fit", sizes, [100 * mean for _, mean, _ in drawn], i))
+        series += [chart.Series(f"{curve.ds_config}, {edge} edge", sizes,
+                                   [100 * band[side] for _, _, band in drawn], i + _DASHED)
+                   for side, edge in enumerate(("lower", "upper"))]
+    return series
+
+
+def _provenance(findings: Findings) -> str:
+    common = _common(list(findings.provenance.values()))
+    text = ""
+    if common:
+        rows = document.table_of(Table("Common to all points", ("", "value"), tuple(common.items())))
+        text = f"<details><summary>Environment of all points</summary>{rows}</details>"
+    for name, origin in findings.provenance.items():
+        specific = tuple((key, value) for key, value in origin.environment.items() if key not in common)
+        commands = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
+        specific_table = Table(f"Environment specific to {name}", ("", "value"), specific)
+        rows = document.table_of(specific_table) if specific else ""
+        text += f"<details><summary>{escape(name)}</summary>{commands}{rows}</details>"
+    return text or '<p class="empty">No record of the runs was found.</p>'
+
+
+def _common(provenance: Sequence[Provenance]) -> dict[str, str]:
+    first = provenance[0].environment if provenance else {}
+    return {key: value for key, value in first.items()
+            if all(origin.environment.get(key) == value for origin in provenance)}

@@ -1,0 +1,324 @@
+"""Run the remaining runs of a study, or submit a job per point; measure each finished run.
+
+Runs are sequential, each on a part of the reservation.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base import UserError, open_regular
+from ezpz_llm.explain.split import Split, split_run
+from ezpz_llm.launch.child import launch_words, run_launch
+from ezpz_llm.launch.liveness import look
+from ezpz_llm.launch.option_parsing import value_of
+from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+from ezpz_llm.observe.history import is_finite, steady_steps
+from ezpz_llm.observe.throughput import format_number
+from ezpz_llm.rundir import RunDir, is_interrupted, locked, read_layout, read_lines, read_record
+from ezpz_llm.scaling.options import is_own_script
+from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, reservation
+from ezpz_llm.scaling.study import (
+    Point,
+    Repeat,
+    Study,
+    add_repeat,
+    nodes_of_repeat,
+    read_repeats,
+    run_dir_of,
+)
+
+_IDLE_S = "300"
+"""Default --idle-timeout of a run, so that the study continues after a run that hangs."""
+_SILENT_S = 30.0
+_RESERVE_S, _RESERVE_SHARE, _LONGEST_RESERVE_S = 20.0, 0.1, 120.0
+"""Time before the end of the reservation at which the trainer stops: do not start a run that would reach it."""
+
+
+class StudyInterrupted(Exception):
+    """The study cannot continue now; the message is the reason. An interrupted run is discarded and run again."""
+
+
+def remaining_runs(study: Study, folder: Path, only: Sequence[str], retry_failed: bool) -> list[tuple[Point, int]]:
+    """Return the remaining runs in order.
+
+    Raises:
+        UserError: `only` names an unknown point.
+    """
+    names = {study.point(name).name for name in only} or {point.name for point in study.points}
+    finished = {(repeat.point, repeat.repeat) for repeat in read_repeats(folder)
+                if repeat.error is None or not retry_failed}
+    return [(point, repeat) for point, repeat in study.order()
+            if point.name in names and (point.name, repeat) not in finished]
+
+
+def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> None:
+    """Run the points and append a line per run to points.jsonl. SIGTERM stops the current run, then this process.
+
+    Raises:
+        UserError: the reservation has too few nodes, or another process is running one of the points.
+        Cut: the reservation has ended or is about to end, or a run was interrupted.
+    """
+    allocation = reservation(study.hosts, study.points[0].launch, os.environ)
+    hosts = tuple(host.name for host in allocation.hosts)
+    largest = max((point for point, _ in runs), key=lambda point: point.nodes)
+    if largest.nodes > len(hosts):
+        fitting = dict.fromkeys(point.name for point, _ in runs if point.nodes <= len(hosts))
+        raise UserError(f"point {largest.name} requires {largest.nodes} nodes, but there are {len(hosts)}",
+                        where=allocation.source,
+                        instead=f"--point {','.join(fitting)}" if fitting else "a larger reservation")
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    longest = 0.0
+    for number, (point, repeat) in enumerate(runs, 1):
+        from_env = os.environ.get(ENDS_AT_VARIABLE)
+        ends_at = allocation.ends_at or (float(from_env) if from_env else None)
+        remaining_s = math.inf if ends_at is None else ends_at - time.time()
+        if longest + _RESERVE_S + min(_RESERVE_SHARE * remaining_s, _LONGEST_RESERVE_S) > remaining_s:
+            raise StudyInterrupted("not enough time left in the reservation for another run")
+        began = time.monotonic()
+        chosen = nodes_of_repeat(hosts, point.nodes, repeat)
+        point_dir = run_dir_of(folder, point, repeat).path.parent
+        point_dir.mkdir(parents=True, exist_ok=True)
+        with locked(point_dir, 0) as is_locked:
+            if not is_locked:
+                raise UserError(f"another process is running point {point.name}", where=str(point_dir),
+                                instead="wait for it, or choose other points with --point")
+            result = _run_repeat(study, folder, point, repeat, hosts_options(allocation, chosen))
+        longest = max(longest, time.monotonic() - began)
+        print(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(result, study, chosen)}", flush=True)
+
+
+def _run_repeat(study: Study, folder: Path, point: Point, repeat: int, part: tuple[str, ...]) -> Repeat:
+    """Run one repeat and append its line. A run that finished without its line is only measured."""
+    run_dir = run_dir_of(folder, point, repeat)
+    finished_repeats = {(finished.point, finished.repeat) for finished in read_repeats(folder)}
+    if run_dir.path.exists():
+        _wait_for_exit(run_dir)
+        if (point.name, repeat) not in finished_repeats and (result := measure(folder, point, repeat)) is not None:
+            add_repeat(folder, result)
+            return result
+        _rename_attempt(run_dir.path)
+    output = run_dir.path.with_suffix(".txt")
+    _launch(study, point, ("--run-dir", str(run_dir.path), *part), output)
+    result = measure(folder, point, repeat)
+    if result is None:
+        record = read_record(run_dir)
+        if record.get("exit") is not None:
+            raise StudyInterrupted(record.get("stopped") or record["exit"]["cause"])
+        result = _repeat(folder, point, repeat, error=_launch_error(output))
+    add_repeat(folder, result)
+    return result
+
+
+def _wait_for_exit(run_dir: RunDir) -> None:
+    """Wait for launch and its ranks, which may outlive a study that was killed."""
+    record, announced = read_record(run_dir), False
+    while "launch" in record and look(run_dir, record, _SILENT_S) is not None:
+        if not announced:
+            print(f"waiting for an earlier attempt to exit: {run_dir.path}", flush=True)
+        announced = True
+        time.sleep(1)
+        record = read_record(run_dir)
+
+
+def _rename_attempt(path: Path) -> None:
+    """Keep the files of an earlier attempt under another name."""
+    number = 1
+    while (renamed := path.with_name(f"{path.name}.attempt-{number}")).exists():
+        number += 1
+    path.rename(renamed)
+
+
+def _launch(study: Study, point: Point, options: Sequence[str], output: Path) -> None:
+    """Start launch with its output in a file, and wait until it exits."""
+    has_limit = value_of(point.launch, "--idle-timeout", "--timeout-idle") is not None
+    limit = () if has_limit else ("--idle-timeout", _IDLE_S)
+    command = launch_words([*point.launch, *options, *limit], point.command)
+    threads = {} if study.threads is None else {THREADS_VARIABLE: str(study.threads)}
+    with output.open("wb") as file:
+        run_launch(command, variables=threads, cwd=study.directory, output=file)
+
+
+def _launch_error(output: Path) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["launch failed without output"])[-1].removeprefix("error: ") + f" (see {output})"
+
+
+def _summary(repeat: Repeat, study: Study, hosts: Sequence[str]) -> str:
+    width = max(len(point.name) for point in study.points)
+    name = f"{repeat.point:<{width}}  run {repeat.repeat}"
+    if study.unit == "nodes":
+        name += f"  on {','.join(hosts[:4])}{',…' if len(hosts) > 4 else ''}"
+    if repeat.error is not None or not repeat.tokens_per_second:
+        return f"{name}  FAILED: {repeat.error}"
+    step_s = repeat.step_tokens / repeat.tokens_per_second
+    text = f"{name}  {step_s * 1e3:8.1f} ms/step  {format_number(repeat.tokens_per_second):>6} tok/s"
+    if repeat.first_loss is None or repeat.last_loss is None or repeat.last_loss >= repeat.first_loss:
+        return f"{text}  the loss did not decrease: throughput is not meaningful"
+    return f"{text}  loss {repeat.first_loss:.2f} to {repeat.last_loss:.2f}"
+
+
+def _exit_on_signal(number: int, frame: object) -> None:
+    """Raise SystemExit, so that the cleanup of the current run stops its launch."""
+    raise SystemExit(128 + number)
+
+
+def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Sequence[str]) -> None:
+    """Submit a job per point, which runs the repeats of its point.
+
+    Args:
+        words: the user's options for submit, such as --time and --account.
+
+    Raises:
+        UserError: submit failed for a point. The points before it are queued.
+    """
+    for number, point in enumerate(points):
+        command = [sys.executable, "-m", "ezpz_llm.submit", *words, "--nodes", str(point.nodes),
+                   "--name", point.name, "--run-dir", str(folder / "points" / point.name / "job"), "--",
+                   "ezpz-llm", "scale", "--study", str(folder), "--point", point.name]
+        print(f"{point.name}:", flush=True)
+        process = subprocess.run(command, cwd=study.directory, stdin=subprocess.DEVNULL, check=False)
+        if process.returncode:
+            raise UserError(f"submit failed for {point.name}; the {number} jobs before it are queued", exit_code=1,
+                            where="ezpz-llm submit, above",
+                            instead="fix the error, then ezpz-llm scale --study "
+                                    f'{folder} --point {",".join(remaining.name for remaining in points[number:])} '
+                                    '--submit "…"')
+
+
+_MIN_STEPS = 3
+"""Minimum number of steady steps of a measurement."""
+_WRITING_STEPS = 2
+_TRACES = "trace-rank*.json.gz"
+
+
+def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
+    """Measure a finished repeat; return None if it was interrupted, by a signal or the end of the reservation."""
+    run_dir = run_dir_of(study, point, repeat)
+    record = read_record(run_dir)
+    ended = record.get("exit")
+    if ended is None or is_interrupted(ended):
+        return None
+    if ended["code"]:
+        return _repeat(study, point, repeat, error=f"{ended['cause']} (code {ended['code']})")
+    if record.get("stopped"):
+        return None
+    rows = list(read_lines(run_dir.metrics))
+    steps = untraced_steps(rows, run_dir)
+    is_script = is_own_script(point.command)
+    if len(steps) < _MIN_STEPS:
+        fix = "run more steps, and call ezpz_llm.record(…) in each" if is_script else "increase --steps"
+        return _repeat(study, point, repeat,
+                       error=f"{len(steps)} steady steps, but a measurement needs {_MIN_STEPS}: {fix}")
+    mfu = _mfu(steps)
+    if mfu is not None and mfu > 1:
+        return _repeat(study, point, repeat, error="more than half of the steps have an MFU above 100 %, which is "
+                                                   "impossible (the run's output has the numbers)")
+    if is_script:
+        tokens = [row["tokens_per_second"] * row["step_time_s"] for row in steps if "tokens_per_second" in row]
+        if not tokens:
+            return _repeat(study, point, repeat, error="its steps have neither tokens nor samples: call "
+                                                       "ezpz_llm.record(step, loss=…, tokens=…)")
+        batch = {"global_batch": point.ranks, "micro_batch": 1, "accumulation": 1,
+                 "block_size": round(statistics.median(tokens) / point.ranks)}
+        return _as_repeat(study, point, repeat, record, batch, rows, steps, mfu)
+    layout = read_layout(run_dir.layout)
+    if layout is None:
+        return _repeat(study, point, repeat, error=f"{run_dir.layout} is missing, so the batch is unknown")
+    batch = {name: layout["batch"][name] for name in ("global_batch", "micro_batch", "accumulation")}
+    batch["block_size"] = record["model"]["block_size"]
+    return _as_repeat(study, point, repeat, record, batch, rows, steps, mfu)
+
+
+def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return the steady steps: after the traced steps and the two in which ranks wait for traces to be written."""
+    traces = sorted(run_dir.profile.glob(_TRACES))
+    if not traces:
+        return steady_steps(rows)
+    first = _last_traced(traces[0]) + 1 + _WRITING_STEPS
+    return [row for row in rows[:-1] if row["step"] >= first]
+
+
+def _last_traced(trace: Path) -> int:
+    """Return the last step in a trace, read in chunks; 0 if it has none."""
+    last, buffer = 0, b""
+    with open_regular(trace) as packed, gzip.open(packed) as file:
+        while part := file.read(1 << 20):
+            buffer += part
+            last = max([last, *(int(step) for step in re.findall(rb'"step (\d{1,15})"', buffer))])
+            # A step's name may be split between two chunks.
+            buffer = buffer[-32:]
+    return last
+
+
+def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], batch: dict[str, int],
+               rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
+    run_dir = run_dir_of(study, point, repeat)
+    memory = record.get("memory") or {}  # missing in runs of the library
+    times = tuple(row["step_time_s"] for row in steps)
+    is_cpu = record["environment"]["device"]["type"] == "cpu"
+    last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
+    split = _split(run_dir, point.ranks)
+    straggler = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
+    slowest = split.straggler.rank if split else straggler
+    return _repeat(
+        study, point, repeat, **batch,
+        step_times_s=times,
+        tokens_per_second=batch["global_batch"] * batch["block_size"] / statistics.median(times),
+        mfu=mfu,
+        peak_device_bytes=None if is_cpu else memory.get("peak"),
+        peak_host_bytes=memory.get("host_peak"),
+        split=split.per_step() if split else None,
+        slowest_rank=slowest,
+        slowest_host=hostname_of(slowest, record),
+        first_loss=rows[0]["loss"],
+        last_loss=statistics.mean(last) if all(map(is_finite, last)) else None,
+    )
+
+
+def _repeat(study: Path, point: Point, repeat: int, **measured: Any) -> Repeat:
+    """Return a repeat of `point` with the planned values, overridden by measured values or an error."""
+    planned = {name: getattr(point, name) for name in ("mode", "ds_config", "nodes", "ranks", "global_batch",
+                                                       "micro_batch", "accumulation")}
+    run_dir = run_dir_of(study, point, repeat).path.relative_to(study)
+    return Repeat(**{"point": point.name, "repeat": repeat, "run_dir": str(run_dir), **planned, **measured})
+
+
+def _mfu(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return the median MFU; None if no step has one. The trainer omits values above 1: count them as infinite."""
+    values = [row.get("mfu", math.inf) for row in rows]
+    return None if min(values) == math.inf else statistics.median(values)
+
+
+def _split(run_dir: RunDir, ranks: int) -> Split | None:
+    """Return the step-time breakdown of the traced steps; None unless all ranks were traced."""
+    if not any(run_dir.profile.glob(_TRACES)):
+        return None
+    try:
+        split = split_run(run_dir.path)
+        if len(split.ranks) < ranks:
+            raise UserError(f"{len(split.ranks)} of {ranks} ranks left a trace")
+        return split
+    except UserError as error:
+        print(f"note: no step-time breakdown for {run_dir.path.name} of {run_dir.path.parent.name}: {error.found}",
+              flush=True)
+        return None
+
+
+def hostname_of(rank: int, record: dict[str, Any]) -> str:
+    """Return the hostname on which launch placed a rank."""
+    launch = record["launch"]
+    ranks = zip(launch["hosts"], launch["ranks_per_host"], strict=True)
+    return [host for host, count in ranks for _ in range(count)][rank]

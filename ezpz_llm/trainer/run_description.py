@@ -1,0 +1,192 @@
+"""Description of a run before its first step, in run.json and on the console."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ezpz_llm.base import count_noun
+from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import reading_notes as left_out
+from ezpz_llm.data.tokenizer_files import copy_files, find_copy
+from ezpz_llm.dist import Dist
+from ezpz_llm.engine.precision import product_dtype, set_products
+from ezpz_llm.hf.tokenizer import tokenizer_mismatch
+from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.layout.optimizers import OPTIMIZERS
+from ezpz_llm.layout.precision_recipes import RECIPES
+from ezpz_llm.model.attention_kernels import attention_kernel
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.gpt import GPT, CausalProduct
+from ezpz_llm.model.loss import configure_head
+from ezpz_llm.model.parameters import FlopCount, flops_per_token, parameter_count, product_flops_per_token
+from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment, terminal_width
+from ezpz_llm.observe.throughput import format_number
+from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source
+from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
+from ezpz_llm.trainer.plan import RunPlan
+
+
+def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist,
+                 verbose: bool) -> None:
+    """Record the run's settings and print its first screen, or with `verbose` all of them. Collective: the record
+    lists every rank's node."""
+    environment = run_environment(dist)
+    if not dist.is_main:
+        return
+    plan.resolved.write(dist.run_dir, dist.side)
+    dist.side.update_record(
+        dist.run_dir, config=asdict(plan.config), model=asdict(plan.model),
+        sources={name: str(source) for name, source in plan.sources.items()},
+        parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
+        data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
+        peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))
+    if "kind" in data.manifest["tokenizer"]:
+        # A checkpoint needs its tokenizer on machines without the shards.
+        file = find_copy(data.folder, data.manifest["tokenizer"])
+        dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
+    text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
+            first_screen(plan, data, dist, terminal_width()))
+    print(text + align_rows(_remarks(plan, data, dist, work, flops, verbose), terminal_width()), flush=True)
+
+
+def describe_data(data: TokenData) -> dict[str, Any]:
+    """Describe the run's data for run.json, without the tokenizer's table."""
+    manifest = data.manifest
+    return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
+            "vocab_size": data.vocab_size, "documents": manifest["documents"],
+            "tokens": {split: entry["tokens"] for split, entry in manifest["splits"].items()},
+            "fingerprint": data.fingerprint}
+
+
+def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> str:
+    """Return the table that --verbose prints before the first step."""
+    model, batch, config = plan.model, plan.resolved.batch, plan.config
+    tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
+    peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
+    rows = [
+        ("world", f"{count_noun(dist.world_size, 'rank')} ({dist.info.source}), {dist.device.type}{peak}, "
+                  f"backend {dist.backend or 'none'}"),
+        ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {plan.resolved.precision}"),
+        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens per step "
+                  f"({batch.micro_batch} per rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
+        ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+                  f"{parameter_count(model):,} parameters"),
+        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
+                 f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
+                 f"token frequencies alone give a loss of {data.unigram_entropy:.4f}"),
+        ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
+                      f"({config.schedule}) over {config.steps} steps, "
+                      f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
+                      f"clip {plan.resolved.clip or 'none'}"),
+        ("attention", attention(plan, dist)),
+        ("compile", f"{'blocks' if config.compile else 'off'} ({plan.sources['compile']})"),
+        *describe(work, flops),
+        ("saves", saves(plan, dist)),
+    ]
+    return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
+
+
+def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: FlopCount,
+             verbose: bool) -> list[tuple[str, str]]:
+    """Return notes and warnings, and the warnings among the rows of `description` if these are not printed."""
+    rows = [] if verbose else [("attention", attention(plan, dist)), *describe(work, flops)]
+    return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
+            *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
+                                          *left_out(data.manifest["source"], shown=0))),
+            *(("warning", remark) for remark in (*setting_warnings(plan), *_other_tokens(plan, data)))]
+
+
+def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
+    if plan.init_weights_source is None:
+        return []
+    return [text] if (text := tokenizer_mismatch(plan.init_weights_source, data.manifest["tokenizer"])) else []
+
+
+def saves(plan: RunPlan, dist: Dist) -> str:
+    """Describe when checkpoints are written, which are kept, and the CPU memory that saving needs."""
+    config, text = plan.config, checkpoint_rule(plan)
+    if config.save_every <= 0 or not config.save_async or uses_nvme(plan.resolved.layout):
+        return text
+    # fp32 weights and two moments, of which each rank writes an equal share.
+    megabytes = 12 * parameter_count(plan.model) / dist.world_size / 1e6
+    return f"{text}, in the background from a copy in CPU memory ({megabytes:,.0f} MB per rank)"
+
+
+def attention(plan: RunPlan, dist: Dist) -> str:
+    """Describe the attention kernel; for the slow one, also the memory that its scores occupy."""
+    dtype = product_dtype(plan.resolved.precision)
+    kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
+                              plan.config.attention == "explicit")
+    if not kernel.score_bytes:
+        return kernel.name + (", by FlashAttention-3" if plan.config.attention == "flash3" else "")
+    slow = f"{kernel.name}, the slow kernel, which stores {kernel.score_bytes / 1e9:.3g} GB of scores per layer"
+    if plan.config.attention == "explicit":
+        return f"{slow}, as requested"
+    return f"warning: {slow}; --precision bf16_autocast may allow a faster kernel"
+
+
+def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
+    """Return the work of a step, and its FLOP count.
+
+    The work has no FLOPs if the formula and torch's counter differ. Call this before a model is on the device:
+    measuring the matmul peak needs the memory. Collective.
+    """
+    batch, products = plan.resolved.batch, RECIPES[plan.resolved.precision].products
+    set_products(dist.device, plan.resolved.precision)
+    flops = count_flops(plan.model)
+    work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
+                    flops_per_token=flops.model if flops.is_proven else None,
+                    causal_flops_per_token=flops.causal if flops.is_proven else None,
+                    peak=peak_flops(dist.device, products), ceiling=measure_ceiling(dist, products))
+    return work, flops
+
+
+def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
+    """Return the FLOP count and the measured matmul peak as rows of `description`."""
+    count = (f"{format_number(flops.model)} per token, forward and backward (6N + 12 L C T); "
+             f"{format_number(flops.causal)} without the half of attention that the causal mask hides")
+    if flops.is_proven:
+        rows = [("FLOPs", f"{count}; torch's FLOP counter agrees")]
+    else:
+        rows = [("FLOPs", f"warning: {count}; {flops.products:.6g} of them in matmuls, but torch's FLOP "
+                          f"counter reports {flops.counted:.6g}: MFU is not shown")]
+    if (ceiling := work.ceiling) is not None:
+        slowest = (f"; slowest: rank {ceiling.slowest_rank}, {format_number(ceiling.slowest_flops)}"
+                   if work.world_size > 1 else "")
+        rows.append(("peak", f"{format_number(ceiling.flops)} FLOP/s measured "
+                             f"({ceiling.precision} matmul{slowest})"))
+    return rows
+
+
+def count_flops(config: ModelConfig) -> FlopCount:
+    """Return the FLOPs per token by the formula, and as torch counts them on a model without storage.
+
+    All blocks are alike, so models with one and two blocks give the count for any number, in 0.1 s.
+    """
+    one_layer, two_layers = (counted_flops(replace(config, n_layer=layers)) for layers in (1, 2))
+    counted = (one_layer + (config.n_layer - 1) * (two_layers - one_layer)) / config.block_size
+    return FlopCount(flops_per_token(config), flops_per_token(config, causal=True), product_flops_per_token(config),
+                     counted)
+
+
+def counted_flops(config: ModelConfig) -> int:
+    """Return torch's count for the forward and backward pass of one sequence, on the meta device.
+
+    Attention uses the explicit kernel: fused kernels recompute the scores in the backward pass, which torch counts
+    but model FLOPs exclude.
+    """
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(1, config.block_size, dtype=torch.long)
+    configure_head(model, 0)
+    for module in model.modules():
+        if isinstance(module, CausalProduct):
+            module.explicit = True
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    return counter.get_total_flops()
