@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit-gb", type=float, default=1.5)
     parser.add_argument("--parquet", action="store_true", help="measure parquet, too")
-    parser.add_argument("--work", type=Path, help="where there is room for three times the corpus")
+    parser.add_argument("--work", type=Path, help="directory with free space for three times the corpus")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=arguments.work))

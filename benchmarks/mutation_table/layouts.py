@@ -143,16 +143,16 @@ FAULTS = (
           "        zero = self._engine.optimizer\n        zero.invalidate_secondary_tensor = lambda: None\n"
           "        if self", cell("zero3_hpz2", 4, "llama")),
     Fault("table-counts-as-two", "tied table", STAGE,
-          "place(self.lm_head.weight, secondary(placement_of(TABLE, self.lm_head.weight)))",
-          "place(self.lm_head.weight, placement_of(TABLE, self.lm_head.weight))", cell("pp2", 2)),
+          "set_placement(self.lm_head.weight, secondary(placement_of(TABLE, self.lm_head.weight)))",
+          "set_placement(self.lm_head.weight, placement_of(TABLE, self.lm_head.weight))", cell("pp2", 2)),
     Fault("table-of-one-stage", "tied table", PIPELINE, "    if stage.config.tied:\n", "    if False:\n",
           cell("pp2", 2, "llama")),
     Fault("table-summed-three-times", "tied table", PIPELINE, "        flat[:rank * share].zero_()\n", "",
           "tests/engine/test_pipeline.py::test_tables_agree_to_the_last_bit_over_three_pipelines"),
     Fault("table-is-the-heads-alone", "tied table", TENSOR,
-          "        index, inside = own_rows(tokens, self.first, len(self.weight))\n"
+          "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight)",
-          "        index, inside = own_rows(tokens, self.first, len(self.weight))\n"
+          "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight.detach())", cell("tp2", 2)),
     Fault("tie-lost-on-a-move", "tied table", GPT, "super()._apply(fn, recurse)\n        self._tie()",
           "super()._apply(fn, recurse)", PARTS),

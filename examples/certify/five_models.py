@@ -1,5 +1,6 @@
-"""Five models that certify knows nothing of, as targets: a language model, pictures in classes, two U-Nets, and an
-MLP with two losses.
+"""Five models that are not part of ezpz_llm, as targets of certify.
+
+They are a language model, an image classifier, two U-Nets, and an MLP with two losses.
 
     ezpz-llm certify --target examples/certify/five_models.py:unet_batches
     ezpz-llm certify --target examples/certify/five_models.py:qwen3 --layouts zero3,fsdp2 --dtype bf16

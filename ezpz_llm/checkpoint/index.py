@@ -110,7 +110,7 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
     Raises:
-        Damaged: it is not a JSON object, or its format is not the manifest's.
+        DamagedCheckpointError: it is not a JSON object, or its format is not the manifest's.
     """
     stored = read_json(folder / INDEX)
     if stored.get("format") != FORMAT:

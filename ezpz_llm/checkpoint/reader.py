@@ -71,8 +71,8 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         The state that was given to `save`, with the keys that `save` added, and `rng_restored`.
 
     Raises:
-        UserError: the checkpoint is damaged (Damaged), or of another model, or has no optimizer state, or `accept`
-            rejects it. The same on every rank; the engine is unchanged.
+        UserError: the checkpoint is damaged (DamagedCheckpointError), or of another model, or has no optimizer
+            state, or `accept` rejects it. The same on every rank; the engine is unchanged.
     """
     training, buffers = engine.training_state(), writer.buffers_of(engine.module)
 

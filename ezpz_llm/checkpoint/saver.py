@@ -92,7 +92,7 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
         The checkpoint's folder.
 
     Raises:
-        NotWritten: it could not be written, for example because the disk is full. Its files are removed, and
+        NotWrittenError: it could not be written, for example because the disk is full. Its files are removed, and
             earlier checkpoints are unchanged. The same on every rank.
     """
     saver = Saver(dist, run_dir, None, in_background=False)
@@ -171,7 +171,7 @@ class Saver:
             At the first save, the reason why this run cannot save in the background, if any.
 
         Raises:
-            NotWritten: the earlier checkpoint could not be written, or this one could not be started.
+            NotWrittenError: the earlier checkpoint could not be written, or this one could not be started.
         """
         self.finish()
         step, began = state["step"], time.monotonic()
@@ -200,7 +200,7 @@ class Saver:
             The checkpoint once it is complete; None before that, or if there is no save in progress.
 
         Raises:
-            NotWritten: a rank could not write. The checkpoint's files are removed. The same on every rank.
+            NotWrittenError: a rank could not write. The checkpoint's files are removed. The same on every rank.
         """
         save = self._save
         if save is None:
@@ -237,9 +237,9 @@ class Saver:
         return folder, sum(file.size for file, _ in written)
 
     def _together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
-        """Run `action` on every rank or on rank 0 only; an OSError on any rank becomes NotWritten on all."""
+        """Run `action` on every rank or on rank 0 only; an OSError on any rank becomes NotWrittenError on all."""
         def attempt() -> Any:
-            """Run `action`; turn an OSError into NotWritten, with the last complete checkpoint."""
+            """Run `action`; turn an OSError into NotWrittenError, with the last complete checkpoint."""
             try:
                 return action()
             except OSError as failure:

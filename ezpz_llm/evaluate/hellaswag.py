@@ -65,7 +65,7 @@ class Score:
 
     def as_record(self) -> dict[str, Any]:
         """Return the scores for run.json, with their definition."""
-        return {**asdict(self), "definition": "token-normalised, context + ' ' + ending"}
+        return {**asdict(self), "definition": "token-normalized, context + ' ' + ending"}
 
 
 def read_items(path: Path, limit: int | None = None) -> list[Item]:

@@ -129,7 +129,7 @@ def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: st
 
 
 def _limited(file: TextIO, where: str) -> Callable[[int], str]:
-    """Return a function that reads the next characters of a trace, up to MOST_CHARACTERS."""
+    """Return a function that reads the next characters of a trace, up to MAX_CHARACTERS."""
     remaining = MAX_CHARACTERS
 
     def read(size: int) -> str:

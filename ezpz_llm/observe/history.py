@@ -99,8 +99,8 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
                 if name in line:
                     optional_values[name][number] = _number(line[name])
         except (KeyError, TypeError, OverflowError) as error:
-            raise UserError(f"the line after {number} steps is not a step record ({error!r})", where=where,
-                            instead="remove that line") from error
+            raise UserError(f"step record {number + 1} is invalid ({error!r})", where=where,
+                            instead="remove this line") from error
     table = np.asarray(values).reshape(-1, len(ON_EACH_LINE))
     columns = dict(zip(ON_EACH_LINE, table.T, strict=True))
     for name, value_by_line in optional_values.items():

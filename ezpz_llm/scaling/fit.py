@@ -184,7 +184,7 @@ class Fit:
         """Fit the models.
 
         Raises:
-            UserError: there are fewer than LEAST_SIZES sizes, or the error of a point is unknown.
+            UserError: there are fewer than MIN_SIZES sizes, or the error of a point is unknown.
         """
         self.curves, self.shape = tuple(curves), shape
         pairs = [(curve, point) for curve in curves for point in curve.points]

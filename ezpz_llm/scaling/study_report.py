@@ -260,7 +260,7 @@ def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
 
 
 def _marks(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return ticks at the sizes, or at powers of two if there are more than _MOST_MARKS sizes."""
+    """Return ticks at the sizes, or at powers of two if there are more than _MAX_MARKS sizes."""
     if len(sizes) <= _MAX_MARKS:
         return tuple(sizes)
     return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])

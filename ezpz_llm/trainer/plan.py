@@ -207,7 +207,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
 
     Args:
         device: type of the device that all ranks will have, if that is certain.
-        puts_aside: the run will rename existing metrics in the run directory.
+        renames_old_metrics: the run will rename existing metrics in the run directory.
     """
     options = with_tokenizer(options)
     plan = plan_run(options, world_size, vocab_size=_known_vocabulary(options.config),

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenize_corpus import reading_notes as left_out
+from ezpz_llm.data.tokenize_corpus import reading_notes
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.precision import product_dtype, set_products
@@ -97,7 +97,7 @@ def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: 
     rows = [] if verbose else [("attention", attention(plan, dist)), *describe(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
-                                          *left_out(data.manifest["source"], shown=0))),
+                                          *reading_notes(data.manifest["source"], shown=0))),
             *(("warning", remark) for remark in (*setting_warnings(plan), *_other_tokens(plan, data)))]
 
 

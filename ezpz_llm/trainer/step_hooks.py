@@ -283,7 +283,7 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
     """Run a step of a save, and record the checkpoint that it completed, or its error."""
     try:
         saved = action()
-    except checkpoint.NotWritten as error:
+    except checkpoint.NotWrittenError as error:
         session.unsaved = error
         if session.dist.is_main and session.step < session.config.steps and session.stopped is None:
             session.metrics.erase_live_line()

@@ -210,7 +210,7 @@ def test_a_stale_lock_is_removed_and_a_held_one_is_not(cache: Path, capsys: pyte
 
 
 def test_two_builds_of_an_op_do_not_run_at_the_same_time(cache: Path) -> None:
-    with ops._build_lock_held("cpu_adam"):
+    with ops._hold_build_lock("cpu_adam"):
         done = run_doctor("--build-ops", "cpu_adam")
     assert done.returncode == 1
     assert f"process {os.getpid()}" in done.stderr

@@ -70,11 +70,11 @@ def test_an_event_uses_little_memory(tmp_path: Path) -> None:
 
 def test_traces_beyond_the_limits_are_rejected(tmp_path: Path, monkeypatch) -> None:
     path = _write(tmp_path / "t.json.gz", json.dumps({"traceEvents": [{**EVENT, "ts": 9 * i} for i in range(50)]}))
-    monkeypatch.setattr(trace, "MOST_EVENTS", 40)
+    monkeypatch.setattr(trace, "MAX_EVENTS", 40)
     with pytest.raises(UserError, match="more than 40 events") as error:
         load_trace(path)
     assert "--trace-steps" in error.value.instead
-    monkeypatch.setattr(trace, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(trace, "MAX_CHARACTERS", 100)
     with pytest.raises(UserError, match="larger than"):
         load_trace(path)
 

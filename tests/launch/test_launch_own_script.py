@@ -78,8 +78,8 @@ try:
 except BlockingIOError:
     pass
 os.set_blocking(2, True)
-from ezpz_llm.launch.relay import say_unless_it_waits
-say_unless_it_waits("stopping")
+from ezpz_llm.launch.relay import print_unless_blocked
+print_unless_blocked("stopping")
 os.write(1, b"on")
 """
     running = subprocess.Popen([sys.executable, "-c", full], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

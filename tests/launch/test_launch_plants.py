@@ -170,9 +170,9 @@ def test_a_rank_that_ends_well_while_others_wait(tmp_path: Path) -> None:
 def test_a_note_while_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "soon.py").write_text("""
 import sys
-from ezpz_llm.launch import supervise
+from ezpz_llm.launch import supervision
 from ezpz_llm.launch.__main__ import main
-supervise._ONE_HAS_ENDED_S, supervise._LOOK_S = 1.0, 0.5
+supervision._ONE_HAS_ENDED_S, supervision._LOOK_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "ends.py").write_text("""

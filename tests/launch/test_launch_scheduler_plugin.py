@@ -24,7 +24,7 @@ _MINE = '''
 from ezpz_llm.launch.dialects.work import Built
 from ezpz_llm.launch.failures.log_kinds import CANCELLED
 from ezpz_llm.launch.ranks import Family
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 from ezpz_llm.launch.schedulers.scheduler import Scheduler, StepLauncher, clock
 
 
@@ -43,7 +43,7 @@ class Mine(Scheduler):
     def detect(self, env):
         if not env.get(self.JOB_VARIABLE):
             return None
-        hosts = tuple(Host(name, slots=2) for name in env["MINE_HOSTS"].split(","))
+        hosts = tuple(Node(name, slots=2) for name in env["MINE_HOSTS"].split(","))
         return Allocation(self.NAME, env[self.JOB_VARIABLE], hosts, None, "MINE_HOSTS")
 
     def supplement(self, allocation, env, limit_s, tries):

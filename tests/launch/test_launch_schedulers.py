@@ -258,7 +258,7 @@ def test_hostfile_must_exist_and_name_hosts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lists no node"):
         hostfile.read(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not text"):
+    with pytest.raises(UserError, match="not UTF-8 text"):
         hostfile.read(tmp_path / "binary")
 
 

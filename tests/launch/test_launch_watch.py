@@ -87,9 +87,9 @@ def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
     """The note is printed once, while the others wait for the stopped rank."""
     (tmp_path / "soon.py").write_text("""
 import sys
-from ezpz_llm.launch import supervise
+from ezpz_llm.launch import supervision
 from ezpz_llm.launch.__main__ import main
-supervise._ONE_HAS_ENDED_S, supervise._LOOK_S = 1.0, 0.5
+supervision._ONE_HAS_ENDED_S, supervision._LOOK_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "stops.py").write_text("""

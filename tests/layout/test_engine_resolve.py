@@ -77,7 +77,7 @@ def test_invalid_json_is_reported_with_line_and_column(write) -> None:
     assert "line 2, column 44" in message
     assert "mine.json" in message
     assert "double quotes" in message
-    assert "twice" in rejection(write('{"fp16": {"enabled": false, "enabled": true}}'))
+    assert "duplicate key" in rejection(write('{"fp16": {"enabled": false, "enabled": true}}'))
     assert "a JSON object" in rejection(write("[1]"))
 
 

@@ -17,7 +17,8 @@ from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.layout import constraints, ops
 from ezpz_llm.layout.batch import solve_batch
-from ezpz_llm.layout.constraints import Case, validate
+from ezpz_llm.layout.constraints import validate
+from ezpz_llm.layout.knobs import LayoutCheck
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.suggestions import (
@@ -41,78 +42,90 @@ HPZ2_TP2 = replace(ZERO3.with_zero(hpz_partition_size=2), tp=2)
 TILED = ZERO3.with_zero(tiled=(("mlp.c_fc", 1, 4),))
 
 REJECTED = {
-    "ranks": ("check_world_size", Case(replace(ZERO1, tp=2), 7, TINY), {"--tp 1", "6 ranks", "8 ranks"}),
-    "ranks below the degrees": ("check_world_size", Case(replace(ZERO1, tp=2, pp=2), 2, TINY),
+    "ranks": ("check_world_size", LayoutCheck(replace(ZERO1, tp=2), 7, TINY), {"--tp 1", "6 ranks", "8 ranks"}),
+    "ranks below the degrees": ("check_world_size", LayoutCheck(replace(ZERO1, tp=2, pp=2), 2, TINY),
                                 {"4 ranks", "--tp 1", "--pp 1"}),
-    "ddp with a stage": ("check_zero_stage", Case(Layout("mine", "ddp", ZeroOptions(2)), 2, shipped=False),
+    "ddp with a stage": ("check_zero_stage", LayoutCheck(Layout("mine", "ddp", ZeroOptions(2)), 2, shipped=False),
                          {'"stage": 0', '"engine": "deepspeed"'}),
     "ddp pipeline": ("check_engine",
-                     Case(Layout("ddp", "ddp", pp=2), 2, TINY), {"--ds-config pp2", "--pp 1"}),
+                     LayoutCheck(Layout("ddp", "ddp", pp=2), 2, TINY), {"--ds-config pp2", "--pp 1"}),
     "fsdp2 pipeline": ("check_engine",
-                       Case(Layout("fsdp2", "fsdp2", pp=4), 4, TINY), {"--ds-config zero1 --pp 4", "--pp 1"}),
+                       LayoutCheck(Layout("fsdp2", "fsdp2", pp=4), 4, TINY),
+                       {"--ds-config zero1 --pp 4", "--pp 1"}),
     "fsdp2 tensor parallel": ("check_engine",
-                              Case(Layout("fsdp2", "fsdp2", tp=2), 4, TINY),
+                              LayoutCheck(Layout("fsdp2", "fsdp2", tp=2), 4, TINY),
                               {"--ds-config tp2_zero3", "--tp 1"}),
     "fsdp2 offload": ("check_offload_optimizer",
-                      Case(Layout("mine", "fsdp2", ZeroOptions(offload_optimizer="cpu")), 2, shipped=False),
+                      LayoutCheck(Layout("mine", "fsdp2", ZeroOptions(offload_optimizer="cpu")), 2, shipped=False),
                       {"no offload_optimizer", '"engine": "deepspeed" and "stage": 3'}),
     "ddp offload": ("check_offload_param",
-                    Case(Layout("mine", "ddp", ZeroOptions(offload_param="cpu")), 2, shipped=False),
+                    LayoutCheck(Layout("mine", "ddp", ZeroOptions(offload_param="cpu")), 2, shipped=False),
                     {"no offload_param", '"engine": "deepspeed" and "stage": 3'}),
     "optimizer offload at stage 0": ("check_offload_optimizer",
-                                     Case(Layout("mine", "deepspeed", ZeroOptions(0, offload_optimizer="cpu")), 2,
+                                     LayoutCheck(Layout("mine", "deepspeed",
+                                                        ZeroOptions(0, offload_optimizer="cpu")), 2,
                                           shipped=False), {'"stage": 1', "no offload_optimizer"}),
     "parameter offload at stage 2": ("check_offload_param",
-                                     Case(Layout("mine", "deepspeed", ZeroOptions(2, offload_param="cpu")), 2,
+                                     LayoutCheck(Layout("mine", "deepspeed", ZeroOptions(2, offload_param="cpu")),
+                                                 2,
                                           shipped=False),
                                      {'"stage": 3', "no offload_param"}),
-    "stage 2 pipeline": ("check_pipeline_stage", Case(Layout("zero2", "deepspeed", ZeroOptions(2), pp=2), 2, TINY),
+    "stage 2 pipeline": ("check_pipeline_stage",
+                         LayoutCheck(Layout("zero2", "deepspeed", ZeroOptions(2), pp=2), 2, TINY),
                          {"--ds-config pp2", "--pp 1"}),
-    "stage 3 pipeline with tp": ("check_pipeline_stage", Case(replace(ZERO3, pp=2, tp=2), 4, TINY),
+    "stage 3 pipeline with tp": ("check_pipeline_stage", LayoutCheck(replace(ZERO3, pp=2, tp=2), 4, TINY),
                                  {"--ds-config pp2_tp2", "--pp 1"}),
-    "stage 3 pipeline in a file": ("check_pipeline_stage", Case(replace(ZERO3, pp=2), 2, TINY, shipped=False),
+    "stage 3 pipeline in a file": ("check_pipeline_stage",
+                                   LayoutCheck(replace(ZERO3, pp=2), 2, TINY, shipped=False),
                                    {'"stage": 1', "--pp 1"}),
     "offloaded pipeline": ("check_pipeline_stage",
-                           Case(Layout("mine", "deepspeed", ZeroOptions(1, offload_optimizer="cpu"), pp=2), 2,
+                           LayoutCheck(Layout("mine", "deepspeed", ZeroOptions(1, offload_optimizer="cpu"), pp=2),
+                                       2,
                                 shipped=False),
                            {"no offload_optimizer", "--pp 1"}),
-    "pipeline with sequence parallel": ("check_pipeline_sequences", Case(replace(ZERO1, pp=2, sp=2), 4, TINY),
+    "pipeline with sequence parallel": ("check_pipeline_sequences",
+                                        LayoutCheck(replace(ZERO1, pp=2, sp=2), 4, TINY),
                                         {"--sp 1", "--pp 1"}),
-    "tiles without stage 3": ("check_tiled_stage", Case(TILED.with_zero(stage=1), 2, TINY, shipped=False),
+    "tiles without stage 3": ("check_tiled_stage", LayoutCheck(TILED.with_zero(stage=1), 2, TINY, shipped=False),
                               {'"stage": 3', "no tiled"}),
-    "tiles with tensor parallel": ("check_tiled_stage", Case(replace(TILED, tp=2), 2, TINY, shipped=False),
+    "tiles with tensor parallel": ("check_tiled_stage", LayoutCheck(replace(TILED, tp=2), 2, TINY, shipped=False),
                                    {"--tp 1", "no tiled"}),
-    "tiles with a pipeline": ("check_pipeline_stage", Case(replace(TILED, pp=2), 2, TINY, shipped=False),
+    "tiles with a pipeline": ("check_pipeline_stage", LayoutCheck(replace(TILED, pp=2), 2, TINY, shipped=False),
                               {'"stage": 1 and no tiled', "--pp 1"}),
-    "unknown tiled layer": ("check_tiled_names", Case(ZERO3.with_zero(tiled=(("mlp.up", 1, 4),)), 2, shipped=False),
+    "unknown tiled layer": ("check_tiled_names",
+                            LayoutCheck(ZERO3.with_zero(tiled=(("mlp.up", 1, 4),)), 2, shipped=False),
                             {"no tiled"}),
     "tiles of a missing gate": ("check_tiled_names",
-                                Case(ZERO3.with_zero(tiled=(("mlp.c_gate", 1, 4),)), 2, TINY,
+                                LayoutCheck(ZERO3.with_zero(tiled=(("mlp.c_gate", 1, 4),)), 2, TINY,
                                      shipped=False), {"no tiled"}),
-    "more tiles than rows": ("check_tiled_sizes", Case(ZERO3.with_zero(tiled=(("mlp.c_fc", 1, 513),)), 2, TINY,
+    "more tiles than rows": ("check_tiled_sizes",
+                             LayoutCheck(ZERO3.with_zero(tiled=(("mlp.c_fc", 1, 513),)), 2, TINY,
                                                shipped=False), {"no tiled"}),
-    "more tiles than columns": ("check_tiled_sizes", Case(ZERO3.with_zero(tiled=(("attn.c_attn", 129, 1),)), 2,
+    "more tiles than columns": ("check_tiled_sizes",
+                                LayoutCheck(ZERO3.with_zero(tiled=(("attn.c_attn", 129, 1),)), 2,
                                                           LLAMA, shipped=False), {"no tiled"}),
     "hpZ groups that do not divide the ranks": (
-        "check_hpz", Case(ZERO3.with_zero(hpz_partition_size=4), 6, TINY, shipped=False),
+        "check_hpz", LayoutCheck(ZERO3.with_zero(hpz_partition_size=4), 6, TINY, shipped=False),
         {*(f'"zero_hpz_partition_size": {size}' for size in (2, 3, 6)), "4 ranks", "8 ranks"}),
-    "hpZ with tensor parallel": ("check_hpz", Case(HPZ2_TP2, 4, TINY, shipped=False),
+    "hpZ with tensor parallel": ("check_hpz", LayoutCheck(HPZ2_TP2, 4, TINY, shipped=False),
                                  {"--tp 1", "no zero_hpz_partition_size"}),
     "shard_within that does not divide the ranks": (
-        "check_shard_within", Case(Layout("fsdp2", "fsdp2", ZeroOptions(shard_within=4)), 6, TINY),
+        "check_shard_within", LayoutCheck(Layout("fsdp2", "fsdp2", ZeroOptions(shard_within=4)), 6, TINY),
         {*(f"--shard-within {size}" for size in (2, 3, 6)), "4 ranks", "8 ranks"}),
-    "heads": ("check_heads", Case(replace(ZERO1, tp=8), 8, TINY), {"--tp 4"}),
-    "25 heads": ("check_heads", Case(replace(ZERO1, tp=2), 4, MODELS["gpt2-1558m"]), {"--tp 1"}),
-    "key/value heads": ("check_heads", Case(replace(ZERO1, tp=4), 8, LLAMA), {"--tp 2"}),
-    "key/value heads with sequence parallel": ("check_heads", Case(replace(ZERO1, sp=2, tp=2), 4, LLAMA),
+    "heads": ("check_heads", LayoutCheck(replace(ZERO1, tp=8), 8, TINY), {"--tp 4"}),
+    "25 heads": ("check_heads", LayoutCheck(replace(ZERO1, tp=2), 4, MODELS["gpt2-1558m"]), {"--tp 1"}),
+    "key/value heads": ("check_heads", LayoutCheck(replace(ZERO1, tp=4), 8, LLAMA), {"--tp 2"}),
+    "key/value heads with sequence parallel": ("check_heads", LayoutCheck(replace(ZERO1, sp=2, tp=2), 4, LLAMA),
                                                {"--tp 1", "--sp 1"}),
-    "MLP width": ("check_widths", Case(replace(ZERO1, tp=4), 4, replace(TINY, intermediate_size=510)), {"--tp 2"}),
-    "vocabulary": ("check_widths", Case(replace(ZERO1, tp=2), 2, replace(TINY, vocab_size=65, vocab_multiple=1)),
+    "MLP width": ("check_widths", LayoutCheck(replace(ZERO1, tp=4), 4, replace(TINY, intermediate_size=510)),
+                  {"--tp 2"}),
+    "vocabulary": ("check_widths",
+                   LayoutCheck(replace(ZERO1, tp=2), 2, replace(TINY, vocab_size=65, vocab_multiple=1)),
                    {"--tp 1", "--vocab-multiple 2"}),
-    "layers": ("check_pipeline_depth", Case(replace(ZERO1, pp=8), 8, TINY), {"--pp 4", "--n-layer 8"}),
-    "context": ("check_context", Case(replace(ZERO1, sp=4), 4, replace(TINY, block_size=250)),
+    "layers": ("check_pipeline_depth", LayoutCheck(replace(ZERO1, pp=8), 8, TINY), {"--pp 4", "--n-layer 8"}),
+    "context": ("check_context", LayoutCheck(replace(ZERO1, sp=4), 4, replace(TINY, block_size=250)),
                 {"--sp 2", "--block-size 248", "--block-size 252"}),
-    "two at once": ("check_world_size", Case(replace(ZERO3, tp=3, pp=2), 8, TINY),
+    "two at once": ("check_world_size", LayoutCheck(replace(ZERO3, tp=3, pp=2), 8, TINY),
                     {"--tp 4 --pp 1"}),
 }
 
@@ -139,7 +152,7 @@ def test_every_rule_has_a_test_case() -> None:
 
 
 def test_stage_0_under_a_pipeline_becomes_stage_1() -> None:
-    layout, notes, problem = validate(Case(Layout("zero0", "deepspeed", ZeroOptions(0), pp=2), 2, TINY))
+    layout, notes, problem = validate(LayoutCheck(Layout("zero0", "deepspeed", ZeroOptions(0), pp=2), 2, TINY))
     assert (layout.zero.stage, problem) == (1, None)
     assert "stage 1 instead of 0" in notes[0]
     resolved = resolve(Request("zero0", world_size=2, pp=2, global_batch=64, model=TINY))
@@ -162,7 +175,7 @@ def test_all_suggestions_in_a_sweep_are_legal_options() -> None:
     fired = 0
     for base, world, model, tp, pp, sp in product(shipped_layouts(), (1, 6, 8), models, (1, 2, 3), (1, 2),
                                                   (1, 2)):
-        case = Case(replace(base, tp=tp, pp=pp, sp=sp), world, model,
+        case = LayoutCheck(replace(base, tp=tp, pp=pp, sp=sp), world, model,
                     batch=lambda dp_size: solve_batch(48, None, None, dp_size))
         problem = validate(case)[2]
         if problem is None:

@@ -19,7 +19,7 @@ from golden import check_golden
 from slowness import scaled
 
 from ezpz_llm.base.label_rows import align_rows
-from ezpz_llm.checkpoint import NotWritten
+from ezpz_llm.checkpoint import NotWrittenError
 from ezpz_llm.launch.variables import LIVE_LINE
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe import StepWork, final_text, series_plot, summarize
@@ -119,7 +119,7 @@ def test_live_line_is_erased_before_a_warning(capsys):
                               stopped=None, metrics=SimpleNamespace(erase_live_line=progress.erase), unsaved=None)
 
     def fail() -> None:
-        raise NotWritten("no space left")
+        raise NotWrittenError("no space left")
 
     step_hooks._attempt(session, fail)
     shown = capsys.readouterr()
@@ -159,8 +159,8 @@ def test_live_line_reaches_launchs_terminal_but_no_log(tmp_path):
 
 @pytest.mark.parametrize("has_colour", [True, False])
 def test_colors_reach_launchs_terminal_but_no_log(tmp_path, has_colour):
-    program = ("from ezpz_llm.observe import series_plot, wants_colour; "
-               "print(series_plot([1, 2, 3], [3, 2, 1], 'loss', 'step', '', colour=wants_colour()))")
+    program = ("from ezpz_llm.observe import series_plot, wants_color; "
+               "print(series_plot([1, 2, 3], [3, 2, 1], 'loss', 'step', '', color=wants_color()))")
     shown = in_a_terminal(tmp_path, program, NO_COLOR="" if has_colour else "1")
     assert (b"\x1b[" in shown) == has_colour
     assert b"loss" in shown

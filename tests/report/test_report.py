@@ -151,7 +151,7 @@ def test_invalid_run_directories(tmp_path):
         load_runs([damaged])
     assert error.value.where.endswith("metrics.jsonl, line 2, column 1")
     (damaged / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n')
-    with pytest.raises(UserError, match="after 1 steps comes a line"):
+    with pytest.raises(UserError, match="step record 2 is invalid"):
         load_runs([damaged])
     RunDir(tmp_path / "empty").create()
     write_json(tmp_path / "empty" / "run.json", {"launch": {"typed": []}})

@@ -54,7 +54,7 @@ def test_failed_writes_are_retried_in_order(tmp_path: Path, messages: list[str])
 
 
 def test_close_reports_lost_content(tmp_path: Path, messages: list[str], monkeypatch) -> None:
-    monkeypatch.setattr(side_files, "MOST_WAITING", 5)
+    monkeypatch.setattr(side_files, "MAX_WAITING", 5)
     side = SideFiles(messages.append)
     path = tmp_path / "gone" / "metrics.jsonl"
     for step in range(8):

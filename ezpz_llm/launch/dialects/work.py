@@ -38,7 +38,7 @@ class Work:
         here: all ranks run on this node, so that no node needs a name.
         cores_per_rank: in the scheduler's unit, which may be hardware threads; None if unknown.
         variables: names of environment variables that ranks on other nodes need too.
-        cores_per_host: cores per node, in the same unit; None if unknown.
+        cores_per_node: cores per node, in the same unit; None if unknown.
         site_options: the site file's options for the launcher.
         master: address and port of the rendezvous.
         env: launch's own environment, in which the launcher finds the user's settings.

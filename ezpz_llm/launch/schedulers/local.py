@@ -67,7 +67,7 @@ class UnsupportedScheduler:
 
     Attributes:
         variables: variables that are set only in its jobs. The first has the job's id.
-        hosts_lines: commands written after the scheduler's documentation.
+        hostfile_commands: commands written after the scheduler's documentation.
     """
 
     name: str

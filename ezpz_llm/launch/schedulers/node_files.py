@@ -63,7 +63,7 @@ class NodeFileScheduler(Scheduler):
         file_variables: variables with the path of the file. The first that is set is used.
         read: parser of the file.
         needs: if JOB_VARIABLE has a common name, it marks a job only if one of these variables is set too.
-        lone_hosts: variable with the number of nodes. If it is 1, the job may have no file.
+        node_count_variable: variable with the number of nodes. If it is 1, the job may have no file.
     """
 
     NAME: str

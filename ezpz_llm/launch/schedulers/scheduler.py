@@ -180,9 +180,9 @@ class Scheduler(Protocol):
         JOB_VARIABLE: environment variable with the job's id, set in its jobs.
         ALIASES: other variables that mark its jobs, instead of or beside JOB_VARIABLE.
         TRACES: variables that only its jobs have. They identify the scheduler if the others are missing.
-        HOSTS_LINES: shell commands that write the job's nodes to the file `hosts`, the best first.
+        HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
         JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
-        KEEPS_HOST_ORDER: its step launcher numbers nodes in the job's order and ignores any other order.
+        KEEPS_NODE_ORDER: its step launcher numbers nodes in the job's order and ignores any other order.
         STARTS_MPI_DAEMONS: mpiexec starts its daemons with srun in its jobs.
         REMOTE_SHELL: command that runs another command on a node of the job, for mpiexec's daemons, since the site
             may forbid ssh.

@@ -68,7 +68,7 @@ class Output:
         tee: launch's --tee.
         most: size limit of the log, so that a program that prints endlessly cannot fill the disk. The end of the
             output is added nevertheless.
-        is_coloured: True if the rank writes colors for a terminal, which are removed from the log.
+        is_colored: True if the rank writes colors for a terminal, which are removed from the log.
     """
 
     def __init__(self, rank: int, log: int, tee: str, most: int = _MAX_LOG_BYTES, *,

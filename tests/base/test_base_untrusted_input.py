@@ -124,9 +124,9 @@ def test_digits_are_limited_without_the_interpreter_limit(file):
     import subprocess
 
     done = subprocess.run([sys.executable, "-X", "int_max_str_digits=0", "-c",
-                           "import sys; from pathlib import Path; from ezpz_llm.base import outside\n"
-                           "try: outside.read_json(Path(sys.argv[1]))\n"
-                           "except outside.UserError as error: print(error)", str(file("1" * 5000))],
+                           "import sys; from pathlib import Path; from ezpz_llm.base import untrusted_input\n"
+                           "try: untrusted_input.read_json(Path(sys.argv[1]))\n"
+                           "except untrusted_input.UserError as error: print(error)", str(file("1" * 5000))],
                           capture_output=True, text=True, timeout=scaled(60))
     assert "5000 digits" in done.stdout, done.stderr
 
