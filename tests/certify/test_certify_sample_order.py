@@ -25,7 +25,7 @@ def test_the_reader_passes_its_checks() -> None:
     (samples, "sample_windows", lambda length, size, seed, i: windows(length, size, seed, i % 7),
      "do not occur exactly once"),
     (samples, "sample_windows", lambda length, size, seed, i: np.asarray(i) % 100 * size, "are not shuffled"),
-    (samples, "draw", lambda counts, seed, i: places(counts, seed, i % 4096), "repeats the epochs of the first"),
+    (samples, "draw_streams", lambda counts, seed, i: places(counts, seed, i % 4096), "repeats the epochs of the first"),
     (samples, "part_seed", lambda seed, part: seed, "two streams of equal length have the same epochs"),
     (Batches, "micro_batches", lambda self, at: [(tokens, tokens) for tokens, _ in micro_batches(self, at)],
      "the next token of each as its target"),

@@ -215,7 +215,7 @@ from pathlib import Path
 from ezpz_llm.launch import owner
 from ezpz_llm.rundir import RunDir
 owner.BEAT_S = 0.1
-with owner.own(RunDir(Path("r")), "x", {}):
+with owner.become_owner(RunDir(Path("r")), "x", {}):
     Path("up").touch()
     time.sleep(60)
 """)
