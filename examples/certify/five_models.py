@@ -57,8 +57,8 @@ def next_token(model: Any, tokens: Tensor) -> Tensor:
 def vit() -> Target:
     """Return a target that trains a vision transformer to find the brightest quarter of an image.
 
-    `qkv_bias` is False because the bias of keys has no gradient: it adds the same value to all scores, which softmax
-    ignores.
+    `qkv_bias` is False because the bias of keys has no gradient: it adds the same value to all scores of a query,
+    which softmax ignores.
     """
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -38,7 +38,7 @@ BANNED = {
     r"(?:normal|initial|organ|optim|serial|synchron|summar|parallel|minim|maxim|util)is(?:e|es|ed|ing|ation)":
         "American spelling",
 }
-"""What to write instead, by the regular expression of a phrase of whole words."""
+"""Replacement, by the regular expression of a phrase of whole words."""
 UNCHECKED = ("CHANGELOG.md", "benchmarks/mutation_table/", "benchmarks/results/", "tests/")
 """Files that quote other programs, or older versions of this one."""
 
