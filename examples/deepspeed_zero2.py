@@ -1,4 +1,4 @@
-"""DeepSpeed by its own `deepspeed.initialize`, ZeRO stage 2."""
+"""Train with DeepSpeed's `deepspeed.initialize` and ZeRO stage 2."""
 
 import deepspeed
 import torch

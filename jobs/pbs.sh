@@ -22,7 +22,7 @@ source "$HOME/ezpz_llm/launchers/activate"
 
 # ---- command
 run_dir=$PWD/runs/$PBS_JOBID
-# (3) the command, and the options that make it resume when the job is restarted; (): none, if it cannot resume:
+# (3) the command, and the options with which it resumes when the job is restarted, or () if it cannot resume:
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero1)
 go_on=(--resume "$run_dir")
 # In PBS only operators can requeue a running job: queue several jobs, each to start after the previous one.

@@ -1,11 +1,11 @@
-"""Five models that are not part of ezpz_llm, as targets of certify.
+"""Certify targets for five models that are not part of ezpz_llm.
 
-They are a language model, an image classifier, two U-Nets, and an MLP with two losses.
+The models are Qwen3, a vision transformer, two U-Nets, and an MLP with two losses.
 
     ezpz-llm certify --target examples/certify/five_models.py:unet_batches
     ezpz-llm certify --target examples/certify/five_models.py:qwen3 --layouts zero3,fsdp2 --dtype bf16
 
-Qwen3 and the vision transformer are made from configurations by the library transformers, which they need.
+Qwen3 and the vision transformer require the package transformers, which builds them from configurations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from torch.nn import functional
 from ezpz_llm import Target
 
 SAMPLES = 8
-"""Samples of a micro batch of all ranks: 1, 2, 4 and 8 ranks have equal parts of it."""
+"""Samples per micro batch over all ranks, divisible by 1, 2, 4, and 8 ranks."""
 
 
 def drawn(seed: int, number: int) -> torch.Generator:
-    """Random numbers of one micro batch, the same on every rank."""
+    """Return the random generator of a micro batch, the same on every rank."""
     return torch.Generator().manual_seed(100_000 * seed + number)
 
 
-# Qwen3: normed queries and keys, grouped keys and values, a head that is tied to the table.
 def qwen3() -> Target:
-    """Tokens, each of which has two successors."""
+    """Return a target that trains Qwen3 on tokens with two possible successors each.
+
+    Qwen3 has norms for queries and keys, grouped keys and values, and a head that is tied to the embedding.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
@@ -39,7 +41,7 @@ def qwen3() -> Target:
 
 
 def sentences(seed: int, number: int, dp_rank: int, dp_size: int) -> Tensor:
-    """Tokens (samples, 25)."""
+    """Return tokens (samples, 25)."""
     generator = drawn(seed, number)
     rows = [torch.randint(64, (SAMPLES,), generator=generator)]
     for choice in torch.randint(2, (24, SAMPLES), generator=generator):
@@ -52,11 +54,11 @@ def next_token(model: Any, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# A vision transformer.
 def vit() -> Target:
-    """Pictures, whose class is the brightest of four quarters.
+    """Return a target that trains a vision transformer to find the brightest quarter of an image.
 
-    `qkv_bias=False`: the bias of keys has no gradient, since softmax ignores what is added to all scores.
+    `qkv_bias` is False because the bias of keys has no gradient: it adds the same value to all scores of a query,
+    which softmax ignores.
     """
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -67,7 +69,7 @@ def vit() -> Target:
 
 
 def quarters(seed: int, number: int, dp_rank: int, dp_size: int) -> dict[str, Tensor]:
-    """Pictures (samples, 1, 16, 16) with classes."""
+    """Return images (samples, 1, 16, 16) and their classes."""
     pictures = torch.randn(SAMPLES, 1, 16, 16, generator=drawn(seed, number))
     brightest = functional.avg_pool2d(pictures, 8).flatten(1).argmax(-1)
     return {"pixel_values": pictures[dp_rank::dp_size], "labels": brightest[dp_rank::dp_size]}
@@ -77,12 +79,13 @@ def classes(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"])
 
 
-# U-Nets: down to a half and a quarter, and up again beside what was there on the way down.
 class UNet(nn.Module):
-    """A U-Net of two levels (Ronneberger et al. 2015, arXiv:1505.04597) with a norm after each convolution.
+    """U-Net of two levels with a norm after each convolution.
 
-    It is smooth, as that of diffusion models is (Ho et al. 2020, arXiv:2006.11239): SiLU, and strided convolutions
-    on the way down. The gradients of ReLU and of max pooling jump where rounding moves an input across a kink.
+    It downsamples to a half and a quarter, and concatenates each level with the upsampled one (Ronneberger et al.
+    2015, arXiv:1505.04597). Like the U-Net of diffusion models (Ho et al. 2020, arXiv:2006.11239), it is smooth: it
+    uses SiLU and strided convolutions, because gradients of ReLU and max pooling jump where rounding moves an input
+    across a kink.
     """
 
     def __init__(self, norm: Any, outputs: int) -> None:
@@ -96,7 +99,7 @@ class UNet(nn.Module):
 
     @staticmethod
     def _twice(inputs: int, outputs: int, norm: Any) -> nn.Module:
-        # No bias before a norm, which takes the mean away and with it the bias's gradient.
+        # No bias: the norm that follows subtracts the mean, so a bias would have no gradient.
         return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), norm(outputs), nn.SiLU(),
                              nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), norm(outputs), nn.SiLU())
 
@@ -111,17 +114,17 @@ class UNet(nn.Module):
 
 
 def unet_groups() -> Target:
-    """Takes noise away from pictures of stripes; GroupNorm."""
+    """Return a target that predicts the noise in images of stripes, with GroupNorm."""
     return Target(module=lambda: UNet(lambda channels: nn.GroupNorm(4, channels), 1), batch=stripes, loss=noise)
 
 
 def unet_batches() -> Target:
-    """Finds stripes in the same pictures; BatchNorm, with running statistics."""
+    """Return a target that segments the same stripes, with BatchNorm and running statistics."""
     return Target(module=lambda: UNet(nn.BatchNorm2d, 2), batch=stripes, loss=segments)
 
 
 def stripes(seed: int, number: int, dp_rank: int, dp_size: int) -> dict[str, Tensor]:
-    """Pictures (samples, 1, 16, 16) of stripes with noise, and both apart."""
+    """Return images (samples, 1, 16, 16) of stripes with noise, the noise, and the segments."""
     generator = drawn(seed, number)
     slopes, shifts = torch.randn(2, SAMPLES, 1, 1, generator=generator)
     places = torch.arange(16.0)
@@ -139,9 +142,8 @@ def segments(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(model(batch["picture"]).float(), batch["segment"])
 
 
-# An MLP with two losses.
 class TwoHeads(nn.Module):
-    """Residual layers with dropout below a head of classes and one that gives the input back."""
+    """Residual layers with dropout, a classification head, and a reconstruction head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +158,12 @@ class TwoHeads(nn.Module):
 
 
 def two_losses() -> Target:
-    """Classes and, with a tenth of the weight, a reconstruction."""
+    """Return a target with a classification loss plus a tenth of a reconstruction loss."""
     return Target(module=TwoHeads, batch=vectors, loss=both)
 
 
 def vectors(seed: int, number: int, dp_rank: int, dp_size: int) -> tuple[Tensor, Tensor]:
-    """Vectors (samples, 16) with the place of the largest of their first five elements."""
+    """Return vectors (samples, 16) and the index of the largest of their first five elements."""
     x = torch.randn(SAMPLES, 16, generator=drawn(seed, number))
     return x.chunk(dp_size)[dp_rank], x[:, :5].argmax(-1).chunk(dp_size)[dp_rank]
 

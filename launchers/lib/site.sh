@@ -4,8 +4,8 @@
 
 has_nvidia_driver() { [[ -n $(type -P nvidia-smi) || -e /proc/driver/nvidia/version || -e /dev/nvidiactl ]]; }
 
-# Print the kind of a GPU that PyPI's torch does not support: "ROCm", "Intel GPU" or nothing. Integrated graphics do
-# not count.
+# Print the kind of a GPU that PyPI's torch does not support: "ROCm", "Intel GPU" or nothing. Integrated graphics
+# are ignored.
 foreign_gpu() {
     local device vendor class
     if has_nvidia_driver; then return; fi

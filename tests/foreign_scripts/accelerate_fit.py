@@ -1,4 +1,4 @@
-"""Hugging Face accelerate, without its own launcher."""
+"""Train with Hugging Face accelerate, without its launcher."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, without its own launcher."""
+"""Train with Hugging Face's Trainer, without its launcher."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""mpi4py alone: an MPI asks the launcher itself, by PMI or PMIx."""
+"""Sum ranks with mpi4py. MPI gets its ranks from the launcher, by PMI or PMIx."""
 
 from mpi4py import MPI
 

@@ -1,4 +1,7 @@
-"""DistributedDataParallel, as torch's tutorial has it: the rank comes from the environment (env://)."""
+"""Train with DistributedDataParallel, as in torch's tutorial.
+
+The rank comes from the environment (env://).
+"""
 
 import os
 
@@ -8,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 torch.distributed.init_process_group()
 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 has_gpu = torch.cuda.is_available()
-# A rank that is given only its own device counts it as device 0.
+# A rank that sees only its own device uses device 0.
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if has_gpu else "cpu"
 
 torch.manual_seed(0)
