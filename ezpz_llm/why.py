@@ -18,7 +18,7 @@ from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
 from ezpz_llm.launch.failures.run_facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, look
-from ezpz_llm.launch.node.builds import locks_of
+from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run, read_own_record, read_record
@@ -159,7 +159,7 @@ def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.N
     silent = [describe_silent_ranks(live.silent)] if live.silent else []
     # Suggest removing build locks only from our own record: another user's may name any file.
     launch = (read_own_record(run_dir) or {}).get("launch") or {}
-    for line in (*as_lines(live), *locks_of(launch.get("env") or {}), *silent):
+    for line in (*as_lines(live), *find_locks(launch.get("env") or {}), *silent):
         print_lines(f"  {line}")
     print_lines(f"  to monitor it: {to_typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:

@@ -263,7 +263,7 @@ def test_a_fast_pattern_has_no_limit_of_lines() -> None:
     pattern = TimedPattern("no license", limit_s=0.05)
     assert not any(pattern.search("x" * 100) for _ in range(20_000))
     assert pattern.search("no license")
-    assert not pattern.is_over
+    assert not pattern.is_exhausted
 
 
 def _why(folder: Path, **env: str) -> str:

@@ -165,11 +165,11 @@ def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, mon
         folder.write("rank0000.shim", f"{os.getpid()} 1".encode())
         output, gatherer = Output(0, log, "none", most=4), Gatherer(folder, run_dir)
         output.write(1, b"more than four")
-        assert gatherer.look([])[1]
-        assert not gatherer.look([])[1]
+        assert gatherer.update([])[1]
+        assert not gatherer.update([])[1]
         time.sleep(0.05)
         output.write(1, b"tick")
-        assert gatherer.look([])[1]
+        assert gatherer.update([])[1]
     os.close(log)
 
 

@@ -28,7 +28,7 @@ class Kind(Enum):
     PEER_LOST = "peer lost"
     TERMINATED = "terminated from outside"
     STOPPED = "ended by launch"
-    # Of a whole run.
+    # Causes that concern the whole run.
     TIME_LIMIT = "the time limit was reached"
     NODE_FAILED = "a node failed"
     VANISHED = "gone without a record"

@@ -1,4 +1,4 @@
-"""Patterns of launchers' messages about a run's end. Those of schedulers are in launch/schedulers/.
+"""Patterns of launchers' messages about a run's end. Patterns of schedulers are in launch/schedulers/.
 
 The patterns of MPICH, Intel MPI, Open MPI and torchrun are taken from captured output, those of PALS from messages
 in public issues.
@@ -22,7 +22,7 @@ class LogMatch:
 
     Attributes:
         source: the program that printed it.
-        host: the node that it names, as `ranks`.
+        host, ranks: the node and the ranks that the message names.
         code: an exit code, or 128 + a signal's number.
     """
 

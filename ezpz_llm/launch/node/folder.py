@@ -37,7 +37,7 @@ STRAYS = "strays"
 _MEMORY = "/dev/shm"
 _RUN = "run"
 _WAKE = "wake"
-_LEAVE_WAIT_S = 3.0
+_AGENT_WAIT_S = 3.0
 _MAX_DIGITS = 18
 
 
@@ -69,7 +69,7 @@ def file_of(rank: int, kind: str) -> str:
     return f"rank{rank:04d}{kind}"
 
 
-def read_beat(text: str) -> tuple[str | None, int | None]:
+def parse_heartbeat(text: str) -> tuple[str | None, int | None]:
     """Parse a heartbeat, a line `PHASE STEP`; None for a missing part."""
     phase, _, step = text.rstrip("\n").rpartition(" ")
     return phase or None, int(step) if step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS else None
@@ -113,12 +113,12 @@ def await_agent(folder: PrivateFolder, local_size: int) -> None:
 
     A launcher may kill the rest of its step on the node once the last shim has exited.
     """
-    deadline = time.monotonic() + _LEAVE_WAIT_S
-    while are_all_over(folder, local_size) and _agent(folder) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _AGENT_WAIT_S
+    while have_all_ended(folder, local_size) and _agent(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def are_all_over(folder: PrivateFolder, local_size: int) -> bool:
+def have_all_ended(folder: PrivateFolder, local_size: int) -> bool:
     """Return True if all ranks of this node have started and ended."""
     with contextlib.suppress(OSError):
         return len(registered(folder)) >= local_size and not running(folder)
@@ -167,26 +167,26 @@ def identity(pid: int) -> str:
     return f"{pid} {started_at(pid)}"
 
 
-def is_running(who: str) -> bool:
-    """Return True if the process of an `identity` is alive, or the identity is not completely written yet."""
-    pid, _, start = who.partition(" ")
+def is_running(process: str) -> bool:
+    """Return True if a process, given by its `identity`, is alive, or if the identity is partly written."""
+    pid, _, start = process.partition(" ")
     return not start or is_alive(int(pid), int(start))
 
 
 def own_folders() -> Iterator[tuple[PrivateFolder, str, str]]:
-    """Yield this user's folders on this node, open, each with its run id and `processes.place`.
+    """Yield this user's folders on this node, open, each with its run id and `processes.pid_namespace_id`.
 
-    Run id and place are "" if the folder does not name them.
+    Both are "" if the folder does not name them.
     """
     for name in sorted(os.listdir(base())):
         if name.startswith(prefix()):
             with contextlib.suppress(OSError), open_private(base() / name) as folder:
-                run_id, _, origin = (folder.read(_RUN).decode() if folder.has(_RUN) else "").partition("\n")
-                yield folder, run_id, origin
+                run_id, _, namespace = (folder.read(_RUN).decode() if folder.has(_RUN) else "").partition("\n")
+                yield folder, run_id, namespace
 
 
 def agents(run_id: str) -> frozenset[int]:
-    """Return the process id of the node's agent, if there is one."""
+    """Return the process ids of the run's agents on this node: one, or none."""
     return frozenset(pid for folder in _folders_of(run_id) if (pid := _agent(folder)))
 
 
@@ -236,14 +236,14 @@ def _agent(folder: PrivateFolder) -> int | None:
 
 
 _QUIET_S = 600.0
-"""Folders written to within this time are kept if their processes may be invisible, as in another container."""
+"""Folders written to within this time are kept if their processes may be invisible from here (in a container)."""
 
 
 def remove_stale(own_run_id: str) -> None:
     """Remove this user's folders of runs without processes, left by agents that were killed."""
-    local_place = pid_namespace_id()
-    for folder, run_id, origin in own_folders():
-        if run_id != own_run_id and (origin == local_place or _is_quiet(folder)) and not any(marked(run_id)):
+    local_namespace = pid_namespace_id()
+    for folder, run_id, namespace in own_folders():
+        if run_id != own_run_id and (namespace == local_namespace or _is_quiet(folder)) and not any(marked(run_id)):
             remove_private(folder.path)
 
 

@@ -17,7 +17,7 @@ from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, are_all_over, await_agent, file_of, mark_end
+from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, await_agent, file_of, have_all_ended, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
 from ezpz_llm.launch.node.processes import ProcessIdentity, end_all, has_signal_handler
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
@@ -181,7 +181,7 @@ class Rank:
         rank ends the wait.
         """
         while (self.end_signal is None and os.getppid() == self.parent and folder.path.is_dir()
-               and not are_all_over(folder, self.info.local_size) and any(self._descendants())):
+               and not have_all_ended(folder, self.info.local_size) and any(self._descendants())):
             for key, _ in self.selector.select(_CHECK_S):
                 if key.data is not None:
                     self._forward_output(key)
