@@ -40,7 +40,7 @@ def _pattern(source: str, kind: str, pattern: str) -> tuple[str, str, re.Pattern
 
 _LAUNCHER_PATTERNS = (
     # Printed by shims that fail before their rank starts.
-    _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process finds itself .*"),
+    _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process is rank .*"),
     _pattern("Python", NOT_STARTED, r"^\S+: (?:Error while finding module specification for 'ezpz_llm\.\S+"
                                     r"|No module named '?ezpz_llm\b).*"),
     _pattern("the shim", NOT_STARTED, r"^error: rank (?P<ranks>\d+) on (?P<host>\S+) cannot write its log: .*"),

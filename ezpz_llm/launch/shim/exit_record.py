@@ -20,7 +20,7 @@ from ezpz_llm.launch.failures.tracebacks import (
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import parse_heartbeat
 from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
-from ezpz_llm.launch.shim.memory import evidence
+from ezpz_llm.launch.shim.memory import find_oom_evidence
 from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
         ended=rank.started + rank.lived_s, duration_s=round(rank.lived_s, 3),
         tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_output_lines(output, _TAIL_LINES)),
         argv=tuple(redact_words(rank.command)), exception=exception, phase=phase, step=step,
-        oom_killed=evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
+        oom_killed=find_oom_evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
         ended_by=ended_by, launch=rank.run_id)
     run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
     with make_private(run_dir.errors) as errors:
