@@ -49,7 +49,7 @@ def request_lines(own: Sequence[str], of_site: Sequence[str], values: dict[str, 
     """Return submit's directives, then the site's, with `values` in place of {names}.
 
     Leaves out submit's directives with the same subject as one of the site, and those for {account}, {queue} or
-    {reservation} if the site has its own line for it.
+    {reservation} if one of the site's directives sets it.
 
     Raises:
         UserError: the site's directives need a value that was not given.

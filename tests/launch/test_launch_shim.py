@@ -163,7 +163,7 @@ def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, mon
     run_dir, log = RunDir(tmp_path / "r"), os.open(tmp_path / "r/logs/rank0000.log", os.O_WRONLY | os.O_CREAT)
     with make_private(tmp_path / "node") as folder:
         folder.write("rank0000.shim", f"{os.getpid()} 1".encode())
-        output, gatherer = Output(0, log, "none", most=4), Gatherer(folder, run_dir)
+        output, gatherer = Output(0, log, "none", max_bytes=4), Gatherer(folder, run_dir)
         output.write(1, b"more than four")
         assert gatherer.update([])[1]
         assert not gatherer.update([])[1]

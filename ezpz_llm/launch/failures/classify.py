@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ezpz_llm.base import EXIT_PREFLIGHT, EXIT_USAGE
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
+from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import (
     FailureText,
     drop_non_errors,
@@ -68,7 +68,7 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
     known_texts = tuple(shipped_texts() if texts is None else texts)
     # Losing a peer does not crash a rank.
     crashed = has_crashed(failure)
-    candidates = [text for text in known_texts if text.kind not in FOLLOWERS] if crashed else known_texts
+    candidates = [text for text in known_texts if text.kind not in CONSEQUENCE_KINDS] if crashed else known_texts
     by_signal = f"signal {failure.signal}"
     text_match = find_text(candidates, lines) or find_text(known_texts, [by_signal])
     if text_match is None:

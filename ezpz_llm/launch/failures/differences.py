@@ -1,4 +1,4 @@
-"""Comparison of ranks in a hang, to find the rank that the others wait for.
+"""Comparison of ranks in a hang, to find the rank that other ranks wait for.
 
 That rank is stopped, at another place in the program, or some steps behind; waiting ranks are all in one place.
 """
@@ -28,7 +28,7 @@ _LAST_CALLS = 8
 
 def describe_blocking_rank(silent: Sequence[RankLife], ranks: Sequence[RankLife],
                            stacks: Mapping[int, Path]) -> str:
-    """Describe in one line the rank that the others wait for, and how it differs from them.
+    """Describe in one line the rank that other ranks wait for, and how it differs from them.
 
     Args:
         silent: the silent ranks, most suspect first.

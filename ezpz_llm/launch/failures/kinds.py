@@ -41,5 +41,5 @@ class Kind(Enum):
     LAUNCHER = "the launcher failed"
 
 
-FOLLOWERS = (Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST, Kind.TERMINATED, Kind.STOPPED)
+CONSEQUENCE_KINDS = (Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST, Kind.TERMINATED, Kind.STOPPED)
 """Kinds that follow from another rank's failure or from a signal, most informative first."""

@@ -11,7 +11,7 @@ from ezpz_llm.base import group_by_key
 from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.launch.failures import log_kinds, log_patterns
 from ezpz_llm.launch.failures.classify import Finding, error_line_before_crash, has_crashed, summarize_lost_peer
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
+from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.run_facts import Failure, Raised
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
@@ -120,7 +120,7 @@ def _first_line(content: Content) -> str:
     if cause is None:
         return f"launch: {cause_line(content)}"
     doing = f", in {_phase_and_step(cause.phase, cause.step)}" if cause.phase else ""
-    return (f"launch: rank {cause.rank} on {cause.host} failed: {_kind_label(verdict)}{cause.how}, after"
+    return (f"launch: rank {cause.rank} on {cause.host} failed: {_kind_label(verdict)}{cause.exit_text}, after"
             f" {cause.duration_s:.1f} s{doing}")
 
 
@@ -196,7 +196,7 @@ def _group_failures(content: Content) -> dict[str, list[int]]:
 
 def _signature(failure: Failure, finding: Finding) -> tuple[object, ...]:
     """Return a key that is equal for ranks that failed alike; numbers (ranks, ports, bytes) are ignored."""
-    if finding.kind in FOLLOWERS:
+    if finding.kind in CONSEQUENCE_KINDS:
         return (finding.kind, _describe(failure, finding))
     where = failure.exception.where if failure.exception else None
     return (finding.kind, failure.exit_code, _NUMBER.sub("#", finding.evidence), where)
@@ -207,11 +207,11 @@ def _describe(failure: Failure, finding: Finding) -> str:
         return f"{finding.kind.value} ({summarize_lost_peer(finding.evidence)})"
     if finding.kind is Kind.TERMINATED:
         return f"{finding.kind.value} ({finding.evidence})"
-    if finding.kind in FOLLOWERS:
+    if finding.kind in CONSEQUENCE_KINDS:
         return finding.kind.value
     if finding.kind is Kind.EXIT or finding.evidence == failure.signal:
-        return failure.how
-    return f"{failure.how}: {_shorten(finding.evidence)}"
+        return failure.exit_text
+    return f"{failure.exit_text}: {_shorten(finding.evidence)}"
 
 
 def _absent_lines(content: Content) -> list[str]:
@@ -263,8 +263,9 @@ def _kind_label(verdict: Verdict) -> str:
 
 def _cause_summary(cause: Failure, verdict: Verdict) -> str:
     if cause.exception is not None and verdict.kind is not Kind.OOM_KILLED:
-        return f"{_shorten(_error_line(cause, cause.exception, verdict))} ({cause.how})"
-    return f"{_shorten(verdict.evidence)} ({cause.how})" if verdict.cause and verdict.evidence else cause.how
+        return f"{_shorten(_error_line(cause, cause.exception, verdict))} ({cause.exit_text})"
+    has_cause = verdict.cause and verdict.evidence
+    return f"{_shorten(verdict.evidence)} ({cause.exit_text})" if has_cause else cause.exit_text
 
 
 def _error_line(cause: Failure, raised: Raised, verdict: Verdict) -> str:

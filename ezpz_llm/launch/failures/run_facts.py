@@ -1,4 +1,4 @@
-"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem made from them."""
+"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem built from them."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Failure:
     launch: str = ""
 
     @property
-    def how(self) -> str:
+    def exit_text(self) -> str:
         """Exit as text: `exit code 7`, or `signal SIGKILL (exit code 137)`."""
         code = f"exit code {self.exit_code}"
         return code if self.signal is None else f"signal {self.signal} ({code})"

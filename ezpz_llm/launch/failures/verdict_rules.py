@@ -16,7 +16,7 @@ from ezpz_llm.base import EXIT_IDLE, EXIT_PREFLIGHT
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import Finding, classify
 from ezpz_llm.launch.failures.differences import Frame, find_blocking_ranks, last_calls
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
+from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import FailureText, fill_advice, find_text, shipped_texts
 from ezpz_llm.launch.failures.log_patterns import LogMatch
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts, Stop
@@ -101,7 +101,7 @@ def find_root_cause(evidence: Evidence) -> Verdict | None:
     facts = evidence.facts
     if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
         return _from_clean_exit(evidence)
-    for rule in (_from_failed_rank, _from_scheduler, _from_lost_node, _from_abort, _from_launch, _from_follower,
+    for rule in (_from_failed_rank, _from_scheduler, _from_lost_node, _from_abort, _from_launch, _from_consequence,
                  _from_launcher, _from_silent_node):
         verdict = rule(evidence)
         if verdict is not None:
@@ -127,9 +127,10 @@ def _from_clean_exit(evidence: Evidence) -> Verdict | None:
 
 
 def _from_failed_rank(evidence: Evidence) -> Verdict | None:
-    """Blame the earliest rank that failed by itself before launch began to end the others."""
+    """Blame the earliest rank that failed by itself before launch began to end the run."""
     before_stop = evidence.facts.failed_before_stop
-    causes = [failure for failure in evidence.failures if evidence.findings[failure.rank].kind not in FOLLOWERS
+    causes = [failure for failure in evidence.failures
+              if evidence.findings[failure.rank].kind not in CONSEQUENCE_KINDS
               and (before_stop is None or failure.rank in before_stop)]
     if _from_scheduler(evidence) is not None or _from_lost_node(evidence) is not None:
         # A scheduler that ends a job or a step also signals ranks directly.
@@ -198,7 +199,7 @@ def _from_launch(evidence: Evidence) -> Verdict | None:
 def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
     """Explain a hang by what the silent ranks wait for, if their stacks show a known wait.
 
-    A rank that is stopped, or waits for a device or a file system, already explains why the others wait.
+    A rank that is stopped, or waits for a device or a file system, already explains why other ranks wait.
     """
     ranks, places = find_blocking_ranks(evidence.stacks)
     description = stopped.text if not places or places in stopped.text else f"{stopped.text}; {places}"
@@ -213,16 +214,17 @@ def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
                    advice=fill_advice(text.advice, match.groupdict()), text=text.name)
 
 
-def _from_follower(evidence: Evidence) -> Verdict | None:
+def _from_consequence(evidence: Evidence) -> Verdict | None:
     """Find the cause if no rank failed by itself.
 
     Ranks that vanished, exited early or did not join a collective, else the first rank with such a consequence.
     """
-    followers = [failure for failure in evidence.failures if evidence.findings[failure.rank].kind in FOLLOWERS]
-    if not followers:
+    consequences = [failure for failure in evidence.failures
+                    if evidence.findings[failure.rank].kind in CONSEQUENCE_KINDS]
+    if not consequences:
         return None
-    followers.sort(key=lambda failure: FOLLOWERS.index(evidence.findings[failure.rank].kind))
-    first = followers[0]
+    consequences.sort(key=lambda failure: CONSEQUENCE_KINDS.index(evidence.findings[failure.rank].kind))
+    first = consequences[0]
     finding = evidence.findings[first.rank]
     if evidence.facts.launcher_status is None and finding.kind in (Kind.TERMINATED, Kind.STOPPED):
         return _LAUNCH_KILLED
@@ -231,7 +233,7 @@ def _from_follower(evidence: Evidence) -> Verdict | None:
         return Verdict(_code_without_record(evidence), Kind.VANISHED, finding.evidence, evidence.absent[0],
                        hosts)
     if finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
-        return (_early_exit(first.exit_code, evidence, min(follower.duration_s for follower in followers))
+        return (_early_exit(first.exit_code, evidence, min(failure.duration_s for failure in consequences))
                 or _missing_in_collective(first, evidence) or _rank_verdict(first, evidence))
     return _rank_verdict(first, evidence)
 

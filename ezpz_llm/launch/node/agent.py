@@ -35,7 +35,7 @@ from ezpz_llm.launch.node.messages import (
     StopOrder,
     control_interval_s,
     interval_s,
-    orders,
+    read_orders,
     stop_ordered,
     write_report,
 )
@@ -63,7 +63,7 @@ _LINGER_S = 2.0
 
 
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
-    """Fork the node's agent from the shim of local rank 0, after `files.enter`, and return its process id.
+    """Fork the node's agent from the shim of local rank 0, after `files.register_shim`, and return its process id.
 
     If the node has an agent, as under launchers that do not set local ranks, return its id, or 0 if it has exited.
     """
@@ -154,7 +154,7 @@ class _Agent:
             if select.select([wake], [], [], limit)[0]:
                 os.read(wake, 4096)
                 orders_at = now
-                if len(files.registered(self.folder)) > len(self.ranks):
+                if len(files.registered_ranks(self.folder)) > len(self.ranks):
                     # launch must learn promptly which ranks have an agent, so that it can end the run.
                     gather_at = now
 
@@ -176,8 +176,8 @@ class _Agent:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
             # Shims forward SIGTERM to their ranks; processes that left a rank's group receive only SIGKILL.
             self._signal_ranks(signal.SIGTERM)
-        pending: list[SignalOrder | StacksOrder] = [*orders(SignalOrder, self.run_dir, self.run_id),
-                                                    *orders(StacksOrder, self.run_dir, self.run_id)]
+        pending: list[SignalOrder | StacksOrder] = [*read_orders(SignalOrder, self.run_dir, self.run_id),
+                                                    *read_orders(StacksOrder, self.run_dir, self.run_id)]
         for order in pending:
             if order.token not in self.executed_tokens:
                 self.executed_tokens.add(order.token)
@@ -187,13 +187,13 @@ class _Agent:
                     self._write_stacks(order.token, order.ranks)
 
     def _signal_ranks(self, number: int) -> None:
-        for pid in files.running(self.folder).values():
+        for pid in files.running_shims(self.folder).values():
             # A shim that is still starting has no handler yet, and the signal would kill it.
             if number == signal.SIGTERM or has_signal_handler(pid, number):
                 kill(pid, number)
 
     def _write_stacks(self, token: str, ranks: tuple[int, ...]) -> None:
-        local_ranks = sorted(files.registered(self.folder).keys() & set(ranks))
+        local_ranks = sorted(files.registered_ranks(self.folder).keys() & set(ranks))
         if not local_ranks:
             return
         processes = list(marked(self.run_id))
@@ -208,10 +208,10 @@ class _Agent:
     def _is_finished(self, now: float) -> bool:
         if now >= self.kill_at:
             return True
-        if files.running(self.folder):
+        if files.running_shims(self.folder):
             self.idle_since = None
             return False
-        if self.stop is not None or len(files.registered(self.folder)) >= self.info.local_size:
+        if self.stop is not None or len(files.registered_ranks(self.folder)) >= self.info.local_size:
             return True
         if self.idle_since is None:
             self.idle_since = now
@@ -238,7 +238,7 @@ class _Agent:
             self._write(ENDED, ranks, end_marked(self.run_id))
 
     def _end_groups(self) -> None:
-        for group in files.groups(self.folder):
+        for group in files.rank_cgroups(self.folder):
             end_group(group)
 
     def _gather_last(self) -> None:
@@ -280,7 +280,7 @@ class Strays:
 
     def roots(self) -> set[ProcessIdentity]:
         """Return the processes from which strays and their children descend."""
-        return self.recorded | set(files.shims(self._folder))
+        return self.recorded | set(files.registered_shims(self._folder))
 
     def _write(self) -> None:
         # For the janitors, in case the agent is killed too.

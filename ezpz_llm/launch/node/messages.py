@@ -125,10 +125,10 @@ def _is_reply(path: Path, token: str) -> bool:
 
 def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
     """Return the order to stop this run, if there is one."""
-    return next(iter(orders(StopOrder, run_dir, run_id)), None)
+    return next(iter(read_orders(StopOrder, run_dir, run_id)), None)
 
 
-def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
+def read_orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
     """Return the orders of a kind for the run. `take_stacks` removes its order when it returns.
 
     Invalid files are skipped, so that they do not stop the agent.
@@ -137,7 +137,7 @@ def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
             if order.run_id == run_id]
 
 
-def logs_ordered(run_dir: RunDir) -> str:
+def read_log_order(run_dir: RunDir) -> str:
     """Return the ranks whose logs are to be copied, "" for none."""
     with contextlib.suppress(OSError), open_private(run_dir.control) as control:
         return control.read(_LOGS, _MAX_BYTES).decode(errors="replace")

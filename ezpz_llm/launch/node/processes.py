@@ -46,7 +46,7 @@ class Process:
 
 
 def marked(run_id: str) -> Iterator[Process]:
-    """Yield this user's living processes on this node that carry the run's marker, except this one.
+    """Yield this user's live processes on this node that carry the run's marker, except this one.
 
     The newest come first: otherwise a process that lives for 2 ms and leaves a child would end before it is read.
     """
@@ -185,7 +185,7 @@ def _read_fields(pid: int) -> ProcessFields:
 
 def find_descendants(seen: dict[int, ProcessFields], roots: Iterable[ProcessIdentity],
                      spared: Collection[int] = ()) -> set[ProcessIdentity]:
-    """Return the `roots` and their living descendants.
+    """Return the `roots` and their live descendants.
 
     `spared` processes are excluded with their descendants; of a spared root, only the root itself is excluded.
     """
@@ -201,7 +201,7 @@ def find_descendants(seen: dict[int, ProcessFields], roots: Iterable[ProcessIden
 
 
 def read_descendants(root: ProcessIdentity, spared: Collection[int]) -> Iterator[ProcessIdentity]:
-    """Yield the living descendants of `root`, each before its children are read.
+    """Yield the live descendants of `root`, each before its children are read.
 
     The caller can thus stop a process before it creates more. `spared` processes are excluded with their
     descendants.
@@ -244,10 +244,10 @@ def end_all(find: Callable[[], Iterable[ProcessIdentity]], within_s: float) -> l
     began = time.monotonic()
     stopped: set[ProcessIdentity] = set()
     unpermitted: set[ProcessIdentity] = set()
-    living: set[ProcessIdentity] = set()
+    alive: set[ProcessIdentity] = set()
     empty_scans = 0
     while empty_scans < _EMPTY_SCANS and (lasted_s := time.monotonic() - began) <= within_s:
-        living, is_new = set(), False
+        alive, is_new = set(), False
         for process in find():
             if process in unpermitted:
                 continue
@@ -257,15 +257,15 @@ def end_all(find: Callable[[], Iterable[ProcessIdentity]], within_s: float) -> l
                     continue
                 stopped.add(process)
                 is_new = True
-            living.add(process)
-        empty_scans = 0 if living else empty_scans + 1
+            alive.add(process)
+        empty_scans = 0 if alive else empty_scans + 1
         if is_new and lasted_s < within_s / 2:
             continue
-        for process in living:
+        for process in alive:
             _send(process, signal.SIGKILL)
-        if living:
+        if alive:
             time.sleep(_POLL_S)
-    return sorted(process.pid for process in living | unpermitted if process.is_there())
+    return sorted(process.pid for process in alive | unpermitted if process.is_there())
 
 
 def _send(process: ProcessIdentity, number: signal.Signals) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base import PrivateFolder, ask_command, command_line, system_link, system_text
-from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, parse_heartbeat, registered
+from ezpz_llm.launch.node.folder import END_MARK, HEARTBEAT, LOG, file_of, parse_heartbeat, registered_ranks
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, find_ancestor, has_signal_handler
 from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
@@ -21,7 +21,7 @@ from ezpz_llm.rundir import RunDir
 BUSY_SHARE = 0.02
 """Share of one core below which a rank is considered idle: timers also run during a hang."""
 _MIN_BUSY_S = 0.05
-_BEAT_BYTES = 4096
+_HEARTBEAT_BYTES = 4096
 
 
 @dataclass
@@ -31,9 +31,9 @@ class _Life:
     used_at: float
     processor_s: float = 0.0
     log: tuple[int, int] = (-1, 0)
-    beat_stamp: int | None = None
-    beat_at: float = 0.0
-    doing: tuple[str | None, int | None] = (None, None)
+    heartbeat_stamp: int | None = None
+    heartbeat_at: float = 0.0
+    phase_and_step: tuple[str | None, int | None] = (None, None)
     has_ended_before: bool = False
     is_stopped: bool = False
 
@@ -50,7 +50,7 @@ class Gatherer:
         """Return the reports of all ranks on this node, and True if any was active or ended since the last call."""
         now = time.monotonic()
         reports = {rank: self._report(rank, [process for process in processes if process.rank == rank], now)
-                   for rank in sorted(registered(self._folder))}
+                   for rank in sorted(registered_ranks(self._folder))}
         return {rank: report for rank, (report, _) in reports.items()}, any(news for _, news in reports.values())
 
     def _report(self, rank: int, processes: list[Process], now: float) -> tuple[RankReport, bool]:
@@ -60,17 +60,17 @@ class Gatherer:
         is_busy = self._is_busy(life, rank, processes, now)
         if is_busy:
             life.used_at = now
-        phase, step, has_beaten = self._read_heartbeat(life, rank, now)
+        phase, step, has_new_heartbeat = self._read_heartbeat(life, rank, now)
         main = find_ancestor(processes) if processes else None
         report = RankReport(
             pid=main.pid if main else None, phase=phase, step=step,
-            silent_s=round(now - life.beat_at, 1) if life.beat_stamp is not None else None,
+            silent_s=round(now - life.heartbeat_at, 1) if life.heartbeat_stamp is not None else None,
             idle_s=round(now - life.used_at, 1), state=main.state if main else None, ended=ended,
             lived_s=lived_s)
         was_stopped, life.is_stopped = life.is_stopped, report.state == "T"
         has_ended, life.has_ended_before = ended is not None and not life.has_ended_before, ended is not None
         return report, has_ended or (ended is None and (
-            is_new or is_busy or has_beaten or life.is_stopped != was_stopped))
+            is_new or is_busy or has_new_heartbeat or life.is_stopped != was_stopped))
 
     def _is_busy(self, life: _Life, rank: int, processes: list[Process], now: float) -> bool:
         used = sum(process.processor_s for process in processes)
@@ -87,21 +87,21 @@ class Gatherer:
         name = file_of(rank, HEARTBEAT)
         try:
             stamp = self._folder.stat(name).st_mtime_ns
-            text = self._folder.read(name, _BEAT_BYTES).decode(errors="replace")
+            text = self._folder.read(name, _HEARTBEAT_BYTES).decode(errors="replace")
         except OSError:
-            return *life.doing, False
-        has_beaten = stamp != life.beat_stamp
-        if has_beaten:
-            life.beat_stamp, life.beat_at = stamp, now
+            return *life.phase_and_step, False
+        has_new_heartbeat = stamp != life.heartbeat_stamp
+        if has_new_heartbeat:
+            life.heartbeat_stamp, life.heartbeat_at = stamp, now
         # During a write the file is empty or its line is incomplete.
         if text.endswith("\n"):
-            life.doing = parse_heartbeat(text)
-        return *life.doing, has_beaten
+            life.phase_and_step = parse_heartbeat(text)
+        return *life.phase_and_step, has_new_heartbeat
 
     def _read_end(self, rank: int) -> tuple[int | None, float | None]:
         """Return exit code and lifetime of a rank; None if it has not ended."""
         try:
-            code, lived_s = (self._folder.read(file_of(rank, MARK)).decode() or "0 0").split()
+            code, lived_s = (self._folder.read(file_of(rank, END_MARK)).decode() or "0 0").split()
             return int(code), float(lived_s)
         except (OSError, ValueError):
             return None, None
@@ -123,7 +123,7 @@ _PY_SPY_TIMEOUT_S = 10.0
 _HANDLER_TIMEOUT_S = 3.0
 _MAX_PROCESSES = 8
 _NO_STACK = f"""\
-  no Python stack: py-spy is not installed or not permitted, and the program has registered no fault handler.
+  no Python stack: py-spy is not installed or not permitted, and the program has registered_ranks no fault handler.
   Run `pip install py-spy`, or add to the program:
     import faulthandler, os
     faulthandler.register({STACKS_SIGNAL}, open(os.environ["{STACKS_VARIABLE}"], "a"))

@@ -99,7 +99,7 @@ class HostfileCommand:
     program: str = "sh"
     is_file: bool = False
 
-    def works(self, env: Mapping[str, str]) -> bool:
+    def is_usable(self, env: Mapping[str, str]) -> bool:
         """Return True if the command works in `env`."""
         value = env.get(self.variable)
         return (bool(value) and (not self.is_file or os.access(str(value), os.R_OK))
@@ -111,7 +111,7 @@ def manual_instructions(lines: Sequence[HostfileCommand], env: Mapping[str, str]
 
     That is the first of `lines` that works in `env` and does not read the variable `failed`.
     """
-    first = next((line.command for line in lines if line.variable != failed and line.works(env)),
+    first = next((line.command for line in lines if line.variable != failed and line.is_usable(env)),
                  "write the job's nodes to a file named hosts, one per line")
     return (f"{first}; launch --hostfile hosts …   (or list them with --hosts LIST; --scheduler none runs on this"
             " node only)")
@@ -181,7 +181,8 @@ class Scheduler(Protocol):
         TITLE: its name in messages.
         JOB_VARIABLE: environment variable with the job's id, set in its jobs.
         ALIASES: other variables that mark its jobs, instead of or beside JOB_VARIABLE.
-        TRACES: variables that only its jobs have. They identify the scheduler if the others are missing.
+        TRACES: variables that only its jobs have. They identify the scheduler if JOB_VARIABLE and ALIASES are
+            missing.
         HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
         JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
         KEEPS_NODE_ORDER: its step launcher always numbers nodes in the job's order.

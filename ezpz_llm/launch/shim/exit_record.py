@@ -19,7 +19,7 @@ from ezpz_llm.launch.failures.tracebacks import (
 )
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import parse_heartbeat
-from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
+from ezpz_llm.launch.node.messages import read_log_order, stop_ordered
 from ezpz_llm.launch.shim.memory import find_oom_evidence
 from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
@@ -72,6 +72,6 @@ def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
 
 def _is_ordered(run_dir: RunDir, rank: int) -> bool:
     try:
-        return rank in expand_numbers(logs_ordered(run_dir))
+        return rank in expand_numbers(read_log_order(run_dir))
     except ValueError:
         return False

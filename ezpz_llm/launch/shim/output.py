@@ -66,12 +66,12 @@ class Output:
     Args:
         log: an open descriptor.
         tee: launch's --tee.
-        most: size limit of the log, so that a program that prints endlessly cannot fill the disk. The end of the
-            output is added nevertheless.
+        max_bytes: size limit of the log, so that a program that prints endlessly cannot fill the disk. The end of
+            the output is added nevertheless.
         is_colored: True if the rank writes colors for a terminal, which are removed from the log.
     """
 
-    def __init__(self, rank: int, log: int, tee: str, most: int = _MAX_LOG_BYTES, *,
+    def __init__(self, rank: int, log: int, tee: str, max_bytes: int = _MAX_LOG_BYTES, *,
                  is_colored: bool = False) -> None:
         self.rank = rank
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
@@ -85,7 +85,7 @@ class Output:
         self._has_console = True
         self._is_within_a_line = False
         self._has_log = True
-        self._maximum_bytes = self._remaining_bytes = most
+        self._maximum_bytes = self._remaining_bytes = max_bytes
         self._omitted = 0
         self._touched = 0.0
 

@@ -259,7 +259,7 @@ class Rank:
         """Write the record, and copy the log from the node. Errors here do not change the rank's exit code."""
         self.output.close()
         is_on_node = self.log != self.run_dir.rank_log(self.info.rank)
-        # If many ranks are ended together, one record per node is enough; the node's report has the others.
+        # If many ranks are ended together, one record per node is enough; the node's report covers the other ranks.
         is_one_of_many = self.end_signal and self.info.world_size > MANY_RANKS and self.info.local_rank
         has_record = code and not is_one_of_many
         if not has_record and not is_on_node:

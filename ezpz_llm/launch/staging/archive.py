@@ -100,7 +100,7 @@ def _fill(tar: tarfile.TarFile, members: Sequence[Root], roots: Sequence[Root]) 
 
 
 def _fix_link(root: Root, name: str, member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Make a symbolic link absolute if it leaves its root, since roots are copied to separate places."""
+    """Make a symbolic link absolute if it leaves its root, since roots are copied to separate folders."""
     if member.issym():
         full = os.path.normpath((root.path / name).parent / member.linkname)
         member.linkname = member.linkname if full.startswith(f"{root.path}{os.sep}") else full
@@ -163,16 +163,16 @@ class Root:
             if entry != ".":
                 yield entry, start.lstat()
             if start.is_dir() and not start.is_symlink():
-                yield from self._below(start)
+                yield from self._walk(start)
 
-    def _below(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    def _walk(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             relative = os.path.relpath(entry.path, self.path)
             if relative in self.skip or entry.name == ".git":
                 continue
             yield relative, entry.stat(follow_symlinks=False)
             if entry.is_dir(follow_symlinks=False):
-                yield from self._below(Path(entry.path))
+                yield from self._walk(Path(entry.path))
 
 
 def find_roots() -> tuple[Root, ...]:
@@ -190,11 +190,11 @@ def find_roots() -> tuple[Root, ...]:
         skip = ("envs", "pkgs") if (prefix / "conda-meta").is_dir() else ()
         roots.append(Root(prefix, "env", skip=frozenset(skip)))
     if base != prefix and not _is_system(base):
-        roots.append(_interpreter(base))
+        roots.append(_interpreter_root(base))
     for number, path in enumerate(_other_paths(prefix)):
         is_site = path.name in _SITE_FOLDERS
         # Either a package that an editable install's finder points to, or a folder with packages.
-        take = (".",) if is_site or (path / "__init__.py").is_file() else _importable(path)
+        take = (".",) if is_site or (path / "__init__.py").is_file() else _importable_entries(path)
         roots.append(Root(path, f"path{number}", take, changes_often=not is_site))
     if not roots:
         raise UserError(f"Python and its packages are all under {prefix}, which every node already has",
@@ -206,7 +206,7 @@ def _is_system(path: Path) -> bool:
     return str(path).startswith(tuple(f"{folder}/" for folder in _SYSTEM)) or str(path) in _SYSTEM
 
 
-def _interpreter(base: Path) -> Root:
+def _interpreter_root(base: Path) -> Root:
     """Return the base Python of a virtual environment, without its packages."""
     library = os.path.relpath(sysconfig.get_path("stdlib"), base)
     programs = sorted(f"bin/{path.name}" for path in (base / "bin").glob("python*"))
@@ -238,7 +238,7 @@ def _editable_packages(site: Path) -> Iterator[Path]:
             yield from (Path(path) for path in ast.literal_eval(match[1]).values() if os.path.isdir(path))
 
 
-def _importable(folder: Path) -> tuple[str, ...]:
+def _importable_entries(folder: Path) -> tuple[str, ...]:
     """Return the modules, packages, and ezpz_llm's data in a source folder, without the rest of a checkout."""
     data = _OUR_DATA if (folder / "ezpz_llm").is_dir() else ()
     return tuple(entry.name for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)

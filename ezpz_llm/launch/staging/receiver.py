@@ -47,7 +47,7 @@ _STALE_S = 3600
 
 
 def main(argv: Sequence[str]) -> int:
-    """Unpack the archives to a new folder; remove it if that fails.
+    """Create this node's copy of the environment; remove it if that fails.
 
     Raises:
         UserError: the copy failed; names the node and the reason.

@@ -39,9 +39,9 @@ def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterat
     roots = find_roots()
     archives = make_archives(roots, cache_dir(env) / "staging")
     method = choose_method(plan, env)
-    place = local_folder(plan, env)
-    print(_announcement(archives, method, plan, place), file=sys.stderr, flush=True)
-    prefix = f"{place}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
+    local_dir = local_folder(plan, env)
+    print(_announcement(archives, method, plan, local_dir), file=sys.stderr, flush=True)
+    prefix = f"{local_dir}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
     if method == "sbcast":
         first = _step(plan, options, (*_RECEIVE, "make", prefix, str(sum(archive.bytes for archive in archives))),
                       "make")
@@ -93,10 +93,10 @@ def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
     return Path("/local") if is_node and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
 
 
-def _announcement(archives: Sequence[Archive], method: str, plan: LaunchPlan, place: Path) -> str:
+def _announcement(archives: Sequence[Archive], method: str, plan: LaunchPlan, local_dir: Path) -> str:
     files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
     origin = "new archive" if any(archive.is_new for archive in archives) else "cached archive"
-    return (f"staging    {files} files, {size / 1e6:.0f} MB ({origin}) to {place} on"
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({origin}) to {local_dir} on"
             f" {count_noun(len(plan.hosts), 'node')} by {method}")
 
 
