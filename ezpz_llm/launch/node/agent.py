@@ -65,7 +65,8 @@ _LINGER_S = 2.0
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
     """Fork the node's agent from the shim of local rank 0, after `files.register_shim`, and return its process id.
 
-    If the node has an agent, as under launchers that do not set local ranks, return its id, or 0 if it has exited.
+    If the node already has an agent, as under launchers that do not set local ranks, return its id (0 if it has
+    exited).
     """
     try:
         handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
