@@ -19,12 +19,12 @@ __version__ = "0.1.0"
 __all__ = ["Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase", "record",
            "save_checkpoint", "setup", "trainer_callback", "wrap"]
 
-_PLACES = {"UserError": "base", "Target": "library.target", "trainer_callback": "library.hugging_face",
+_MODULES = {"UserError": "base", "Target": "library.target", "trainer_callback": "library.hugging_face",
            **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "library.run"),
            **dict.fromkeys(("Wrapped", "load_checkpoint", "save_checkpoint", "wrap"), "library.wrapping")}
 
 
 def __getattr__(name: str) -> Any:
-    from ezpz_llm.base import lazy_names  # here: every helper process of launch imports this module
+    from ezpz_llm.base import lazy_names  # not at the top: every helper process of launch imports this module
 
-    return lazy_names(__name__, _PLACES)(name)
+    return lazy_names(__name__, _MODULES)(name)

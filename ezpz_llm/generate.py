@@ -70,7 +70,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
              options: argparse.Namespace) -> list[str]:
-    """Return the texts with their prompts, the same on every rank. Collective."""
+    """Return the generated texts, each with its prompt; equal on all ranks. Collective."""
     import torch
 
     from ezpz_llm.evaluate.validation import sample

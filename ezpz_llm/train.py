@@ -78,7 +78,7 @@ def _check(options: Options) -> CheckReport:
 
 
 def _device(places: Places) -> str | None:
-    """Return "cpu" if all ranks run on this machine and it has no accelerator; else None, unknown without torch."""
+    """Return "cpu" if all ranks run on this machine and it has no accelerator; else None: only torch can tell."""
     return "cpu" if len(places) == 1 and is_local_address(places[0][0]) and has_none(os.environ) else None
 
 

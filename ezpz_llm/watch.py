@@ -18,8 +18,8 @@ from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.observe.throughput import format_duration, format_number
 from ezpz_llm.rundir import ANY, RunDir, newest_run
 
-_EVERY_S = 2.0
-_PLAIN_EVERY_S = 10.0
+_INTERVAL_S = 2.0
+_PLAIN_INTERVAL_S = 10.0
 _RESTART_WITHIN_S = 120.0
 _SILENT_AFTER_S = 30.0
 _EXAMPLES = ("ezpz-llm watch  the newest run in runs/, until it ends",
@@ -58,16 +58,16 @@ def _follow(find: Callable[[], RunDir], once: bool, as_json: bool) -> int:
         screen.show(run_dir, status, is_last=once or (status.state == "ended" and not status.code))
         if once:
             return 0
-        over = status.state in ("ended", "lost")
+        has_ended = status.state in ("ended", "lost")
         if status.state == "ended" and not status.code:
             return 0
         now = time.monotonic()
-        failed_since = (failed_since or now) if over else None
+        failed_since = (failed_since or now) if has_ended else None
         if failed_since is not None and now - failed_since > _RESTART_WITHIN_S:
             return status.code or 1
-        if over:
-            screen.say_waiting(status)
-        time.sleep(_EVERY_S)
+        if has_ended:
+            screen.print_waiting(status)
+        time.sleep(_INTERVAL_S)
 
 
 class _Screen:
@@ -87,7 +87,7 @@ class _Screen:
             print(json.dumps({"run_dir": str(run_dir.path), **status.as_json()}), flush=True)
             return
         if self._redraws or is_last:
-            text = escape_control_characters(block(run_dir, status, terminal_width()))
+            text = escape_control_characters(format_block(run_dir, status, terminal_width()))
             up = f"\x1b[{self._drawn}F\x1b[J" if self._redraws and self._drawn else ""
             self._drawn = text.count("\n")
             print(up + text, end="", flush=True)
@@ -95,18 +95,18 @@ class _Screen:
         news = (status.run_id, status.state, status.phase, status.step)
         now = time.monotonic()
         is_new_state = self._last is None or news[:2] != self._last[:2]
-        if news != self._last and (is_new_state or now - self._printed_at >= _PLAIN_EVERY_S):
+        if news != self._last and (is_new_state or now - self._printed_at >= _PLAIN_INTERVAL_S):
             self._last, self._printed_at = news, now
-            print(escape_control_characters(one_line(status)), flush=True)
+            print(escape_control_characters(format_line(status)), flush=True)
 
-    def say_waiting(self, status: Status) -> None:
-        """Print that we wait for a restart, once per failed start."""
+    def print_waiting(self, status: Status) -> None:
+        """Print that watch is waiting for a restart, once per failed run."""
         if not self._as_json and status.run_id != self._waits_for:
             self._waits_for, self._drawn = status.run_id, 0
             print(f"waiting {_RESTART_WITHIN_S:.0f} s for a restart (Ctrl-C to stop)", flush=True)
 
 
-def block(run_dir: RunDir, status: Status, width: int) -> str:
+def format_block(run_dir: RunDir, status: Status, width: int) -> str:
     """Format the state as labeled lines, omitting unknown values."""
     behind = status.slowest
     loss = "" if status.loss is None else f"{status.loss:.4f} at step {status.loss_step}" + (
@@ -128,7 +128,7 @@ def block(run_dir: RunDir, status: Status, width: int) -> str:
     return align_rows(((label, text) for label, text in rows if text), width, 12)
 
 
-def one_line(status: Status) -> str:
+def format_line(status: Status) -> str:
     """Format the state as one line, for a log."""
     loss = "" if status.loss is None else f"loss {status.loss:.4f}"
     speed = "" if status.tokens_per_second is None else f"{format_number(status.tokens_per_second)} tokens/s"

@@ -18,7 +18,7 @@ from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
 from ezpz_llm.launch.failures.run_facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, look
-from ezpz_llm.launch.node.builds import locks_of
+from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run, read_own_record, read_record
@@ -27,7 +27,7 @@ _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
 _SILENT_AFTER_S = 30.0
 _STACKS_TAKEN = 2
-_WRITTEN_BY_LAUNCH = {"env", "world_size", "hosts", "ranks_per_host", "launcher", "started"}
+_LAUNCH_KEYS = {"env", "world_size", "hosts", "ranks_per_host", "launcher", "started"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     _check_launch(run_dir, record)
     _warn_if_unreadable(run_dir)
     if options.logs:
-        _ask_for_logs(run_dir, options.logs)
+        _request_logs(run_dir, options.logs)
     live = look(run_dir, record, options.silent_after)
     if live is None:
         # Read again: launch may have recorded the exit since the first read.
@@ -79,13 +79,13 @@ def _ranks(text: str) -> set[int]:
 
 def _check_launch(run_dir: RunDir, record: Mapping[str, Any]) -> None:
     launch = record.get("launch")
-    if launch is None or not launch.keys() >= _WRITTEN_BY_LAUNCH or RUN_ID_VARIABLE not in launch["env"]:
+    if launch is None or not launch.keys() >= _LAUNCH_KEYS or RUN_ID_VARIABLE not in launch["env"]:
         raise UserError("run.json has no launch record", where=str(run_dir.record),
                         instead="the run directory of a run that launch started")
 
 
 def _show_exit_only(run_dir: RunDir, ended: Mapping[str, Any], as_json: bool) -> int:
-    """Print the exit of a run whose directory was removed while it ran, so that nothing else is recorded."""
+    """Print the exit of a run whose directory was removed during the run: only the exit is recorded."""
     print_lines(json.dumps({"state": "ended", **ended}, indent=2) if as_json else
                 f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'success'}. The command is"
                 " unknown: run.json was removed during the run")
@@ -102,7 +102,7 @@ def _warn_if_unreadable(run_dir: RunDir) -> None:
               file=sys.stderr, flush=True)
 
 
-def _ask_for_logs(run_dir: RunDir, ranks: set[int]) -> None:
+def _request_logs(run_dir: RunDir, ranks: set[int]) -> None:
     try:
         order_logs(run_dir, ",".join(map(str, sorted(ranks))))
     except OSError as error:
@@ -133,7 +133,7 @@ def _show_ended(run_dir: RunDir, record: dict, as_json: bool) -> int:
 
 
 def _last_activity(run_dir: RunDir) -> float:
-    """Return the time of the last write by a rank, or else by launch."""
+    """Return the time of the last write by a rank, else that of run.json."""
     folders = (run_dir.path / name for name in ("logs", "heartbeat", "errors"))
     written = _modification_times(path for folder in folders for path in folder.glob("*"))
     return max(written, default=max(_modification_times([run_dir.record]), default=0.0))
@@ -146,7 +146,7 @@ def _modification_times(paths: Iterable[Path]) -> Iterator[float]:
 
 
 def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.Namespace) -> int:
-    suspects = [one.rank for one in live.silent[:_STACKS_TAKEN] if not one.node_is_silent]
+    suspects = [life.rank for life in live.silent[:_STACKS_TAKEN] if not life.node_is_silent]
     wanted = sorted(options.stacks) or suspects
     stacks = {}
     if wanted:
@@ -157,9 +157,9 @@ def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.N
         return 0
     print_lines(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
     silent = [describe_silent_ranks(live.silent)] if live.silent else []
-    # Suggest removing build locks only from our own record: another user's may name any file.
+    # Suggest removing build locks only from this user's record: another user's record may name any file.
     launch = (read_own_record(run_dir) or {}).get("launch") or {}
-    for line in (*as_lines(live), *locks_of(launch.get("env") or {}), *silent):
+    for line in (*as_lines(live), *find_locks(launch.get("env") or {}), *silent):
         print_lines(f"  {line}")
     print_lines(f"  to monitor it: {to_typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:

@@ -16,7 +16,7 @@ from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
-from ezpz_llm.submit.script import RefusedError, outside_a_job, queue_chain
+from ezpz_llm.submit.script import RejectedError, queue_chain, remove_job_variables
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     write_atomic(job.run_dir.job_script, write_script(job, typed))
     try:
         _queue(job, typed)
-    except RefusedError:
+    except RejectedError:
         # Without a job, this directory must not become the newest run.
         if not existed_before and not read_record(job.run_dir)["submit"]["jobs"]:
             shutil.rmtree(job.run_dir.path, ignore_errors=True)
@@ -77,7 +77,7 @@ def _queue(job: Job, typed: list[str]) -> None:
     update_record(job.run_dir, submit={**record, "jobs": jobs})
     try:
         for job_id in queue_chain(job.scheduler, job.run_dir.job_script, job.options.chain,
-                                  outside_a_job(os.environ)):
+                                  remove_job_variables(os.environ)):
             jobs.append(job_id)
             update_record(job.run_dir, submit={**record, "jobs": jobs})
     finally:
@@ -110,7 +110,7 @@ def _queue_line(job: Job) -> str:
 
 def _ranks(job: Job) -> str:
     placement = job.placement
-    return "set by the study" if job.options.launches else f"{placement.world_size} ({placement.source})"
+    return "set by the study" if job.options.is_study else f"{placement.world_size} ({placement.source})"
 
 
 if __name__ == "__main__":

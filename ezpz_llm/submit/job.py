@@ -33,7 +33,7 @@ class Job:
     """Job to submit, planned before anything is written.
 
     Attributes:
-        is_default: the run directory has a default name.
+        is_default: the run directory's name was chosen by submit, not by the user.
         placement: ranks as launch will place them, as far as submit can predict it.
     """
 
@@ -80,15 +80,15 @@ def _site(options: Options, env: Mapping[str, str]) -> Site:
     submit_site, launch_site = options.site, options.launch.site
     if submit_site and launch_site and submit_site != launch_site:
         raise UserError(f"submit and launch name two sites: {submit_site} and {launch_site}",
-                        where="submit --site, launch --site", instead="give --site once")
-    # qsub sets this variable in a job to the submitting host, which is this one.
+                        where="submit --site, launch --site", instead="pass --site only once")
+    # qsub sets PBS_O_HOST in a job to the submitting host, which is this node.
     return find_site(submit_site or launch_site, {"PBS_O_HOST": socket.gethostname(), **env})
 
 
 def _scheduler(site: Site, option: str | None, env: Mapping[str, str]) -> Scheduler:
     if option and site.scheduler and option != site.scheduler:
         raise UserError(f"--scheduler is {option}, but site {site.name} has {site.scheduler}",
-                        where="--scheduler, --site", instead="leave one of them out")
+                        where="--scheduler, --site", instead="omit one of them")
     if name := option or site.scheduler:
         return schedulers()[name]
     writers = [scheduler for scheduler in schedulers().values() if scheduler.PROGRAM]
@@ -105,7 +105,7 @@ def _chosen_run_dir(options: Options, target: Target) -> Path | None:
     paths = [user_path(path).absolute() for path in (submit_dir, launch_dir) if path]
     if len(set(paths)) > 1:
         raise UserError(f"submit and launch name two run directories: {submit_dir} and {launch_dir}",
-                        where="submit --run-dir, launch --run-dir", instead="give --run-dir once")
+                        where="submit --run-dir, launch --run-dir", instead="pass --run-dir only once")
     return paths[0] if paths else None
 
 
@@ -114,14 +114,14 @@ def _placement(options: Options, site: Site) -> Placement:
     hosts = tuple(Node(f"node{number}") for number in range(1, options.nodes + 1))
     devices = Devices(tuple(map(str, range(site.devices_per_host or 0))), f"site {site.name}")
     job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
-    part = select_nodes(job, launch.nodes, launch.hosts, launch.hostfile)
-    return place(part, devices, launch.ranks, launch.per_host)
+    selected = select_nodes(job, launch.nodes, launch.hosts, launch.hostfile)
+    return place(selected, devices, launch.ranks, launch.per_host)
 
 
 def write_script(job: Job, typed: list[str]) -> str:
     """Return the job's script: the scheduler's template, filled in."""
     request, run_dir = job.request, str(job.run_dir.path)
-    needs_run_dir = job.options.launch.run_dir is None and not job.options.launches
+    needs_run_dir = job.options.launch.run_dir is None and not job.options.is_study
     arguments = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
     resume_options = ["--resume", run_dir] if job.target.module in _RESUMES else []
     requeue_command = dict(job.scheduler.AGAIN) if request.requeue else {}

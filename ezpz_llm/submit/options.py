@@ -30,10 +30,10 @@ ACCEPTED = "H:MM:SS, D-HH:MM:SS, or units such as 90m, 12h, 1d12h"
 
 
 def read_duration(text: str) -> int:
-    """Parse a duration into seconds. Rejects "90" and "1:30", which PBS and Slurm read differently.
+    """Parse a duration into seconds. Rejects "90" and "1:30", because PBS and Slurm read them differently.
 
     Raises:
-        ValueError: with the accepted forms.
+        ValueError: invalid duration; the message lists the accepted forms.
     """
     match = _CLOCK.fullmatch(text) or _UNITS.fullmatch(text)
     parts = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
@@ -60,15 +60,15 @@ class Options:
 
     Attributes:
         launch_words: the words that start launch.
-        launch_arguments: the words after them, unchanged. For a study all words of the command.
-        launch: the arguments as launch will parse them. For a study `launch.command` has all words.
-        launches: the command is a study, which calls launch itself.
+        launch_arguments: the words after them, unchanged; for a study, all words of the command.
+        launch: the arguments as launch will parse them; for a study, `launch.command` has all words.
+        is_study: the command is a study, which calls launch itself.
     """
 
     launch_words: tuple[str, ...] = ()
     launch_arguments: tuple[str, ...] = ()
     launch: LaunchOptions = field(default_factory=LaunchOptions)
-    launches: bool = False
+    is_study: bool = False
     nodes: int = 0
     time_s: int = 0
     site: str | None = None
@@ -140,7 +140,7 @@ def parse(words: Sequence[str]) -> Options:
         if name not in values:
             raise UserError(f"{option} is required", instead=_EXAMPLE)
     if (os.path.basename((command or [""])[0]), *command[1:3]) == _STUDY:
-        return Options(launch_arguments=tuple(command), launch=LaunchOptions(command=tuple(command)), launches=True,
+        return Options(launch_arguments=tuple(command), launch=LaunchOptions(command=tuple(command)), is_study=True,
                        **values)
     start, arguments = _split_launch(tuple(command))
     launch = parse_launch(arguments)

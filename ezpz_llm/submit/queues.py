@@ -12,10 +12,10 @@ from ezpz_llm.launch.sites import Limit, Site
 def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: int) -> str | None:
     """Return the queue `wanted`, else the site's default, else the first of its queues that accepts the job.
 
-    The job has `nodes` nodes for `time_s` seconds, `jobs` times. A queue without limits accepts every job.
+    There are `jobs` jobs, each with `nodes` nodes and `time_s` seconds. A queue without limits accepts every job.
 
     Raises:
-        UserError: the queue `wanted`, or each queue of the site, does not accept the job; with the broken limit.
+        UserError: the queue `wanted`, or every queue of the site, does not accept the job; names the limit.
     """
     queues = list(dict.fromkeys([*filter(None, [site.job.queue]), *(limit.queue for limit in site.job.limits)]))
     accepting = [queue for queue in queues if _accepts(site, queue, nodes, time_s, jobs)]
@@ -23,7 +23,7 @@ def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: 
         if accepting or not queues:
             return accepting[0] if accepting else None
         raise UserError(f"no queue of {site.name} accepts {_job(nodes, time_s, jobs)}: "
-                        + "; ".join(f"{queue} {_broken_limits(site, queue, nodes, time_s, jobs)}"
+                        + "; ".join(f"{queue} {_describe_exceeded(site, queue, nodes, time_s, jobs)}"
                                     for queue in queues),
                         where=f"the limits in the file of site {site.name}",
                         instead="--nodes, --time or --chain within the limits, or a --queue that the file does not"
@@ -31,7 +31,7 @@ def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: 
     if wanted in queues and wanted not in accepting:
         alternatives = f"--queue {' or '.join(accepting)}, or " if accepting else ""
         raise UserError(f"queue {wanted} of {site.name} does not accept {_job(nodes, time_s, jobs)}: it "
-                        + _broken_limits(site, wanted, nodes, time_s, jobs),
+                        + _describe_exceeded(site, wanted, nodes, time_s, jobs),
                         where=f"the limits in the file of site {site.name}",
                         instead=f"{alternatives}--nodes, --time or --chain within the limits")
     return wanted
@@ -39,29 +39,30 @@ def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: 
 
 def _accepts(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> bool:
     rows = _rows(site, queue)
-    return not rows or any(not _breaks(limit, nodes, time_s, jobs) for limit in rows)
+    return not rows or any(not _exceeded_limits(limit, nodes, time_s, jobs) for limit in rows)
 
 
-def _broken_limits(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> str:
-    """Return the limits of the queue that the job breaks, if possible from the rows for its number of nodes."""
+def _describe_exceeded(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> str:
+    """Describe the limits of the queue that the job exceeds, preferring rows for its number of nodes."""
     rows = _rows(site, queue)
-    fitting = [limit for limit in rows if not _breaks(limit, nodes, 0, 0)] or rows
-    return ", or ".join(dict.fromkeys(" and ".join(_breaks(limit, nodes, time_s, jobs)) for limit in fitting))
+    fitting = [limit for limit in rows if not _exceeded_limits(limit, nodes, 0, 0)] or rows
+    return ", or ".join(dict.fromkeys(" and ".join(_exceeded_limits(limit, nodes, time_s, jobs))
+                                      for limit in fitting))
 
 
 def _rows(site: Site, queue: str) -> list[Limit]:
     return [limit for limit in site.job.limits if limit.queue == queue]
 
 
-def _breaks(limit: Limit, nodes: int, time_s: int, jobs: int) -> Sequence[str]:
-    broken = []
+def _exceeded_limits(limit: Limit, nodes: int, time_s: int, jobs: int) -> Sequence[str]:
+    exceeded = []
     if limit.nodes and not limit.nodes[0] <= nodes <= limit.nodes[1]:
-        broken.append(f"accepts {limit.nodes[0]} to {limit.nodes[1]} nodes")
+        exceeded.append(f"accepts {limit.nodes[0]} to {limit.nodes[1]} nodes")
     if limit.hours is not None and time_s > limit.hours * 3600:
-        broken.append(f"accepts at most {clock_with_days(int(limit.hours * 3600))}")
+        exceeded.append(f"accepts at most {clock_with_days(int(limit.hours * 3600))}")
     if limit.jobs is not None and jobs > limit.jobs:
-        broken.append(f"accepts {count_noun(limit.jobs, 'job')} per user at a time")
-    return broken
+        exceeded.append(f"accepts {count_noun(limit.jobs, 'job')} per user at a time")
+    return exceeded
 
 
 def _job(nodes: int, time_s: int, jobs: int) -> str:

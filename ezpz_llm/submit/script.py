@@ -49,7 +49,7 @@ def request_lines(own: Sequence[str], of_site: Sequence[str], values: dict[str, 
     """Return submit's directives, then the site's, with `values` in place of {names}.
 
     Leaves out submit's directives with the same subject as one of the site, and those for {account}, {queue} or
-    {reservation} if the site has its own line for it.
+    {reservation} if one of the site's directives sets it.
 
     Raises:
         UserError: the site's directives need a value that was not given.
@@ -58,7 +58,7 @@ def request_lines(own: Sequence[str], of_site: Sequence[str], values: dict[str, 
     site_names = {name for line in of_site for name in re.findall(r"\{(\w+)\}", line)}
     own_lines = [line for line in own
                  if not subjects(line) & site_subjects and not _sets_value(line, site_names, values)]
-    return own_lines + [_filled(line, values, site) for line in of_site]
+    return own_lines + [_fill_placeholders(line, values, site) for line in of_site]
 
 
 def _sets_value(line: str, names: set[str], values: dict[str, str | None]) -> bool:
@@ -67,9 +67,9 @@ def _sets_value(line: str, names: set[str], values: dict[str, str | None]) -> bo
                for name in names & {"account", "queue", "reservation"})
 
 
-def _filled(line: str, values: dict[str, str | None], site: str) -> str:
+def _fill_placeholders(line: str, values: dict[str, str | None], site: str) -> str:
     def value(match: re.Match[str]) -> str:
-        """Return the value of `{name}` in a directive of the site."""
+        """Return the value for a `{name}` in a directive of the site."""
         if match[1] not in values:
             raise UserError(f"unknown placeholder {match[0]} in a directive: {line!r}", where=f"site {site}",
                             instead=" ".join(f"{{{name}}}" for name in values))
@@ -82,7 +82,7 @@ def _filled(line: str, values: dict[str, str | None], site: str) -> str:
 
 
 def array_lines(name: str, words: Sequence[str], replaced: dict[str, str]) -> list[str]:
-    """Return the lines of a bash array of `words`, quoted. `replaced` maps words to shell text for them.
+    """Return the lines of a bash array of `words`, quoted. `replaced` maps some words to shell text.
 
     Several words share a line, so that the script is readable.
     """
@@ -99,16 +99,16 @@ def array_lines(name: str, words: Sequence[str], replaced: dict[str, str]) -> li
 _TIMEOUT_S = 120
 
 
-class RefusedError(UserError):
-    """Error for a job that the scheduler certainly did not queue."""
+class RejectedError(UserError):
+    """The scheduler has certainly not queued the job."""
 
 
 def queue_chain(scheduler: Scheduler, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
     """Submit the script `count` times and yield the job ids. Each job starts after the previous one has ended.
 
     Raises:
-        RefusedError: the scheduler rejects a job.
-        UserError: the scheduler does not answer, or does not print a job id.
+        RejectedError: the scheduler rejects a job.
+        UserError: the scheduler does not answer, or prints no job id, so that the job may be queued.
     """
     after: str | None = None
     for number in range(1, count + 1):
@@ -125,7 +125,7 @@ def _queue(scheduler: Scheduler, command: list[str], number: int, env: Mapping[s
                                     capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S,
                                     check=False)
     except OSError as error:
-        raise RefusedError(f"cannot run {program}: {error.strerror}", where="PATH", exit_code=1) from error
+        raise RejectedError(f"cannot run {program}: {error.strerror}", where="PATH", exit_code=1) from error
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{program} did not answer within {_TIMEOUT_S} s{earlier}", where=command[-1], exit_code=1,
                         instead="check whether the job is queued before you submit it again") from error
@@ -135,7 +135,7 @@ def _queue(scheduler: Scheduler, command: list[str], number: int, env: Mapping[s
         option = scheduler.hint(result.stderr + result.stdout)
         change = f"another {option}, or edit the script and" if option else "edit the script and"
         # The script's path is left out: submit removes the run directory of a job that was never queued.
-        raise RefusedError(f"{program} rejected the job with code {result.returncode}{earlier}",
+        raise RejectedError(f"{program} rejected the job with code {result.returncode}{earlier}",
                            where=shlex.join(command[:-1]), exit_code=1,
                            instead=f"{change} `{program}` it yourself: ezpz-llm submit --dry-run prints it")
     # A site's wrapper may print more than the id.
@@ -164,13 +164,13 @@ def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ..
     """Return shell lines that set the job's environment, without secrets.
 
     They export the variables that a run depends on, because PBS does not pass on the environment of submit, and
-    Slurm not at every site. They also run the site's lines and put this Python first on PATH.
+    Slurm does so only at some sites. They also run the site's lines and put this Python first on PATH.
 
     Args:
         folder: the working directory.
         setup: the site's shell lines.
         time_s: the job's time limit in seconds.
-        has_modules: the site's lines load modules, which precede the PATH of the login node.
+        has_modules: the site's lines load modules, whose PATH must precede that of the login node.
     """
     secrets = secret_values(env)
     lines = [f"cd {shlex.quote(str(folder))} || exit"]
@@ -180,7 +180,7 @@ def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ..
     lines += [*setup, f"export PATH=$PATH:{path}" if has_modules else f"export PATH={path}:$PATH"]
     # sys.prefix without resolving links: the environment's python3 and launch must come first.
     lines += [f"export PATH={shlex.quote(os.path.join(sys.prefix, 'bin'))}:$PATH"]
-    lines += ["# End of the job in epoch seconds, minus a reserve; launch prefers the scheduler's end time.",
+    lines += ["# Job's end time in epoch seconds, minus a reserve; launch prefers the scheduler's end time.",
               f"export {ENDS_AT_VARIABLE}=$(($(date +%s) + {time_s - min(_RESERVE_S, time_s // _RESERVED_PART)}))"]
     return lines
 
@@ -190,7 +190,7 @@ def _is_exported(name: str) -> bool:
     return is_needed and name not in _NOT_EXPORTED
 
 
-def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
+def remove_job_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables of the job that submit runs in.
 
     Slurm would pass them on, and the new job would use them as its own.

@@ -1,6 +1,6 @@
 """State of a job's run, for job scripts: `python3 -m ezpz_llm.submit.state RUN_DIR`.
 
-Prints one word, from which a job that is requeued or that is the next of a chain decides what to do:
+Prints one word, by which a requeued job, or the next job of a chain, decides what to do:
 
 new       nothing has run yet
 resume    a previous job left a checkpoint to resume from
@@ -34,18 +34,18 @@ def find_state(run_dir: RunDir) -> str:
     """Return "new", "resume", "restart" or "complete"."""
     record = read_record(run_dir)
     launched = (record.get("launch") or {}).get("started")
-    # A launch before this submission belonged to another job in the same directory.
+    # A launch from before this submission belongs to another job in the same directory.
     if launched == (record.get("submit") or {}).get("launched_before"):
         return "new"
     code = (record.get("exit") or {}).get("code")
-    ended_well, was_killed = code == 0, code is None or code > _SIGNALS
-    # The trainer also exits with 0 if the end of the job left steps undone.
+    has_succeeded, was_killed = code == 0, code is None or code > _SIGNALS
+    # The trainer also exits with code 0 if it stopped before the last step because of the job's end time.
     steps = (record.get("config") or {}).get("steps", 0)
     newest = run_dir.checkpoints / "latest"
     match = re.fullmatch(r"step-(\d+)\s*", system_text(newest, most=_LONGEST_NAME))
     saved = int(match[1]) if match else 0
     # A run that was killed after its last checkpoint is complete too.
-    if (ended_well and record.get("steps", 0) >= steps) or (was_killed and 0 < steps <= saved):
+    if (has_succeeded and record.get("steps", 0) >= steps) or (was_killed and 0 < steps <= saved):
         return "complete"
     if newest.exists() or any(run_dir.checkpoints.glob("*step-*/manifest.json")):
         return "resume"

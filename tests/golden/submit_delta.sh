@@ -20,7 +20,7 @@ export EZPZ_LLM_CACHE=/home/user/cache
 export EZPZ_LLM_SITE=delta
 export PATH=(as submitted):$PATH
 export PATH=/home/user/env/bin:$PATH
-# End of the job in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
+# Job's end time in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 
 # ---- command

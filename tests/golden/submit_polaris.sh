@@ -27,7 +27,7 @@ export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/librari
 export EZPZ_LLM_SITE=polaris
 export PATH=$PATH:(as submitted)
 export PATH=/home/user/env/bin:$PATH
-# End of the job in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
+# Job's end time in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 
 # ---- command

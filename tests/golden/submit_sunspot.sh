@@ -23,7 +23,7 @@ module load frameworks
 export EZPZ_LLM_SITE=sunspot
 export PATH=$PATH:(as submitted)
 export PATH=/home/user/env/bin:$PATH
-# End of the job in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
+# Job's end time in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 
 # ---- command

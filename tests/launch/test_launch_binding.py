@@ -291,8 +291,8 @@ def test_ranks_on_other_hosts_run_on_their_cores(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_node_without_the_cores_is_reported() -> None:
-    program = ("import os; from ezpz_llm.launch.shim.rank import keep_to_cores;"
-               " from ezpz_llm.launch.ranks import find_rank; keep_to_cores(find_rank({}), os.environ);"
+    program = ("import os; from ezpz_llm.launch.shim.rank import bind_to_cores;"
+               " from ezpz_llm.launch.ranks import find_rank; bind_to_cores(find_rank({}), os.environ);"
                " print(sorted(os.sched_getaffinity(0)))")
     done = subprocess.run([sys.executable, "-c", program], env=clean_env(EZPZ_LLM_BIND="9000-9007"),
                           timeout=scaled(60), capture_output=True, text=True, check=True)

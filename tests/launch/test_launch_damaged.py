@@ -15,7 +15,7 @@ from ezpz_llm.launch.node.messages import (
     SignalOrder,
     StacksOrder,
     StopOrder,
-    orders,
+    read_orders,
     read_reports,
     stop_ordered,
     write_report,
@@ -48,14 +48,15 @@ def test_invalid_orders_are_skipped(run_dir):
     for order, name in good:
         for text in changed(asdict(order)):
             (run_dir.control / name).write_text(text)
-            stop_ordered(run_dir, "me"), orders(StacksOrder, run_dir, "me"), orders(SignalOrder, run_dir, "me")
+            stop_ordered(run_dir, "me")
+            read_orders(StacksOrder, run_dir, "me"), read_orders(SignalOrder, run_dir, "me")
     for order, name in good:
         (run_dir.control / name).write_text(json.dumps(asdict(order)))
     (run_dir.control / "stacks-b").write_text("[" * 50_000)
     (run_dir.control / "signal-b").write_text('{"run_id": "me", "token": "t", "number": 4000}')
     assert stop_ordered(run_dir, "me") == good[0][0]
-    assert orders(StacksOrder, run_dir, "me") == [good[1][0]]
-    assert orders(SignalOrder, run_dir, "me") == [good[2][0]]
+    assert read_orders(StacksOrder, run_dir, "me") == [good[1][0]]
+    assert read_orders(SignalOrder, run_dir, "me") == [good[2][0]]
     assert stop_ordered(run_dir, "other") is None
 
 

@@ -15,7 +15,7 @@ from ezpz_llm.launch.failures.differences import (
 )
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.run_facts import RunFacts, Stop
-from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.liveness import RankLife
 
 _BY_FAULT_HANDLER = """rank 3 on n2
@@ -81,7 +81,7 @@ def test_what_silent_ranks_wait_for() -> None:
     facts = RunFacts(4, ("n1", "n1", "n2", "n2"), "mpiexec", 143, 1000.0, stop)
 
     def judged(stacks: dict[int, list[Frame]]) -> Verdict:
-        verdict = judge(Evidence((), (), facts, stacks=stacks))
+        verdict = find_root_cause(Evidence((), (), facts, stacks=stacks))
         assert verdict is not None
         assert verdict.kind is Kind.IDLE
         return verdict
@@ -98,7 +98,7 @@ def test_what_silent_ranks_wait_for() -> None:
         f"{stop.text}; rank 3 is at t.py:31 in all_reduce, ranks 0-2 at cpp_extension.py:2400 in _jit_compile")
     # A stopped rank is the cause, whatever the others do.
     told = Stop("idle", "rank 3 …; stopped by a signal (state T; kill -CONT continues it)")
-    stopped = judge(Evidence((), (), replace(facts, stopped=told), stacks=dict.fromkeys(range(3), lock)))
+    stopped = find_root_cause(Evidence((), (), replace(facts, stopped=told), stacks=dict.fromkeys(range(3), lock)))
     assert stopped.evidence == f"{told.text}; ranks 0-2 are at file_baton.py:49 in wait"
     for stacks in ({}, {0: lock, 1: reduces}):
         assert (judged(stacks).evidence, judged(stacks).advice) == (stop.text, "")

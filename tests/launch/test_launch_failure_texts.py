@@ -19,7 +19,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.failures.classify import classify
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
+from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import FailureText, read_texts, shipped_texts
 from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
@@ -49,7 +49,7 @@ def test_each_text_is_found_by_its_examples(text: FailureText, tmp_path: Path) -
         if not example.startswith("signal "):
             assert classify(_failure(example, _ABORTED)).name == text.name
             # Also before a crash, except for a lost peer and torch's logged warnings.
-            expected = () if text.kind in FOLLOWERS or example.startswith("[W ") else (text.name,)
+            expected = () if text.kind in CONSEQUENCE_KINDS or example.startswith("[W ") else (text.name,)
             crashed = classify(_failure(example, "SIGSEGV"))
             assert crashed.name in (expected or ("segmentation-fault",))
             assert crashed.kind.name in {(text.kind or Kind.SIGNAL).name, "SIGNAL"}
@@ -263,7 +263,7 @@ def test_a_fast_pattern_has_no_limit_of_lines() -> None:
     pattern = TimedPattern("no license", limit_s=0.05)
     assert not any(pattern.search("x" * 100) for _ in range(20_000))
     assert pattern.search("no license")
-    assert not pattern.is_over
+    assert not pattern.is_exhausted
 
 
 def _why(folder: Path, **env: str) -> str:

@@ -21,7 +21,7 @@ from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
-from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record
@@ -44,8 +44,8 @@ def _facts(**changes: object) -> RunFacts:
 
 
 def _judge(*failures: Failure, words: str = "", absent: tuple[int, ...] = (), **facts: object) -> Verdict | None:
-    return judge(Evidence(tuple(sorted(failures, key=lambda one: one.ended)), tuple(read_matches(words)),
-                          _facts(**facts), absent))
+    return find_root_cause(Evidence(tuple(sorted(failures, key=lambda one: one.ended)), tuple(read_matches(words)),
+                                    _facts(**facts), absent))
 
 
 

@@ -19,7 +19,7 @@ from places import TESTS
 from slowness import scaled
 
 from ezpz_llm.launch.cleanup import end_marked
-from ezpz_llm.launch.node.folder import agents, read_beat, remove
+from ezpz_llm.launch.node.folder import agents, parse_heartbeat, remove
 from ezpz_llm.launch.node.processes import ProcessIdentity, list_processes, marked, read_descendants
 
 _PROGRAM = str(TESTS / "helpers/hostile_processes.py")
@@ -141,4 +141,4 @@ def test_descendants_are_those_of_a_whole_look() -> None:
 @pytest.mark.parametrize(("text", "beat"), [("step 3\n", ("step", 3)), ("step \u00b2\n", ("step", None)),
                                             ("step " + "9" * 5000, ("step", None)), ("", (None, None))])
 def test_a_heartbeat_of_any_text(text: str, beat: tuple[str | None, int | None]) -> None:
-    assert read_beat(text) == beat
+    assert parse_heartbeat(text) == beat

@@ -16,7 +16,7 @@ from ezpz_llm.launch.addresses import domain_notes, find_local_node, is_local_ad
 from ezpz_llm.launch.hostnames import NodeNames, count_repeats, is_same_node, match_names, node_keys, same_nodes
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, pbs, supplement
 from ezpz_llm.launch.schedulers.lsf import detect as detect_lsf
-from ezpz_llm.launch.schedulers.node_files import slots_in_columns
+from ezpz_llm.launch.schedulers.node_files import parse_slot_columns
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
 _WORKERS = ["mpi-worker.1.site.example", "mpi-worker.2.site.example"]
@@ -72,7 +72,7 @@ def test_every_source_of_hosts_keeps_two_domains_apart(tmp_path: Path) -> None:
     lines = "\n".join(_WORKERS)
     one_line = ",".join(_WORKERS)
     for hosts in (hostfile.parse(lines, "f"), pbs.node_file_nodes(lines),
-                  slots_in_columns("".join(f"{name} 2 all.q UNDEFINED\n" for name in _WORKERS)),
+                  parse_slot_columns("".join(f"{name} 2 all.q UNDEFINED\n" for name in _WORKERS)),
                   find_allocation({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": one_line}).hosts,
                   node_selection.select_nodes(find_allocation({}), None, one_line, None).hosts):
         assert [host.name for host in hosts] == _WORKERS

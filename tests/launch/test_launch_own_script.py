@@ -16,7 +16,7 @@ from launch_runs import SAVES, clean_env, start
 from slowness import scaled
 
 from ezpz_llm.launch.node.processes import Process
-from ezpz_llm.launch.node.rank_reports import describe
+from ezpz_llm.launch.node.rank_reports import format_stacks
 from ezpz_llm.launch.relay import print_unless_blocked
 from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 
@@ -107,12 +107,12 @@ def test_what_a_program_without_a_python_stack_has_to_add_gives_one(tmp_path: Pa
             running.stdout.readline()
             process = Process(running.pid, os.getpid(), 0, rank=0, is_of_rank=True, is_shim=False, state="S",
                               processor_s=0.0)
-            return describe("rank 0", [process], tmp_path / "stacks")
+            return format_stacks("rank 0", [process], tmp_path / "stacks")
         finally:
             running.kill()
             running.communicate()
 
-    monkeypatch.setattr("ezpz_llm.launch.node.rank_reports._by_py_spy", lambda pid: None)
+    monkeypatch.setattr("ezpz_llm.launch.node.rank_reports._stack_from_py_spy", lambda pid: None)
     without = stacks_of("")
     assert "pip install py-spy" in without
     program = "\n".join(line.strip() for line in without.split("add to the program:")[1].splitlines())

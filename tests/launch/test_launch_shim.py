@@ -20,7 +20,7 @@ from slowness import scaled
 from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
 from ezpz_llm.launch.node.folder import own_folders
 from ezpz_llm.launch.node.rank_reports import Gatherer
-from ezpz_llm.launch.shim.memory import kills_in, read_count
+from ezpz_llm.launch.shim.memory import find_kill_messages, read_count
 from ezpz_llm.launch.shim.output import Output
 from ezpz_llm.launch.variables import IN_COLOR, LIVE_LINE
 from ezpz_llm.rundir import RunDir
@@ -163,13 +163,13 @@ def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, mon
     run_dir, log = RunDir(tmp_path / "r"), os.open(tmp_path / "r/logs/rank0000.log", os.O_WRONLY | os.O_CREAT)
     with make_private(tmp_path / "node") as folder:
         folder.write("rank0000.shim", f"{os.getpid()} 1".encode())
-        output, gatherer = Output(0, log, "none", most=4), Gatherer(folder, run_dir)
+        output, gatherer = Output(0, log, "none", max_bytes=4), Gatherer(folder, run_dir)
         output.write(1, b"more than four")
-        assert gatherer.look([])[1]
-        assert not gatherer.look([])[1]
+        assert gatherer.update([])[1]
+        assert not gatherer.update([])[1]
         time.sleep(0.05)
         output.write(1, b"tick")
-        assert gatherer.look([])[1]
+        assert gatherer.update([])[1]
     os.close(log)
 
 
@@ -281,7 +281,7 @@ def test_a_full_disk_changes_no_exit_code(full_disk: Path) -> None:
     done = _shim(full_disk, 1, 2, sys.executable, "-c", program)
     assert done.returncode == 7, done.stderr
     assert "rank 1 continues without its log: No space left on device" in done.stderr
-    assert "rank 1 ended with code 7, and its record could not be written" in done.stderr
+    assert "rank 1 ended with code 7, but its record or log could not be written" in done.stderr
     assert list((full_disk / "errors").iterdir()) == []
     assert "Traceback" not in done.stderr
     well = _shim(full_disk, 1, 2, sys.executable, "-c", "print('y' * 100_000)")
@@ -333,16 +333,16 @@ def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -
     # If the kernel log cannot be read, only the counter shows it.
     asked = subprocess.run([*inside, "-c", """
 import subprocess, sys, time
-from ezpz_llm.launch.shim.memory import count_kills, evidence
+from ezpz_llm.launch.shim.memory import count_kills, find_oom_evidence
 before = count_kills()
-print(evidence(before, (), time.monotonic(), is_killed=False))
+print(find_oom_evidence(before, (), time.monotonic(), is_killed=False))
 subprocess.run([sys.executable, "-c", "x = b'x' * (600 << 20)"])
-print(evidence(before, (), time.monotonic(), is_killed=False))
+print(find_oom_evidence(before, (), time.monotonic(), is_killed=False))
 """], capture_output=True, text=True, timeout=scaled(60), check=True)
     none, reason = asked.stdout.splitlines()
     assert none == "None"
-    assert re.fullmatch(r"the out-of-memory killer struck: oom_kill in "
-                        rf"{small_cgroup}/memory.oom_control went from \d+ to \d+", reason)
+    assert re.fullmatch(r"the out-of-memory killer ended a process: oom_kill in "
+                        rf"{small_cgroup}/memory.oom_control rose from \d+ to \d+", reason)
 
 
 def test_the_kernels_words(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_the_kernels_words(tmp_path: Path) -> None:
     events.write_text("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 1\n")
     assert read_count(events) == 2
     assert read_count(tmp_path / "none") is None
-    assert kills_in([
+    assert find_kill_messages([
         "python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
         "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,task=python3,pid=71,uid=0",
         "Memory cgroup out of memory: Killed process 71 (python3) total-vm:217316kB, anon-rss:65280kB",

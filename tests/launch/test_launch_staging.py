@@ -21,7 +21,7 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.base.private_folders import new_secret
-from ezpz_llm.launch.staging.receiver import _as_sent, copy_of, mover, remove_stale
+from ezpz_llm.launch.staging.receiver import _open_sent_file, folder_of_copy, path_replacer, remove_stale
 
 # Prints where each part of this rank's environment comes from, as a line of JSON.
 WHERE = """
@@ -178,7 +178,7 @@ def test_no_image_without_its_programs(environment: Path, tmp_path: Path) -> Non
 
 
 def test_mentions_of_a_folder_are_replaced_and_nothing_like_them() -> None:
-    moved = mover({"/opt/env": "env", "/opt/env/src": "path0", "/opt/py": "python"}, Path("/local/c"))
+    moved = path_replacer({"/opt/env": "env", "/opt/env/src": "path0", "/opt/py": "python"}, Path("/local/c"))
     assert moved("#!/opt/env/bin/python3") == "#!/local/c/env/bin/python3"
     assert moved("'/opt/env/src', '/opt/env'") == "'/local/c/path0', '/local/c/env'"
     for other in ("/opt/envs/x", "/opt/py3/x", "/data/opt/py/x", "/opt/env-2", "opt/env"):
@@ -260,10 +260,10 @@ def test_copies_of_dead_runs_are_removed_and_those_of_living_ones_kept(tmp_path:
 def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
     """The name is not on any command line, and an existing folder of that name is not used."""
     secret, begin = new_secret(), f"{tmp_path}/ezpz_llm-"
-    folder = copy_of(begin, {"EZPZ_LLM_SECRET": secret})
+    folder = folder_of_copy(begin, {"EZPZ_LLM_SECRET": secret})
     assert folder.parent == tmp_path
     assert len(folder.name) > len("ezpz_llm-")
-    assert folder != copy_of(begin, {"EZPZ_LLM_SECRET": new_secret()})
+    assert folder != folder_of_copy(begin, {"EZPZ_LLM_SECRET": new_secret()})
 
     def make(needed: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receiver", "make", begin,
@@ -286,11 +286,11 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
 def test_only_an_archive_of_ours_is_unpacked(tmp_path: Path) -> None:
     (tmp_path / "ours").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "ours")
-    with _as_sent(str(tmp_path / "ours")) as file:
+    with _open_sent_file(str(tmp_path / "ours")) as file:
         assert file.read() == b"x"
-    with pytest.raises(OSError, match="symbolic links"), _as_sent(str(tmp_path / "link")):
+    with pytest.raises(OSError, match="symbolic links"), _open_sent_file(str(tmp_path / "link")):
         pass
     if os.geteuid() == 0:
         os.chown(tmp_path / "ours", 5002, 5002)
-        with pytest.raises(OSError, match="another user"), _as_sent(str(tmp_path / "ours")):
+        with pytest.raises(OSError, match="another user"), _open_sent_file(str(tmp_path / "ours")):
             pass

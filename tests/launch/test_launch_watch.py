@@ -18,7 +18,7 @@ from slowness import scaled
 from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder
-from ezpz_llm.launch.node.folder import base, prefix, remove_stale
+from ezpz_llm.launch.node.folder import folder_prefix, parent_dir, remove_stale
 from ezpz_llm.launch.node.messages import (
     ENDED,
     NodeReport,
@@ -312,7 +312,7 @@ def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
         for name, where in (("dead", pid_namespace_id()), ("lived", pid_namespace_id()), ("old", "elsewhere"),
                             ("young", "elsewhere"),
                             ("nameless", None)):
-            folders[name] = base() / f"{prefix()}{own}{name}"
+            folders[name] = parent_dir() / f"{folder_prefix()}{own}{name}"
             with make_private(folders[name]) as made:
                 if where is not None:
                     made.write("run", f"{own}{name}\n{where}".encode())
@@ -335,15 +335,15 @@ def test_a_rank_is_registered_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatc
     run_id = f"test-{os.getpid()}-whole"
 
     def look_first(*names: str, **folders: int) -> None:
-        seen.extend(folder.registered(one) for one, named, _ in folder.own_folders() if named == run_id)
+        seen.extend(folder.registered_ranks(one) for one, named, _ in folder.own_folders() if named == run_id)
         replace(*names, **folders)
 
     monkeypatch.setattr(os, "replace", look_first)
     env = {"EZPZ_LLM_RUN_ID": run_id, "EZPZ_LLM_SECRET": new_secret()}
     try:
-        with folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env) as entered:
+        with folder.register_shim(RankInfo(0, 1, 0, 1, 0, "a test"), env) as entered:
             assert seen[-1] == {}
-            assert folder.running(entered) == {0: os.getpid()}
+            assert folder.running_shims(entered) == {0: os.getpid()}
             assert stat.S_IMODE(entered.path.stat().st_mode) == 0o700
     finally:
         folder.remove(run_id)
@@ -353,8 +353,8 @@ def test_a_rank_is_registered_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatc
 def test_ranks_of_a_node_share_an_unpredictable_folder() -> None:
     run_id, secret = f"test-{os.getpid()}-one", new_secret()
     env = {"EZPZ_LLM_RUN_ID": run_id, "EZPZ_LLM_SECRET": secret}
-    entered = [folder.enter(RankInfo(rank, 2, rank, 2, 0, "a test"), env).path for rank in (0, 1)]
-    other = folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env | {"EZPZ_LLM_SECRET": new_secret()}).path
+    entered = [folder.register_shim(RankInfo(rank, 2, rank, 2, 0, "a test"), env).path for rank in (0, 1)]
+    other = folder.register_shim(RankInfo(0, 1, 0, 1, 0, "a test"), env | {"EZPZ_LLM_SECRET": new_secret()}).path
     folder.remove(run_id)
     assert entered[0] == entered[1] != other
     assert not any(word in str(entered[0]) for word in (run_id, secret, secret[:16]))
@@ -365,19 +365,19 @@ def test_ranks_of_a_node_share_an_unpredictable_folder() -> None:
 @pytest.mark.parametrize("env", [{"EZPZ_LLM_RUN_ID": "x"}, {"EZPZ_LLM_RUN_ID": "x", "EZPZ_LLM_SECRET": "x"}])
 def test_without_a_secret_there_is_no_folder(env: dict[str, str]) -> None:
     with pytest.raises(OSError, match="did not pass EZPZ_LLM_SECRET to the ranks"):
-        folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env)
+        folder.register_shim(RankInfo(0, 1, 0, 1, 0, "a test"), env)
 
 
 def test_no_folder_is_made_where_others_could_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank gets its heartbeat file by path."""
-    monkeypatch.setattr(folder, "base", lambda: tmp_path / "open")
+    monkeypatch.setattr(folder, "parent_dir", lambda: tmp_path / "open")
     (tmp_path / "open").mkdir()
     env = {"EZPZ_LLM_RUN_ID": "x", "EZPZ_LLM_SECRET": new_secret()}
     for mode, is_safe in ((0o777, False), (0o775, False), (0o1777, True), (0o755, True)):
         (tmp_path / "open").chmod(mode)
         if is_safe:
-            folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env).close()
+            folder.register_shim(RankInfo(0, 1, 0, 1, 0, "a test"), env).close()
         else:
             with pytest.raises(OSError, match="other users can replace"):
-                folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env)
+                folder.register_shim(RankInfo(0, 1, 0, 1, 0, "a test"), env)
         assert bool(os.listdir(tmp_path / "open")) == is_safe

@@ -15,7 +15,7 @@ from slowness import scaled
 
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
-from ezpz_llm.watch import block, main, one_line
+from ezpz_llm.watch import format_block, format_line, main
 
 ENV = {**os.environ, "TERM": "dumb", "COLUMNS": "80"}
 
@@ -97,7 +97,7 @@ def test_an_incomplete_record_still_gives_a_status(tmp_path: Path) -> None:
     found = read_status(run_dir, 30.0)
     assert (found.step, found.loss, found.step_s) == (3, None, 0.5)
     update_record(run_dir, exit={"code": 3, "cause": "n2 is unfit", "ended": time.time()})
-    assert "failed with code 3: n2 is unfit" in block(run_dir, read_status(run_dir, 30.0), 80)
+    assert "failed with code 3: n2 is unfit" in format_block(run_dir, read_status(run_dir, 30.0), 80)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -105,12 +105,12 @@ def test_output_fits_the_terminal(width: int, tmp_path: Path) -> None:
     status = Status("running", 3731.0, "training", 350, 1500, left_s=2669.0, loss=2.6818, loss_step=350,
                     val_loss=2.469, tokens_per_second=36_200.0, step_s=0.0565, ranks=8,
                     slowest={"rank": 5, "host": "n3", "steps_behind": 4}, silent=(5,), last_words="x " * 50)
-    text = block(RunDir(Path("/runs/a")), status, width)
+    text = format_block(RunDir(Path("/runs/a")), status, width)
     assert all(len(line) <= width for line in text.splitlines())
     for word in ("training", "350 of 1500 (23%)", "44:29 left", "2.6818 at step 350", "36.2k tokens/s", "56.5 ms",
                  "rank 5 on n3, 4 steps behind", "ezpz-llm why"):
         assert word in " ".join(text.split())
-    assert one_line(status).count("\n") == 0
+    assert format_line(status).count("\n") == 0
 
 
 def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

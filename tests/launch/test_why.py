@@ -208,8 +208,8 @@ def test_locks_of_builds(tmp_path: Path) -> None:
     lock.touch()
     waits = start(tmp_path, "-n", "2", "--run-dir", "w", sys.executable, "compiles.py", str(ninja), **env)
     _wait_for((tmp_path / "w/heartbeat/node0000.json").exists, "the run has not started")
-    words = ("some_op: the build lock is 0 min old, and no process on this node is compiling it; if none is on"
-             f" another node, remove the lock: rm {lock}")
+    words = ("some_op: the build lock is 0 min old, and no process on this node is compiling it; if no"
+             f" process on another node is either, remove the lock: rm {lock}")
     assert words in _why(tmp_path, "w")
     record = tmp_path / "w/run.json"
     record.chmod(0o666)  # by now, another user may have created that folder

@@ -21,7 +21,13 @@ from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days
 from ezpz_llm.launch.sites import find_site, site_files
 from ezpz_llm.rundir import RunDir, update_record
 from ezpz_llm.submit.options import parse, read_duration
-from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, outside_a_job, request_lines
+from ezpz_llm.submit.script import (
+    array_lines,
+    environment_lines,
+    fill_template,
+    remove_job_variables,
+    request_lines,
+)
 from ezpz_llm.submit.state import find_state
 
 ODD_WORDS = ["a b", "it's", 'say "hi"', "$(touch made)", "`touch made`", "a;b", "*", "", "#x", "\\", "$HOME",
@@ -174,8 +180,8 @@ def test_time_without_a_unit_is_rejected_with_the_reason() -> None:
 def test_a_job_submitted_from_a_job_does_not_inherit_its_variables() -> None:
     inside = {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_CONF": "/etc/s", "PMI_RANK": "1",
               "EZPZ_LLM_RUN_ID": "x"}
-    assert outside_a_job({"A": "1", **inside}) == {"A": "1", "SLURM_CONF": "/etc/s"}
-    assert outside_a_job({"A": "1", "SLURM_CLUSTERS": "c"}) == {"A": "1", "SLURM_CLUSTERS": "c"}
+    assert remove_job_variables({"A": "1", **inside}) == {"A": "1", "SLURM_CONF": "/etc/s"}
+    assert remove_job_variables({"A": "1", "SLURM_CLUSTERS": "c"}) == {"A": "1", "SLURM_CLUSTERS": "c"}
 
 
 @pytest.mark.parametrize(("record", "files", "state"), [

@@ -22,17 +22,17 @@ _MAX_HOSTS = 8
 _PATH = re.compile(r"'(/[^']+)'|\"(/[^\"]+)\"|(?:^|\s)(/[^\s:,]+)")
 
 
-def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
-    """Return what to type or change next, or None if the error message needs no advice.
+def find_advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
+    """Return advice on what to type or change next, or None if the error message is sufficient.
 
     Args:
         typed: the run's command line; None if another user may have written its record.
     """
     if verdict.kind in (Kind.TIME_LIMIT, Kind.PREEMPTED, Kind.REQUEUED, Kind.CANCELLED):
         fallback = "request more time; there is no checkpoint to resume from"
-        return resume(run_dir, typed) or (fallback if verdict.kind is Kind.TIME_LIMIT else None)
+        return resume_command(run_dir, typed) or (fallback if verdict.kind is Kind.TIME_LIMIT else None)
     if verdict.kind in (Kind.NODE_FAILED, Kind.VANISHED) and verdict.hosts:
-        return _exclude_nodes(verdict.hosts, evidence.facts, run_dir, typed)
+        return _advise_to_exclude(verdict.hosts, evidence.facts, run_dir, typed)
     if verdict.kind is Kind.IDLE and not verdict.advice and any(run_dir.rank_stacks(0).parent.glob("rank*.txt")):
         return f"see the stacks of the silent ranks: {run_dir.rank_stacks(0).parent}"
     if verdict.kind is Kind.IDLE and not verdict.advice:
@@ -45,11 +45,11 @@ def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequenc
         return None
     text = _fill_placeholders(text, verdict, evidence, run_dir, typed)
     if verdict.kind in (Kind.MISSING_MODULE, Kind.NOT_FOUND):
-        return _with_comparison(verdict, evidence, text)
+        return _prepend_comparison(verdict, evidence, text)
     return text
 
 
-def _with_comparison(verdict: Verdict, evidence: Evidence, text: str) -> str:
+def _prepend_comparison(verdict: Verdict, evidence: Evidence, text: str) -> str:
     """Prefix the advice with a comparison to the ranks that did not fail this way."""
     facts = evidence.facts
     failed, other_ranks = ranks_with_same_failure(verdict.kind, verdict.cause, evidence)
@@ -71,7 +71,7 @@ def _join_nodes(hosts: Collection[str]) -> str:
 
 def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_dir: RunDir,
                        typed: Sequence[str] | None) -> str:
-    """Replace the {NAME}s of an advice by values from the run and from the error message."""
+    """Replace the {NAME}s in `advice` with values from the run and from the error message."""
     match = _PATH.search(verdict.evidence)
     path = next(filter(None, match.groups())) if match else None
     elsewhere = "write it elsewhere (caches: EZPZ_LLM_CACHE, HF_HOME, TMPDIR)"
@@ -82,7 +82,7 @@ def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_di
     return fill_advice(advice, {
         "run_dir": str(run_dir.path), "hosts": _join_nodes(verdict.hosts) or "its node",
         "path": path or "that file", "elsewhere": elsewhere,
-        "leave_out": _exclude_nodes(verdict.hosts, evidence.facts, run_dir, typed)})
+        "leave_out": _advise_to_exclude(verdict.hosts, evidence.facts, run_dir, typed)})
 
 
 _ADVICE = {
@@ -108,7 +108,7 @@ def _start_advice(verdict: Verdict, run_dir: RunDir) -> str:
             " paths; use --hosts to leave a node out, --start-timeout S to wait longer")
 
 
-def resume(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
+def resume_command(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
     """Return the command that resumes from the run's last checkpoint, or None without a checkpoint.
 
     For another user's run (`typed` is None) no command is quoted: its record could hold any command.
@@ -122,7 +122,7 @@ def resume(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
     return f"{shlex.join(without(typed, '--resume'))} --resume {shlex.quote(str(run_dir.path))}"
 
 
-def _exclude_nodes(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
+def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
     excluded = NodeNames(hosts)
     remaining = [host for host in dict.fromkeys(facts.hosts) if host not in excluded]
     bad = ", ".join(hosts)
@@ -131,7 +131,7 @@ def _exclude_nodes(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed
     if typed is None:
         return f"leave {bad} out: run your command with launch --hosts …"
     typed = without(typed, "--hosts")
-    command = resume(run_dir, typed) or shlex.join(typed)
+    command = resume_command(run_dir, typed) or shlex.join(typed)
     if len(remaining) <= 16:
         command = command.replace("launch ", f"launch --hosts {','.join(remaining)} ", 1)
     return f"leave {bad} out: {command}"

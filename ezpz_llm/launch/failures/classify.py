@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ezpz_llm.base import EXIT_PREFLIGHT, EXIT_USAGE
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
+from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import (
     FailureText,
+    drop_non_errors,
     fill_advice,
     find_text,
+    join_sentence,
     shipped_texts,
-    whole_sentence,
-    without_asides,
 )
 from ezpz_llm.launch.failures.run_facts import Failure
-from ezpz_llm.launch.failures.tracebacks import before_the_report
+from ezpz_llm.launch.failures.tracebacks import lines_before_fault_report
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Finding:
 _KILLED_CODE = 137
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]:? ?)?[\w.]*(?:Error|Exception): ")
-"""Lines that name an exception take precedence over log lines: the program continued after those."""
+"""Lines that name an exception take precedence over log lines, after which the program continued."""
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 """Signals that a rank causes itself, often right after a library reported an error."""
-_NEAR_A_CRASH = 10
+_MAX_LINES_BEFORE_CRASH = 10
 _LOGGED_WARNING = re.compile(r"^(?:\[rank\d+\]:? ?)?\[[WI](?:\d{4})? ")
 """Warnings of torch's C++ logger, such as slow name resolution, which are printed at every start."""
 _ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|could not|unable|invalid|corrupt(?:ed)?"
@@ -49,38 +49,39 @@ _ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|coul
 
 
 def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Finding:
-    """Classify a rank's end from its record and the known `texts` (default: those of the package)."""
-    raised = failure.exception
-    lines = ([raised.line, *raised.message.split("\n")[1:], raised.caused_by or ""] if raised
-             else sorted(without_asides(failure.tail), key=lambda line: not _EXCEPTION.match(line)))
-    if failure.oom_killed and (failure.exit_code == _KILLED_CODE or _first(_KILLED_CHILD, [*lines, *failure.tail])):
+    """Classify a rank's failure by its record and the known `texts` (default: the package's)."""
+    exception = failure.exception
+    lines = ([exception.line, *exception.message.split("\n")[1:], exception.caused_by or ""] if exception
+             else sorted(drop_non_errors(failure.tail), key=lambda line: not _EXCEPTION.match(line)))
+    if failure.oom_killed and (failure.exit_code == _KILLED_CODE
+                               or _first_match(_KILLED_CHILD, [*lines, *failure.tail])):
         return Finding(Kind.OOM_KILLED, failure.oom_killed)
     if failure.ended_by is not None:
         return Finding(Kind.STOPPED if failure.ended_by == "launch" else Kind.TERMINATED, failure.ended_by)
     if failure.signal == "SIGABRT":
         # A library that calls abort() prints the reason, if any, on a line of its own.
-        lines += without_asides(failure.tail)
+        lines += drop_non_errors(failure.tail)
     elif failure.signal is not None:
-        # The last output of a rank killed by another process does not explain its end.
+        # If another process killed the rank, its last output does not explain its end.
         lines = _lines_before_crash(failure)
-    plain = _from_exit(failure)
+    by_exit = _finding_from_exit(failure)
     known_texts = tuple(shipped_texts() if texts is None else texts)
     # Losing a peer does not crash a rank.
     crashed = has_crashed(failure)
-    candidates = [text for text in known_texts if text.kind not in FOLLOWERS] if crashed else known_texts
+    candidates = [text for text in known_texts if text.kind not in CONSEQUENCE_KINDS] if crashed else known_texts
     by_signal = f"signal {failure.signal}"
     text_match = find_text(candidates, lines) or find_text(known_texts, [by_signal])
     if text_match is None:
-        return plain
+        return by_exit
     text, line, match = text_match
-    keeps_evidence = text.kind is None and (line == by_signal or (raised is not None and not crashed))
-    evidence = plain.evidence if keeps_evidence else whole_sentence(line, failure.tail)
-    return Finding(text.kind or plain.kind, evidence, text.cause, fill_advice(text.advice, match.groupdict()),
+    keeps_evidence = text.kind is None and (line == by_signal or (exception is not None and not crashed))
+    evidence = by_exit.evidence if keeps_evidence else join_sentence(line, failure.tail)
+    return Finding(text.kind or by_exit.kind, evidence, text.cause, fill_advice(text.advice, match.groupdict()),
                    text.name)
 
 
 def has_crashed(failure: Failure) -> bool:
-    """Return True if the rank ended by a signal that it caused itself."""
+    """Return True if a signal that the rank caused itself ended it, such as SIGSEGV."""
     return failure.signal in _CRASHES
 
 
@@ -92,18 +93,18 @@ def error_line_before_crash(failure: Failure) -> list[str]:
 def _lines_before_crash(failure: Failure) -> list[str]:
     if not has_crashed(failure):
         return []
-    lines = without_asides(before_the_report(failure.tail)[-_NEAR_A_CRASH:])
+    lines = drop_non_errors(lines_before_fault_report(failure.tail)[-_MAX_LINES_BEFORE_CRASH:])
     return [line for line in lines if not _LOGGED_WARNING.match(line)]
 
 
-def _from_exit(failure: Failure) -> Finding:
-    raised = failure.exception
+def _finding_from_exit(failure: Failure) -> Finding:
+    exception = failure.exception
     if failure.signal is not None:
-        return Finding(Kind.SIGNAL, raised.line if raised else failure.signal)
-    return _from_code(failure) if raised is None else Finding(Kind.EXCEPTION, raised.line)
+        return Finding(Kind.SIGNAL, exception.line if exception else failure.signal)
+    return _finding_from_exit_code(failure) if exception is None else Finding(Kind.EXCEPTION, exception.line)
 
 
-def _from_code(failure: Failure) -> Finding:
+def _finding_from_exit_code(failure: Failure) -> Finding:
     last = failure.tail[-1] if failure.tail else ""
     error = next((line for line in reversed(failure.tail) if line.startswith("error: ")), None)
     if failure.exit_code in (126, 127):
@@ -115,7 +116,7 @@ def _from_code(failure: Failure) -> Finding:
     return Finding(Kind.EXIT, error or last)
 
 
-def _first(pattern: re.Pattern[str], lines: list[str]) -> str | None:
+def _first_match(pattern: re.Pattern[str], lines: list[str]) -> str | None:
     return next((line.strip() for line in lines if pattern.search(line)), None)
 
 

@@ -1,6 +1,6 @@
-"""Comparison of ranks in a hang, to find the rank that the others wait for.
+"""Comparison of ranks in a hang, to find the rank that other ranks wait for.
 
-That rank is stopped, at another place in the program, or some steps behind; waiting ranks look alike.
+That rank is stopped, at another place in the program, or some steps behind; waiting ranks are all in one place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAST_CALLS = 8
 
 def describe_blocking_rank(silent: Sequence[RankLife], ranks: Sequence[RankLife],
                            stacks: Mapping[int, Path]) -> str:
-    """Describe in one line the rank that the others wait for, and how it differs from them.
+    """Describe in one line the rank that other ranks wait for, and how it differs from them.
 
     Args:
         silent: the silent ranks, most suspect first.
@@ -40,9 +40,9 @@ def describe_blocking_rank(silent: Sequence[RankLife], ranks: Sequence[RankLife]
     if first.state in UNUSUAL_STATES and running:
         return f"{first}, unlike {rank_ranges(running)}"
     places = {rank: frames for rank, path in stacks.items() if (frames := main_stack(system_text(path)))}
-    if odd := minority_ranks({life.rank: places[life.rank] for life in silent if life.rank in places}):
-        first = next(life for life in silent if life.rank == odd[0][0])
-        return f"{first}; {_apart(odd)}"
+    if split := minority_ranks({life.rank: places[life.rank] for life in silent if life.rank in places}):
+        first = next(life for life in silent if life.rank == split[0][0])
+        return f"{first}; {_describe_split(split)}"
     steps = {life.rank: life.step for life in ranks if life.step is not None}
     low, high = (min(steps.values()), max(steps.values())) if steps else (0, 0)
     if low < high and first.step == low:
@@ -50,22 +50,22 @@ def describe_blocking_rank(silent: Sequence[RankLife], ranks: Sequence[RankLife]
         slow = {life.host for life in ranks if life.rank in behind}
         is_whole_nodes = slow.isdisjoint(life.host for life in ranks if life.rank not in behind)
         hosts = f" (all of {', '.join(sorted(slow))})" if is_whole_nodes and len(behind) > len(slow) else ""
-        return f"{first}; {rank_ranges(behind)}{hosts} {_are(behind)} behind, others reached step {high}"
+        return f"{first}; {rank_ranges(behind)}{hosts} {_is_or_are(behind)} behind, others reached step {high}"
     return f"{first}{f' (and {len(other_lives)} more)' if other_lives else ''}"
 
 
 def find_blocking_ranks(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int], str]:
     """Return the ranks whose wait explains the hang, and a description of where ranks are.
 
-    The ranks are those that are apart from the majority, else all. The description is empty if ranks are in several
-    places or no stack is known.
+    These are the minority if a majority of ranks is in the same place, else all ranks. The description is empty if
+    the stacks differ but have no majority, or if no stack is known.
     """
-    if odd := minority_ranks(stacks):
-        return odd[0], _apart(odd)
+    if split := minority_ranks(stacks):
+        return split[0], _describe_split(split)
     ranks = sorted(stacks)
     if len({tuple(frames) for frames in stacks.values()}) != 1:
         return ranks, ""
-    return ranks, f"{rank_ranges(ranks)} {_are(ranks)} at {_place(stacks[ranks[0]])}"
+    return ranks, f"{rank_ranges(ranks)} {_is_or_are(ranks)} at {_format_place(stacks[ranks[0]])}"
 
 
 def last_calls(frames: Sequence[Frame]) -> list[str]:
@@ -79,11 +79,12 @@ def stack_in_log(text: str) -> list[Frame]:
     return main_stack(report) if header else []
 
 
-_Odd = tuple[list[int], str, list[int], str]
+_Split = tuple[list[int], str, list[int], str]
+"""Minority ranks and their place, majority ranks and their place."""
 
 
-def minority_ranks(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
-    """Compare stacks: return the minority ranks and their place, then the majority ranks and their place.
+def minority_ranks(stacks: Mapping[int, Sequence[Frame]]) -> _Split | None:
+    """Return the ranks that are in another place than the majority, with both places.
 
     None if all ranks are in the same place, or no place has more than half of them.
 
@@ -102,8 +103,8 @@ def minority_ranks(stacks: Mapping[int, Sequence[Frame]]) -> _Odd | None:
     if 2 * count <= len(stacks):
         return None
     majority = sorted(rank for rank, frames in stacks.items() if tuple(frames[:depth + 1]) == usual)
-    odd = sorted(stacks.keys() - set(majority))
-    return odd, _place(stacks[odd[0]][:depth + 1]), majority, _place(usual)
+    minority = sorted(stacks.keys() - set(majority))
+    return minority, _format_place(stacks[minority[0]][:depth + 1]), majority, _format_place(usual)
 
 
 def main_stack(text: str) -> list[Frame]:
@@ -123,15 +124,15 @@ def main_stack(text: str) -> list[Frame]:
     return []
 
 
-def _apart(odd: _Odd) -> str:
-    minority, place, majority, usual = odd
-    return f"{rank_ranges(minority)} {_are(minority)} at {place}, {rank_ranges(majority)} at {usual}"
+def _describe_split(split: _Split) -> str:
+    minority, place, majority, usual = split
+    return f"{rank_ranges(minority)} {_is_or_are(minority)} at {place}, {rank_ranges(majority)} at {usual}"
 
 
-def _place(frames: Sequence[Frame]) -> str:
+def _format_place(frames: Sequence[Frame]) -> str:
     file, line, function = frames[-1]
     return f"{os.path.basename(file)}:{line} in {function}"
 
 
-def _are(ranks: Sequence[int]) -> str:
+def _is_or_are(ranks: Sequence[int]) -> str:
     return "is" if len(ranks) == 1 else "are"

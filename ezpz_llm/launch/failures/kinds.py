@@ -28,7 +28,7 @@ class Kind(Enum):
     PEER_LOST = "peer lost"
     TERMINATED = "terminated from outside"
     STOPPED = "ended by launch"
-    # Of a whole run.
+    # Causes that concern the whole run.
     TIME_LIMIT = "the time limit was reached"
     NODE_FAILED = "a node failed"
     VANISHED = "gone without a record"
@@ -41,5 +41,5 @@ class Kind(Enum):
     LAUNCHER = "the launcher failed"
 
 
-FOLLOWERS = (Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST, Kind.TERMINATED, Kind.STOPPED)
+CONSEQUENCE_KINDS = (Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST, Kind.TERMINATED, Kind.STOPPED)
 """Kinds that follow from another rank's failure or from a signal, most informative first."""

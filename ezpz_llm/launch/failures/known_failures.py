@@ -1,6 +1,6 @@
 """Known failure texts: patterns of what ranks print when they fail, with the cause and advice for each.
 
-`texts.toml` holds those of the package; EZPZ_LLM_FAILURE_TEXTS names files of the site.
+`texts.toml` holds the package's texts; EZPZ_LLM_FAILURE_TEXTS names the site's files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KINDS = {kind.name.lower(): kind for kind in (
     Kind.DEVICE_MEMORY, Kind.HOST_MEMORY, Kind.MISSING_MODULE, Kind.DISK_FULL, Kind.DEVICE_BROKEN, Kind.PORT_TAKEN,
     Kind.NOT_FOUND, Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST)}
 _RUN_PLACEHOLDERS = ("run_dir", "hosts", "leave_out", "path", "elsewhere")
-"""Placeholders allowed in an advice besides the groups of its patterns; failures/advice.py fills them in."""
+"""Placeholders allowed in `advice` besides the groups of its patterns; failures/advice.py fills them in."""
 _KEYS = {"kind": str, "cause": str, "patterns": list, "advice": str, "source": str, "examples": list}
 _REQUIRED = ("cause", "patterns", "source", "examples")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -47,27 +47,27 @@ class FailureText:
     source: str
     examples: tuple[str, ...]
 
-    def found_in(self, line: str) -> re.Match[str] | None:
+    def search(self, line: str) -> re.Match[str] | None:
         """Return the first match of the patterns in a line."""
         return next((match for pattern in self.patterns if (match := pattern.search(line))), None)
 
 
 @functools.cache
 def shipped_texts() -> tuple[FailureText, ...]:
-    """Return the texts of the package."""
+    """Return the package's texts."""
     return read_texts(Path(__file__).with_name("texts.toml"), limit_s=None)
 
 
 def site_texts(*environments: Mapping[str, str]) -> tuple[FailureText, ...]:
-    """Return the texts of the files in `named_files`.
+    """Return the texts of the files in `site_files`.
 
     Raises:
         UserError: as `read_texts`.
     """
-    return tuple(text for path in named_files(*environments) for text in read_texts(path))
+    return tuple(text for path in site_files(*environments) for text in read_texts(path))
 
 
-def named_files(*environments: Mapping[str, str]) -> list[Path]:
+def site_files(*environments: Mapping[str, str]) -> list[Path]:
     """Return the site's files, from the first of `environments` that sets EZPZ_LLM_FAILURE_TEXTS."""
     paths = next((env[FAILURE_TEXTS_VARIABLE] for env in environments if env.get(FAILURE_TEXTS_VARIABLE)), "")
     return [user_path(path) for path in paths.split(os.pathsep) if path]
@@ -75,22 +75,22 @@ def named_files(*environments: Mapping[str, str]) -> list[Path]:
 
 _SENTENCE_LINES = 3
 
-_ASIDE = re.compile(r"^.{0,60}?(?:^|[\s\[|(])(?:WARNING|INFO|DEBUG)(?=[\s\]|):-]|$)|^\S+:\d+: \w*Warning: ")
+_NON_ERROR = re.compile(r"^.{0,60}?(?:^|[\s\[|(])(?:WARNING|INFO|DEBUG)(?=[\s\]|):-]|$)|^\S+:\d+: \w*Warning: ")
 """Lines of Python's logging or warnings below ERROR. "NCCL WARN" is not among them: it precedes failures."""
 
 
-def without_asides(lines: Iterable[str]) -> list[str]:
-    """Drop lines marked as less severe than an error: the program continued after them."""
-    return [line for line in lines if not _ASIDE.match(line)]
+def drop_non_errors(lines: Iterable[str]) -> list[str]:
+    """Drop log lines marked as less severe than an error, after which the program continued."""
+    return [line for line in lines if not _NON_ERROR.match(line)]
 
 
 def find_text(texts: Iterable[FailureText], lines: Sequence[str]) -> tuple[FailureText, str, re.Match[str]] | None:
     """Return the first text that matches any of the lines, with the line and the match."""
     return next(((text, line.strip(), match) for text in texts for line in lines
-                 if (match := text.found_in(line))), None)
+                 if (match := text.search(line))), None)
 
 
-def whole_sentence(line: str, lines: Sequence[str]) -> str:
+def join_sentence(line: str, lines: Sequence[str]) -> str:
     """Join a line with its neighbors in the same sentence: Open MPI breaks its messages after commas."""
     stripped = [text.strip() for text in lines]
     if line not in stripped:
@@ -106,7 +106,7 @@ def whole_sentence(line: str, lines: Sequence[str]) -> str:
 def slow_pattern_notes(texts: Iterable[FailureText]) -> list[str]:
     """Return notes about patterns that exceeded their time limit."""
     return [f"  pattern {shorten_value(pattern.text)} of [{text.name}] ({FAILURE_TEXTS_VARIABLE}) was skipped: it"
-            f" took more than {MAX_S:g} s" for text in texts for pattern in text.patterns if pattern.is_over]
+            f" took more than {MAX_S:g} s" for text in texts for pattern in text.patterns if pattern.is_exhausted]
 
 
 def read_texts(path: Path, limit_s: float | None = MAX_S) -> tuple[FailureText, ...]:
@@ -125,10 +125,10 @@ def read_texts(path: Path, limit_s: float | None = MAX_S) -> tuple[FailureText, 
         raise UserError(f"cannot read failure texts: {error.found}",
                         where=f"{path} ({FAILURE_TEXTS_VARIABLE})",
                         instead="use a TOML file, one table per failure (docs/reference/failures.md)") from error
-    return tuple(_text(name, table, path, limit_s) for name, table in content.items())
+    return tuple(_parse_text(name, table, path, limit_s) for name, table in content.items())
 
 
-def _text(name: str, table: Any, path: Path, limit_s: float | None) -> FailureText:
+def _parse_text(name: str, table: Any, path: Path, limit_s: float | None) -> FailureText:
     def invalid(problem: str, instead: str) -> UserError:
         return UserError(problem, where=f"{path}, [{name}]", instead=instead)
 
@@ -167,16 +167,16 @@ def _text(name: str, table: Any, path: Path, limit_s: float | None) -> FailureTe
                        table["source"], tuple(table["examples"]))
     for pattern in patterns:
         has_example = any(pattern.search(example) for example in text.examples)
-        if pattern.is_over:
+        if pattern.is_exhausted:
             raise invalid(f"pattern {shorten_value(pattern.text)} takes more than {MAX_S:g} s on the examples",
                           "avoid a repetition inside another, such as (a+)+")
         if not has_example:
             raise invalid(f"no example matches the pattern {pattern.text!r}", "add an example for each pattern")
-    if unmatched := [example for example in text.examples if text.found_in(example) is None]:
+    if unmatched := [example for example in text.examples if text.search(example) is None]:
         raise invalid(f"no pattern matches the example {unmatched[0]!r}", "use examples that the patterns match")
     return text
 
 
 def fill_advice(advice: str, values: Mapping[str, str | None]) -> str:
-    """Replace the {NAME}s of an advice that have a value; keep the others."""
+    """Replace the {NAME}s in `advice` that have a value; keep the others."""
     return _PLACEHOLDER.sub(lambda match: values.get(match[1]) or match[0], advice)

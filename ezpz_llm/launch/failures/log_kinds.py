@@ -7,8 +7,8 @@ TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
 """Messages that end a whole job."""
 
 STEP_CANCELLED = "step cancelled"
-"""Printed after scancel, and also when launch or srun end the step of a failed rank."""
+"""Printed after scancel, and also when launch or srun ends the step of a failed rank."""
 
 MEMORY, ENDED, ABORTED, NOT_STARTED, WRONG_WORLD = "memory", "ended", "aborted", "not started", "wrong world"
 SSH = "ssh"
-"""Source, not a kind: a failed ssh connection needs its own advice."""
+"""Source of messages, not a kind: a failed ssh connection needs its own advice."""

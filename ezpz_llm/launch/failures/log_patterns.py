@@ -1,4 +1,4 @@
-"""Patterns of launchers' messages about a run's end. Those of schedulers are in launch/schedulers/.
+"""Patterns of launchers' messages about a run's end. Patterns of schedulers are in launch/schedulers/.
 
 The patterns of MPICH, Intel MPI, Open MPI and torchrun are taken from captured output, those of PALS from messages
 in public issues.
@@ -22,7 +22,7 @@ class LogMatch:
 
     Attributes:
         source: the program that printed it.
-        host: the node that it names, as `ranks`.
+        host, ranks: the node and the ranks that the message names.
         code: an exit code, or 128 + a signal's number.
     """
 
@@ -40,7 +40,7 @@ def _pattern(source: str, kind: str, pattern: str) -> tuple[str, str, re.Pattern
 
 _LAUNCHER_PATTERNS = (
     # Printed by shims that fail before their rank starts.
-    _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process finds itself .*"),
+    _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process is rank .*"),
     _pattern("Python", NOT_STARTED, r"^\S+: (?:Error while finding module specification for 'ezpz_llm\.\S+"
                                     r"|No module named '?ezpz_llm\b).*"),
     _pattern("the shim", NOT_STARTED, r"^error: rank (?P<ranks>\d+) on (?P<host>\S+) cannot write its log: .*"),

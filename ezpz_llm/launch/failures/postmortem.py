@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, is_own, system_text
-from ezpz_llm.launch.failures.advice import advice, resume
+from ezpz_llm.launch.failures.advice import find_advice, resume_command
 from ezpz_llm.launch.failures.differences import Frame, main_stack, stack_in_log
 from ezpz_llm.launch.failures.known_failures import (
     FailureText,
-    named_files,
     shipped_texts,
+    site_files,
     site_texts,
     slow_pattern_notes,
 )
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.log_text import cut_lines
-from ezpz_llm.launch.failures.postmortem_text import Findings, as_details, as_text, cause_line
+from ezpz_llm.launch.failures.postmortem_text import Content, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, Stop, read_failures
-from ezpz_llm.launch.failures.tracebacks import last_exception, last_words
-from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, judge
-from ezpz_llm.launch.node.builds import locks_of
+from ezpz_llm.launch.failures.tracebacks import last_exception, last_output_lines
+from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
+from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE, RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir, read_own_record, read_record
@@ -42,52 +42,53 @@ _MPI_ABORT = re.compile(r"^.*application called MPI_Abort\([^,\n]+, \d+\) - proc
 
 
 def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | None = None) -> Postmortem:
-    """Make the post-mortem of a run from the files in its directory and from `facts`. Writes nothing.
+    """Build the post-mortem of a run from the files in its directory and from `facts`. Writes nothing.
 
     Args:
-        env: the variables that launch gave the ranks, if launch itself calls; by default those in run.json.
+        env: the variables that launch passed to the ranks, if launch is the caller; by default those in run.json.
     """
     own_launch = _launch_record(run_dir, read_own_record)
     launch = (_launch_record(run_dir, read_record) if own_launch is None else own_launch) or {}
     run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
     nodes = read_reports(run_dir, run_id)
     started = launch.get("started", 0.0)
-    # File ages mean nothing if the clock was set back.
+    # If the clock was set back, modification times cannot be compared with the start.
     since = started - _CLOCK_SLACK_S if facts.ended >= started else 0.0
     world = range(facts.world_size)
     reports = {rank: report for node in nodes for rank, report in node.ranks.items() if rank in world}
     records = [failure for failure in read_failures(run_dir, run_id) if failure.rank in world]
-    failures = tuple(_as_stopped(failure, facts)
-                     for failure in records or _unrecorded(reports, facts, started, run_id))
+    failures = tuple(_attribute_to_launch(failure, facts)
+                     for failure in records or _records_from_reports(reports, facts, started, run_id))
     recorded = {failure.rank for failure in failures}
     unrecorded = [rank for rank in world
                   if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
-    # If launch ended the run, ranks on nodes that cleared up have not vanished: they only ignored the signal.
-    cleared = {rank for node in nodes if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED)
-               for rank in node.ranks}
-    absent = tuple(rank for rank in unrecorded if rank not in cleared) if nodes else ()
-    ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
-    messages = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
+    # If launch ended the run, ranks on nodes that cleaned up have not vanished: they only ignored the signal.
+    ranks_cleaned_up = {rank for node in nodes if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED)
+                        for rank in node.ranks}
+    absent = tuple(rank for rank in unrecorded if rank not in ranks_cleaned_up) if nodes else ()
+    log_tails = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
+    messages = tail_text(run_dir.launcher_log, since) + _abort_messages(log_tails.values())
     is_own_record = own_launch is not None
     texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, is_own_record)
-    evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _raised(ends),
-                        _silent(nodes, facts), _ended_early(reports, facts), texts,
+    evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _exceptions_in_logs(log_tails),
+                        _silent_nodes(nodes, facts), _ended_early(reports, facts), texts,
                         _stacks(run_dir, facts.stopped, since))
-    verdict = judge(evidence)
-    if verdict is None or _ended_well(facts, reports, failures):
+    verdict = find_root_cause(evidence)
+    if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
     typed = None if own_launch is None else own_launch.get("typed") or ()
-    findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
-                        advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
+    content = Content(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
+                      find_advice(verdict, evidence, run_dir, typed), resume_command(run_dir, typed))
     notes += slow_pattern_notes(texts)
     # Another user's run must not suggest files to remove.
     output = [line for failure in failures for line in failure.tail] if is_own_record else []
-    notes += [f"  {lock}" for lock in locks_of((own_launch or {}).get("env") or {}, output) if lock.worker is None]
+    locks = find_locks((own_launch or {}).get("env") or {}, output)
+    notes += [f"  {lock}" for lock in locks if lock.worker is None]
     notes += [f"  could not be killed, still running on {node.host}: processes {', '.join(map(str, node.left))}"
               for node in nodes if node.left]
-    text, brief = ("\n".join([as_text(findings, with_lines), *notes]) for with_lines in (True, False))
-    return Postmortem(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
-                      as_details(findings), brief, findings.lines_of)
+    text, brief = ("\n".join([as_text(content, with_lines), *notes]) for with_lines in (True, False))
+    return Postmortem(facts, verdict.code, cause_line(content), text, verdict.rank, verdict.kind.name.lower(),
+                      as_details(content), brief, content.lines_of)
 
 
 def _texts(env: Mapping[str, str]) -> tuple[tuple[FailureText, ...], list[str]]:
@@ -104,14 +105,14 @@ def _texts(env: Mapping[str, str]) -> tuple[tuple[FailureText, ...], list[str]]:
 def _recorded_texts(env: Mapping[str, str], is_own_record: bool) -> tuple[tuple[FailureText, ...], list[str]]:
     """Return the same as `_texts` for the variables in run.json, if the reader owns it.
 
-    The writer of run.json, or of a file that it names, could print advice in the name of launch. Both must belong
-    to the reader; site files may also belong to root.
+    A user who can write run.json, or a file that it names, could print advice in launch's name. So both must
+    belong to the reader; site files may also belong to root.
     """
     if os.environ.get(FAILURE_TEXTS_VARIABLE) or not env.get(FAILURE_TEXTS_VARIABLE):
         return _texts({})
     if is_own_record:
         with contextlib.suppress(UserError):  # an invalid path
-            is_own_record = all(is_own(path, or_roots=True) or not path.exists() for path in named_files(env))
+            is_own_record = all(is_own(path, or_roots=True) or not path.exists() for path in site_files(env))
     if is_own_record:
         return _texts(env)
     note = ("  ignored: the failure texts named in run.json, because another user could have written them. Set"
@@ -120,14 +121,14 @@ def _recorded_texts(env: Mapping[str, str], is_own_record: bool) -> tuple[tuple[
 
 
 def bare_postmortem(run_dir: RunDir, run_id: str, facts: RunFacts) -> Postmortem:
-    """Make a minimal post-mortem if the run's files are damaged: launch's reason, else the first nonzero code."""
+    """Build a post-mortem if the run's files are damaged: launch's reason, else the first nonzero exit code."""
     codes: list[int] = []
     with contextlib.suppress(Exception):
         codes += [failure.exit_code for failure in read_failures(run_dir, run_id)]
     with contextlib.suppress(Exception):
         codes += [report.ended for node in read_reports(run_dir, run_id) for report in node.ranks.values()
                   if report.ended]
-    verdict = judge(Evidence((), (), facts))
+    verdict = find_root_cause(Evidence((), (), facts))
     if verdict is None:
         return Postmortem(facts, 0, "all ranks succeeded")
     is_from_launch = facts.stopped is not None and facts.stopped.kind != "rank"
@@ -136,8 +137,9 @@ def bare_postmortem(run_dir: RunDir, run_id: str, facts: RunFacts) -> Postmortem
     return Postmortem(facts, code, cause, f"launch: {cause}; the logs are in {run_dir.rank_log(0).parent}")
 
 
-def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: float, run_id: str) -> list[Failure]:
-    """Make records from the nodes' reports if no rank could write one (full disk, damaged errors/)."""
+def _records_from_reports(reports: Mapping[int, RankReport], facts: RunFacts, started: float,
+                          run_id: str) -> list[Failure]:
+    """Build records from the nodes' reports if no rank could write one (full disk, damaged errors/)."""
     return sorted((Failure(rank, facts.hosts[rank], report.pid or 0, report.ended, None,
                            started + (report.lived_s or 0.0), report.lived_s or 0.0, phase=report.phase,
                            step=report.step, launch=run_id)
@@ -147,17 +149,17 @@ def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: flo
 
 
 def _launch_record(run_dir: RunDir, read: Callable[[RunDir], dict[str, Any] | None]) -> Mapping[str, Any] | None:
-    # The program may have overwritten run.json; explain its end all the same.
+    # The program may have overwritten run.json; explain the run's end nevertheless.
     with contextlib.suppress(UserError):
         record = read(run_dir)
         return None if record is None else record.get("launch") or {}
     return None
 
 
-def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
+def _silent_nodes(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
     """Return the nodes that have not reported the end of their ranks, if other nodes have.
 
-    RANKS_ENDED is enough: Slurm may end an agent that has cleared its ranks and waits for the launcher's helpers.
+    RANKS_ENDED is enough: Slurm may end an agent that has ended its ranks and waits for the launcher's helpers.
     """
     silent = [node for node in nodes if node.state not in (ENDED, RANKS_ENDED)]
     if len(silent) == len(nodes):
@@ -172,28 +174,28 @@ def _ended_early(reports: Mapping[int, RankReport], facts: RunFacts) -> dict[int
             if report.ended == 0 and report.lived_s is not None and (before is None or rank in before)}
 
 
-def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:
+def _all_succeeded(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:
     """Return True if all ranks ended with code 0, but launch was killed before it could record that."""
     return facts.launcher_status is None and not failures and all(
         rank in reports and reports[rank].ended == 0 for rank in range(facts.world_size))
 
 
-def _as_stopped(failure: Failure, facts: RunFacts) -> Failure:
+def _attribute_to_launch(failure: Failure, facts: RunFacts) -> Failure:
     """Attribute a rank's signal to launch if launch was already ending the run."""
     if facts.stopped is None or failure.ended_by is None or failure.rank in (facts.failed_before_stop or ()):
         return failure
     return replace(failure, ended_by="launch")
 
 
-def _raised(ends: Mapping[int, str]) -> dict[int, Raised]:
+def _exceptions_in_logs(log_tails: Mapping[int, str]) -> dict[int, Raised]:
     """Return the exceptions at the end of the logs of ranks that were killed together with their shims."""
-    exceptions = {rank: last_exception(end) for rank, end in ends.items()}
+    exceptions = {rank: last_exception(end) for rank, end in log_tails.items()}
     return {rank: raised for rank, raised in exceptions.items() if raised is not None}
 
 
-def _aborts(ends: Iterable[str]) -> str:
+def _abort_messages(log_tails: Iterable[str]) -> str:
     """Return the messages of MPI_Abort, which go to the log of the rank that calls it."""
-    return "".join(f"\n{line}" for end in ends for line in _MPI_ABORT.findall(end))
+    return "".join(f"\n{line}" for end in log_tails for line in _MPI_ABORT.findall(end))
 
 
 def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, list[Frame]]:
@@ -213,10 +215,10 @@ def tail_text(path: Path, since: float = 0.0) -> str:
 
 
 def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:
-    """Return the rank that is the cause, else the one whose log was written last, and the end of its log."""
+    """Return the rank that caused the failure, else the rank with the newest log, and the end of that log."""
     rank = verdict.rank
     if rank is None:
         logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.stat().st_size]
         last = max(logs, key=lambda log: log.stat().st_mtime, default=None)
         rank = int(last.stem[4:]) if last is not None else None
-    return rank, last_words(tail_text(run_dir.rank_log(rank)), _TAIL_LINES) if rank is not None else []
+    return rank, last_output_lines(tail_text(run_dir.rank_log(rank)), _TAIL_LINES) if rank is not None else []

@@ -1,4 +1,4 @@
-"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem made from them."""
+"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem built from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunFacts:
     Attributes:
         hosts: the hostname of each rank.
         launcher_status: the launcher's return code (-N for signal N, as in subprocess); None if unknown.
-        ended: epoch seconds, as `ends_at`, the end of the reservation.
+        ended, ends_at: the run's end and the job's end time, in epoch seconds.
         failed_before_stop: ranks that had left a record before launch began to end the run; None if launch did not
             end it.
         ended_before_stop: ranks that had ended with code 0 by then.
@@ -80,7 +80,7 @@ class Postmortem:
 
 
 def exit_record(postmortem: Postmortem) -> dict[str, object]:
-    """Return the `exit` entry of run.json, from which the post-mortem can be made again."""
+    """Return the `exit` entry of run.json, from which the post-mortem can be rebuilt."""
     facts = postmortem.facts
     failed, ended = (None if ranks is None else sorted(ranks)
                      for ranks in (facts.failed_before_stop, facts.ended_before_stop))
@@ -114,7 +114,7 @@ def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
         raise UserError(f"run.json has world_size {launch['world_size']}, but {sum(counts)} ranks on {len(hosts)}"
                         " nodes")
     stopped = exit_entry.get("stopped")
-    failed, well = (None if exit_entry.get(name) is None else frozenset(exit_entry[name])
+    failed, succeeded = (None if exit_entry.get(name) is None else frozenset(exit_entry[name])
                     for name in ("failed_before_stop", "ended_before_stop"))
     ends_at = launch["env"].get(ENDS_AT_VARIABLE)
     return RunFacts(
@@ -123,7 +123,7 @@ def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
         launcher=launch["launcher"], launcher_status=exit_entry.get("launcher_status"),
         ended=exit_entry.get("ended", last_sign),
         stopped=None if stopped is None else as_dataclass(Stop, stopped, "run.json"),
-        failed_before_stop=failed, ended_before_stop=well,
+        failed_before_stop=failed, ended_before_stop=succeeded,
         ends_at=epoch(ends_at.partition(".")[0]) if ends_at else None)
 
 
@@ -156,7 +156,7 @@ class Failure:
     Attributes:
         exit_code: 128 + the signal's number if `signal` ended the rank.
         ended: epoch seconds by the node's clock.
-        phase: from the last heartbeat, as `step`.
+        phase, step: from the last heartbeat.
         oom_killed: the kernel's evidence of an out-of-memory kill.
         ended_by: "launch", or the signal that the shim received; None if the rank ended by itself.
         launch: the run id.
@@ -179,7 +179,7 @@ class Failure:
     launch: str = ""
 
     @property
-    def how(self) -> str:
+    def exit_text(self) -> str:
         """Exit as text: `exit code 7`, or `signal SIGKILL (exit code 137)`."""
         code = f"exit code {self.exit_code}"
         return code if self.signal is None else f"signal {self.signal} ({code})"

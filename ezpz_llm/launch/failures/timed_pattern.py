@@ -15,14 +15,14 @@ from typing import TypeVar
 from ezpz_llm.launch.failures.log_text import LONGEST_LINE
 
 MAX_S = 1.0
-"""CPU time of a pattern, for all lines together."""
-_COUNTED_S = 0.01
+"""Limit on the total CPU time of a pattern, over all lines."""
+_MIN_CHARGED_S = 0.01
 """Shorter searches are not charged, so that a fast pattern can be used on the output of any number of ranks.
 
 On a busy machine the CPU clock can be off by 4 ms.
 """
 _REPEAT_S = 0.05
-"""CPU time between interrupts after the limit."""
+"""CPU time between further interrupts, after the first one at the limit."""
 
 
 _Result = TypeVar("_Result")
@@ -38,7 +38,8 @@ class TimedPattern:
     Works in the main thread only, because a signal interrupts the search.
 
     Args:
-        limit_s: None for this package's patterns, which are known to be fast; a limit costs 10 µs per search.
+        limit_s: limit on the total CPU time, which costs 10 µs per search; None for this package's patterns, which
+            are known to be fast.
 
     Raises:
         re.error, OverflowError, RecursionError: invalid regular expression.
@@ -61,13 +62,13 @@ class TimedPattern:
         return frozenset(self._compiled.groupindex)
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """True if the time is used up."""
         return self._remaining_s is not None and self._remaining_s <= 0
 
     def search(self, line: str) -> re.Match[str] | None:
         """Search the first 2000 characters of a line; None if there is no match or the time is used up."""
-        if self.is_over:
+        if self.is_exhausted:
             return None
         return self._timed(lambda: self._compiled.search(line[:LONGEST_LINE]))
 
@@ -91,7 +92,7 @@ class TimedPattern:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, previous)
             spent = time.process_time() - began
-            self._remaining_s -= spent if spent > _COUNTED_S else 0
+            self._remaining_s -= spent if spent > _MIN_CHARGED_S else 0
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         # A late interrupt must not break the code after the search.

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ezpz_llm.launch.failures.known_failures import find_text, shipped_texts, without_asides
+from ezpz_llm.launch.failures.known_failures import drop_non_errors, find_text, shipped_texts
 from ezpz_llm.launch.failures.log_text import cut_line
 from ezpz_llm.launch.failures.run_facts import Raised
 
-NEAR_THE_END = 200
+MAX_LINES_AFTER = 200
 """Maximum number of lines after an uncaught exception, such as messages of destructors and threads."""
-NEAR_THE_END_IF_CAUGHT = 10
-"""The same if the exit code is not 1, Python's own after an uncaught exception."""
+MAX_LINES_AFTER_IF_CAUGHT = 10
+"""The same for exit codes other than 1, with which Python exits after an uncaught exception."""
 
 _MESSAGE_LINES = 8
 _HEADER = "Traceback (most recent call last):"
@@ -29,7 +29,7 @@ _CHAINED = ("The above exception was the direct cause of the following exception
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 _FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,? in (?P<function>.+))?$')
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?$")
-_RAISED_ALONE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Group|Iteration|Timeout|Warning)$")
+_EXCEPTION_SUFFIX = re.compile(r"(?:Error|Exception|Interrupt|Exit|Group|Iteration|Timeout|Warning)$")
 _PARSE_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): ")
 _CPP = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'"
                   r"|libc\+\+abi: terminating due to uncaught exception of type (?P<apple>[^:]+)(?:: (?P<what>.*))?"
@@ -56,29 +56,30 @@ class _Report:
     start: int
     end: int
     raised: Raised
-    is_aside: bool = False
+    is_secondary: bool = False
+    """True for an exception in a thread or child process; used only if there is no other."""
     is_last: bool = False
     """True if C++ ended the program here, so that only its own, possibly long, stack follows."""
     is_of_child: bool = False
     """True if a child process of multiprocessing printed it."""
 
 
-def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
+def last_exception(text: str, within: int = MAX_LINES_AFTER) -> Raised | None:
     """Return the exception that ended a program, from the last lines of its output; None if there is none.
 
-    An exception followed by more than `within` lines did not end the program. Exceptions in threads are used only
-    if there is no other, exceptions in destructors never.
+    An exception followed by more than `within` lines did not end the program. Exceptions in threads and
+    child processes are used only if there is no other; exceptions in destructors are ignored.
     """
     lines = [_RANK_PREFIX.sub("", cut_line(line).rpartition("\r")[2]) for line in text.rstrip().split("\n")]
-    reports = list(_all(lines))
+    reports = list(_find_reports(lines))
     fault = next((report for report in reversed(reports) if report.raised.message in _SIGNAL_NAMES), None)
     # The stacks of all threads follow a signal's report, often hundreds of lines.
-    last = max((report.start for report in reports if not report.is_aside), default=0)
+    last = max((report.start for report in reports if not report.is_secondary), default=0)
     if fault is None or fault.start < last:
-        return _last(reports, len(lines) - within)
+        return _last_raised(reports, len(lines) - within)
     if fault.raised.message != "Aborted":
         return fault.raised
-    raised = _last([report for report in reports if report.start < fault.start], fault.start - within)
+    raised = _last_raised([report for report in reports if report.start < fault.start], fault.start - within)
     if raised is None:
         raised = Raised("", _abort_reason(lines[max(0, fault.start - max(within, _NEAR_AN_ABORT)):fault.start]))
     return replace(raised, where=raised.where or fault.raised.where)
@@ -86,39 +87,39 @@ def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
 
 def _abort_reason(lines: Sequence[str]) -> str:
     """Return the last line that explains why abort() was called."""
-    for number, line in enumerate(reversed(without_asides(lines))):
+    for number, line in enumerate(reversed(drop_non_errors(lines))):
         if _ABORT_REASON.search(line) or (number < _NEAR_AN_ABORT and find_text(shipped_texts(), [line])):
             return line.strip()
     return "abort() was called"
 
 
-def last_words(text: str, most: int) -> list[str]:
+def last_output_lines(text: str, max_lines: int) -> list[str]:
     """Return the last lines of a program's output, with shortened stacks.
 
-    C++ stacks keep their first three frames, faulthandler's report only the thread that received the signal.
+    C++ stacks are shortened to three frames, faulthandler's report to the thread that received the signal.
     """
     lines = [line for line in text.splitlines()
              if not (frame := _CPP_FRAME.match(line)) or int(frame[1]) < _CPP_FRAMES]
     start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), None)
     if start is None:
-        return lines[-most:]
+        return lines[-max_lines:]
     after = range(start, len(lines))
     begin = next((number for number in after if lines[number].startswith("Current thread")), len(lines))
     end = next((number for number in after if number > begin and not lines[number].strip()), len(lines))
-    frames = lines[begin:end][:most // 2]
-    return [*lines[:start + 1][-(most - len(frames)):], *frames]
+    frames = lines[begin:end][:max_lines // 2]
+    return [*lines[:start + 1][-(max_lines - len(frames)):], *frames]
 
 
-def before_the_report(lines: Sequence[str]) -> Sequence[str]:
+def lines_before_fault_report(lines: Sequence[str]) -> Sequence[str]:
     """Return the lines before faulthandler's last report, or all lines if there is none."""
     start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), len(lines))
     return lines[:start]
 
 
-def _last(reports: Sequence[_Report], after: int) -> Raised | None:
+def _last_raised(reports: Sequence[_Report], after: int) -> Raised | None:
     """Return the exception of the last report that does not end before the line `after`."""
     near = [report for report in reports if report.end >= after or report.is_last]
-    main = [report for report in near if not report.is_aside]
+    main = [report for report in near if not report.is_secondary]
     if not near:
         return None
     last = max(main or near, key=lambda report: report.start)
@@ -128,40 +129,41 @@ def _last(reports: Sequence[_Report], after: int) -> Raised | None:
     return last.raised
 
 
-def _all(lines: Sequence[str]) -> Iterator[_Report]:
-    yield from _tracebacks(lines)
+def _find_reports(lines: Sequence[str]) -> Iterator[_Report]:
+    yield from _find_tracebacks(lines)
     for number, line in enumerate(lines):
         if _GROUP_HEADER in line:
-            yield from _group(lines, number)
+            yield from _parse_group(lines, number)
         elif _PARSE_ERROR.match(line):
             yield from _parse_error(lines, number)
         elif fatal := _FATAL.match(line):
-            yield _fatal(lines, number, fatal)
+            yield _parse_fatal(lines, number, fatal)
         elif cpp := _CPP.search(line):
-            yield _cpp(lines, number, cpp)
+            yield _parse_cpp(lines, number, cpp)
 
 
-def _tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
+def _find_tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
     previous: _Report | None = None
     for number, line in enumerate(lines):
         if _HEADER not in line or "Exception Group" in line or line.lstrip().startswith("|"):
             continue
-        report = _traceback(lines, number)
+        report = _parse_traceback(lines, number)
         if report is None:
             continue
         lead = [text for text in lines[max(0, number - 3):number] if text.strip()]
         if previous is not None and lead and lead[-1].strip() in _CHAINED:
             first = previous.raised.caused_by or previous.raised.line
-            report = replace(report, raised=replace(report.raised, caused_by=first), is_aside=previous.is_aside)
+            report = replace(report, raised=replace(report.raised, caused_by=first),
+                             is_secondary=previous.is_secondary)
         elif lead and lead[-1].startswith("Exception ignored in"):
             continue
         elif lead and lead[-1].startswith(("Exception in thread", "Process ")):
-            report = replace(report, is_aside=True, is_of_child=lead[-1].startswith("Process "))
+            report = replace(report, is_secondary=True, is_of_child=lead[-1].startswith("Process "))
         yield report
         previous = report
 
 
-def _traceback(lines: Sequence[str], start: int) -> _Report | None:
+def _parse_traceback(lines: Sequence[str], start: int) -> _Report | None:
     end = start + 1
     while end < len(lines) and (lines[end].startswith("  ") or not lines[end] or _is_wrapped(lines, end)):
         if lines[end].strip() == _HEADER:
@@ -170,19 +172,19 @@ def _traceback(lines: Sequence[str], start: int) -> _Report | None:
         end += 1
     if end == len(lines):
         return None
-    frames = _frames(lines[start + 1:end])
-    name, message, after = _exception(lines, end)
+    frames = _match_frames(lines[start + 1:end])
+    name, message, after = _parse_exception(lines, end)
     return _Report(start, after, Raised(name, message, _user_frame(frames[::-1])))
 
 
 def _is_wrapped(lines: Sequence[str], number: int) -> bool:
-    """Return True for the rest of a frame's line that was wrapped by a terminal or rich; more frames follow."""
+    """Return True if a terminal or rich wrapped a frame's line here; more frames follow."""
     return (number + 1 < len(lines) and lines[number + 1].startswith("  ") and ":" not in lines[number]
-            and _EXCEPTION.match(lines[number]) is not None and _RAISED_ALONE.search(lines[number]) is None)
+            and _EXCEPTION.match(lines[number]) is not None and _EXCEPTION_SUFFIX.search(lines[number]) is None)
 
 
-def _exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
-    """Return type, message and the number of the line after them, from the line that names the exception."""
+def _parse_exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
+    """Return the type and message of the exception named in line `start`, and the number of the next line."""
     match = _EXCEPTION.match(lines[start])
     name, first = (match["type"], match["message"] or "") if match else ("", lines[start])
     message, end = [first] if first else [], start + 1
@@ -197,7 +199,7 @@ def _exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
     return name, "\n".join(message), end
 
 
-def _group(lines: Sequence[str], start: int) -> Iterator[_Report]:
+def _parse_group(lines: Sequence[str], start: int) -> Iterator[_Report]:
     """Parse an ExceptionGroup: its own line and the first line of each exception in it."""
     body = []
     for line in lines[start + 1:]:
@@ -209,7 +211,7 @@ def _group(lines: Sequence[str], start: int) -> Iterator[_Report]:
     top, head = next(heads, (0, None))
     if head is None:
         return
-    frames = _frames(body)
+    frames = _match_frames(body)
     parts = [line for line in body[top + 1:] if re.match(r"^[A-Za-z_][\w.]*: ", line)]
     message = (head["message"] or "") + "".join(f"\n{part}" for part in parts[:_MESSAGE_LINES])
     yield _Report(start, start + 1 + len(body), Raised(head["type"], message, _user_frame(frames[::-1])))
@@ -219,12 +221,12 @@ def _parse_error(lines: Sequence[str], number: int) -> Iterator[_Report]:
     """Parse a syntax error, whose report has no header: a file, its line, a caret, the error."""
     for back in range(number - 1, max(-1, number - 5), -1):
         if match := _FRAME.match(lines[back]):
-            name, message, end = _exception(lines, number)
+            name, message, end = _parse_exception(lines, number)
             yield _Report(back, end, Raised(name, message, f"{match['file']}:{match['line']}"))
             return
 
 
-def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
+def _parse_fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
     """Parse a faulthandler report, whose frames are innermost first."""
     report = itertools.takewhile(lambda number: not lines[number].startswith("Fatal Python error"),
                                  range(start + 1, len(lines)))
@@ -233,11 +235,11 @@ def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
     for line in lines[end + 1:]:
         if not _FRAME.match(line):
             break
-        frames += _frames([line])
+        frames += _match_frames([line])
     return _Report(start, end + 1 + len(frames), Raised(match["type"], match["message"], _user_frame(frames)))
 
 
-def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
+def _parse_cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
     if match["bare"]:
         return _Report(start, start + 1, Raised("std::terminate", match["bare"]), is_last=True)
     if match["apple"]:
@@ -249,7 +251,7 @@ def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Report:
     return _Report(start, start + 2, Raised(match["type"], message), is_last=True)
 
 
-def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
+def _match_frames(lines: Sequence[str]) -> list[re.Match[str]]:
     return [match for line in lines if (match := _FRAME.match(line))]
 
 

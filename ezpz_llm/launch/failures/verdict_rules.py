@@ -2,7 +2,7 @@
 
 Causes and consequences are distinguished by the ranks' output, never by clocks alone, which differ between nodes.
 The time limit is recognized by the scheduler's message or by the clock, never by an exit code (143 has many
-reasons).
+causes).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ezpz_llm.base import EXIT_IDLE, EXIT_PREFLIGHT
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import Finding, classify
 from ezpz_llm.launch.failures.differences import Frame, find_blocking_ranks, last_calls
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
+from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import FailureText, fill_advice, find_text, shipped_texts
 from ezpz_llm.launch.failures.log_patterns import LogMatch
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts, Stop
@@ -25,7 +25,7 @@ from ezpz_llm.launch.hostnames import NodeNames, is_same_node
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
 
 NEAR_LIMIT_S = 60.0
-"""Slurm checks time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
+"""Slurm checks time limits every 30 s and rounds them to minutes; PBS enforces them late rather than early."""
 
 _SCHEDULER_KINDS = {
     log_kinds.TIME_LIMIT: Kind.TIME_LIMIT, log_kinds.PREEMPTED: Kind.PREEMPTED,
@@ -43,7 +43,7 @@ class Verdict:
         code: launch's exit code.
         ranks: the ranks that `waiting` waited for, if no rank failed by itself.
         only: "on HOSTS only", if all ranks on these nodes failed this way and no other rank did.
-        cause: plain words from the known text `text`, as `advice` (see `Finding`); empty if none matched.
+        cause, advice: from the known failure text named `text` (see `Finding`); empty if none matched.
     """
 
     code: int
@@ -60,7 +60,7 @@ class Verdict:
 
 
 _NODE_DEPENDENT_KINDS = (Kind.MISSING_MODULE, Kind.NOT_FOUND, Kind.DISK_FULL)
-"""Kinds that would affect every rank if the program caused them, so that ranks that were spared are a clue."""
+"""Kinds that every rank would show if the program caused them. If only some ranks do, their nodes are suspect."""
 
 _EXTERNAL_SIGNALS = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
 _LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it")
@@ -71,12 +71,12 @@ class Evidence:
     """All evidence about a run's end.
 
     Attributes:
-        failures: the records, earliest first.
+        failures: the records of failed ranks, earliest first.
         log_matches: messages of the launcher and the scheduler.
-        absent: ranks that neither left a record nor ended with code 0.
+        absent: ranks without a record whose end no node reported, except on nodes that launch had cleaned up.
         in_logs: exceptions from the logs of ranks without a record.
-        silent: nodes that have not reported their end, although others have.
-        ended_early: lifetimes in seconds of ranks that ended with code 0 by themselves.
+        silent: nodes that have not reported the end of their ranks, although other nodes have.
+        ended_early: lifetimes in seconds of ranks that ended with code 0 before launch ended the run.
         stacks: stacks of silent ranks, outermost call first.
     """
 
@@ -96,12 +96,12 @@ class Evidence:
         return {failure.rank: classify(failure, self.texts) for failure in self.failures}
 
 
-def judge(evidence: Evidence) -> Verdict | None:
+def find_root_cause(evidence: Evidence) -> Verdict | None:
     """Return the root cause of a run's end, or None if the run succeeded."""
     facts = evidence.facts
     if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
         return _from_clean_exit(evidence)
-    for rule in (_from_failed_rank, _from_scheduler, _from_lost_node, _from_abort, _from_launch, _from_follower,
+    for rule in (_from_failed_rank, _from_scheduler, _from_lost_node, _from_abort, _from_launch, _from_consequence,
                  _from_launcher, _from_silent_node):
         verdict = rule(evidence)
         if verdict is not None:
@@ -114,10 +114,10 @@ def judge(evidence: Evidence) -> Verdict | None:
 
 
 def _from_clean_exit(evidence: Evidence) -> Verdict | None:
-    """Return the scheduler's reason although all ranks ended with code 0, or None.
+    """Return the scheduler's reason for ending a run whose ranks all ended with code 0.
 
-    Ranks may handle the scheduler's signal, save and exit with code 0, but the run is then not finished. In an
-    salloc shell launch itself gets no signal.
+    None if the scheduler did not end it. Ranks may handle the scheduler's signal, save and exit with code 0, but
+    the run is then not finished. In an salloc shell launch itself gets no signal.
     """
     for match in evidence.log_matches:
         kind = _SCHEDULER_KINDS.get(match.kind, Kind.CANCELLED)
@@ -127,9 +127,10 @@ def _from_clean_exit(evidence: Evidence) -> Verdict | None:
 
 
 def _from_failed_rank(evidence: Evidence) -> Verdict | None:
-    """Blame the earliest rank that failed by itself before launch began to end the others."""
+    """Blame the earliest rank that failed by itself before launch began to end the run."""
     before_stop = evidence.facts.failed_before_stop
-    causes = [failure for failure in evidence.failures if evidence.findings[failure.rank].kind not in FOLLOWERS
+    causes = [failure for failure in evidence.failures
+              if evidence.findings[failure.rank].kind not in CONSEQUENCE_KINDS
               and (before_stop is None or failure.rank in before_stop)]
     if _from_scheduler(evidence) is not None or _from_lost_node(evidence) is not None:
         # A scheduler that ends a job or a step also signals ranks directly.
@@ -150,7 +151,7 @@ def _from_scheduler(evidence: Evidence) -> Verdict | None:
         if remaining_s <= NEAR_LIMIT_S:
             when = f"{remaining_s:.0f} s before" if remaining_s > 0 else f"{-remaining_s:.0f} s after"
             return Verdict(_external_code(evidence), Kind.TIME_LIMIT,
-                           f"ended by {_external_signal(evidence)} {when} the end of the reservation")
+                           f"ended by {_external_signal(evidence)} {when} the job's end time")
     return None
 
 
@@ -198,7 +199,7 @@ def _from_launch(evidence: Evidence) -> Verdict | None:
 def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
     """Explain a hang by what the silent ranks wait for, if their stacks show a known wait.
 
-    A rank that is stopped, or waits for a device or a file system, already explains why the others wait.
+    A rank that is stopped, or waits for a device or a file system, already explains why other ranks wait.
     """
     ranks, places = find_blocking_ranks(evidence.stacks)
     description = stopped.text if not places or places in stopped.text else f"{stopped.text}; {places}"
@@ -213,13 +214,17 @@ def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
                    advice=fill_advice(text.advice, match.groupdict()), text=text.name)
 
 
-def _from_follower(evidence: Evidence) -> Verdict | None:
-    """Blame ranks that vanished, else the first follower; no rank failed by itself."""
-    followers = [failure for failure in evidence.failures if evidence.findings[failure.rank].kind in FOLLOWERS]
-    if not followers:
+def _from_consequence(evidence: Evidence) -> Verdict | None:
+    """Find the cause if no rank failed by itself.
+
+    Ranks that vanished, exited early or did not join a collective, else the first rank with such a consequence.
+    """
+    consequences = [failure for failure in evidence.failures
+                    if evidence.findings[failure.rank].kind in CONSEQUENCE_KINDS]
+    if not consequences:
         return None
-    followers.sort(key=lambda failure: FOLLOWERS.index(evidence.findings[failure.rank].kind))
-    first = followers[0]
+    consequences.sort(key=lambda failure: CONSEQUENCE_KINDS.index(evidence.findings[failure.rank].kind))
+    first = consequences[0]
     finding = evidence.findings[first.rank]
     if evidence.facts.launcher_status is None and finding.kind in (Kind.TERMINATED, Kind.STOPPED):
         return _LAUNCH_KILLED
@@ -228,7 +233,7 @@ def _from_follower(evidence: Evidence) -> Verdict | None:
         return Verdict(_code_without_record(evidence), Kind.VANISHED, finding.evidence, evidence.absent[0],
                        hosts)
     if finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
-        return (_early_exit(first.exit_code, evidence, min(follower.duration_s for follower in followers))
+        return (_early_exit(first.exit_code, evidence, min(failure.duration_s for failure in consequences))
                 or _missing_in_collective(first, evidence) or _rank_verdict(first, evidence))
     return _rank_verdict(first, evidence)
 
@@ -236,8 +241,8 @@ def _from_follower(evidence: Evidence) -> Verdict | None:
 def _early_exit(code: int, evidence: Evidence, before_s: float = float("inf")) -> Verdict | None:
     """Blame ranks that exited with code 0 while other ranks still needed them.
 
-    torchrun ends the peers of a failed rank before launch does. Peers that then end with code 0 do so after that
-    rank, hence the limit `before_s`.
+    torchrun ends the peers of a failed rank before launch does. Peers that handle its signal and end with code 0
+    have outlived the failed rank, so that the limit `before_s` excludes them.
     """
     limit_s = before_s if evidence.facts.launcher == "torchrun" else float("inf")
     ranks = tuple(sorted(rank for rank, lived_s in evidence.ended_early.items() if lived_s <= limit_s))
@@ -272,7 +277,7 @@ def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
 
 
 def _from_launcher(evidence: Evidence) -> Verdict | None:
-    """Use the launcher's messages; no rank left a record."""
+    """Find the cause in the launcher's messages, if no rank left a record."""
     for log_kind, kind in ((log_kinds.MEMORY, Kind.OOM_KILLED), (log_kinds.WRONG_WORLD, Kind.WRONG_WORLD),
                            (log_kinds.NOT_STARTED, Kind.NOT_STARTED), (log_kinds.ENDED, Kind.UNRECORDED)):
         for match in evidence.log_matches:
@@ -290,7 +295,7 @@ def _from_silent_node(evidence: Evidence) -> Verdict | None:
     if not lost_ranks or evidence.facts.launcher_status is None:
         return None
     return Verdict(_launcher_code(evidence.facts), Kind.VANISHED,
-                   f"no report from {', '.join(evidence.silent)} since", lost_ranks[0], evidence.silent)
+                   f"{', '.join(evidence.silent)} stopped reporting", lost_ranks[0], evidence.silent)
 
 
 def _rank_verdict(failure: Failure, evidence: Evidence) -> Verdict:
@@ -301,26 +306,28 @@ def _rank_verdict(failure: Failure, evidence: Evidence) -> Verdict:
     if memory and failure.exit_code == 128 + signal.SIGKILL:
         finding = Finding(Kind.OOM_KILLED, memory[0])
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,),
-                   only=_only(finding, evidence), cause=finding.cause, advice=finding.advice, text=finding.name)
+                   only=_affected_nodes(finding, evidence), cause=finding.cause, advice=finding.advice,
+                   text=finding.name)
 
 
-def _only(finding: Finding, evidence: Evidence) -> str:
+def _affected_nodes(finding: Finding, evidence: Evidence) -> str:
     """Return "on HOSTS only" if all ranks of some nodes, and no others, failed this way; else "".
 
     With one rank per node this is reported only for kinds that depend on the node; other kinds require two ranks on
     a node.
     """
-    alike, other_ranks = ranks_with_same_failure(finding.kind, finding.cause, evidence)
-    hosts = _hosts(evidence.facts, alike)
+    failed_ranks, other_ranks = ranks_with_same_failure(finding.kind, finding.cause, evidence)
+    hosts = _hosts(evidence.facts, failed_ranks)
     is_whole_nodes = other_ranks and set(hosts).isdisjoint(_hosts(evidence.facts, other_ranks))
-    is_conclusive = finding.kind in _NODE_DEPENDENT_KINDS or len(alike) > len(hosts)
+    is_conclusive = finding.kind in _NODE_DEPENDENT_KINDS or len(failed_ranks) > len(hosts)
     return f"on {', '.join(hosts)} only" if is_whole_nodes and is_conclusive else ""
 
 
 def ranks_with_same_failure(kind: Kind, cause: str, evidence: Evidence) -> tuple[list[int], list[int]]:
     """Return the ranks whose records show this kind and cause, and all other ranks."""
-    alike = [rank for rank, finding in evidence.findings.items() if finding.kind is kind and finding.cause == cause]
-    return sorted(alike), [rank for rank in range(evidence.facts.world_size) if rank not in alike]
+    failed_ranks = [rank for rank, finding in evidence.findings.items()
+                    if finding.kind is kind and finding.cause == cause]
+    return sorted(failed_ranks), [rank for rank in range(evidence.facts.world_size) if rank not in failed_ranks]
 
 
 def _host(facts: RunFacts, rank: int) -> str:
@@ -353,5 +360,5 @@ def _launcher_code(facts: RunFacts) -> int:
     status = facts.launcher_status
     if status is None:
         return 1
-    # Report a failure even if the launcher reports success: ranks are missing.
+    # Ranks are missing, so that the run failed even if the launcher reports success.
     return status or 1 if status >= 0 else 128 - status

@@ -1,4 +1,4 @@
-"""Agent of one node: reports its ranks' signs of life in one file, executes orders, and cleans up at the end.
+"""Agent of one node: reports its ranks' signs of life in one file, executes orders, and cleans up after the ranks.
 
 The agent is forked from the shim of local rank 0 and runs until all ranks of the node have ended.
 """
@@ -35,7 +35,7 @@ from ezpz_llm.launch.node.messages import (
     StopOrder,
     control_interval_s,
     interval_s,
-    orders,
+    read_orders,
     stop_ordered,
     write_report,
 )
@@ -47,15 +47,15 @@ from ezpz_llm.launch.node.processes import (
     list_processes,
     marked,
 )
-from ezpz_llm.launch.node.rank_reports import Gatherer, describe
+from ezpz_llm.launch.node.rank_reports import Gatherer, format_stacks
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir import RunDir, write_atomic
 
 _TICK_S = 1.0
-"""Interval of checks that the shims are alive, which are local to the node."""
-_LATE_S = 3600.0
-"""Wait for missing ranks of the node while no rank runs; launch has ended the run long before."""
+"""Interval of the checks that the shims are alive; they access only the node's memory."""
+_MISSING_RANKS_S = 3600.0
+"""Time limit of waiting for the node's missing ranks while none runs. Normally launch ends the run long before."""
 _NICE = 10
 """Niceness: ranks have priority. The agent needs about a hundredth of a core."""
 _LINGER_S = 2.0
@@ -63,9 +63,10 @@ _LINGER_S = 2.0
 
 
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
-    """Fork the node's agent from the shim of local rank 0, after `folder.enter`, and return its process id.
+    """Fork the node's agent from the shim of local rank 0, after `files.register_shim`, and return its process id.
 
-    Returns the id of the existing agent if the node has one, as under launchers that do not set local ranks.
+    If the node already has an agent, as under launchers that do not set local ranks, return its id (0 if it has
+    exited).
     """
     try:
         handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -81,20 +82,20 @@ def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFol
         os.chdir("/")
         _lower_priority()
         with open_private(folder.path) as reopened:
-            _Node(info, run_dir, run_id, reopened).run()
+            _Agent(info, run_dir, run_id, reopened).run()
     finally:
         os._exit(0)
 
 
 def _lower_priority() -> None:
-    """Release the agent from the cores of local rank 0, so that it does not slow down that rank."""
+    """Raise the agent's niceness and unbind it from local rank 0's cores, so that it does not slow ranks down."""
     os.nice(_NICE)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-class _Node:
-    """State of the agent."""
+class _Agent:
+    """Agent's state and main loop."""
 
     def __init__(self, info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> None:
         self.info = info
@@ -110,7 +111,7 @@ class _Node:
         self.strays = Strays(folder)
         self.stop: StopOrder | None = None
         self.kill_at = float("inf")
-        self.answered: set[str] = set()
+        self.executed_tokens: set[str] = set()
         self.ranks: dict[int, RankReport] = {}
         self.error: str | None = None
         self.written_at = float("-inf")
@@ -119,14 +120,14 @@ class _Node:
     def run(self) -> None:
         """Run until the node's ranks have ended."""
         try:
-            self._guarded(lambda: remove_stale(self.run_id))
+            self._run_guarded(lambda: remove_stale(self.run_id))
             self._poll()
             self._finish()
         except Exception:
             self.error = traceback.format_exc()
             self._write(RUNNING)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _run_guarded(self, action: Callable[[], None]) -> None:
         """Run one action of the agent; on an error, report it and continue.
 
         User programs can write to the files that the agent reads, and damaged files must not prevent the cleanup.
@@ -144,27 +145,27 @@ class _Node:
             now = time.monotonic()
             if now >= gather_at:
                 gather_at = now + self.interval_s
-                self._guarded(partial(self._gather, now))
+                self._run_guarded(partial(self._gather, now))
             if now >= orders_at:
                 orders_at = now + self.control_interval_s
-                self._guarded(partial(self._execute_orders, now))
-            if self._is_over(now):
+                self._run_guarded(partial(self._execute_orders, now))
+            if self._is_finished(now):
                 return
             limit = max(0.0, min(_TICK_S, gather_at - now, orders_at - now, self.kill_at - now))
             if select.select([wake], [], [], limit)[0]:
                 os.read(wake, 4096)
                 orders_at = now
-                if len(files.registered(self.folder)) > len(self.ranks):
-                    # To end the run, launch must know early which ranks have an agent.
+                if len(files.registered_ranks(self.folder)) > len(self.ranks):
+                    # launch must learn promptly which ranks have an agent, so that it can end the run.
                     gather_at = now
 
     def _gather(self, now: float) -> None:
         processes = list(marked(self.run_id))
-        self.strays.look(processes)
-        ranks, has_news = self.gatherer.look(processes)
+        self.strays.update(processes)
+        ranks, has_news = self.gatherer.update(processes)
         pids = (process.pid for process in processes if process.rank == self.info.rank)
         has_news = self.mpi.look(pids, now) or has_news
-        has_news = self.builds.look(processes) or has_news
+        has_news = self.builds.update(processes) or has_news
         self.ranks = ranks
         if has_news or now - self.written_at >= KEEPALIVE_S * self.interval_s:
             self._write(STOPPING if self.stop else RUNNING, ranks)
@@ -174,59 +175,59 @@ class _Node:
         stop = stop_ordered(self.run_dir, self.run_id)
         if stop is not None and stop != self.stop:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
-            # Shims forward it to their ranks; processes that left a rank's group get no signal before SIGKILL.
+            # Shims forward SIGTERM to their ranks; processes that left a rank's group receive only SIGKILL.
             self._signal_ranks(signal.SIGTERM)
-        pending: list[SignalOrder | StacksOrder] = [*orders(SignalOrder, self.run_dir, self.run_id),
-                                                    *orders(StacksOrder, self.run_dir, self.run_id)]
+        pending: list[SignalOrder | StacksOrder] = [*read_orders(SignalOrder, self.run_dir, self.run_id),
+                                                    *read_orders(StacksOrder, self.run_dir, self.run_id)]
         for order in pending:
-            if order.token not in self.answered:
-                self.answered.add(order.token)
+            if order.token not in self.executed_tokens:
+                self.executed_tokens.add(order.token)
                 if isinstance(order, SignalOrder):
                     self._signal_ranks(order.number)
                 else:
                     self._write_stacks(order.token, order.ranks)
 
     def _signal_ranks(self, number: int) -> None:
-        for pid in files.running(self.folder).values():
+        for pid in files.running_shims(self.folder).values():
             # A shim that is still starting has no handler yet, and the signal would kill it.
             if number == signal.SIGTERM or has_signal_handler(pid, number):
                 kill(pid, number)
 
     def _write_stacks(self, token: str, ranks: tuple[int, ...]) -> None:
-        local_ranks = sorted(files.registered(self.folder).keys() & set(ranks))
+        local_ranks = sorted(files.registered_ranks(self.folder).keys() & set(ranks))
         if not local_ranks:
             return
         processes = list(marked(self.run_id))
         for rank in local_ranks:
             heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (order {token})"
             of_rank = [process for process in processes if process.rank == rank]
-            text = describe(heading, of_rank, self.folder.path / files.file_of(rank, files.STACKS))
+            text = format_stacks(heading, of_rank, self.folder.path / files.file_of(rank, files.STACKS))
             with contextlib.suppress(OSError):
                 # Written atomically: `take_stacks` waits for the first line.
                 write_atomic(self.run_dir.rank_stacks(rank), text.encode(errors="backslashreplace"))
 
-    def _is_over(self, now: float) -> bool:
+    def _is_finished(self, now: float) -> bool:
         if now >= self.kill_at:
             return True
-        if files.running(self.folder):
+        if files.running_shims(self.folder):
             self.idle_since = None
             return False
-        if self.stop is not None or len(files.registered(self.folder)) >= self.info.local_size:
+        if self.stop is not None or len(files.registered_ranks(self.folder)) >= self.info.local_size:
             return True
         if self.idle_since is None:
             self.idle_since = now
-        return now - self.idle_since > _LATE_S
+        return now - self.idle_since > _MISSING_RANKS_S
 
     def _finish(self) -> None:
         """Kill processes that ranks left behind, and remove the folder.
 
-        If launch ends the run, kill the launcher's helpers on this node too, but after the shims, which wait for
-        the folder to be removed.
+        If launch ends the run from another node, kill the launcher's helpers on this node too, but after the
+        shims, which wait for the folder to be removed.
         """
-        self._guarded(self._end_groups)
+        self._run_guarded(self._end_groups)
         survivors = end_marked(self.run_id, chosen=lambda process: process.is_of_rank, roots=self.strays.roots)
-        self._guarded(self.builds.clear)
-        self._guarded(self._gather_last)
+        self._run_guarded(self.builds.remove_locks)
+        self._run_guarded(self._gather_last)
         ranks = self.ranks
         clears_node = self.stop is not None and self.stop.launch_host != self.host
         self._write(RANKS_ENDED if clears_node else ENDED, ranks, survivors)
@@ -238,11 +239,11 @@ class _Node:
             self._write(ENDED, ranks, end_marked(self.run_id))
 
     def _end_groups(self) -> None:
-        for group in files.groups(self.folder):
+        for group in files.rank_cgroups(self.folder):
             end_group(group)
 
     def _gather_last(self) -> None:
-        self.ranks, _ = self.gatherer.look([])
+        self.ranks, _ = self.gatherer.update([])
 
     def _write(self, state: str, ranks: dict[int, RankReport] | None = None,
                survivors: list[int] | None = None) -> None:
@@ -266,23 +267,23 @@ class Strays:
         self._folder = folder
         self.recorded: set[ProcessIdentity] = set()
 
-    def look(self, processes: Iterable[Process]) -> None:
-        """Update the strays. `processes` are all processes with the marker."""
+    def update(self, processes: Iterable[Process]) -> None:
+        """Record the strays. `processes` are all processes with the marker."""
         by_pid = list_processes(is_own_only=True)
         of_ranks = {process.pid for process in processes if process.is_of_rank}
         # Except for shims and their forks, everything below a shim belongs to its rank.
         spared = {os.getpid(), *(process.pid for process in processes if process.is_shim)}
         roots = {*self.roots(), *(ProcessIdentity(pid, by_pid[pid].start) for pid in of_ranks if pid in by_pid)}
-        strays = {kin for kin in find_descendants(by_pid, roots, spared) if kin.pid not in of_ranks}
+        strays = {process for process in find_descendants(by_pid, roots, spared) if process.pid not in of_ranks}
         if strays != self.recorded:
             self.recorded = strays
             self._write()
 
     def roots(self) -> set[ProcessIdentity]:
         """Return the processes from which strays and their children descend."""
-        return self.recorded | set(files.shims(self._folder))
+        return self.recorded | set(files.registered_shims(self._folder))
 
     def _write(self) -> None:
         # For the janitors, in case the agent is killed too.
         with contextlib.suppress(OSError):
-            self._folder.write(files.STRAYS, "".join(f"{kin}\n" for kin in self.recorded).encode())
+            self._folder.write(files.STRAYS, "".join(f"{process}\n" for process in self.recorded).encode())

@@ -28,7 +28,7 @@ _FOLDER = re.compile(r"\bUsing (/.+) as PyTorch extensions root")
 
 @dataclass(frozen=True)
 class Lock:
-    """Lock file of an extension build. `worker` is the process on this node that is compiling it, if any."""
+    """Lock file of an extension build. `worker` is the process on this node that is building, if any."""
 
     path: Path
     age_s: float
@@ -39,11 +39,11 @@ class Lock:
         if self.worker is not None:
             return f"{name} has been compiling for {minutes:.0f} min (process {self.worker}); other ranks wait"
         return (f"{name}: the build lock is {minutes:.0f} min old, and no process on this node is compiling it; if"
-                f" none is on another node, remove the lock: rm {shlex.quote(str(self.path))}")
+                f" no process on another node is either, remove the lock: rm {shlex.quote(str(self.path))}")
 
 
 class BuildWatch:
-    """Locks under which ranks of this node were seen compiling."""
+    """Locks of extension builds that ranks of this node were seen running."""
 
     def __init__(self) -> None:
         self._locks: dict[Path, tuple[int, int]] = {}
@@ -53,7 +53,7 @@ class BuildWatch:
         """Names of the extensions that were seen compiling."""
         return tuple(lock.parent.name for lock in self._locks)
 
-    def look(self, processes: Iterable[Process]) -> bool:
+    def update(self, processes: Iterable[Process]) -> bool:
         """Record builds in progress; return True if there is a new one."""
         count = len(self._locks)
         for process in processes:
@@ -63,15 +63,15 @@ class BuildWatch:
                     self._locks[lock] = _identity(lock)
         return len(self._locks) > count
 
-    def clear(self) -> None:
-        """Remove the recorded locks that are unchanged, after the ranks have ended."""
+    def remove_locks(self) -> None:
+        """Remove the recorded locks that are unchanged. Call it after the ranks have ended."""
         for lock, identity in self._locks.items():
             with contextlib.suppress(OSError):
                 if _identity(lock) == identity:
                     lock.unlink()
 
 
-def locks_of(env: Mapping[str, str], output: Iterable[str] = ()) -> list[Lock]:
+def find_locks(env: Mapping[str, str], output: Iterable[str] = ()) -> list[Lock]:
     """Return the locks in all folders where ranks compile extensions.
 
     The folders come from the variable that launch (`env`) or the user set, and from torch's messages in `output`.

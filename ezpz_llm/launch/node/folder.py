@@ -37,11 +37,11 @@ STRAYS = "strays"
 _MEMORY = "/dev/shm"
 _RUN = "run"
 _WAKE = "wake"
-_LEAVE_WAIT_S = 3.0
+_AGENT_WAIT_S = 3.0
 _MAX_DIGITS = 18
 
 
-def base() -> Path:
+def parent_dir() -> Path:
     """Return the parent directory of these folders: /dev/shm, else the temporary directory."""
     if os.access(_MEMORY, os.W_OK):
         return Path(_MEMORY)
@@ -51,12 +51,12 @@ def base() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def prefix() -> str:
+def folder_prefix() -> str:
     """Return the prefix of this user's folders."""
     return f"ezpz_llm-node-{os.getuid()}-"
 
 
-HEARTBEAT, LOG, STACKS, MARK, SHIM, GROUP = "", ".log", ".stacks", ".ended", ".shim", ".group"
+HEARTBEAT, LOG, STACKS, END_MARK, SHIM, GROUP = "", ".log", ".stacks", ".ended", ".shim", ".group"
 """Suffixes of a rank's files.
 
 Heartbeat; log, if logs are kept on the node; faulthandler's output; end mark, with exit code and lifetime in
@@ -69,13 +69,13 @@ def file_of(rank: int, kind: str) -> str:
     return f"rank{rank:04d}{kind}"
 
 
-def read_beat(text: str) -> tuple[str | None, int | None]:
+def parse_heartbeat(text: str) -> tuple[str | None, int | None]:
     """Parse a heartbeat, a line `PHASE STEP`; None for a missing part."""
     phase, _, step = text.rstrip("\n").rpartition(" ")
     return phase or None, int(step) if step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS else None
 
 
-def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
+def register_shim(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
     """Create the run's folder on this node if it is missing, and register this process as the rank's shim.
 
     Raises:
@@ -83,10 +83,10 @@ def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
     """
     secret = run_secret(env)
     if secret is None:
-        raise NotPrivate(f"the launcher did not pass {SECRET_VARIABLE} to the ranks", base())
-    if not is_protected_from_others(base()):
-        raise NotPrivate("other users can replace files there", base())
-    path = base() / f"{prefix()}{derive_key(secret, 'node folder', os.uname().nodename)[:32]}"
+        raise NotPrivate(f"the launcher did not pass {SECRET_VARIABLE} to the ranks", parent_dir())
+    if not is_protected_from_others(parent_dir()):
+        raise NotPrivate("other users can replace files there", parent_dir())
+    path = parent_dir() / f"{folder_prefix()}{derive_key(secret, 'node folder', os.uname().nodename)[:32]}"
     while True:
         folder = make_private(path)
         try:
@@ -104,7 +104,7 @@ def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
 def mark_end(folder: PrivateFolder, rank: int, code: int, lived_s: float) -> None:
     """Mark the rank as ended, `lived_s` after its start."""
     with contextlib.suppress(OSError):
-        folder.write(file_of(rank, MARK), f"{code} {lived_s:.1f}".encode())
+        folder.write(file_of(rank, END_MARK), f"{code} {lived_s:.1f}".encode())
         _wake(folder)
 
 
@@ -113,28 +113,28 @@ def await_agent(folder: PrivateFolder, local_size: int) -> None:
 
     A launcher may kill the rest of its step on the node once the last shim has exited.
     """
-    deadline = time.monotonic() + _LEAVE_WAIT_S
-    while are_all_over(folder, local_size) and _agent(folder) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _AGENT_WAIT_S
+    while have_all_ended(folder, local_size) and _agent(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def are_all_over(folder: PrivateFolder, local_size: int) -> bool:
+def have_all_ended(folder: PrivateFolder, local_size: int) -> bool:
     """Return True if all ranks of this node have started and ended."""
     with contextlib.suppress(OSError):
-        return len(registered(folder)) >= local_size and not running(folder)
+        return len(registered_ranks(folder)) >= local_size and not running_shims(folder)
     return False
 
 
-def registered(folder: PrivateFolder) -> dict[int, str]:
+def registered_ranks(folder: PrivateFolder) -> dict[int, str]:
     """Return the ranks that have started on this node, with the identities of their shims."""
     return {int(name[4:-len(SHIM)]): folder.read(name).decode(errors="replace")
             for name in folder.names("rank") if name.endswith(SHIM) and name[4:-len(SHIM)].isascii()
             and name[4:-len(SHIM)].isdigit()}
 
 
-def shims(folder: PrivateFolder) -> list[ProcessIdentity]:
+def registered_shims(folder: PrivateFolder) -> list[ProcessIdentity]:
     """Return the shims of the ranks that have started on this node."""
-    return _identities(shim.encode() for shim in registered(folder).values())
+    return _identities(shim.encode() for shim in registered_ranks(folder).values())
 
 
 def _identities(lines: Iterable[bytes]) -> list[ProcessIdentity]:
@@ -146,18 +146,18 @@ def _identities(lines: Iterable[bytes]) -> list[ProcessIdentity]:
     return processes
 
 
-def groups(folder: PrivateFolder) -> list[Path]:
+def rank_cgroups(folder: PrivateFolder) -> list[Path]:
     """Return the cgroups of the node's ranks."""
     return [Path(os.fsdecode(folder.read(name))) for name in folder.names("rank") if name.endswith(GROUP)]
 
 
-def running(folder: PrivateFolder) -> dict[int, int]:
+def running_shims(folder: PrivateFolder) -> dict[int, int]:
     """Return the process ids, by rank, of shims that have neither marked the end nor vanished."""
     pids = {}
-    for rank, shim in registered(folder).items():
+    for rank, shim in registered_ranks(folder).items():
         # A program may have overwritten the shim's file.
         with contextlib.suppress(ValueError):
-            if not folder.has(file_of(rank, MARK)) and is_running(shim):
+            if not folder.has(file_of(rank, END_MARK)) and is_running(shim):
                 pids[rank] = ProcessIdentity.parse(shim).pid
     return pids
 
@@ -167,26 +167,26 @@ def identity(pid: int) -> str:
     return f"{pid} {started_at(pid)}"
 
 
-def is_running(who: str) -> bool:
-    """Return True if the process of an `identity` is alive, or the identity is not completely written yet."""
-    pid, _, start = who.partition(" ")
+def is_running(process: str) -> bool:
+    """Return True if a process, given by its `identity`, is alive, or if the identity is partly written."""
+    pid, _, start = process.partition(" ")
     return not start or is_alive(int(pid), int(start))
 
 
 def own_folders() -> Iterator[tuple[PrivateFolder, str, str]]:
-    """Yield this user's folders on this node, open, each with its run id and `processes.place`.
+    """Yield this user's folders on this node, open, each with its run id and `processes.pid_namespace_id`.
 
-    Run id and place are "" if the folder does not name them.
+    Both are "" if the folder does not name them.
     """
-    for name in sorted(os.listdir(base())):
-        if name.startswith(prefix()):
-            with contextlib.suppress(OSError), open_private(base() / name) as folder:
-                run_id, _, origin = (folder.read(_RUN).decode() if folder.has(_RUN) else "").partition("\n")
-                yield folder, run_id, origin
+    for name in sorted(os.listdir(parent_dir())):
+        if name.startswith(folder_prefix()):
+            with contextlib.suppress(OSError), open_private(parent_dir() / name) as folder:
+                run_id, _, namespace = (folder.read(_RUN).decode() if folder.has(_RUN) else "").partition("\n")
+                yield folder, run_id, namespace
 
 
 def agents(run_id: str) -> frozenset[int]:
-    """Return the process id of the node's agent, if there is one."""
+    """Return the process ids of the run's agents on this node: one, or none."""
     return frozenset(pid for folder in _folders_of(run_id) if (pid := _agent(folder)))
 
 
@@ -228,7 +228,7 @@ def _wake(folder: PrivateFolder) -> None:
 
 
 def _agent(folder: PrivateFolder) -> int | None:
-    """Return the process id of a living agent, if there is one."""
+    """Return the process id of a running agent, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         agent = folder.read(AGENT).decode()
         return int(agent.partition(" ")[0]) if is_running(agent) else None
@@ -236,14 +236,14 @@ def _agent(folder: PrivateFolder) -> int | None:
 
 
 _QUIET_S = 600.0
-"""Folders written to within this time are kept if their processes may be invisible, as in another container."""
+"""Folders written to within this time are kept if their processes may be invisible from here (in a container)."""
 
 
 def remove_stale(own_run_id: str) -> None:
     """Remove this user's folders of runs without processes, left by agents that were killed."""
-    local_place = pid_namespace_id()
-    for folder, run_id, origin in own_folders():
-        if run_id != own_run_id and (origin == local_place or _is_quiet(folder)) and not any(marked(run_id)):
+    local_namespace = pid_namespace_id()
+    for folder, run_id, namespace in own_folders():
+        if run_id != own_run_id and (namespace == local_namespace or _is_quiet(folder)) and not any(marked(run_id)):
             remove_private(folder.path)
 
 

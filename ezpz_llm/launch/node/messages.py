@@ -20,7 +20,7 @@ from ezpz_llm.rundir import RunDir
 
 _LOGS = "logs"
 _MAX_BYTES = 1 << 20
-"""Size limit of an order, which every agent reads once a second; the list of ranks is its longest part."""
+"""Size limit of an order, since every agent reads it up to once a second. Its longest part is the list of ranks."""
 
 Order = TypeVar("Order", bound="StopOrder | StacksOrder | SignalOrder")
 
@@ -30,8 +30,8 @@ class StopOrder:
     """Order to end all processes of the run: SIGTERM, then SIGKILL after `grace_s`.
 
     Attributes:
-        launch_host: the node of launch, which ends the launcher there itself.
-        is_hang: True if ranks that can should print their stacks (SIGABRT) instead of receiving SIGTERM.
+        launch_host: the node on which launch runs. There launch itself ends the launcher.
+        is_hang: True to send SIGABRT instead of SIGTERM to ranks whose handler for it prints their stacks.
         received: the signal that launch received, or "".
     """
 
@@ -85,7 +85,7 @@ def order_signal(run_dir: RunDir, run_id: str, number: int) -> None:
 
 
 def order_logs(run_dir: RunDir, ranks: str) -> None:
-    """Order the logs of these ranks ("0,4-7") to be copied to the run directory when they end.
+    """Order the logs of these ranks ("0,4-7") to be copied to the run directory when the ranks end.
 
     Raises:
         OSError: the run directory is not writable, or belongs to another user.
@@ -108,7 +108,7 @@ def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: 
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
             for rank in sorted(missing):
-                if _is_answer(run_dir.rank_stacks(rank), order.token):
+                if _is_reply(run_dir.rank_stacks(rank), order.token):
                     files[rank] = run_dir.rank_stacks(rank)
             missing -= files.keys()
     finally:
@@ -117,7 +117,7 @@ def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: 
     return files
 
 
-def _is_answer(path: Path, token: str) -> bool:
+def _is_reply(path: Path, token: str) -> bool:
     with contextlib.suppress(OSError), path.open(errors="replace") as file:
         return token in file.readline(4096)
     return False
@@ -125,11 +125,11 @@ def _is_answer(path: Path, token: str) -> bool:
 
 def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
     """Return the order to stop this run, if there is one."""
-    return next(iter(orders(StopOrder, run_dir, run_id)), None)
+    return next(iter(read_orders(StopOrder, run_dir, run_id)), None)
 
 
-def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
-    """Return all orders of a kind for the run; of orders for stacks, only those that are still pending.
+def read_orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
+    """Return the orders of a kind for the run. `take_stacks` removes its order when it returns.
 
     Invalid files are skipped, so that they do not stop the agent.
     """
@@ -137,7 +137,7 @@ def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
             if order.run_id == run_id]
 
 
-def logs_ordered(run_dir: RunDir) -> str:
+def read_log_order(run_dir: RunDir) -> str:
     """Return the ranks whose logs are to be copied, "" for none."""
     with contextlib.suppress(OSError), open_private(run_dir.control) as control:
         return control.read(_LOGS, _MAX_BYTES).decode(errors="replace")
@@ -152,12 +152,15 @@ def _write_order(run_dir: RunDir, order: StopOrder | StacksOrder | SignalOrder) 
     return name
 
 
-NODES_A_SECOND = 200
+REPORTS_PER_SECOND = 200
 """Reports per second of all agents together; shared file systems often have a single metadata server."""
-LOOKS_A_SECOND = 2000
-"""Reads of orders per second of all agents together."""
+READS_PER_SECOND = 2000
+"""Reads of orders per second of all agents together; a read costs less than a report."""
 KEEPALIVE_S = 10.0
-"""Period of unchanged reports at an agent's interval of 1 s; at longer intervals, ten of these."""
+"""Period after which an unchanged report is written again, if the agent's interval is 1 s.
+
+At longer intervals it is ten intervals.
+"""
 
 RUNNING, STOPPING, RANKS_ENDED, ENDED = "running", "stopping", "ranks ended", "ended"
 """States of an agent: RANKS_ENDED when no rank process is left, ENDED when no process of the run is left."""
@@ -211,13 +214,16 @@ class NodeReport:
 
 
 def control_interval_s(nodes: int) -> float:
-    """Return the interval at which an agent reads orders, which costs less than a report."""
-    return max(1.0, nodes / LOOKS_A_SECOND)
+    """Return the interval at which an agent reads orders: 1 s, longer above 2000 nodes."""
+    return max(1.0, nodes / READS_PER_SECOND)
 
 
 def interval_s(nodes: int) -> float:
-    """Return the interval at which an agent gathers: 1 s, longer above 200 nodes to spare the file system."""
-    return max(1.0, nodes / NODES_A_SECOND)
+    """Return the interval at which an agent gathers reports: 1 s, longer above 200 nodes.
+
+    The limit protects the file system.
+    """
+    return max(1.0, nodes / REPORTS_PER_SECOND)
 
 
 def write_report(run_dir: RunDir, report: NodeReport) -> None:

@@ -27,9 +27,9 @@ class Process:
     Attributes:
         start: start time in clock ticks since the node's boot.
         rank: None for launchers, shims and their forks, and if the variable is not a number.
-        is_of_rank: True if the process has the variable of a rank, with any value.
+        is_of_rank: True if the process has the rank variable, with any value.
         is_shim: True for shims and their forks.
-        state: the kernel's letter.
+        state: the kernel's letter, such as R or D.
         processor_s: CPU seconds of the process and its ended children.
         name: the program's name, truncated to 15 bytes.
     """
@@ -46,9 +46,9 @@ class Process:
 
 
 def marked(run_id: str) -> Iterator[Process]:
-    """Yield this user's living processes on this node that carry the run's marker, except this one.
+    """Yield this user's live processes on this node that carry the run's marker, except this one.
 
-    The newest come first: a process that lives for 2 ms and leaves a child would otherwise be gone when read.
+    The newest come first: otherwise a process that lives for 2 ms and leaves a child would end before it is read.
     """
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
     uid, own_pid = os.getuid(), os.getpid()
@@ -116,13 +116,13 @@ def has_signal_handler(pid: int, number: int) -> bool:
 
 
 def find_ancestor(processes: list[Process]) -> Process:
-    """Return the process from which the others descend."""
+    """Return the process from which the other processes descend."""
     pids = {process.pid for process in processes}
     return next((process for process in processes if process.parent not in pids), processes[0])
 
 
-_AGAIN_S = 0.02
-_EMPTY_LOOKS = 2
+_POLL_S = 0.02
+_EMPTY_SCANS = 2
 
 
 class ProcessIdentity(NamedTuple):
@@ -169,14 +169,14 @@ def list_processes(is_own_only: bool = False) -> dict[int, ProcessFields]:
         try:
             if is_own_only and entry.stat().st_uid != uid:
                 continue
-            processes[int(entry.name)] = _read_seen(int(entry.name))
+            processes[int(entry.name)] = _read_fields(int(entry.name))
         except OSError:
             # The process has just ended.
             continue
     return processes
 
 
-def _read_seen(pid: int) -> ProcessFields:
+def _read_fields(pid: int) -> ProcessFields:
     _, numbers = _stat(pid)
     # A process whose main thread has ended may still have other threads.
     has_ended = numbers[0] in ("Z", "X") and int(numbers[17]) <= 1
@@ -185,7 +185,7 @@ def _read_seen(pid: int) -> ProcessFields:
 
 def find_descendants(seen: dict[int, ProcessFields], roots: Iterable[ProcessIdentity],
                      spared: Collection[int] = ()) -> set[ProcessIdentity]:
-    """Return the `roots` and their living descendants.
+    """Return the `roots` and their live descendants.
 
     `spared` processes are excluded with their descendants; of a spared root, only the root itself is excluded.
     """
@@ -201,7 +201,7 @@ def find_descendants(seen: dict[int, ProcessFields], roots: Iterable[ProcessIden
 
 
 def read_descendants(root: ProcessIdentity, spared: Collection[int]) -> Iterator[ProcessIdentity]:
-    """Yield the living descendants of `root`, each before its children are read.
+    """Yield the live descendants of `root`, each before its children are read.
 
     The caller can thus stop a process before it creates more. `spared` processes are excluded with their
     descendants.
@@ -214,7 +214,7 @@ def read_descendants(root: ProcessIdentity, spared: Collection[int]) -> Iterator
             visited.add(pid)
             queue.append(pid)
             with contextlib.suppress(OSError):
-                process = _read_seen(pid)
+                process = _read_fields(pid)
                 if not process.has_ended:
                     yield ProcessIdentity(pid, process.start)
 
@@ -239,15 +239,15 @@ def end_all(find: Callable[[], Iterable[ProcessIdentity]], within_s: float) -> l
     """Kill the processes that `find` returns until it returns none twice in a row; return the ids of survivors.
 
     A single call can miss a process that forks and exits. Each process is first stopped with SIGSTOP, which catches
-    even a process that forks every millisecond. Survivors resist, or belong to another user.
+    even a process that forks every millisecond. Survivors do not die in time, or belong to another user.
     """
     began = time.monotonic()
     stopped: set[ProcessIdentity] = set()
     unpermitted: set[ProcessIdentity] = set()
-    living: set[ProcessIdentity] = set()
-    empty_looks = 0
-    while empty_looks < _EMPTY_LOOKS and (lasted_s := time.monotonic() - began) <= within_s:
-        living, is_new = set(), False
+    alive: set[ProcessIdentity] = set()
+    empty_scans = 0
+    while empty_scans < _EMPTY_SCANS and (lasted_s := time.monotonic() - began) <= within_s:
+        alive, is_new = set(), False
         for process in find():
             if process in unpermitted:
                 continue
@@ -257,19 +257,19 @@ def end_all(find: Callable[[], Iterable[ProcessIdentity]], within_s: float) -> l
                     continue
                 stopped.add(process)
                 is_new = True
-            living.add(process)
-        empty_looks = 0 if living else empty_looks + 1
+            alive.add(process)
+        empty_scans = 0 if alive else empty_scans + 1
         if is_new and lasted_s < within_s / 2:
             continue
-        for process in living:
+        for process in alive:
             _send(process, signal.SIGKILL)
-        if living:
-            time.sleep(_AGAIN_S)
-    return sorted(process.pid for process in living | unpermitted if process.is_there())
+        if alive:
+            time.sleep(_POLL_S)
+    return sorted(process.pid for process in alive | unpermitted if process.is_there())
 
 
 def _send(process: ProcessIdentity, number: signal.Signals) -> bool:
-    """Send a signal if it is still the same process; return False without permission."""
+    """Send a signal if the process still exists; return False without permission."""
     try:
         if process.is_there():
             os.kill(process.pid, number)

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base import PrivateFolder, ask_command, command_line, system_link, system_text
-from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, read_beat, registered
+from ezpz_llm.launch.node.folder import END_MARK, HEARTBEAT, LOG, file_of, parse_heartbeat, registered_ranks
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, find_ancestor, has_signal_handler
 from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 from ezpz_llm.rundir import RunDir
 
 BUSY_SHARE = 0.02
-"""Share of one core below which a rank counts as idle: timers run during a hang, too."""
+"""Share of one core below which a rank is considered idle: timers also run during a hang."""
 _MIN_BUSY_S = 0.05
-_BEAT_BYTES = 4096
+_HEARTBEAT_BYTES = 4096
 
 
 @dataclass
@@ -31,10 +31,10 @@ class _Life:
     used_at: float
     processor_s: float = 0.0
     log: tuple[int, int] = (-1, 0)
-    beat_stamp: int | None = None
-    beat_at: float = 0.0
-    doing: tuple[str | None, int | None] = (None, None)
-    is_over: bool = False
+    heartbeat_stamp: int | None = None
+    heartbeat_at: float = 0.0
+    phase_and_step: tuple[str | None, int | None] = (None, None)
+    has_ended_before: bool = False
     is_stopped: bool = False
 
 
@@ -46,67 +46,67 @@ class Gatherer:
         self._run_dir = run_dir
         self._lives: dict[int, _Life] = {}
 
-    def look(self, processes: list[Process]) -> tuple[dict[int, RankReport], bool]:
-        """Return the reports of all ranks on this node, and True if any showed life or ended since the last."""
+    def update(self, processes: list[Process]) -> tuple[dict[int, RankReport], bool]:
+        """Return the reports of all ranks on this node, and True if any was active or ended since the last call."""
         now = time.monotonic()
         reports = {rank: self._report(rank, [process for process in processes if process.rank == rank], now)
-                   for rank in sorted(registered(self._folder))}
+                   for rank in sorted(registered_ranks(self._folder))}
         return {rank: report for rank, (report, _) in reports.items()}, any(news for _, news in reports.values())
 
     def _report(self, rank: int, processes: list[Process], now: float) -> tuple[RankReport, bool]:
         is_new = rank not in self._lives
         life = self._lives.setdefault(rank, _Life(now))
-        ended, lived_s = self._end(rank)
+        ended, lived_s = self._read_end(rank)
         is_busy = self._is_busy(life, rank, processes, now)
         if is_busy:
             life.used_at = now
-        phase, step, has_beaten = self._beat(life, rank, now)
+        phase, step, has_new_heartbeat = self._read_heartbeat(life, rank, now)
         main = find_ancestor(processes) if processes else None
         report = RankReport(
             pid=main.pid if main else None, phase=phase, step=step,
-            silent_s=round(now - life.beat_at, 1) if life.beat_stamp is not None else None,
+            silent_s=round(now - life.heartbeat_at, 1) if life.heartbeat_stamp is not None else None,
             idle_s=round(now - life.used_at, 1), state=main.state if main else None, ended=ended,
             lived_s=lived_s)
         was_stopped, life.is_stopped = life.is_stopped, report.state == "T"
-        has_ended, life.is_over = ended is not None and not life.is_over, ended is not None
+        has_ended, life.has_ended_before = ended is not None and not life.has_ended_before, ended is not None
         return report, has_ended or (ended is None and (
-            is_new or is_busy or has_beaten or life.is_stopped != was_stopped))
+            is_new or is_busy or has_new_heartbeat or life.is_stopped != was_stopped))
 
     def _is_busy(self, life: _Life, rank: int, processes: list[Process], now: float) -> bool:
         used = sum(process.processor_s for process in processes)
-        log = self._log(rank)
+        log = self._log_status(rank)
         has_written = log != life.log
-        # The CPU time of an unreaped process disappears when it ends: restart from the rest.
+        # The CPU time of a process that is not reaped disappears when it ends: continue from the smaller sum.
         worked = used < life.processor_s or (
             used - life.processor_s > _MIN_BUSY_S + BUSY_SHARE * (now - life.used_at))
         if has_written or worked:
             life.log, life.processor_s = log, used
         return has_written or worked
 
-    def _beat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
+    def _read_heartbeat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
         name = file_of(rank, HEARTBEAT)
         try:
             stamp = self._folder.stat(name).st_mtime_ns
-            text = self._folder.read(name, _BEAT_BYTES).decode(errors="replace")
+            text = self._folder.read(name, _HEARTBEAT_BYTES).decode(errors="replace")
         except OSError:
-            return *life.doing, False
-        has_beaten = stamp != life.beat_stamp
-        if has_beaten:
-            life.beat_stamp, life.beat_at = stamp, now
+            return *life.phase_and_step, False
+        has_new_heartbeat = stamp != life.heartbeat_stamp
+        if has_new_heartbeat:
+            life.heartbeat_stamp, life.heartbeat_at = stamp, now
         # During a write the file is empty or its line is incomplete.
         if text.endswith("\n"):
-            life.doing = read_beat(text)
-        return *life.doing, has_beaten
+            life.phase_and_step = parse_heartbeat(text)
+        return *life.phase_and_step, has_new_heartbeat
 
-    def _end(self, rank: int) -> tuple[int | None, float | None]:
+    def _read_end(self, rank: int) -> tuple[int | None, float | None]:
         """Return exit code and lifetime of a rank; None if it has not ended."""
         try:
-            code, lived_s = (self._folder.read(file_of(rank, MARK)).decode() or "0 0").split()
+            code, lived_s = (self._folder.read(file_of(rank, END_MARK)).decode() or "0 0").split()
             return int(code), float(lived_s)
         except (OSError, ValueError):
             return None, None
 
-    def _log(self, rank: int) -> tuple[int, int]:
+    def _log_status(self, rank: int) -> tuple[int, int]:
         """Return size and modification time of the rank's log, in the run directory or on the node.
 
         A log that has reached its size limit no longer grows, but its modification time changes.
@@ -123,48 +123,49 @@ _PY_SPY_TIMEOUT_S = 10.0
 _HANDLER_TIMEOUT_S = 3.0
 _MAX_PROCESSES = 8
 _NO_STACK = f"""\
-  no Python stack: py-spy is not installed or not permitted, and the program has registered no fault handler.
+  no Python stack: py-spy is not installed or not permitted, and the program has registered_ranks no fault handler.
   Run `pip install py-spy`, or add to the program:
     import faulthandler, os
     faulthandler.register({STACKS_SIGNAL}, open(os.environ["{STACKS_VARIABLE}"], "a"))
 """
 
 
-def describe(heading: str, own: Sequence[Process], answers: Path) -> str:
-    """Return the text of a stacks file: Python stacks, if available, and the kernel's information.
+def format_stacks(heading: str, processes: Sequence[Process], handler_output: Path) -> str:
+    """Return the text of a stacks file: each process's Python stacks, if available, and its state in the kernel.
 
     Args:
         heading: its first line.
-        own: the rank's processes; only the first eight are described.
-        answers: the file to which the rank's fault handler writes.
+        processes: the rank's processes; the stacks of eight are returned.
+        handler_output: the file to which the rank's fault handler writes.
     """
-    if not own:
+    if not processes:
         return f"{heading}\nno process of this rank is left\n"
-    main = find_ancestor(list(own))
-    in_order = [main, *sorted((process for process in own if process is not main), key=lambda process: process.pid)]
-    parts = [heading, *(_describe_process(process, answers) for process in in_order[:_MAX_PROCESSES])]
-    if len(own) > _MAX_PROCESSES:
-        parts.append(f"… and {len(own) - _MAX_PROCESSES} more processes\n")
+    main = find_ancestor(list(processes))
+    in_order = [main, *sorted((process for process in processes if process is not main),
+                              key=lambda process: process.pid)]
+    parts = [heading, *(_format_process(process, handler_output) for process in in_order[:_MAX_PROCESSES])]
+    if len(processes) > _MAX_PROCESSES:
+        parts.append(f"… and {len(processes) - _MAX_PROCESSES} more processes\n")
     return "\n".join(parts)
 
 
-def _describe_process(process: Process, answers: Path) -> str:
+def _format_process(process: Process, handler_output: Path) -> str:
     text = f"process {process.pid}: {command_line(process.pid) or '(it has ended)'}\n{_kernel_state(process.pid)}"
     if not os.path.basename(system_link(f"/proc/{process.pid}/exe")).startswith("python"):
         return text
-    stacks = _by_py_spy(process.pid) or _by_fault_handler(process.pid, answers)
+    stacks = _stack_from_py_spy(process.pid) or _stack_from_fault_handler(process.pid, handler_output)
     return text + (stacks or _NO_STACK)
 
 
-def _by_py_spy(pid: int) -> str | None:
+def _stack_from_py_spy(pid: int) -> str | None:
     path = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
     return ask_command(["py-spy", "dump", "--pid", str(pid)], {**os.environ, "PATH": path}, _PY_SPY_TIMEOUT_S).text
 
 
-def _by_fault_handler(pid: int, answers: Path) -> str | None:
+def _stack_from_fault_handler(pid: int, handler_output: Path) -> str | None:
     if not has_signal_handler(pid, STACKS_SIGNAL):
         return None
-    before = _size(answers)
+    before = _size(handler_output)
     try:
         os.kill(pid, STACKS_SIGNAL)
     except OSError:
@@ -172,9 +173,9 @@ def _by_fault_handler(pid: int, answers: Path) -> str | None:
     deadline, size = time.monotonic() + _HANDLER_TIMEOUT_S, before
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        last, size = size, _size(answers)
+        last, size = size, _size(handler_output)
         if size > before and size == last:
-            return answers.read_bytes()[before:].decode(errors="replace")
+            return handler_output.read_bytes()[before:].decode(errors="replace")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Detection of the job that this process runs in. Each scheduler has a module; this one orders them."""
+"""Detection of the job that this process runs in. Each scheduler has a module of its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step_launchers() -> tuple[str, ...]:
 
 
 def rank_names() -> dict[str, str]:
-    """Return variables that tell ranks how the step launchers of plugins number them."""
+    """Return settings that tell ranks in which variables the step launchers of plugins pass rank numbers."""
     launchers = (scheduler.step_launcher() for scheduler in schedulers().values())
     return names_for_ranks([launcher.ranks for launcher in launchers if launcher and launcher.ranks])
 
@@ -65,7 +65,7 @@ def scheduler_of(allocation: Allocation) -> Scheduler | None:
 
 
 def scheduler_here(env: Mapping[str, str]) -> Scheduler | None:
-    """Return the first scheduler that `env` is in a job of, independent of --scheduler."""
+    """Return the first scheduler whose job variables are in `env`, regardless of --scheduler."""
     return next((scheduler for scheduler in schedulers().values() if scheduler.mark(env)), None)
 
 
@@ -76,7 +76,7 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
 
     Args:
         wanted: a scheduler's name, "none", or "auto" for the scheduler whose job this process is in.
-        hosts_from: the option with which the user names nodes. The nodes of the job need not be known then.
+        hosts_from: the option with which the user names nodes; launch then does not need the nodes of the job.
 
     Raises:
         UserError: the variables of a scheduler contradict each other, two schedulers name different nodes, there
@@ -104,16 +104,17 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
-    """Add what only the scheduler's command knows (`ends_at`). `effort` is (timeout in seconds, tries).
+    """Add facts that only the scheduler's commands report, such as the job's end time.
 
-    Adds a note if the command fails or contradicts the allocation; never raises.
+    `effort` is (timeout in seconds, tries).
+    Adds a note if a command fails or contradicts the allocation; never raises.
     """
     scheduler = scheduler_of(allocation)
     return allocation if scheduler is None else scheduler.supplement(allocation, env, *effort)
 
 
 def _allocation_or_local(name: str, env: Mapping[str, str], hosts_from: str | None) -> Allocation:
-    """Return the job's allocation. If it cannot be read but the user names nodes, return this node."""
+    """Return the job's allocation; this node if the allocation cannot be read but the user names nodes."""
     try:
         return _allocation_of(name, env)
     except UserError as error:
@@ -136,7 +137,7 @@ def _allocation_of(scheduler_name: str, env: Mapping[str, str]) -> Allocation:
     if allocation is None:
         variable = schedulers()[scheduler_name].JOB_VARIABLE
         raise UserError(f"--scheduler {scheduler_name} was given, but {variable} is not set",
-                        where="the environment", instead="start launch inside a job, or leave --scheduler out")
+                        where="the environment", instead="start launch inside a job, or omit --scheduler")
     return allocation.with_notes(*notes)
 
 
@@ -149,7 +150,7 @@ def _rank_source(env: Mapping[str, str]) -> str | None:
 
 
 def _reject_traces(env: Mapping[str, str]) -> None:
-    """Raise if the nodes of a job are set but its id is not, instead of running one rank on this node.
+    """Raise if a job's nodes are set but its id is not: one rank on this node would be wrong.
 
     Raises:
         UserError: one of a scheduler's TRACES is set.

@@ -1,7 +1,7 @@
 """Flux: the instance that a batch script or a `flux alloc` shell runs in, as its broker describes it.
 
 No Flux variable names the nodes ("Flux deliberately avoids setting many environment variables for the initial
-program", flux-environment(7)), so `detect` queries the broker on this node for the resources of the instance.
+program", flux-environment(7)), so `detect` queries the broker on this node for the instance's resources.
 Sources, for flux-core 0.88: https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html,
 man1/flux-batch.html, man1/flux-run.html, man7/flux-shell-options.html. Resource sets follow RFC 20:
 https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_20.html.
@@ -50,7 +50,7 @@ PATTERNS = (
     (NOT_STARTED, r"job\.exception \S+ type=alloc severity=0 .*|^flux-run: ERROR: .*"),
 )
 
-_ASK_S, _TRIES = 5.0, 2
+_TIMEOUT_S, _TRIES = 5.0, 2
 _STEP_TIMEOUT_S = 10.0
 _RESOURCES = ("flux", "kvs", "get", "resource.R")
 _NO_END = 0.0
@@ -72,7 +72,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         raise unknown_nodes_error(TITLE, task, reason, f"FLUX_JOB_ID={task}",
                                   manual_instructions(HOSTFILE_COMMANDS, env))
     where = f"{name}={env[name]}"
-    answer = ask_command(_RESOURCES, env, _ASK_S, _TRIES)
+    answer = ask_command(_RESOURCES, env, _TIMEOUT_S, _TRIES)
     if answer.text is None:
         raise unknown_nodes_error(TITLE, env[name], answer.complaint, where,
                                   manual_instructions(HOSTFILE_COMMANDS, env))
@@ -86,7 +86,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
 
 
 def read_resources(text: str) -> tuple[tuple[Node, ...], float | None]:
-    """Return the nodes in an RFC 20 resource set, by broker rank, and the end of the instance (None: no end).
+    """Return the nodes in an RFC 20 resource set, by broker rank, and the instance's end time (None: no end).
 
     Raises:
         UserError: not a resource set, or one that names a node twice.
@@ -164,7 +164,7 @@ def directives(request: Request) -> list[str]:
     """
     if request.reservation:
         raise UserError(f"Flux has no named reservations, but --reservation is {request.reservation}",
-                        where="--reservation", instead="--queue or --account, as the site gave them")
+                        where="--reservation", instead="use --queue or --account, as your site specifies")
     for value in (request.name, str(request.output)):
         if not value.isprintable() or "{{" in value:
             raise UserError(f"Flux does not accept {value!r} as a job name or output path",
@@ -203,12 +203,12 @@ def cancel(ids: list[str]) -> str:
     return f"flux cancel {' '.join(ids)}"
 
 
-_BASE_58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_BASE_58_DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def output_file(request: Request, job: str) -> str:
     """Return the path of the job's output file, named by the decimal form of the id, which is ASCII."""
     number = 0
     for character in job[1:]:
-        number = number * len(_BASE_58) + _BASE_58.index(character)
+        number = number * len(_BASE_58_DIGITS) + _BASE_58_DIGITS.index(character)
     return str(request.output / f"job-{number}.log")

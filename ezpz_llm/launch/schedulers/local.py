@@ -1,4 +1,4 @@
-"""Allocations without a supported scheduler: this process is a rank already, or uses this node only."""
+"""Allocations without a supported scheduler: this process is already a rank, or uses only this node."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ NAME, STARTED = "none", "started"
 
 
 def detect(env: Mapping[str, str]) -> Allocation:
-    """Return this node."""
+    """Return an allocation of this node only."""
     return Allocation(scheduler=NAME, job_id=None, hosts=(Node(socket.gethostname()),), ends_at=None,
                       source="no scheduler's variables in the environment")
 
 
 def detect_rank(env: Mapping[str, str]) -> Allocation | None:
-    """Return this node with the ranks that are already on it. Return None if the world size is 1.
+    """Return this node with the ranks that are already on it.
+
+    None if the world size is 1, and in the shell of `srun --pty`.
 
     Raises:
         UserError: the rank variables are incomplete or contradict each other.
@@ -83,27 +85,28 @@ UNSUPPORTED_SCHEDULERS = (
 )
 
 
-def find(env: Mapping[str, str]) -> tuple[UnsupportedScheduler, str] | None:
+def find_unsupported_job(env: Mapping[str, str]) -> tuple[UnsupportedScheduler, str] | None:
     """Return the unsupported scheduler whose job this is, and the variable that shows it."""
-    return next(((foreign,
-                  name) for foreign in UNSUPPORTED_SCHEDULERS for name in foreign.variables if env.get(name)), None)
+    return next(((scheduler, name) for scheduler in UNSUPPORTED_SCHEDULERS for name in scheduler.variables
+                 if env.get(name)), None)
 
 
 def overridden_job_note(env: Mapping[str, str], why: str) -> tuple[str, ...]:
-    """Return a note if one of the user's options, named in `why`, overrides the job of an unsupported scheduler."""
-    match = find(env)
+    """Return a note if a user's option, named in `why`, overrides the job of an unsupported scheduler."""
+    match = find_unsupported_job(env)
     return (f"ignoring {match[1]}={env[match[1]]} ({why})",) if match else ()
 
 
 def reject_unsupported_job(env: Mapping[str, str]) -> None:
-    """Raise in a job of an unsupported scheduler, instead of running one rank on this node.
+    """Raise in a job of an unsupported scheduler: one rank on this node would be wrong.
 
     Raises:
         UserError: this is a job of one of `UNSUPPORTED_SCHEDULERS`.
     """
-    if match := find(env):
-        foreign, name = match
-        job = f"{foreign.name} job {env[name]}" if name == foreign.variables[0] else job_of(foreign.name)
-        raise UserError(f"this is {job}, but launch does not support {foreign.name} and cannot determine its nodes",
+    if match := find_unsupported_job(env):
+        scheduler, name = match
+        job = f"{scheduler.name} job {env[name]}" if name == scheduler.variables[0] else job_of(scheduler.name)
+        raise UserError(f"this is {job}, but launch does not support {scheduler.name} and cannot determine its"
+                        " nodes",
                         where=f"{name}={env[name][:80]}",
-                        instead=manual_instructions(foreign.hostfile_commands, env))
+                        instead=manual_instructions(scheduler.hostfile_commands, env))

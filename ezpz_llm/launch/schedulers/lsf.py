@@ -1,4 +1,4 @@
-"""LSF: nodes from the job's environment; the end of the job from bjobs.
+"""LSF: nodes from the job's environment; the job's end time from bjobs.
 
 A job's slots are its MPI tasks, as in LSF's own MPI integrations. If IBM's Job Step Manager starts the ranks (jsrun
 on machines such as Summit and Sierra), slots are cores, and the first node is the launch node, which gets no rank.
@@ -48,7 +48,7 @@ HOSTFILE_COMMANDS = (
 REMOTE_SHELL = ("blaunch",)
 SITE_CORES_COUNT = True
 
-_STEPS = "jsrun"
+_STEP_LAUNCHER = "jsrun"
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
@@ -60,13 +60,13 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
-    counts, source = _counts(env, job_id)
+    counts, source = _read_slots(env, job_id)
     if not counts or len(counts) > MAX_NODES:
         raise unknown_nodes_error(TITLE, job_id, f"{source} names {len(counts):,} nodes", source,
                                   manual_instructions(HOSTFILE_COMMANDS, env, failed=source))
     if index := env.get("LSB_JOBINDEX", "0").strip("0"):
         job_id = f"{job_id}[{index}]"
-    if shutil.which(_STEPS, path=env.get("PATH", os.defpath)):
+    if shutil.which(_STEP_LAUNCHER, path=env.get("PATH", os.defpath)):
         return _jsrun_allocation(job_id, counts, source)
     # One slot on every node is LSF's default, not a request for one rank per node.
     requests_slots = any(count > 1 for count in counts.values())
@@ -74,7 +74,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source)
 
 
-def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
+def _read_slots(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
     """Return the slots of each node, and their variable. LSF does not set LSB_HOSTS in very large jobs."""
     if text := env.get("LSB_MCPU_HOSTS"):
         fields = text.split()
@@ -113,7 +113,7 @@ def _jsrun_allocation(job_id: str, counts: Mapping[str, int], source: str) -> Al
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """Add the end of the job by its run limit, which only bjobs knows, or a note if it is unknown."""
+    """Add the job's end time, from the run limit that only bjobs reports, or a note if it is unknown."""
     command = ["bjobs", "-noheader", "-o", "time_left", str(allocation.job_id)]
     answer = ask_command(command, env, limit_s, tries)
     if answer.text is None:
@@ -134,10 +134,10 @@ def read_time_left(text: str) -> float | None:
 
 
 def step_launcher() -> StepLauncher | None:
-    """Return jsrun, which is optional: elsewhere mpiexec starts the ranks, and blaunch its daemons."""
+    """Return jsrun, which is optional: without it, mpiexec starts the ranks, and blaunch mpiexec's daemons."""
     from ezpz_llm.launch.dialects import jsrun
 
-    return StepLauncher(_STEPS, "IBM JSM", jsrun.build, optional=True)
+    return StepLauncher(_STEP_LAUNCHER, "IBM JSM", jsrun.build, optional=True)
 
 
 # bsub reads a script's directives from standard input, and from a file only if LSB_BSUB_PARSE_SCRIPT is set.
@@ -156,7 +156,7 @@ def time_limit(seconds: int) -> str:
 
 
 def directives(request: Request) -> list[str]:
-    """Return the directive lines of a job, without those of the site: one slot on each node, nodes exclusive.
+    """Return the directive lines of a job, without the site's: one slot on each node, exclusive nodes.
 
     Raises:
         UserError: a name or folder that a directive cannot hold.

@@ -27,10 +27,10 @@ from ezpz_llm.launch.schedulers.scheduler import (
 )
 
 
-def slots_in_columns(text: str) -> tuple[Node, ...]:
+def parse_slot_columns(text: str) -> tuple[Node, ...]:
     """Parse Grid Engine's file: hostname, slots, queue, processors; one line per node and queue.
 
-    Slots are ranks if any node has more than one.
+    The slots are used as ranks if any node has more than one.
     """
     slots: list[tuple[str, int]] = []
     for line in filter(None, map(str.split, text.splitlines())):
@@ -43,13 +43,13 @@ def slots_in_columns(text: str) -> tuple[Node, ...]:
     return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
-def lines_are_cores(text: str) -> tuple[Node, ...]:
+def parse_core_lines(text: str) -> tuple[Node, ...]:
     """Parse OAR's file, which has a line per reserved core."""
     return tuple(Node(name, cores=count) for name, count in count_repeats(text.split()).items())
 
 
-def lines_are_nodes(text: str) -> tuple[Node, ...]:
-    """Parse one hostname per line. Repeated lines are ranks."""
+def parse_node_lines(text: str) -> tuple[Node, ...]:
+    """Parse one hostname per line. If any line is repeated, a node's slots are its number of lines."""
     counts = count_repeats(text.split())
     requests_slots = any(count > 1 for count in counts.values())
     return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
@@ -115,7 +115,7 @@ class NodeFileScheduler(Scheduler):
 
 
 GRID_ENGINE = NodeFileScheduler(
-    "sge", "Grid Engine", "JOB_ID", ("PE_HOSTFILE",), slots_in_columns,
+    "sge", "Grid Engine", "JOB_ID", ("PE_HOSTFILE",), parse_slot_columns,
     (HostfileCommand("PE_HOSTFILE",
                      "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
                      ' " slots=" n[o[i]]}\' "$PE_HOSTFILE" > hosts', is_file=True),),
@@ -126,17 +126,17 @@ GRID_ENGINE = NodeFileScheduler(
 _OAR_FILES = ("OAR_NODEFILE", "OAR_NODE_FILE", "OAR_FILE_NODES", "OAR_RESOURCE_FILE")
 
 OAR = NodeFileScheduler(
-    "oar", "OAR", "OAR_JOB_ID", _OAR_FILES, lines_are_cores,
+    "oar", "OAR", "OAR_JOB_ID", _OAR_FILES, parse_core_lines,
     tuple(HostfileCommand(name, f'uniq "${name}" > hosts', is_file=True) for name in _OAR_FILES),
     ALIASES=("OAR_JOBID",), TRACES=_OAR_FILES, REMOTE_SHELL=("oarsh",))
 
 COBALT = NodeFileScheduler(
-    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), lines_are_nodes,
+    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), parse_node_lines,
     (HostfileCommand("COBALT_NODEFILE", 'cp "$COBALT_NODEFILE" hosts', is_file=True),),
     TRACES=("COBALT_NODEFILE", "COBALT_PARTNAME", "COBALT_JOBSIZE"))
 
 PJM = NodeFileScheduler(
-    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), lines_are_nodes,
+    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), parse_node_lines,
     (HostfileCommand("PJM_O_NODEINF", 'cp "$PJM_O_NODEINF" hosts', is_file=True),),
     TRACES=("PJM_O_NODEINF", "PJM_ENVIRONMENT", "PJM_NODE"), REMOTE_SHELL=("pjrsh",))
 

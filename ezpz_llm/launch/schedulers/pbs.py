@@ -22,8 +22,8 @@ from ezpz_llm.launch.schedulers.scheduler import (
     Node,
     Request,
     clock,
-    local_time,
     manual_instructions,
+    parse_local_time,
 )
 
 NAME = "pbs"
@@ -39,7 +39,7 @@ HOSTFILE_COMMANDS = (
 )
 JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
 SITE_CORES_COUNT = True
-"""NCPUS has the CPUs of a chunk, which few users request at sites that allocate whole nodes."""
+"""NCPUS is the number of CPUs of a chunk. At sites that allocate whole nodes, few users request CPUs."""
 
 PATTERNS = (
     (TIME_LIMIT, r"^=>> PBS: job killed: walltime .*"),
@@ -68,7 +68,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     try:
         text = read_text(Path(path))
     except UserError as error:
-        # PBS writes the file on the job's first node only, but sets the variable on the others too.
+        # PBS writes the file on the job's first node only, but sets the variable on the other nodes too.
         raise UserError(f"cannot read the node file of PBS job {job_id}: {error.found}",
                         where=f"PBS_NODEFILE={path}", instead=instead) from error
     hosts = node_file_nodes(text)
@@ -93,10 +93,10 @@ def _first_node_cores(env: Mapping[str, str]) -> int | None:
 
 
 def node_file_nodes(text: str) -> tuple[Node, ...]:
-    """Return the distinct nodes in order. Slots are the number of lines of a node.
+    """Return the distinct nodes in order. A node's slots are its number of lines.
 
-    PBS also writes one line for a chunk without mpiprocs. So slots are None if each node has a single line: the
-    user requested no number of ranks.
+    PBS also writes one line for a chunk without mpiprocs. So slots are None if each node has a single line:
+    the user may not have requested any number of ranks.
     """
     counts = count_repeats(text.split())
     requests_slots = any(count > 1 for count in counts.values())
@@ -119,12 +119,12 @@ class Job:
 
     @property
     def ends_at(self) -> float | None:
-        """End of the job in epoch seconds; None if its start or walltime is unknown."""
+        """Job's end time in epoch seconds; None if its start or walltime is unknown."""
         return None if self.started is None or self.walltime_s is None else self.started + self.walltime_s
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """Add the end of the job, which only qstat knows.
+    """Add the job's end time and the nodes' CPUs, which only qstat reports.
 
     Adds a note if qstat fails or contradicts the node file.
     """
@@ -171,7 +171,7 @@ def read_job(text: str, job_id: str) -> Job:
         fields = _fields_of_lines(text)
     run_count = whole_number(str(fields.get("run_count", "")))
     return Job(
-        started=local_time(str(fields.get("stime", "")), "%a %b %d %H:%M:%S %Y"),
+        started=parse_local_time(str(fields.get("stime", "")), "%a %b %d %H:%M:%S %Y"),
         walltime_s=_duration(str(fields.get("walltime", ""))),
         hosts=tuple(dict.fromkeys(part.split("/")[0]
                                   for part in str(fields.get("exec_host", "")).split("+") if part)),
@@ -241,7 +241,7 @@ def directives(request: Request) -> list[str]:
         raise UserError(f"PBS does not accept the job name {request.name!r}", where="--name",
                         instead="a letter, and then letters, digits and _ . + -")
     if not re.fullmatch(r"[A-Za-z0-9_./@%+=~-]+", str(request.output)):
-        # A colon ends a hostname there, and a blank ends the path.
+        # In -o, a colon ends a hostname, and a blank ends the path.
         raise UserError(f"PBS cannot write a job's output to {str(request.output)!r}", where="the run directory",
                         instead="--run-dir with only letters, digits and _ . / @ % + = ~ -")
     options = [

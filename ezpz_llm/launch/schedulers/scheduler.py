@@ -40,7 +40,7 @@ class Allocation:
     """Nodes that ranks may run on.
 
     Attributes:
-        ends_at: end of the job in epoch seconds; None if unknown.
+        ends_at: the job's end time in epoch seconds; None if unknown.
         source: the variables or the file that the allocation was read from.
         slots_are_a_limit: the user set the slots, so that more ranks than slots are an error.
         devices_source: origin of the nodes' `devices`.
@@ -99,7 +99,7 @@ class HostfileCommand:
     program: str = "sh"
     is_file: bool = False
 
-    def works(self, env: Mapping[str, str]) -> bool:
+    def is_usable(self, env: Mapping[str, str]) -> bool:
         """Return True if the command works in `env`."""
         value = env.get(self.variable)
         return (bool(value) and (not self.is_file or os.access(str(value), os.R_OK))
@@ -107,11 +107,11 @@ class HostfileCommand:
 
 
 def manual_instructions(lines: Sequence[HostfileCommand], env: Mapping[str, str], failed: str = "") -> str:
-    """Return what to type in `env`, a job whose nodes launch cannot determine.
+    """Return what to type in a job (`env`) whose nodes launch cannot determine.
 
-    That is the first of `lines` that works there. The command that reads the variable `failed` is skipped.
+    That is the first of `lines` that works in `env` and does not read the variable `failed`.
     """
-    first = next((line.command for line in lines if line.variable != failed and line.works(env)),
+    first = next((line.command for line in lines if line.variable != failed and line.is_usable(env)),
                  "write the job's nodes to a file named hosts, one per line")
     return (f"{first}; launch --hostfile hosts …   (or list them with --hosts LIST; --scheduler none runs on this"
             " node only)")
@@ -127,7 +127,7 @@ def job_of(title: str) -> str:
     return f"{'an' if title[0] in ('AEFHILMNORSX' if title.isupper() else 'AEIOU') else 'a'} {title} job"
 
 
-def local_time(text: str, form: str) -> float | None:
+def parse_local_time(text: str, form: str) -> float | None:
     """Parse a local time without a time zone, as schedulers print it. Return epoch seconds, or None."""
     try:
         return time.mktime(time.strptime(text, form))
@@ -172,21 +172,24 @@ def _no_scripts(title: str) -> UserError:
 
 
 class Scheduler(Protocol):
-    """Interface to a scheduler: launch uses it inside a job, submit outside. The defaults suit one without steps.
+    """Interface to a scheduler: launch uses it inside a job, submit outside.
+
+    The defaults suit schedulers without steps.
 
     Attributes:
         NAME: its name for --scheduler and in site files.
         TITLE: its name in messages.
         JOB_VARIABLE: environment variable with the job's id, set in its jobs.
         ALIASES: other variables that mark its jobs, instead of or beside JOB_VARIABLE.
-        TRACES: variables that only its jobs have. They identify the scheduler if the others are missing.
+        TRACES: variables that only its jobs have. They identify the scheduler if JOB_VARIABLE and ALIASES are
+            missing.
         HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
         JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
-        KEEPS_NODE_ORDER: its step launcher numbers nodes in the job's order and ignores any other order.
+        KEEPS_NODE_ORDER: its step launcher always numbers nodes in the job's order.
         STARTS_MPI_DAEMONS: mpiexec starts its daemons with srun in its jobs.
         REMOTE_SHELL: command that runs another command on a node of the job, for mpiexec's daemons, since the site
             may forbid ssh.
-        SITE_CORES_COUNT: if the site file lists cores, a job has all of them, whatever CPU count the job states.
+        SITE_CORES_COUNT: if the site file lists cores, a job has all of them, whatever its variables state.
         COPIER: the program that `copy_to_nodes` needs on PATH; None if copying is unsupported.
         PROGRAM, TEMPLATE, DIRECTIVE: the submit command, the script template (in `jobs/`, or an absolute path), and
             the prefix of directive lines; empty if submit does not support the scheduler.
@@ -232,7 +235,7 @@ class Scheduler(Protocol):
         """
 
     def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-        """Add what only the scheduler's command knows. Add a note if the command fails; never raise."""
+        """Add facts that only the scheduler's commands report. Add a note if a command fails; never raise."""
         return allocation
 
     def step_launcher(self) -> StepLauncher | None:

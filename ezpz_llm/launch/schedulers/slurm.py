@@ -32,10 +32,10 @@ from ezpz_llm.launch.schedulers.scheduler import (
     Request,
     StepLauncher,
     clock_with_days,
-    local_time,
     manual_instructions,
+    parse_local_time,
 )
-from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, laid_out, requested_tasks
+from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, expand_layout, requested_tasks
 
 NAME = "slurm"
 TITLE = "Slurm"
@@ -59,7 +59,7 @@ PATTERNS = (
     (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
     (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
     (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-    # srun also cancels a step like this after a task has failed; a job is canceled only by a person.
+    # srun also cancels a step like this after a task has failed; only a user cancels a job.
     (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
@@ -164,7 +164,7 @@ def _step_tasks(env: Mapping[str, str], hosts: int, where: str) -> Tasks:
     tasks, layout = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_TASKS_PER_NODE")
     if not tasks or not layout or tasks == "1":
         return Tasks((None,) * hosts)
-    return Tasks(laid_out(layout, hosts, f"SLURM_STEP_TASKS_PER_NODE={layout}, {where}"))
+    return Tasks(expand_layout(layout, hosts, f"SLURM_STEP_TASKS_PER_NODE={layout}, {where}"))
 
 
 def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]:
@@ -182,7 +182,7 @@ def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """Add the devices if they are not visible here, and the end of the job (no variable has it before Slurm 23).
+    """Add the devices if they are not visible here, and the job's end time (no variable has it before Slurm 23).
 
     Adds a note if squeue fails or contradicts the job's variables.
     """
@@ -255,18 +255,18 @@ def _expand_or_empty(hosts: str) -> list[str]:
 
 
 def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
-    """Return the end of a job in epoch seconds, or None, and its node list, from squeue's rows id|end|nodes.
+    """Return a job's end time in epoch seconds, or None, and its node list, from squeue's rows id|end|nodes.
 
     An array's last task has the id of the array, for which squeue lists all tasks.
     """
     for line in text.splitlines():
         fields = [word.strip() for word in line.split("|")]
         if len(fields) == 3 and fields[0] == job_id:
-            return local_time(fields[1], _STAMP), fields[2]
+            return parse_local_time(fields[1], _STAMP), fields[2]
     return None, ""
 
 
-_ANSWER_S = 3.0
+_SCONTROL_TIMEOUT_S = 3.0
 _TAIL_BYTES = 1 << 16
 _SLACK_S = 60.0
 
@@ -280,14 +280,15 @@ def cancellations(env: Mapping[str, str], since: float) -> str:
     job = env.get(JOB_VARIABLE)
     if not job:
         return ""
-    description = ask_command(("scontrol", "show", "job", job), env, _ANSWER_S, tries=1).text or ""
+    description = ask_command(("scontrol", "show", "job", job), env, _SCONTROL_TIMEOUT_S, tries=1).text or ""
     path = re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
     if path is None:
         return ""
     lines = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
                         system_text(path[1], _TAIL_BYTES), re.MULTILINE)
     # A requeued job appends to the same file.
-    return "".join(f"{line[0]}\n" for line in lines if (local_time(line[1], _STAMP) or 0.0) > since - _SLACK_S)
+    return "".join(f"{line[0]}\n" for line in lines
+                   if (parse_local_time(line[1], _STAMP) or 0.0) > since - _SLACK_S)
 
 
 _STEP_TIMEOUT_S = 10.0
@@ -325,7 +326,7 @@ def kill_steps(steps: Sequence[str]) -> None:
 
 def steps_are_over(steps: Sequence[str]) -> bool:
     """Return True if squeue lists none of these steps: it lists a step until its last process has ended."""
-    # squeue lists a step of an array task under another name than the queried one, so names are not compared.
+    # squeue lists a step of an array task under a name other than the queried one, so names are not compared.
     answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
     return _NOTHING_LISTED in answer.complaint
 

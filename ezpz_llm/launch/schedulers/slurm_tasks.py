@@ -38,9 +38,9 @@ def requested_tasks(env: Mapping[str, str], gpus: Sequence[int | None], hosts_so
     total = next((name for name in _TOTALS if env.get(name)), None)
     layout = env.get(_LAYOUT)
     if total and layout:
-        # These are Slurm's usual variables, so the plan need not name them.
+        # These are Slurm's usual variables, so the plan does not name them.
         source = "" if total == _TOTALS[0] else f"{total}={env[total]} and {_LAYOUT}={layout}"
-        return Tasks(laid_out(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), source)
+        return Tasks(expand_layout(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), source)
     if total:
         share, remainder = divmod(_number(env, total), nodes)
         return Tasks(tuple(share + (node < remainder) for node in range(nodes)),
@@ -52,11 +52,11 @@ def requested_tasks(env: Mapping[str, str], gpus: Sequence[int | None], hosts_so
     if not layout or set(expand_counts(layout)) == {1}:
         # Slurm writes 1 for each node of a job that requests no tasks.
         return Tasks((None,) * nodes)
-    if _are_cpus(layout, env):
+    if _matches_cpus(layout, env):
         has_devices = any(gpus) or env.get("SLURM_GPUS")
         note = f"{_LAYOUT}={layout} only counts CPUs, as SLURM_NTASKS is not set: it is ignored (--ppn sets ranks)"
         return Tasks((None,) * nodes, notes=() if has_devices else (note,))
-    return Tasks(laid_out(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), f"{_LAYOUT}={layout}")
+    return Tasks(expand_layout(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), f"{_LAYOUT}={layout}")
 
 
 def _per_gpu(env: Mapping[str, str], gpus: Sequence[int | None]) -> Tasks:
@@ -80,7 +80,7 @@ def count_devices(text: str) -> int | None:
     return None if None in numbers else sum(filter(None, numbers))
 
 
-def laid_out(layout: str, nodes: int, where: str) -> tuple[int, ...]:
+def expand_layout(layout: str, nodes: int, where: str) -> tuple[int, ...]:
     """Return the counts in a layout such as "2(x2),1".
 
     Raises:
@@ -89,11 +89,11 @@ def laid_out(layout: str, nodes: int, where: str) -> tuple[int, ...]:
     counts = expand_counts(layout)
     if len(counts) != nodes:
         raise UserError(f"the task layout has {len(counts)} nodes, but the node list has {nodes}", where=where,
-                        instead="give -n or --ppn and --hostfile")
+                        instead="pass --hostfile, and -n or --ppn")
     return tuple(counts)
 
 
-def _are_cpus(layout: str, env: Mapping[str, str]) -> bool:
+def _matches_cpus(layout: str, env: Mapping[str, str]) -> bool:
     """Return True if `layout` only restates the nodes' CPUs, as Slurm does for a job that requests no tasks."""
     cpus = env.get("SLURM_JOB_CPUS_PER_NODE")
     per_task = whole_number(env.get("SLURM_CPUS_PER_TASK", "")) or 1
@@ -104,5 +104,5 @@ def _number(env: Mapping[str, str], name: str) -> int:
     number = whole_number(env[name])
     if not number:
         raise UserError(f"{name}={env[name]!r} is not a number of tasks", where="environment",
-                        instead=f"unset {name}, and give launch -n or --ppn")
+                        instead=f"unset {name}, and pass -n or --ppn to launch")
     return number

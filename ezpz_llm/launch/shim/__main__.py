@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
-from ezpz_llm.launch.node.folder import enter
+from ezpz_llm.launch.node.folder import register_shim
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.shim.output import Output, max_log_bytes, open_log
-from ezpz_llm.launch.shim.rank import Rank, keep_to_cores
+from ezpz_llm.launch.shim.rank import Rank, bind_to_cores
 from ezpz_llm.launch.variables import (
     IN_COLOR,
     RUN_ID_VARIABLE,
@@ -28,19 +28,19 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `-- COMMAND…` as the rank given by the environment, and return its exit code."""
+    """Run `-- COMMAND…` as the rank that the environment specifies, and return its exit code."""
     if not argv or argv[0] != "--" or len(argv) < 2:
         raise UserError("the rank shim can only be started by launch", instead="launch COMMAND …")
     die_with_parent(signal.SIGTERM)
     if TORCHELASTIC_VARIABLE not in os.environ:
         for name in TORCHS_OWN:
-            # Under ssh, this node's shell startup files may have set it.
+            # Under ssh, this node's shell startup files may have set them.
             os.environ.pop(name, None)
     info = find_rank(os.environ)
     run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
     _check_world(info)
-    keep_to_cores(info, os.environ)
-    folder = _enter(info, run_dir)
+    bind_to_cores(info, os.environ)
+    folder = _open_node_folder(info, run_dir)
     try:
         log, handle = open_log(info, run_dir, folder)
     except OSError as error:
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
     return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()
 
 
-def _enter(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
+def _open_node_folder(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
     try:
-        return enter(info, os.environ)
+        return register_shim(info, os.environ)
     except OSError as error:
         where = f" at {error.filename}" if error.filename else ""
         print(f"launch: rank {info.rank} on {os.uname().nodename}: cannot create a folder in memory or"
@@ -75,9 +75,9 @@ def _enter(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
 
 
 def _check_world(info: RankInfo) -> None:
-    promised = int(os.environ[WORLD_SIZE_VARIABLE])
-    if info.world_size != promised:
-        raise UserError(f"launch started {promised} ranks, but this process finds itself rank {info.rank} of"
+    planned = int(os.environ[WORLD_SIZE_VARIABLE])
+    if info.world_size != planned:
+        raise UserError(f"launch started {planned} ranks, but this process is rank {info.rank} of"
                         f" {info.world_size} ({info.source})",
                         where=os.uname().nodename, exit_code=EXIT_PREFLIGHT,
                         instead="use the mpiexec (or srun --mpi plug-in) that belongs to this MPI")

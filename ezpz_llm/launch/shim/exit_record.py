@@ -1,4 +1,4 @@
-"""Record of a failed rank. Imported only if a rank failed, to keep the shim's start fast."""
+"""Record and log of an ended rank. Imported after the rank has ended, to keep the shim's start fast."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 from ezpz_llm.base import make_private, system_text
 from ezpz_llm.launch.failures.run_facts import Failure
-from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
+from ezpz_llm.launch.failures.tracebacks import (
+    MAX_LINES_AFTER,
+    MAX_LINES_AFTER_IF_CAUGHT,
+    last_exception,
+    last_output_lines,
+)
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.node.folder import read_beat
-from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
-from ezpz_llm.launch.shim.memory import evidence
+from ezpz_llm.launch.node.folder import parse_heartbeat
+from ezpz_llm.launch.node.messages import read_log_order, stop_ordered
+from ezpz_llm.launch.shim.memory import find_oom_evidence
 from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
 if TYPE_CHECKING:
@@ -34,10 +39,10 @@ def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
         OSError: the run directory cannot be written to.
     """
     number, run_dir, output = rank.info.rank, rank.run_dir, rank.output.tail()
-    phase, step = read_beat(system_text(rank.heartbeat()))
+    phase, step = parse_heartbeat(system_text(rank.heartbeat()))
     # A killed rank could not print the reason; exceptions in its output were caught.
     exception = None if signal in _EXTERNAL_SIGNALS else last_exception(
-        output, NEAR_THE_END if code == 1 else NEAR_THE_END_IF_CAUGHT)
+        output, MAX_LINES_AFTER if code == 1 else MAX_LINES_AFTER_IF_CAUGHT)
     ended_by = rank.end_signal.name if rank.end_signal else None
     if ended_by and stop_ordered(run_dir, rank.run_id) is not None:
         ended_by = "launch"
@@ -45,9 +50,9 @@ def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
         rank=number, host=socket.gethostname(), pid=pid, exit_code=code, signal=signal,
         # The end by the node's clock, the duration by a monotonic clock.
         ended=rank.started + rank.lived_s, duration_s=round(rank.lived_s, 3),
-        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_words(output, _TAIL_LINES)),
+        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_output_lines(output, _TAIL_LINES)),
         argv=tuple(redact_words(rank.command)), exception=exception, phase=phase, step=step,
-        oom_killed=evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
+        oom_killed=find_oom_evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
         ended_by=ended_by, launch=rank.run_id)
     run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
     with make_private(run_dir.errors) as errors:
@@ -67,6 +72,6 @@ def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
 
 def _is_ordered(run_dir: RunDir, rank: int) -> bool:
     try:
-        return rank in expand_numbers(logs_ordered(run_dir))
+        return rank in expand_numbers(read_log_order(run_dir))
     except ValueError:
         return False

@@ -38,7 +38,7 @@ def _counter_files(membership: Path) -> Iterator[Path]:
             root, name = _CGROUPS, "memory.events"
         else:
             continue
-        # In a container the path may be the host's, while the container's cgroup is mounted as the root.
+        # In a container the path may be the one outside it, while the container's cgroup is mounted as the root.
         for file in (root / path.lstrip("/") / name, root / name):
             if file.is_file():
                 yield file
@@ -51,14 +51,14 @@ def read_count(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def evidence(before: Counts, pids: Collection[int], since: float, is_killed: bool) -> str | None:
+def find_oom_evidence(before: Counts, pids: Collection[int], since: float, is_killed: bool) -> str | None:
     """Return the kernel's evidence that one of `pids`, or a process in its cgroup, was killed for lack of memory.
 
     Args:
-        since: monotonic start of the search.
+        since: monotonic time; earlier messages of the kernel are ignored.
         is_killed: True if the rank was killed; the kernel log is searched only then.
     """
-    messages = kills_in(kernel_log(since)) if is_killed else {}
+    messages = find_kill_messages(read_kernel_log(since)) if is_killed else {}
     for pid in pids:
         if pid in messages:
             return f"kernel log: {messages[pid]}"
@@ -66,17 +66,18 @@ def evidence(before: Counts, pids: Collection[int], since: float, is_killed: boo
         after = read_count(path)
         if after is not None and after > count:
             last = f"; kernel log: {list(messages.values())[-1]}" if messages else ""
-            return f"the out-of-memory killer struck: oom_kill in {path} went from {count} to {after}{last}"
+            return (f"the out-of-memory killer ended a process: oom_kill in {path} rose from {count} to"
+                    f" {after}{last}")
     return None
 
 
-def kills_in(lines: Collection[str]) -> dict[int, str]:
+def find_kill_messages(lines: Collection[str]) -> dict[int, str]:
     """Return the kernel log's messages about out-of-memory kills, by process id."""
     matches = (_KILLED.search(line) for line in lines)
     return {int(match[1]): match[0].strip() for match in matches if match}
 
 
-def kernel_log(since: float) -> list[str]:
+def read_kernel_log(since: float) -> list[str]:
     """Return the kernel's messages since the monotonic time `since`, as far as this user may read them."""
     try:
         return list(_from_device(since))

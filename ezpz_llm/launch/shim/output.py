@@ -17,8 +17,8 @@ from ezpz_llm.launch.variables import LIVE_LINE, LOG_BYTES_VARIABLE
 from ezpz_llm.rundir import RunDir, private_opener
 
 MANY_RANKS = 256
-"""World size above which logs of ranks other than 0 stay on their nodes, and one rank per node writes a record when
-all are ended together: shared file systems cannot handle thousands of new files at once."""
+"""World size above which logs of ranks other than 0 stay on their nodes, and only one rank per node writes a record
+when all are ended together: shared file systems cannot handle thousands of new files at once."""
 
 _MAX_LOG_BYTES = 10_000_000_000
 _MAX_BYTES_ON_NODE = 1_000_000_000
@@ -26,7 +26,7 @@ _MAX_BYTES_ON_NODE = 1_000_000_000
 _KEPT_BYTES = 1 << 17
 _LONGEST_LINE = 1 << 16
 _TOUCH_S = 1.0
-_LAST_WORDS_S = 0.5
+_DRAIN_S = 0.5
 _LONGEST_LIVE_LINE = 1 << 12
 _MARK = LIVE_LINE.encode()
 _LIVE_LINE = re.compile(re.escape(_MARK) + rb"[^\r\n\x1b]{,%d}\r" % _LONGEST_LIVE_LINE)
@@ -66,16 +66,16 @@ class Output:
     Args:
         log: an open descriptor.
         tee: launch's --tee.
-        most: size limit of the log, so that a program that prints endlessly cannot fill the disk. The end of the
-            output is added nevertheless.
+        max_bytes: size limit of the log, so that a program that prints endlessly cannot fill the disk. The end of
+            the output is added nevertheless.
         is_colored: True if the rank writes colors for a terminal, which are removed from the log.
     """
 
-    def __init__(self, rank: int, log: int, tee: str, most: int = _MAX_LOG_BYTES, *,
+    def __init__(self, rank: int, log: int, tee: str, max_bytes: int = _MAX_LOG_BYTES, *,
                  is_colored: bool = False) -> None:
         self.rank = rank
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
-        """True if stdout and stderr are handled separately."""
+        """True if stdout and stderr have separate pipes."""
         self._log = log
         self._is_colored = is_colored
         self._prefix = f"[{rank}] ".encode() if tee == "all" else None
@@ -85,7 +85,7 @@ class Output:
         self._has_console = True
         self._is_within_a_line = False
         self._has_log = True
-        self._maximum_bytes = self._remaining_bytes = most
+        self._maximum_bytes = self._remaining_bytes = max_bytes
         self._omitted = 0
         self._touched = 0.0
 
@@ -94,10 +94,10 @@ class Output:
         permanent, self._incomplete_live[stream] = _without_live_lines(self._incomplete_live[stream] + data)
         self._keep(self._without_colors(permanent))
         if self.is_split and self._prefix is None:
-            self._to_console(stream, data)
+            self._write_to_console(stream, data)
         elif self.is_split:
             for batch in _batches(self._whole_lines(stream, data)):
-                self._to_console(stream, batch)
+                self._write_to_console(stream, batch)
 
     def close(self) -> None:
         """Write incomplete lines, and add the end of the output to a log that reached its limit."""
@@ -106,39 +106,39 @@ class Output:
         self._incomplete_live = {1: b"", 2: b""}
         for stream, line in self._incomplete.items():
             if line:
-                self._to_console(stream, (self._prefix or b"") + line + b"\n")
+                self._write_to_console(stream, (self._prefix or b"") + line + b"\n")
         self._incomplete = {1: b"", 2: b""}
         if self._omitted:
             last = bytes(self._recent[-min(_KEPT_BYTES, self._omitted):])
-            self._to_log(b"\nlaunch: %d bytes omitted here\n" % (self._omitted - len(last)) + last)
+            self._write_to_log(b"\nlaunch: %d bytes omitted here\n" % (self._omitted - len(last)) + last)
             self._omitted = 0
 
-    def say(self, text: str) -> None:
-        """Write a line of the shim itself, for the console and the post-mortem."""
+    def write_message(self, text: str) -> None:
+        """Write a line in the shim's own name, to the log and the console."""
         self.write(2, f"launch: {text}\n".encode())
 
     def tail(self) -> str:
         """Return the end of the output (128 KiB or more, if available); invalid UTF-8 is replaced."""
         return self._recent.decode(errors="replace")
 
-    def left_to(self, pipes: Sequence[int]) -> tuple[Callable[[], None], tuple[int, ...]]:
-        """Return a function for the janitor that copies the rest of the `pipes` to the log.
+    def make_drain(self, pipes: Sequence[int]) -> tuple[Callable[[], None], tuple[int, ...]]:
+        """Return a function with which the janitor copies unread output in the `pipes` to the log.
 
         The janitor calls it if the shim is killed before it has read all output, as MPI_Abort does. The second
         value is the descriptors that the function needs.
         """
 
-        def save() -> None:
-            """Copy what is left in the pipes to the log."""
-            deadline, unread = time.monotonic() + _LAST_WORDS_S, set(pipes)
+        def drain() -> None:
+            """Copy unread output to the log."""
+            deadline, unread = time.monotonic() + _DRAIN_S, set(pipes)
             while unread and (remaining_s := deadline - time.monotonic()) > 0:
                 for pipe in select.select(unread, (), (), remaining_s)[0]:
                     data = os.read(pipe, 65536)
-                    self._to_log(self._without_colors(data))
+                    self._write_to_log(self._without_colors(data))
                     if not data:
                         unread.remove(pipe)
 
-        return save, (*pipes, self._log)
+        return drain, (*pipes, self._log)
 
     def _whole_lines(self, stream: int, data: bytes) -> list[bytes]:
         # Lines that end with a carriage return come from progress bars.
@@ -159,28 +159,28 @@ class Output:
         self._recent += data
         if len(self._recent) > 2 * _KEPT_BYTES:
             del self._recent[:-_KEPT_BYTES]
-        begin = data[:self._remaining_bytes]
-        self._remaining_bytes -= len(begin)
-        if begin:
-            self._to_log(begin)
-        if len(begin) == len(data):
+        kept = data[:self._remaining_bytes]
+        self._remaining_bytes -= len(kept)
+        if kept:
+            self._write_to_log(kept)
+        if len(kept) == len(data):
             return
         if not self._omitted:
             note = (f"launch: rank {self.rank}'s log has reached its limit of {self._maximum_bytes} bytes"
                     f" ({LOG_BYTES_VARIABLE})")
-            self._to_log(f"\n{note}\n".encode())
-            self._say_aside(f"{note}; the end of the output will still be added")
-        self._omitted += len(data) - len(begin)
+            self._write_to_log(f"\n{note}\n".encode())
+            self._write_to_console_only(f"{note}; the end of the output will still be added")
+        self._omitted += len(data) - len(kept)
         if (now := time.monotonic()) > self._touched + _TOUCH_S:
             # The agent reads the modification time to see that the rank still writes.
             self._touched = now
             with contextlib.suppress(OSError):
                 os.utime(self._log)
 
-    def _say_aside(self, note: str) -> None:
+    def _write_to_console_only(self, note: str) -> None:
         _write(2, (("\n" if self._is_within_a_line else "") + note + "\n").encode())
 
-    def _to_log(self, data: bytes) -> None:
+    def _write_to_log(self, data: bytes) -> None:
         try:
             while data:
                 data = data[os.write(self._log, data):]
@@ -189,18 +189,18 @@ class Output:
             # A full disk is no reason to end the rank.
             if self._has_log:
                 self._has_log = False
-                self._say_aside(f"launch: rank {self.rank} continues without its log: {error.strerror}")
+                self._write_to_console_only(f"launch: rank {self.rank} continues without its log: {error.strerror}")
 
-    def _to_console(self, stream: int, data: bytes) -> None:
+    def _write_to_console(self, stream: int, data: bytes) -> None:
         # A closed console (`launch … | head`) does not end the rank; the log continues.
         self._has_console = self._has_console and _write(stream, data)
         self._is_within_a_line = not data.endswith(b"\n")
 
 
 def _without_live_lines(data: bytes) -> tuple[bytes, bytes]:
-    """Remove live lines, which are for terminals; return the rest, and an incomplete live line or color code.
+    """Remove live lines, which are for terminals. Return the rest of `data` and its incomplete end.
 
-    The incomplete part is at the end of `data`; the next read may complete it.
+    The end is an incomplete live line or color code, which the next read may complete.
     """
     permanent = _LIVE_LINE.sub(b"", data)
     incomplete = _INCOMPLETE.search(permanent, max(0, len(permanent) - _LONGEST_LIVE_LINE))
@@ -221,7 +221,7 @@ def _batches(lines: list[bytes]) -> Iterator[bytes]:
 
 
 def _write(descriptor: int, data: bytes) -> bool:
-    """Write all of `data`; return False if the reader is gone."""
+    """Write all of `data`; return False if the reader has closed the descriptor."""
     while data:
         try:
             data = data[os.write(descriptor, data):]

@@ -17,7 +17,7 @@ from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, are_all_over, await_agent, file_of, mark_end
+from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, await_agent, file_of, have_all_ended, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
 from ezpz_llm.launch.node.processes import ProcessIdentity, end_all, has_signal_handler
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
@@ -36,11 +36,11 @@ from ezpz_llm.rundir import RunDir
 
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
 
-_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_FORWARDED = (*_TO_END, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (*_ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 _ORPHAN_GRACE_S = 5.0
 _DRAIN_S = 1.0
-_END_WITHIN_S = 5.0
+_KILL_WITHIN_S = 5.0
 _CHECK_S = 1.0
 """Interval of checks for background processes of a rank that has ended."""
 _SAME_SIGNAL_S = 0.2
@@ -77,13 +77,13 @@ class Rank:
 
     def run(self) -> int:
         """Start the rank, wait for its end, write its record, and return its exit code."""
-        # A single pipe keeps the order of stdout and stderr; two are used only if they are handled separately.
+        # A single pipe keeps the order of stdout and stderr; there are two only if both go to the console.
         pipes = {stream: os.pipe() for stream in ((1, 2) if self.output.is_split else (1,))}
         if self.group is not None and self.folder is not None:
             with contextlib.suppress(OSError):
                 self.folder.write(file_of(self.info.rank, GROUP), os.fsencode(self.group))
         read_ends = [read_end for read_end, _ in pipes.values()]
-        self.janitor = start_janitor(self.run_id, 0.5, *self.output.left_to(read_ends), last=self._end_group)
+        self.janitor = start_janitor(self.run_id, 0.5, *self.output.make_drain(read_ends), last=self._end_group)
         adopt_orphans()
         wake = _wake_on_signals()
         self.selector.register(wake, selectors.EVENT_READ, None)
@@ -93,7 +93,7 @@ class Rank:
             child = self._start({stream: write_end for stream, (_, write_end) in pipes.items()})
         except OSError as error:
             code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
-            self.output.say(f"cannot run {self.command[0]!r}: {error.strerror}")
+            self.output.write_message(f"cannot run {self.command[0]!r}: {error.strerror}")
             self._finish(os.getpid(), code, None)
         else:
             status = self._wait_for(child, wake)
@@ -119,7 +119,7 @@ class Rank:
             if self.group is not None:
                 enter_group(self.group)
 
-        # MPICH never closes stdin of the other ranks, so that a rank that reads it would block forever.
+        # MPICH never closes stdin of ranks other than 0, so that a rank that reads it would block forever.
         try:
             return subprocess.Popen(self.command, env=self._environment(),
                                     stdin=None if self.info.rank == 0 else subprocess.DEVNULL, stdout=streams[1],
@@ -181,7 +181,7 @@ class Rank:
         rank ends the wait.
         """
         while (self.end_signal is None and os.getppid() == self.parent and folder.path.is_dir()
-               and not are_all_over(folder, self.info.local_size) and any(self._descendants())):
+               and not have_all_ended(folder, self.info.local_size) and any(self._descendants())):
             for key, _ in self.selector.select(_CHECK_S):
                 if key.data is not None:
                     self._forward_output(key)
@@ -190,8 +190,8 @@ class Rank:
                     self._record_signal(number)
 
     def _end_descendants(self) -> None:
-        if survivors := end_all(self._descendants, _END_WITHIN_S):
-            self.output.say(f"could not kill processes {survivors} of rank {self.info.rank} on"
+        if survivors := end_all(self._descendants, _KILL_WITHIN_S):
+            self.output.write_message(f"could not kill processes {survivors} of rank {self.info.rank} on"
                             f" {os.uname().nodename}")
 
     def _end_group(self) -> None:
@@ -234,7 +234,7 @@ class Rank:
         return self.has_requested_stacks
 
     def _record_signal(self, number: int) -> None:
-        if self.end_signal is None and number in _TO_END:
+        if self.end_signal is None and number in _ENDING_SIGNALS:
             self.end_signal = signal.Signals(number)
 
     def _read_last_signals(self, wake: int) -> None:
@@ -256,10 +256,10 @@ class Rank:
             self.selector.unregister(key.fileobj)
 
     def _finish(self, pid: int, code: int, signal_name: str | None) -> None:
-        """Write the record and keep the log. Errors here do not change the rank's exit code."""
+        """Write the record, and copy the log from the node. Errors here do not change the rank's exit code."""
         self.output.close()
         is_on_node = self.log != self.run_dir.rank_log(self.info.rank)
-        # If many ranks are ended together, one record per node is enough; the node's report has the others.
+        # If many ranks are ended together, one record per node is enough; the node's report covers the other ranks.
         is_one_of_many = self.end_signal and self.info.world_size > MANY_RANKS and self.info.local_rank
         has_record = code and not is_one_of_many
         if not has_record and not is_on_node:
@@ -273,8 +273,8 @@ class Rank:
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.end_signal is None)
         except (OSError, ImportError) as error:
-            print(f"launch: rank {self.info.rank} ended with code {code}, and its record could not be written:"
-                  f" {error}", file=sys.stderr, flush=True)
+            print(f"launch: rank {self.info.rank} ended with code {code}, but its record or log could not be"
+                  f" written: {error}", file=sys.stderr, flush=True)
 
 
 def _wake_on_signals() -> int:
@@ -282,7 +282,7 @@ def _wake_on_signals() -> int:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (*_FORWARDED, signal.SIGCHLD):
-        # Signals that the parent ignores (nohup) stay ignored, also in the rank.
+        # Signals that the parent ignores (nohup) are also ignored here and in the rank.
         if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     return read_end
@@ -293,7 +293,7 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
         os.killpg(child.pid, number)
 
 
-def keep_to_cores(info: RankInfo, env: MutableMapping[str, str]) -> None:
+def bind_to_cores(info: RankInfo, env: MutableMapping[str, str]) -> None:
     """Bind this process, and thus its rank, to the cores in EZPZ_LLM_BIND, for launchers that cannot bind.
 
     The variable is removed, because a launch inside the rank would pass it on. If the node does not have these

@@ -1,4 +1,4 @@
-"""Archives of a Python environment, made from the folders on its import path, and again only after changes."""
+"""Archives of a Python environment, built from the folders on its import path and rebuilt only after changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Archive:
-    """Archive with its content's size. `is_new` is False if it was found in the cache."""
+    """Archive, and the size of its content. `is_new` is False if it was found in the cache."""
 
     path: Path
     files: int
@@ -48,7 +48,7 @@ def make_archives(roots: Sequence[Root], folder: Path) -> tuple[Archive, ...]:
     parts = [tuple(root for root in roots if root.changes_often is often) for often in (False, True)]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        archives = tuple(_archive(part, roots, folder) for part in parts if part)
+        archives = tuple(_archive(members, roots, folder) for members in parts if members)
         _remove_old(folder, archives)
     except OSError as error:
         raise UserError(f"cannot archive the environment: {error.strerror}", exit_code=1,
@@ -57,8 +57,8 @@ def make_archives(roots: Sequence[Root], folder: Path) -> tuple[Archive, ...]:
     return archives
 
 
-def _archive(part: Sequence[Root], roots: Sequence[Root], folder: Path) -> Archive:
-    digest, files, size = _fingerprint(part, roots)
+def _archive(members: Sequence[Root], roots: Sequence[Root], folder: Path) -> Archive:
+    digest, files, size = _fingerprint(members, roots)
     path = folder / f"{digest}.tar"
     if path.exists():
         os.utime(path)
@@ -66,7 +66,7 @@ def _archive(part: Sequence[Root], roots: Sequence[Root], folder: Path) -> Archi
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{digest}.")
     try:
         with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            _fill(tar, part, roots)
+            _fill(tar, members, roots)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -74,11 +74,11 @@ def _archive(part: Sequence[Root], roots: Sequence[Root], folder: Path) -> Archi
     return Archive(path, files, size, True)
 
 
-def _fingerprint(part: Sequence[Root], roots: Sequence[Root]) -> tuple[str, int, int]:
+def _fingerprint(members: Sequence[Root], roots: Sequence[Root]) -> tuple[str, int, int]:
     """Hash names, sizes and modification times, but not contents, because reading the files is slow."""
     digest = hashlib.sha256(repr([(str(root.path), root.name) for root in roots]).encode())
     files = size = 0
-    for root in part:
+    for root in members:
         for name, status in root.entries():
             digest.update(f"{root.name}/{name}\0{status.st_mode}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
             if stat.S_ISREG(status.st_mode):
@@ -86,10 +86,10 @@ def _fingerprint(part: Sequence[Root], roots: Sequence[Root]) -> tuple[str, int,
     return digest.hexdigest()[:24], files, size
 
 
-def _fill(tar: tarfile.TarFile, part: Sequence[Root], roots: Sequence[Root]) -> None:
-    names = [(root, name) for root in part for name, _ in root.entries()]
+def _fill(tar: tarfile.TarFile, members: Sequence[Root], roots: Sequence[Root]) -> None:
+    names = [(root, name) for root in members for name, _ in root.entries()]
     manifest = {"roots": {str(root.path): root.name for root in roots},
-                "rewrite": [f"{root.name}/{name}" for root, name in names if _names_folders(root.path / name)]}
+                "rewrite": [f"{root.name}/{name}" for root, name in names if _contains_own_path(root.path / name)]}
     data = json.dumps(manifest).encode()
     member = tarfile.TarInfo(MANIFEST)
     member.size = len(data)
@@ -100,14 +100,14 @@ def _fill(tar: tarfile.TarFile, part: Sequence[Root], roots: Sequence[Root]) -> 
 
 
 def _fix_link(root: Root, name: str, member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Make a symbolic link absolute if it leaves its root, since roots are copied to separate places."""
+    """Make a symbolic link absolute if it leaves its root, since roots are copied to separate folders."""
     if member.issym():
         full = os.path.normpath((root.path / name).parent / member.linkname)
         member.linkname = member.linkname if full.startswith(f"{root.path}{os.sep}") else full
     return member
 
 
-def _names_folders(path: Path) -> bool:
+def _contains_own_path(path: Path) -> bool:
     """Return True for files that contain the environment's own path."""
     if path.is_symlink() or not path.is_file():
         return False
@@ -130,7 +130,7 @@ def _remove_old(folder: Path, archives: Sequence[Archive]) -> None:
 # Parts of the operating system, which every node has.
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/sbin")
 _SITE_FOLDERS = ("site-packages", "dist-packages")
-_NOT_RUN = ("test", "idlelib", "turtledemo", "ensurepip", "site-packages")
+_UNUSED_MODULES = ("test", "idlelib", "turtledemo", "ensurepip", "site-packages")
 _OUR_DATA = ("ds_configs", "launchers", "jobs")
 _MAPPING = re.compile(r"^MAPPING\b[^=]*= *(\{.*\})$", re.MULTILINE)
 
@@ -163,16 +163,16 @@ class Root:
             if entry != ".":
                 yield entry, start.lstat()
             if start.is_dir() and not start.is_symlink():
-                yield from self._below(start)
+                yield from self._walk(start)
 
-    def _below(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    def _walk(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             relative = os.path.relpath(entry.path, self.path)
             if relative in self.skip or entry.name == ".git":
                 continue
             yield relative, entry.stat(follow_symlinks=False)
             if entry.is_dir(follow_symlinks=False):
-                yield from self._below(Path(entry.path))
+                yield from self._walk(Path(entry.path))
 
 
 def find_roots() -> tuple[Root, ...]:
@@ -190,11 +190,11 @@ def find_roots() -> tuple[Root, ...]:
         skip = ("envs", "pkgs") if (prefix / "conda-meta").is_dir() else ()
         roots.append(Root(prefix, "env", skip=frozenset(skip)))
     if base != prefix and not _is_system(base):
-        roots.append(_interpreter(base))
+        roots.append(_interpreter_root(base))
     for number, path in enumerate(_other_paths(prefix)):
         is_site = path.name in _SITE_FOLDERS
         # Either a package that an editable install's finder points to, or a folder with packages.
-        take = (".",) if is_site or (path / "__init__.py").is_file() else _importable(path)
+        take = (".",) if is_site or (path / "__init__.py").is_file() else _importable_entries(path)
         roots.append(Root(path, f"path{number}", take, changes_often=not is_site))
     if not roots:
         raise UserError(f"Python and its packages are all under {prefix}, which every node already has",
@@ -206,12 +206,12 @@ def _is_system(path: Path) -> bool:
     return str(path).startswith(tuple(f"{folder}/" for folder in _SYSTEM)) or str(path) in _SYSTEM
 
 
-def _interpreter(base: Path) -> Root:
+def _interpreter_root(base: Path) -> Root:
     """Return the base Python of a virtual environment, without its packages."""
     library = os.path.relpath(sysconfig.get_path("stdlib"), base)
     programs = sorted(f"bin/{path.name}" for path in (base / "bin").glob("python*"))
     shared = sorted(f"lib/{path.name}" for path in (base / "lib").glob("*.so*"))
-    skip = [f"{library}/{name}" for name in _NOT_RUN]
+    skip = [f"{library}/{name}" for name in _UNUSED_MODULES]
     skip += [os.path.relpath(path, base) for path in (base / library).glob("config-*")]
     return Root(base, "python", (*programs, *shared, library), frozenset(skip))
 
@@ -238,7 +238,7 @@ def _editable_packages(site: Path) -> Iterator[Path]:
             yield from (Path(path) for path in ast.literal_eval(match[1]).values() if os.path.isdir(path))
 
 
-def _importable(folder: Path) -> tuple[str, ...]:
+def _importable_entries(folder: Path) -> tuple[str, ...]:
     """Return the modules, packages, and ezpz_llm's data in a source folder, without the rest of a checkout."""
     data = _OUR_DATA if (folder / "ezpz_llm").is_dir() else ()
     return tuple(entry.name for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)

@@ -1,9 +1,10 @@
 """Squashfs images of an environment, which nodes mount instead of unpacking an archive.
 
 The shared file system serves few large reads instead of many small ones, and local disks hold only links. A copy
-consists of links into the mounted images, except for folders with files that mention the environment's old path;
-these are copied. The ranks' own step mounts the images before Python starts, because schedulers kill what an
-earlier step left behind. Sources: sqfstar(1) and mksquashfs(1) of squashfs-tools 4.5, squashfuse(1), fusermount(1).
+consists of links into the mounted images, except for files that contain the environment's old path, which
+are copied to real folders and rewritten. The job step that runs the ranks mounts the images before Python starts,
+because schedulers kill what an earlier step left behind. Sources: sqfstar(1) and mksquashfs(1) of squashfs-tools
+4.5, squashfuse(1), fusermount(1).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from pathlib import Path
 from ezpz_llm.base import EXIT_PREFLIGHT, SECRET_VARIABLE, UserError, parse_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.staging.archive import MANIFEST, Archive
-from ezpz_llm.launch.staging.receiver import Manifest, mover, rewrite
+from ezpz_llm.launch.staging.receiver import Manifest, path_replacer, rewrite
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
-_LEAVE = "remove stage = \"squashfs\" from the site file, or --stage-env"
+_DISABLE_STAGING = "remove stage = \"squashfs\" from the site file, or --stage-env"
 # squashfuse must not hold the launcher's descriptors, or the launcher would wait for it. Nor may it carry the run's
 # marker, or it would be taken for a process that the rank left behind.
-_ALONE = "for fd in /proc/self/fd/*; do fd=${fd##*/}; ((fd > 2)) && eval \"exec $fd>&-\"; done 2>/dev/null"
+_CLOSE_FDS = "for fd in /proc/self/fd/*; do fd=${fd##*/}; ((fd > 2)) && eval \"exec $fd>&-\"; done 2>/dev/null"
 MOUNT = f"""to=$1; shift
 if mkdir "$to/.lock" 2>/dev/null; then
   for ((n = 0; ; n++)); do
     image=$1; shift
     [[ $image == -- ]] && break
-    if ! ({_ALONE}; exec env -u {RUN_ID_VARIABLE} -u {SECRET_VARIABLE} squashfuse "$image" "$to/.image$n"); then
+    if ! ({_CLOSE_FDS}; exec env -u {RUN_ID_VARIABLE} -u {SECRET_VARIABLE} squashfuse "$image" "$to/.image$n"); then
       echo "launch: $HOSTNAME cannot mount $image" >&2
       mkdir "$to/.failed"; exit {EXIT_PREFLIGHT}
     fi
@@ -51,7 +52,7 @@ UNMOUNT = """for mount in "$1"/.image*; do
 done 2>/dev/null
 rm -rf "$1"
 """
-"""Shell script that removes a copy `$1`, mounted or not."""
+"""Shell script that unmounts the images in the copy `$1`, if there are any, and removes the copy."""
 
 
 def make_images(archives: Sequence[Archive]) -> list[Path]:
@@ -66,8 +67,9 @@ def make_images(archives: Sequence[Archive]) -> list[Path]:
         if image.exists():
             continue
         if program is None:
-            raise UserError("sqfstar is not on PATH, but required to make squashfs images", where="--stage-env",
-                            instead=f"load or install squashfs-tools (4.5 or newer), or {_LEAVE}")
+            raise UserError("sqfstar, which is required to create squashfs images, is not on PATH",
+                            where="--stage-env",
+                            instead=f"load or install squashfs-tools (4.5 or newer), or {_DISABLE_STAGING}")
         part = image.with_name(f".{image.name}.{os.getpid()}")
         with open(archive.path, "rb") as tar:
             result = subprocess.run([program, "-comp", "gzip", str(part)], stdin=tar, capture_output=True,
@@ -75,12 +77,12 @@ def make_images(archives: Sequence[Archive]) -> list[Path]:
         if result.returncode:
             part.unlink(missing_ok=True)
             raise UserError(f"sqfstar ended with code {result.returncode}: {result.stderr.strip()[-300:]}",
-                            where=str(image), instead=_LEAVE)
+                            where=str(image), instead=_DISABLE_STAGING)
         os.replace(part, image)
     return images
 
 
-def graft(images: Sequence[str], to: Path) -> None:
+def create_linked_copy(images: Sequence[str], to: Path) -> None:
     """Create the copy `to` with links into the images, which are mounted below it later.
 
     Raises:
@@ -91,14 +93,15 @@ def graft(images: Sequence[str], to: Path) -> None:
         mount.mkdir()
         with _mounted(image, mount):
             text = (mount / MANIFEST).read_bytes()
-            _link(mount, to, as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST))
+            _link_entries(mount, to, as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST))
 
 
 @contextlib.contextmanager
 def _mounted(image: str, mount: Path) -> Iterator[None]:
     if shutil.which("squashfuse") is None:
-        raise UserError(f"squashfuse is not on PATH of {socket.gethostname()}, but required to mount the image",
-                        where=image, instead=f"load or install squashfuse, or {_LEAVE}", exit_code=EXIT_PREFLIGHT)
+        raise UserError("squashfuse, which is required to mount the image, is not on PATH on"
+                        f" {socket.gethostname()}", where=image, exit_code=EXIT_PREFLIGHT,
+                        instead=f"load or install squashfuse, or {_DISABLE_STAGING}")
     result = subprocess.run(["squashfuse", image, str(mount)], capture_output=True, text=True, check=False)
     if result.returncode:
         raise OSError(result.returncode, f"squashfuse failed: {result.stderr.strip()[-300:]}", image)
@@ -112,8 +115,8 @@ def _mounted(image: str, mount: Path) -> Iterator[None]:
                     break
 
 
-def _link(mount: Path, to: Path, manifest: Manifest) -> None:
-    moved: Callable[[str], str] = mover(manifest.roots, to)
+def _link_entries(mount: Path, to: Path, manifest: Manifest) -> None:
+    replace_paths: Callable[[str], str] = path_replacer(manifest.roots, to)
     rewritten = set(manifest.rewrite)
     folders = {Path("."), *(parent for name in rewritten for parent in Path(name).parents)}
     for folder in sorted(folders):
@@ -124,8 +127,8 @@ def _link(mount: Path, to: Path, manifest: Manifest) -> None:
                 continue
             if str(relative) in rewritten:
                 shutil.copy(entry.path, to / relative)
-                rewrite(to / relative, moved)
+                rewrite(to / relative, replace_paths)
             elif entry.is_symlink():
-                os.symlink(moved(os.readlink(entry.path)), to / relative)
+                os.symlink(replace_paths(os.readlink(entry.path)), to / relative)
             else:
                 os.symlink(entry.path, to / relative)

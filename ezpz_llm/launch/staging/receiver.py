@@ -1,11 +1,11 @@
 """Node side of staging: one process per node receives the archives and unpacks them on the local disk.
 
-`python3 -m ezpz_llm.launch.staging.receiver WAY BEGIN ARCHIVE…`, started by launch. WAY is `file` (every node reads
-the archives), `mpi` (rank 0 reads and broadcasts them) or `squashfs` (images, which are only mounted).
+`python3 -m ezpz_llm.launch.staging.receiver METHOD PREFIX ARCHIVE…`, started by launch. METHOD is `file` (every
+node reads the archives), `mpi` (rank 0 reads and broadcasts them) or `squashfs` (images, which are only mounted).
 
-The copy is a new folder whose name starts with BEGIN and ends with a word derived from the step's secret: other
+The copy is a new folder whose path starts with PREFIX and ends with a word derived from the step's secret: other
 users can read command lines, and could create a folder with a known name first. sbcast requires an existing folder:
-`make BEGIN BYTES` creates it, if there is enough space, and `sbcast FOLDER ARCHIVE…` unpacks the archives in it.
+`make PREFIX BYTES` creates it, if there is enough space, and `sbcast FOLDER ARCHIVE…` unpacks the archives in it.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ _STALE_S = 3600
 
 
 def main(argv: Sequence[str]) -> int:
-    """Unpack the archives to a new folder; remove it if that fails.
+    """Create this node's copy of the environment; remove it if that fails.
 
     Raises:
         UserError: the copy failed; names the node and the reason.
     """
-    way, to, *archives = argv
-    open_archive = _mpi_opener() if way == "mpi" else _as_sent if way == "sbcast" else _open_file
-    folder = Path(to) if way == "sbcast" else copy_of(to, os.environ)
+    method, to, *archives = argv
+    open_archive = _mpi_opener() if method == "mpi" else _open_sent_file if method == "sbcast" else _open_file
+    folder = Path(to) if method == "sbcast" else folder_of_copy(to, os.environ)
     remove_stale(folder)
     try:
-        if way == "make":
+        if method == "make":
             _check_space(folder.parent, int(archives[0]))
-        if way != "sbcast":
+        if method != "sbcast":
             # Fails if the folder exists: it could belong to another user.
             folder.mkdir(mode=0o700)
-        if way == "make":
+        if method == "make":
             return 0
-        if way == "squashfs":
-            from ezpz_llm.launch.staging.image import graft
+        if method == "squashfs":
+            from ezpz_llm.launch.staging.image import create_linked_copy
 
-            graft(archives, folder)
+            create_linked_copy(archives, folder)
             return 0
         for archive in archives:
             with open_archive(archive) as source:
                 unpack(source, folder)
-            if way == "sbcast":
+            if method == "sbcast":
                 os.unlink(archive)
-        if way == "mpi":
+        if method == "mpi":
             _finalize()
     except UserError:
         shutil.rmtree(folder, ignore_errors=True)
@@ -89,13 +89,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def copy_of(begin: str, env: Mapping[str, str]) -> Path:
+def folder_of_copy(prefix: str, env: Mapping[str, str]) -> Path:
     """Return the copy's folder, derived from the step's secret."""
     secret = run_secret(env)
     if secret is None:
         raise UserError(f"the launcher did not pass {SECRET_VARIABLE} to the ranks", where=socket.gethostname(),
                         exit_code=EXIT_PREFLIGHT)
-    return Path(begin + derive_key(secret, "staging")[:16])
+    return Path(prefix + derive_key(secret, "staging")[:16])
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -107,7 +107,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove copies next to `folder` that a killed launch left: an hour old, and without processes."""
+    """Remove copies next to `folder` that a killed launch left: at least an hour old, and without processes."""
     begin = "-".join(folder.name.split("-")[:2])
     for other in folder.parent.glob(f"{begin}-*"):
         try:
@@ -140,21 +140,21 @@ def unpack(source: BinaryIO, to: Path) -> None:
         if not text:
             raise tarfile.ReadError(f"the archive does not start with {MANIFEST}")
         manifest = as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
-        moved = mover(manifest.roots, to)
+        replace_paths = path_replacer(manifest.roots, to)
         # No filter is needed: launch created the archive.
         tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
         while (member := tar.next()) is not None:
             if member.issym():
-                member.linkname = moved(member.linkname)
+                member.linkname = replace_paths(member.linkname)
             elif member.isdir():
                 # Files cannot be created in a read-only folder.
                 member.mode |= 0o700
             tar.extract(member, to)
     for name in manifest.rewrite:
-        rewrite(to / name, moved)
+        rewrite(to / name, replace_paths)
 
 
-def mover(roots: dict[str, str], to: Path) -> Callable[[str], str]:
+def path_replacer(roots: dict[str, str], to: Path) -> Callable[[str], str]:
     """Return a function that replaces the paths of all roots in a text by those of their copies."""
     # Longest first, because one environment may be inside another.
     paths = sorted(roots, key=len, reverse=True)
@@ -162,10 +162,10 @@ def mover(roots: dict[str, str], to: Path) -> Callable[[str], str]:
     return lambda text: mention.sub(lambda match: str(to / roots[match[1]]), text)
 
 
-def rewrite(path: Path, moved: Callable[[str], str]) -> None:
+def rewrite(path: Path, replace_paths: Callable[[str], str]) -> None:
     """Replace the old paths in a file."""
     old = path.read_text(errors="surrogateescape")
-    if (new := moved(old)) != old:
+    if (new := replace_paths(old)) != old:
         path.chmod(path.stat().st_mode | 0o200)
         path.write_text(new, errors="surrogateescape")
 
@@ -175,7 +175,7 @@ def _open_file(path: str) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _as_sent(path: str) -> Iterator[BinaryIO]:
+def _open_sent_file(path: str) -> Iterator[BinaryIO]:
     """Open a file sent by sbcast, if it belongs to this user."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -190,9 +190,9 @@ def _mpi_opener() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]
     mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    world, promised = MPI.COMM_WORLD, int(os.environ[WORLD_SIZE_VARIABLE])
-    if world.size != promised:
-        raise UserError(f"launch started {promised} processes, but MPI on {socket.gethostname()} has {world.size}",
+    world, planned = MPI.COMM_WORLD, int(os.environ[WORLD_SIZE_VARIABLE])
+    if world.size != planned:
+        raise UserError(f"launch started {planned} processes, but MPI on {socket.gethostname()} has {world.size}",
                         where="mpi4py", exit_code=EXIT_PREFLIGHT,
                         instead="use the mpiexec (or srun --mpi plug-in) that mpi4py's MPI library belongs to")
 

@@ -19,7 +19,7 @@ from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
 from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
 from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
 from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
-from ezpz_llm.launch.staging.receiver import copy_of, mover
+from ezpz_llm.launch.staging.receiver import folder_of_copy, path_replacer
 from ezpz_llm.launch.supervision import INTERRUPTED, run
 from ezpz_llm.rundir import update_record
 
@@ -38,34 +38,36 @@ def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterat
     began = time.monotonic()
     roots = find_roots()
     archives = make_archives(roots, cache_dir(env) / "staging")
-    way = choose_way(plan, env)
-    place = local_folder(plan, env)
-    print(_announcement(archives, way, plan, place), file=sys.stderr, flush=True)
-    begin = f"{place}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
-    if way == "sbcast":
-        first = _step(plan, options, (*_RECEIVE, "make", begin, str(sum(archive.bytes for archive in archives))),
+    method = choose_method(plan, env)
+    local_dir = local_folder(plan, env)
+    print(_announcement(archives, method, plan, local_dir), file=sys.stderr, flush=True)
+    prefix = f"{local_dir}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
+    if method == "sbcast":
+        first = _step(plan, options, (*_RECEIVE, "make", prefix, str(sum(archive.bytes for archive in archives))),
                       "make")
     else:
-        paths = _image_paths(archives) if way == "squashfs" else [str(archive.path) for archive in archives]
-        first = _step(plan, options, (*_RECEIVE, way, begin, *paths), "copy")
+        paths = _image_paths(archives) if method == "squashfs" else [str(archive.path) for archive in archives]
+        first = _step(plan, options, (*_RECEIVE, method, prefix, *paths), "copy")
     # Derived from a secret, so that other users cannot create the folder first; the run id is in run.json.
-    folder = copy_of(begin, {name: setting.value for name, setting in first.env.items()})
+    folder = folder_of_copy(prefix, {name: setting.value for name, setting in first.env.items()})
     try:
         _run(first)
-        if way == "sbcast":
+        if method == "sbcast":
             _send(plan, options, archives, folder)
         seconds = time.monotonic() - began
         print(f"staged     in {seconds:.1f} s", file=sys.stderr, flush=True)
         update_record(plan.run_dir, staging={
-            "folder": str(folder), "way": way, "seconds": round(seconds, 3), "archives": [
+            "folder": str(folder), "way": method, "seconds": round(seconds, 3), "archives": [
                 {**vars(archive), "path": str(archive.path)} for archive in archives]})
-        moved = relocate(plan, roots, folder, env)
-        yield _with_mount(moved, folder, _image_paths(archives)) if way == "squashfs" else moved
+        relocated_plan = relocate(plan, roots, folder, env)
+        if method == "squashfs":
+            relocated_plan = _with_mount(relocated_plan, folder, _image_paths(archives))
+        yield relocated_plan
     finally:
         run(_step(plan, options, ("bash", "-c", UNMOUNT, "unmount", str(folder)), "remove"), None, _LIMIT_S)
 
 
-def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
+def choose_method(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     """Choose how the nodes get the archives.
 
     The site's setting, else sbcast in a Slurm job, else MPI if mpi4py is installed and MPI starts the ranks. On a
@@ -86,16 +88,16 @@ def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
     """Return the folder on each node's local disk: SLURM_TMPDIR, else /local, else /tmp."""
     if slurm_tmpdir := env.get("SLURM_TMPDIR"):
         return Path(slurm_tmpdir)
-    # The nodes of a reservation are assumed to be alike; a login node may differ.
+    # The nodes of an allocation are assumed to be alike; a login node may differ.
     is_node = is_local_node_among(plan.hosts)
     return Path("/local") if is_node and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
 
 
-def _announcement(archives: Sequence[Archive], way: str, plan: LaunchPlan, place: Path) -> str:
+def _announcement(archives: Sequence[Archive], method: str, plan: LaunchPlan, local_dir: Path) -> str:
     files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
     origin = "new archive" if any(archive.is_new for archive in archives) else "cached archive"
-    return (f"staging    {files} files, {size / 1e6:.0f} MB ({origin}) to {place} on"
-            f" {count_noun(len(plan.hosts), 'node')} by {way}")
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({origin}) to {local_dir} on"
+            f" {count_noun(len(plan.hosts), 'node')} by {method}")
 
 
 def _send(plan: LaunchPlan, options: Options, archives: Sequence[Archive], folder: Path) -> None:
@@ -127,7 +129,7 @@ def _not_staged(code: int) -> UserError:
 
 
 def _send_archive(plan: LaunchPlan, source: Path, target: str) -> bool:
-    # The site's "sbcast" also applies to --scheduler none inside a job.
+    # stage = "sbcast" in the site file also works with --scheduler none inside a job.
     scheduler = scheduler_of(plan.allocation) or scheduler_here(os.environ)
     return scheduler is not None and scheduler.copy_to_nodes(source, target)
 
@@ -143,7 +145,7 @@ def _run(step: LaunchPlan) -> None:
         raise _not_staged(code if code in INTERRUPTED else EXIT_PREFLIGHT)
 
 
-_MOVED = ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
+_RELOCATED_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
 _LAUNCHERS = ("mpiexec", "srun")
 
 
@@ -153,11 +155,11 @@ def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str
     The launcher is not replaced, because it runs on this node, which may not have a copy. The user's arguments are
     not replaced either, except for a command that is a program of the environment.
     """
-    moved = mover({str(root.path): root.name for root in roots}, to)
+    replace_paths = path_replacer({str(root.path): root.name for root in roots}, to)
     programs = os.path.join(sys.prefix, "bin")
 
     def program(word: str) -> str:
-        return moved(word) if os.path.dirname(word) == programs else word
+        return replace_paths(word) if os.path.dirname(word) == programs else word
 
     split = len(plan.argv) - len(plan.command)
     prefix, command = plan.argv[:split], plan.argv[split:]
@@ -165,10 +167,10 @@ def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str
     first = prefix[0] if is_launcher else program(prefix[0])
     argv = (first, *map(program, prefix[1:]), program(command[0]), *command[1:])
     now = {**env, **{name: setting.value for name, setting in plan.env.items()}}
-    changed = {name: moved(now[name]) for name in _MOVED if now.get(name)}
+    changed = {name: replace_paths(now[name]) for name in _RELOCATED_VARIABLES if now.get(name)}
     path = now.get("PATH", os.defpath)
     if programs in path.split(os.pathsep):
         # Prepended, because the launcher finds its own helpers on the same PATH.
-        changed["PATH"] = os.pathsep.join([moved(programs), path])
+        changed["PATH"] = os.pathsep.join([replace_paths(programs), path])
     settings = {name: Setting(value, "--stage-env") for name, value in changed.items() if value != now.get(name)}
     return replace(plan, argv=argv, env={**plan.env, **settings})
