@@ -176,7 +176,7 @@ def _exit_now(code: int) -> None:
 def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a command's `main(argv)`, print a `UserError` as a message, and return the exit code.
 
-    Errors of the system that the user can fix, such as a full disk, are printed as messages, too. Other exceptions
+    System errors that the user can fix, such as a full disk, are printed as messages, too. Other exceptions
     are bugs and keep their traceback. Does not return after `end_at_once_when_shown`: the process exits.
     """
     try:

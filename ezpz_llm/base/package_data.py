@@ -2,8 +2,8 @@
 
 Data files (`ds_configs/`, `launchers/`, `jobs/`) are at the repository root in an editable install and under
 `ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files, DeepSpeed's
-built ops, and torch extensions that launched scripts compile. Other
-lasting files are written only to run directories and to paths that the user names.
+built ops, and torch extensions that launched scripts compile. Other lasting files are written only to run
+directories and to paths that the user names.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class MeasuringProcess:
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "does not answer"
+        return "does not reply"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

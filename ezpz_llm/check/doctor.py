@@ -198,7 +198,7 @@ def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_hostname(name: str, address: str | None) -> Finding:
-    """Check that the hostname resolves, and not to the loopback, at which no other node reaches this node."""
+    """Check that the hostname resolves to an address other than the loopback address."""
     return first_problem("host name", f"{name} is {address}" if address else f"{name} does not resolve",
                          (address is None, "warn",
                           "for runs on several nodes, pass launch --interface NAME or add an entry to /etc/hosts"),

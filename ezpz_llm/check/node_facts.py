@@ -98,8 +98,8 @@ def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
     """Return facts from the environment, with secrets redacted.
 
     `environment` holds variables that should be the same on all nodes, and `masks` the device masks, which differ
-    between ranks. `devices` holds the accelerators that are visible by mask or driver, and how many
-    the driver has `installed`.
+    between ranks. `devices` holds the accelerators that are visible according to the mask or the driver, and
+    `installed`, their number according to the driver alone.
     """
     devices = visible_devices(env)
     return {

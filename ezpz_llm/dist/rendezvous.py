@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _MPI_LAUNCHERS = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
-"""Launchers under which ranks get rank 0's address over MPI, as in the names in `launch.ranks.FAMILIES`."""
+"""Launchers (names in `launch.ranks.FAMILIES`) under which ranks get rank 0's address over MPI."""
 
 _LEAVE_WITHIN_S = 10.0
 _RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5
@@ -51,9 +51,9 @@ class Rendezvous:
 
 
 def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> Rendezvous:
-    """Join the ranks' store at MASTER_ADDR and MASTER_PORT, or, under plain mpiexec, where rank 0 says over MPI.
+    """Join the ranks' store at MASTER_ADDR and MASTER_PORT, or at an address that rank 0 sends over MPI.
 
-    Collective. Imports mpi4py only if the environment has neither variable.
+    Collective. Uses MPI, under a plain mpiexec, only if the environment has neither variable.
 
     Raises:
         UserError: MASTER_ADDR is missing without an MPI launcher, MPI and the environment disagree about ranks, or
@@ -159,8 +159,8 @@ def _own_address(world: Intracomm) -> str:
 def share_error_without_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
     """Raise one rank's error on every rank before there is a process group, so that no rank waits. Collective.
 
-    With a process group, use `agreement.raise_together`. Without a shared secret, the other ranks
-    raise a generic error, since anyone who can reach the store can write to it.
+    With a process group, use `agreement.raise_together`. Without a shared secret, the other ranks raise a generic
+    error, since anyone who can reach the store can write to it.
     """
     if error is not None:
         store.set("setup/error", _sign(str(error), secret))

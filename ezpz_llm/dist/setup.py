@@ -119,7 +119,7 @@ class Dist:
             self.close()
         else:
             self._release()
-            _exit_without_cleanup()
+            _skip_cleanup_at_exit()
 
 
 def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
@@ -162,7 +162,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout, chosen)
     except BaseException:
         _restore(before)
-        _exit_without_cleanup()
+        _skip_cleanup_at_exit()
         raise
     backend = None
     if info.world_size > 1:
@@ -181,7 +181,7 @@ def _check_group(info: RankInfo) -> None:
     if group_rank != (info.rank, info.world_size):
         raise UserError("this process already has a process group, as rank {} of {}, but its environment says rank "
                         "{} of {} ({})".format(*group_rank, info.rank, info.world_size, info.source),
-                        where="torch.distributed", instead="call setup() in place of init_process_group()")
+                        where="torch.distributed", instead="call setup() instead of init_process_group()")
 
 
 def _check_world_size(info: RankInfo) -> None:
@@ -263,11 +263,11 @@ def _leave_group() -> None:
             _KEPT_UNTIL_EXIT.append(barrier)
         torch.distributed.destroy_process_group()
     except BaseException:
-        _exit_without_cleanup()
+        _skip_cleanup_at_exit()
         raise
 
 
-def _exit_without_cleanup() -> None:
+def _skip_cleanup_at_exit() -> None:
     """Do not destroy the process groups after an exception, and exit once the exception is printed.
 
     NCCL destroys groups collectively. Other ranks may be in another collective, and this process would print its

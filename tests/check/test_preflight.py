@@ -259,7 +259,7 @@ def test_a_port_in_use_and_a_rank_without_facts() -> None:
     case = healthy(port_error="Address already in use")
     case["facts"][5] = {"rank": 5, "host": "n3", "stages": {}}
     texts = [finding.found for finding in apply_rules(Gathered(**case))]
-    assert texts == ["rank 5 on n3 started, but did not read the node's facts in time",
+    assert texts == ["rank 5 on n3 started, but sent no facts in time",
                      "MASTER_PORT 29500 cannot be bound on rank 0's node: Address already in use"]
 
 

@@ -168,7 +168,7 @@ def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
     """
     if not rates:
         return {}
-    # log(0) is undefined.
+    # log(0) is undefined. A rate of 0 counts as extremely slow.
     logs = {key: math.log(max(rate, 1e-9)) for key, rate in rates.items()}
     middle = statistics.median(logs.values())
     spread = _MAD_TO_DEVIATION * statistics.median(abs(value - middle) for value in logs.values())
@@ -246,7 +246,7 @@ def _failed_stages(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _failed_links(gathered: Gathered) -> Iterator[Finding]:
-    """Find nodes all of whose links failed."""
+    """Find nodes that have a failed link and no working link."""
     working = set(link_rates(gathered))
     failed = group_by_key((host, answer["error"]) for host, _, answer in gathered.link_answers()
                           if "error" in answer and host not in working)

@@ -48,7 +48,7 @@ def _device(facts: Facts) -> Facts:
 
 
 def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
-    """Find ranks of a node that share a device. Nodes with the same such local ranks share a finding."""
+    """Find ranks that share a device. Nodes on which the same local ranks do so are combined into one finding."""
     def shared() -> Iterator[tuple[tuple[Level, tuple[int, ...]], tuple[str, str]]]:
         for host, ranks in gathered.by_node().items():
             # Ranks that use the CPU are not slowed by sharing a GPU.
@@ -205,8 +205,7 @@ def _lost_ranks(gathered: Gathered) -> Iterator[Finding]:
     silent = [(facts["host"], facts["rank"]) for facts in gathered.facts
               if "cores" not in facts and LOST not in facts]
     for host, numbers in group_by_key(silent).items():
-        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} started, but did not read the "
-                                        "node's facts in time",
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} started, but sent no facts in time",
                       "check for a hanging file system there (df, mount)")
 
 
