@@ -15,8 +15,8 @@ from ezpz_llm.base.errors import UserError, nearest_name
 from ezpz_llm.base.shell_commands import to_typable, to_typable_text
 from ezpz_llm.base.synonyms import unknown_option
 
-_WIDEST = 110
-_REWORDED = {
+_MAX_WIDTH = 110
+_REPLACEMENTS = {
     r"argument (.*): invalid int value: (.*)": r"\1 is \2: it must be a whole number",
     r"argument (.*): invalid float value: (.*)": r"\1 is \2: it must be a number",
     r"argument (.*): expected (?:one|at least one) argument": r"\1 needs a value",
@@ -30,17 +30,17 @@ _REWORDED = {
 
 def help_width() -> int:
     """Return the width of a help page in columns: the terminal's width minus 2, at most 108."""
-    return min(shutil.get_terminal_size().columns, _WIDEST) - 2
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
 
 
 def wrapped(text: str, begin: str = "", indent: int = 0) -> str:
-    """Return a paragraph in lines of `help_width`, the first after `begin`, the others after `indent` spaces."""
+    """Wrap a paragraph to `help_width`. Start the first line with `begin`, and others with `indent` spaces."""
     return textwrap.fill(" ".join(text.split()), help_width(), initial_indent=begin, subsequent_indent=" " * indent,
                          break_on_hyphens=False, break_long_words=False)
 
 
 def typed_name(command: str) -> str:
-    """Return how a command was typed: `ezpz-llm report`, `python3 -m ezpz_llm.report`, or `launch`."""
+    """Return a command as the user typed it: `ezpz-llm report`, `python3 -m ezpz_llm.report`, or `launch`."""
     if command == "launch" and os.path.basename(sys.argv[0]) == command:
         return to_typable(command)
     typed = f"ezpz-llm {command}"
@@ -48,13 +48,14 @@ def typed_name(command: str) -> str:
 
 
 def examples(lines: Sequence[str]) -> str:
-    """Return the examples at the end of a help page, each a line to copy; two spaces begin its explanation."""
+    """Format the examples of a help page. In each of `lines`, two spaces separate command and explanation."""
     shown = []
     for line in lines:
-        command, _, why = line.partition("  ")
+        command, _, explanation = line.partition("  ")
         command = to_typable_text(command)
-        example = f"  {command}   # {why.strip()}" if why else f"  {command}"
-        shown += [example] if not why or len(example) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
+        example = f"  {command}   # {explanation.strip()}" if explanation else f"  {command}"
+        fits = not explanation or len(example) <= help_width()
+        shown += [example] if fits else [f"  # {explanation.strip()}", f"  {command}"]
     return "\n".join(["examples:", *shown])
 
 
@@ -74,8 +75,8 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises a `UserError` for invalid arguments and suggests the likely option or word.
 
     Args:
-        command: name after `ezpz-llm`; None for a subcommand, which argparse names.
-        shown: lines for `examples`.
+        command: name after `ezpz-llm`; None for a subcommand, whose name argparse sets.
+        shown: lines of examples for the help page; see `examples`.
     """
 
     def __init__(self, command: str | None = None, *, shown: Sequence[str] = (), **settings: Any) -> None:
@@ -85,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
                             "epilog": examples(shown) if shown else None, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError` in place of the message that argparse would print."""
+        """Raise a `UserError` instead of printing argparse's message and exiting."""
         help_page = f"{self.prog} --help lists all options"
         if message.startswith("unrecognized arguments: "):
             words = message.partition(": ")[2].split()
@@ -98,7 +99,7 @@ class CommandParser(argparse.ArgumentParser):
             near = nearest_name(match[3], choices)
             instead = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(choices)}"
             raise UserError(f"{match[1]}: {match[2]}", where=self.prog, instead=instead)
-        for pattern, replacement in _REWORDED.items():
+        for pattern, replacement in _REPLACEMENTS.items():
             if match := re.fullmatch(pattern, message, re.DOTALL):
                 raise UserError(match.expand(replacement), where=self.prog, instead=help_page)
         raise UserError(message, where=self.prog, instead=help_page)

@@ -23,8 +23,8 @@ from ezpz_llm import __version__
 from ezpz_llm.base.shell_commands import to_typable_text
 
 _COLOR = re.compile(r"\x1b\[[0-9;:]*m")
-# Control characters except tab, newline, and DEL, which terminals ignore. C1 is included because 0x9b starts an
-# escape sequence. Then line and paragraph separators, marks that change the text direction, and surrogates, which
+# Control characters except tab, newline, and DEL (terminals ignore DEL). C1 is included because 0x9b starts an
+# escape sequence. Also line and paragraph separators, marks that change the text direction, and surrogates, which
 # cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -38,12 +38,12 @@ def escape_control_characters(text: str) -> str:
 
 
 def print_lines(text: str) -> None:
-    """Print text that may hold untrusted parts. Escape sequences are removed, also our own."""
+    """Print text that may contain untrusted parts: without colors, and with control characters escaped."""
     print(escape_control_characters(text), flush=True)
 
 
 def is_one_line(text: str) -> bool:
-    """Return True if a text has no control characters, newlines included."""
+    """Return True if a text has no control characters. Newlines and tabs count as control characters."""
     return not any(character < " " or "\x7f" <= character < "\xa0" for character in text)
 
 
@@ -80,10 +80,10 @@ EXIT_USAGE = 2
 EXIT_PREFLIGHT = 3
 """Exit code if a preflight check failed, or no rank could be started."""
 EXIT_IDLE = 124
-"""Exit code if the watchdog ended a hang (the code that timeout(1) uses)."""
+"""Exit code if the watchdog stopped a hanging run (the same as that of timeout(1))."""
 
 _EXIT_HANDLERS_S = 5.0
-_LONGEST_COMPARED = 100
+_MAX_COMPARED = 100
 """Maximum number of characters of a word that are compared with known words: difflib takes quadratic time."""
 _ends_at_once = False
 
@@ -127,14 +127,14 @@ def nearest_name(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     # Imported here because every command imports this module, and few of them fail.
     import difflib
 
-    known, word = list(known), word[:_LONGEST_COMPARED]
+    known, word = list(known), word[:_MAX_COMPARED]
     completions = [name for name in known if len(word) > 2 and name.startswith(word)]
     similar = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
     return [*completions, *(name for name in similar if name not in completions)][:count]
 
 
 def describe_unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
-    """Return the error for an unknown name. It offers the nearest known names, or all of them."""
+    """Return the error for an unknown name. It suggests the most similar known names, or else lists all of them."""
     known = sorted(known)
     near = nearest_name(word, known)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
@@ -142,10 +142,11 @@ def describe_unknown(kind: str, word: str, known: Iterable[str], where: str | No
 
 
 def end_at_once_when_shown() -> None:
-    """Make the process exit as soon as an uncaught exception is printed, without the interpreter's clean-up.
+    """Make the process exit without the interpreter's clean-up once an uncaught exception is printed.
 
-    Used by ranks with live process groups: their destructors (NCCL, MPI_Finalize) wait for ranks that are still in
-    a collective, and the launcher notices a failure only when the process has exited.
+    Used by ranks with live process groups: the clean-up (NCCL's destructors, MPI_Finalize) would wait for ranks
+    that are still in a collective, and the launcher notices a failure only when the process has exited. From then
+    on, `run_command` skips the clean-up, too.
     """
     global _ends_at_once
     if _ends_at_once:
@@ -161,7 +162,7 @@ def end_at_once_when_shown() -> None:
 
 
 def _exit_now(code: int) -> None:
-    """Exit without the interpreter's clean-up, after at most a few seconds for the registered exit handlers."""
+    """Exit without the interpreter's clean-up. Registered exit handlers have 5 s to finish."""
     deadline = threading.Timer(_EXIT_HANDLERS_S, os._exit, [code])
     deadline.daemon = True
     deadline.start()
@@ -175,7 +176,8 @@ def _exit_now(code: int) -> None:
 def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a command's `main(argv)`, print a `UserError` as a message, and return the exit code.
 
-    Other exceptions are bugs and keep their traceback. Does not return after `end_at_once_when_shown`.
+    System errors that the user can fix, such as a full disk, are printed as messages, too. Other exceptions
+    are bugs and keep their traceback. Does not return after `end_at_once_when_shown`: the process exits.
     """
     try:
         code = _run(main, argv)
@@ -188,13 +190,13 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
     return code
 
 
-_INSTEAD = {
-    errno.ENAMETOOLONG: "a path of at most 4095 bytes, each name in it of at most 255",
-    errno.EMFILE: "ulimit -n 65536 before the command",
+_REMEDIES = {
+    errno.ENAMETOOLONG: "a path of at most 4095 bytes, with names of at most 255 bytes",
+    errno.EMFILE: "run ulimit -n 65536 before the command",
     errno.ENFILE: "wait until other programs on this node have ended, or raise fs.file-max",
 }
 """Remedy by errno, for errors that any file operation can raise."""
-_LONGEST_NAME = 80
+_MAX_SHOWN_PATH = 80
 
 
 def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
@@ -214,14 +216,14 @@ def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None
                              instead="free some space, or choose another location (--run-dir, EZPZ_LLM_CACHE)")
             _print_error(str(full))
             return 1
-        if error.errno in _INSTEAD:
+        if error.errno in _REMEDIES:
             path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
-            _print_error(str(UserError(os.strerror(error.errno), instead=_INSTEAD[error.errno],
-                                       where=path if len(path) <= _LONGEST_NAME else f"{path[:_LONGEST_NAME]}…")))
+            shown = path if len(path) <= _MAX_SHOWN_PATH else f"{path[:_MAX_SHOWN_PATH]}…"
+            _print_error(str(UserError(os.strerror(error.errno), where=shown, instead=_REMEDIES[error.errno])))
             return EXIT_USAGE
         if not isinstance(error, BrokenPipeError):
             if not _has_working_directory():
-                _print_error("the working directory does not exist anymore\n  instead: cd to another directory")
+                _print_error("the working directory no longer exists\n  instead: cd to another directory")
                 return EXIT_USAGE
             raise
         # The reader of our output has exited (`… | head`), so the interpreter's last flush would fail.

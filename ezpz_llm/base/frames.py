@@ -1,8 +1,9 @@
 """Size-limited TCP messages between the processes of one run, signed with the run's secret.
 
-Each side first sends a random number. The key of the connection is derived from both numbers and the secret. Each
-frame is signed with that key, over its direction, its sequence number, and its body. This authenticates the sender
-and rejects replayed or injected frames. A peer without the secret receives only a random number.
+Each side first sends a random number. The connection's key is derived from both numbers and the secret. A
+signature with that key covers the direction, the sequence number, and the body of each frame. This authenticates
+the sender and rejects replayed or injected frames. Frames are not encrypted. Before the peer has proved that it
+knows the secret (`is_proven`), a server must send only its random number.
 
 A frame consists of its length (4 bytes), a JSON body, and the signature.
 """
@@ -22,15 +23,15 @@ from ezpz_llm.base.untrusted_input import parse_json
 OPENING_BYTES = 32
 
 _LENGTH_BYTES, _SIGNATURE_BYTES = 4, 32
-_FIRST_LIMIT, _LIMIT = 4096, 1 << 23
+_MAX_FIRST_BODY, _MAX_BODY = 4096, 1 << 23
 
 
 class Frames:
-    """State of one side of a connection, without its socket: turns received bytes into messages."""
+    """Protocol state of a side of a connection, without the socket: packs messages, and parses received bytes."""
 
     def __init__(self, secret: bytes, *, serves: bool) -> None:
         self.opening = os.urandom(OPENING_BYTES)
-        """First bytes to send, before the peer is known."""
+        """Random number: the first bytes to send."""
         self._secret = secret
         self._serves = serves
         self._key: bytes | None = None
@@ -39,7 +40,7 @@ class Frames:
 
     @property
     def is_open(self) -> bool:
-        """True once the peer's opening has arrived, which `pack` requires."""
+        """True once the peer's random number has arrived. `pack` requires it."""
         return self._key is not None
 
     @property
@@ -58,7 +59,7 @@ class Frames:
         """Add received bytes, and return the messages that they complete.
 
         Raises:
-            ValueError: the peer does not know the secret, or sent an invalid or too long frame.
+            ValueError: the peer does not know the secret, or sent a frame that is invalid or too long.
         """
         self._buffer += data
         if self._key is None:
@@ -77,16 +78,16 @@ class Frames:
 
     def _next_body(self, begin: int) -> bytes | None:
         """Return the body of the frame at `begin`, or None if the frame is incomplete."""
-        start = begin + _LENGTH_BYTES
-        if len(self._buffer) < start:
+        body_start = begin + _LENGTH_BYTES
+        if len(self._buffer) < body_start:
             return None
-        length = int.from_bytes(self._buffer[begin:start], "big")
-        if length > (_LIMIT if self.is_proven else _FIRST_LIMIT):
+        length = int.from_bytes(self._buffer[begin:body_start], "big")
+        if length > (_MAX_BODY if self.is_proven else _MAX_FIRST_BODY):
             raise ValueError("a frame is too long")
-        end = start + length
+        end = body_start + length
         if len(self._buffer) < end + _SIGNATURE_BYTES:
             return None
-        body, signature = bytes(self._buffer[start:end]), self._buffer[end:end + _SIGNATURE_BYTES]
+        body, signature = bytes(self._buffer[body_start:end]), self._buffer[end:end + _SIGNATURE_BYTES]
         if not hmac.compare_digest(signature, self._signature(not self._serves, self._received, body)):
             raise ValueError("a frame is not signed with this run's secret")
         self._received += 1
@@ -100,7 +101,7 @@ class Frames:
 
 def _parse_message(body: bytes) -> dict[str, Any]:
     try:
-        message = parse_json(body, "a message", _LIMIT)
+        message = parse_json(body, "a message", _MAX_BODY)
     except UserError as error:
         raise ValueError(error.found) from error
     if not isinstance(message, dict):

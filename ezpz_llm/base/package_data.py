@@ -2,7 +2,8 @@
 
 Data files (`ds_configs/`, `launchers/`, `jobs/`) are at the repository root in an editable install and under
 `ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files, DeepSpeed's
-built ops, and torch extensions that launched scripts compile. Nothing else is written outside a run directory.
+built ops, and torch extensions that launched scripts compile. Other lasting files are written only to run
+directories and to paths that the user names.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def cache_dir(env: Mapping[str, str] | None = None) -> Path:
 
 
 def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Return the folder in which torch extensions of launched scripts are compiled, per Python environment.
+    """Return the folder of the torch extensions of launched scripts. It has a subfolder per Python environment.
 
     Raises:
         UserError: the home directory is unknown.
@@ -64,14 +65,15 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
     return cache_dir(env).absolute() / "torch_extensions"
 
 
-def entry_points(group: str, wrong: Callable[[Any], str | None]) -> list[Any]:
-    """Import the entry points of installed packages in `group`. Skips an unusable entry point with a warning,
-    because most commands do not need it.
+def entry_points(group: str, find_problem: Callable[[Any], str | None]) -> list[Any]:
+    """Load and return the entry points of installed packages in `group`.
+
+    Skips an unusable entry point with a warning, because most commands do not need it.
 
     Args:
-        wrong: returns the reason why an entry point cannot be used, or None.
+        find_problem: returns the reason why a loaded entry point cannot be used, or None.
     """
-    # importlib.metadata takes 40 ms to import and to scan an environment; a whole plan takes 150 ms.
+    # Importing importlib.metadata and scanning an environment take 40 ms; launch's entire plan takes 150 ms.
     if not any(f"[{group}]" in system_text(path) for folder in sys.path
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
         return []
@@ -79,7 +81,7 @@ def entry_points(group: str, wrong: Callable[[Any], str | None]) -> list[Any]:
     for point in import_module("importlib.metadata").entry_points(group=group):
         try:
             value = point.load()
-            why = wrong(value)
+            why = find_problem(value)
         except (Exception, SystemExit) as error:  # any error of a third-party package
             why = f"{type(error).__name__}: {error}"
         if why is None:
@@ -100,7 +102,7 @@ def installed(package: str) -> str | None:
 
 
 def tested_range(package: str) -> str:
-    """Return the requirement for a package in the metadata of ezpz_llm, or the package's name if there is none."""
+    """Return ezpz_llm's requirement for a package, such as `torch>=2.6`; the name alone if there is none."""
     metadata = import_module("importlib.metadata")
     try:
         requirements = metadata.requires("ezpz_llm") or ()

@@ -26,11 +26,11 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags of every open. O_NONBLOCK: never wait for the other end of a FIFO."""
 _MAX_BYTES = 1 << 24
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_ACCESS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class NotPrivate(PermissionError):
-    """Error for a folder or file that other users own or can write to. `strerror` holds the reason."""
+    """Error for a folder or file that is not private, for example of another user. `strerror` is the reason."""
 
     def __init__(self, why: str, path: str | os.PathLike[str]) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -39,7 +39,8 @@ class NotPrivate(PermissionError):
 class PrivateFolder:
     """Open private folder; see `make_private` and `open_private`. Names must not contain a slash.
 
-    Every method raises OSError if the file system reports an error, and NotPrivate for a file that other users own.
+    Methods raise OSError if the file system reports an error. Methods that open a file raise NotPrivate if another
+    user owns the file, or if it is not a regular file or FIFO with a single hard link.
     """
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -53,7 +54,7 @@ class PrivateFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file atomically: a reader sees the old content or the new content."""
-        temporary = f".{_plain(name)}.{os.urandom(6).hex()}"
+        temporary = f".{_checked_name(name)}.{os.urandom(6).hex()}"
         try:
             self.create(temporary, data)
             os.replace(temporary, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
@@ -85,7 +86,7 @@ class PrivateFolder:
         """Return a descriptor of a regular file or FIFO that belongs to this user. New files have mode 0600."""
         # O_TRUNC would truncate the file before its owner is checked.
         assert not flags & os.O_TRUNC
-        handle = os.open(_plain(name), flags | _FLAGS, 0o600, dir_fd=self._handle)
+        handle = os.open(_checked_name(name), flags | _FLAGS, 0o600, dir_fd=self._handle)
         try:
             status = os.fstat(handle)
             if status.st_uid != os.geteuid():
@@ -103,15 +104,15 @@ class PrivateFolder:
     def make_fifo(self, name: str) -> None:
         """Create a FIFO, unless the name exists."""
         with contextlib.suppress(FileExistsError):
-            os.mkfifo(_plain(name), 0o600, dir_fd=self._handle)
+            os.mkfifo(_checked_name(name), 0o600, dir_fd=self._handle)
 
     def stat(self, name: str) -> os.stat_result:
-        """Return the status of a file, without following links.
+        """Return a file's `os.stat_result`, without following links.
 
         Raises:
             NotPrivate: the file belongs to another user.
         """
-        status = os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
+        status = os.stat(_checked_name(name), dir_fd=self._handle, follow_symlinks=False)
         if status.st_uid != os.geteuid():
             raise NotPrivate(f"it belongs to another user (uid {status.st_uid})", self.path / name)
         return status
@@ -130,14 +131,14 @@ class PrivateFolder:
         return True
 
     def names(self, begin: str = "") -> list[str]:
-        """Return the sorted names that begin with `begin`, without temporary files of `write`."""
+        """Return the sorted names that begin with `begin`. Without `begin`, hidden names are omitted."""
         return sorted(name for name in os.listdir(self._handle)
                       if name.startswith(begin) and (begin or not name.startswith(".")))
 
     def remove(self, name: str) -> None:
         """Remove a file or a link, if it exists."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_plain(name), dir_fd=self._handle)
+            os.unlink(_checked_name(name), dir_fd=self._handle)
 
     def close(self) -> None:
         """Close the descriptor. The folder is kept."""
@@ -156,21 +157,22 @@ class PrivateFolder:
 def make_private(path: Path) -> PrivateFolder:
     """Create the folder if it does not exist, and open it. The umask has no effect.
 
-    If this user's folder was open to others, its mode is set to 0700, and files of other users in it are renamed.
+    If other users could access an existing folder of this user, its mode is set to 0700. If they could write to it,
+    their files in it are renamed.
 
     Raises:
-        NotPrivate: the path belongs to another user, or the file system does not store modes.
-        OSError: the folder cannot be created, or the path is a link or a file.
+        NotPrivate: another user owns the folder, the path is a link, or the file system does not store modes.
+        OSError: the folder cannot be created, or the path is a file.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     handle = _open(path)
     try:
-        _check(handle, path, 0)
+        _check_access(handle, path, 0)
         mode = os.fstat(handle).st_mode
         if mode & 0o777 != 0o700:
             os.fchmod(handle, 0o700)
-        _check(handle, path, _OTHERS)
+        _check_access(handle, path, _OTHERS_ACCESS)
         if mode & _OTHERS_WRITE:
             _rename_files_of_others(handle)
     except BaseException:
@@ -183,12 +185,12 @@ def open_private(path: Path) -> PrivateFolder:
     """Open an existing folder without changing it.
 
     Raises:
-        NotPrivate: other users own the folder or can write to it.
-        OSError: the folder does not exist, or the path is a link or a file.
+        NotPrivate: another user owns the folder or can write to it, or the path is a link.
+        OSError: the folder does not exist, or the path is a file.
     """
     handle = _open(path)
     try:
-        _check(handle, path, _OTHERS_WRITE)
+        _check_access(handle, path, _OTHERS_WRITE)
     except BaseException:
         os.close(handle)
         raise
@@ -198,7 +200,7 @@ def open_private(path: Path) -> PrivateFolder:
 def remove_private(path: Path) -> None:
     """Remove a folder of this user with its content. Ignores folders of other users, and all errors."""
     with contextlib.suppress(OSError), open_private(path):
-        # Imported here because every rank's shim imports this module, and few remove anything.
+        # Imported here because every rank's shim imports this module, but few remove a folder.
         import shutil
 
         # rmtree does not follow links, and no other user can add files to a private folder.
@@ -231,11 +233,12 @@ def is_own(path: Path, or_roots: bool = False) -> bool:
 
 
 def read_own(path: Path, most: int = MAX_BYTES) -> bytes | None:
-    """Return the content of a file that this user owns and others cannot write; None for any other file. Owner and
-    content are read from one descriptor, so that replacing a link or folder in between has no effect.
+    """Return up to `most` bytes of a file, or None if another user owns it or it is world-writable.
+
+    Owner and content are read from the same descriptor, so that replacing the path in between has no effect.
 
     Raises:
-        UserError: the file does not exist or cannot be read (`outside.open_regular`).
+        UserError: the file does not exist or cannot be read (`untrusted_input.open_regular`).
     """
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
@@ -255,23 +258,23 @@ def _open(path: Path) -> int:
 
 
 def _rename_files_of_others(handle: int) -> None:
-    """Rename files of other users, which would block the names that this user needs."""
+    """Rename files of other users, since this user may need their names."""
     for name in os.listdir(handle):
         if os.stat(name, dir_fd=handle, follow_symlinks=False).st_uid != os.geteuid():
             os.rename(name, f".not-ours-{os.urandom(6).hex()}", src_dir_fd=handle, dst_dir_fd=handle)
 
 
-def _check(handle: int, path: Path, unwanted: int) -> None:
+def _check_access(handle: int, path: Path, forbidden_mode: int) -> None:
     status = os.fstat(handle)
     if status.st_uid != os.geteuid():
         raise NotPrivate(f"it belongs to another user (uid {status.st_uid})", path)
-    if status.st_mode & unwanted:
+    if status.st_mode & forbidden_mode:
         raise NotPrivate(f"other users can access it (mode {stat.S_IMODE(status.st_mode):04o})", path)
 
 
-def _plain(name: str) -> str:
+def _checked_name(name: str) -> str:
     if not name or "/" in name or name in (".", ".."):
-        raise ValueError(f"{name!r} is not the name of a file in a folder")
+        raise ValueError(f"{name!r} is not a plain file name")
     return name
 
 
@@ -282,7 +285,7 @@ def read_records(kind: type[Record], folder: Path, begin: str, most: int = MAX_B
     """Return the records in the JSON files whose names begin with `begin`, sorted by name.
 
     Skips files that are not a record of this kind, are incomplete, or belong to another user. Returns an empty list
-    if the folder is not private.
+    if the folder is missing or not private.
     """
     records = []
     try:
@@ -299,24 +302,24 @@ def read_records(kind: type[Record], folder: Path, begin: str, most: int = MAX_B
 
 
 SECRET_VARIABLE = "EZPZ_LLM_SECRET"
-"""Environment variable of the run's secret, which other users of the nodes do not know."""
-_BYTES = 32
+"""Environment variable with the run's secret, which other users of the nodes do not know."""
+_SECRET_BYTES = 32
 
 
 def new_secret() -> str:
     """Return a new secret for a run, in hexadecimal."""
-    return os.urandom(_BYTES).hex()
+    return os.urandom(_SECRET_BYTES).hex()
 
 
 def run_secret(env: Mapping[str, str]) -> bytes | None:
-    """Return the secret of the run that `env` belongs to; None if it is missing or invalid."""
+    """Return the run's secret from the environment `env`; None if it is missing or invalid."""
     try:
         secret = bytes.fromhex(env.get(SECRET_VARIABLE, ""))
     except ValueError:
         return None
-    return secret if len(secret) == _BYTES else None
+    return secret if len(secret) == _SECRET_BYTES else None
 
 
 def derive_key(secret: bytes, *purpose: str) -> str:
-    """Return a token derived from the secret for one purpose. It reveals neither the secret nor other tokens."""
+    """Return a key for one purpose, derived from the secret. It reveals neither the secret nor other keys."""
     return hmac.new(secret, "\0".join(purpose).encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Validation of parsed files against dataclasses and annotations, and limits for the numbers of a run."""
+"""Validation of parsed files against dataclasses and type annotations, and limits for the numbers in them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def epoch(text: str) -> float | None:
 
 T = TypeVar("T")
 
-_LARGEST = 2**63 - 1
-"""Largest absolute value of an integer, which fits into 64 bits."""
+_MAX_INTEGER = 2**63 - 1
+"""Maximum absolute value of an integer, that of a signed 64-bit integer."""
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
@@ -58,14 +58,16 @@ class Range:
     most: float
 
     def __str__(self) -> str:
-        return f"{_short(self.least)} to {_short(self.most)}"
+        return f"{_format_bound(self.least)} to {_format_bound(self.most)}"
 
     def beyond(self, value: float | None) -> str | None:
-        """Return what to type instead of a value outside of the range. None for a value inside it, and for None."""
+        """Return a remedy for a value outside the range, such as "1 or more"; None for a value inside."""
         if value is None or value in self:
             return None
-        # NaN compares false, and gets the lower bound.
-        return f"{_short(self.most)} or less" if value > self.most else f"{_short(self.least)} or more"
+        # For NaN, which compares false, the remedy names the lower bound.
+        if value > self.most:
+            return f"{_format_bound(self.most)} or less"
+        return f"{_format_bound(self.least)} or more"
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, (int, float)) and self.least <= value <= self.most
@@ -76,12 +78,12 @@ Epoch = Annotated[float, Range(0, LAST_SECOND)]
 
 
 def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = False) -> T:
-    """Convert an object of a file to a dataclass, and validate it against the annotations of the fields.
+    """Convert a parsed object to a dataclass, and validate it against the annotations of the fields.
 
-    Supports nested dataclasses, `list`, `tuple`, `dict` and `Mapping` (keys of JSON are strings, and converted if
-    the annotation is `int`), `Literal`, unions, `Path`, `Any`, and numbers with a `Range`. A float field accepts an
-    integer. Fields with a default are optional. A `TypedDict` validates its members and allows others, for records
-    of which each reader uses only some members.
+    Supports nested dataclasses, `list`, `tuple`, `dict` and `Mapping` (JSON's string keys are converted if the
+    annotation is `int`), `Literal`, unions, `Path`, `Any`, and numbers with a `Range`. A float field accepts an
+    integer. Fields with a default are optional. With a `TypedDict`, the declared members are validated, and other
+    members are kept, since each reader declares only the members that it uses.
 
     Args:
         value: parsed value, as returned by `ezpz_llm.base.untrusted_input`.
@@ -95,7 +97,7 @@ def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = F
 
 
 def as_type(kind: Any, value: Any, where: str, key: str = "") -> Any:
-    """Validate a value of a file against an annotation such as `dict[str, list[int]]`. See `as_dataclass`."""
+    """Validate a parsed value against an annotation such as `dict[str, list[int]]`. See `as_dataclass`."""
     return _typed(kind, value, where, key, False)
 
 
@@ -107,49 +109,49 @@ def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
         number = _typed(inside[0], value, where, key, drop)
         for bounds in inside[1:]:
             if isinstance(bounds, Range) and number not in bounds:
-                raise _wrong(key, value, str(bounds), where)
+                raise _invalid_value(key, value, str(bounds), where)
         return number
     if origin in (Union, types.UnionType):
         return _union_member(inside, value, where, key, drop)
     if origin is Literal:
         if any(type(literal) is type(value) and literal == value for literal in inside):
             return value
-        raise _wrong(key, value, " or ".join(map(repr, inside)), where)
+        raise _invalid_value(key, value, " or ".join(map(repr, inside)), where)
     container = origin or kind
     if container in (list, tuple, Sequence):
         return _sequence(container, inside, value, where, key, drop)
     if container in (dict, Mapping):
         if not isinstance(value, dict):
-            raise _wrong(key, value, "an object", where)
+            raise _invalid_value(key, value, "an object", where)
         key_kind, value_kind = inside or (Any, Any)
-        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, _under(key, name), drop)
+        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, _key_path(key, name), drop)
                 for name, member in value.items()}
     if is_typeddict(kind) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return _object(kind, value, where, key, drop)
-    return _plain(kind, value, where, key)
+    return _scalar(kind, value, where, key)
 
 
 def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
     if not isinstance(value, dict):
-        raise _wrong(key, value, "an object", where)
+        raise _invalid_value(key, value, "an object", where)
     fields, is_open = _fields(cls), is_typeddict(cls)
     for name in value:
         if name not in fields and not (drop or is_open):
             near = nearest_name(str(name), fields)
-            raise UserError(f"unknown key {shorten_value(_under(key, name))}", where=where,
+            raise UserError(f"unknown key {shorten_value(_key_path(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
     members = dict(value) if is_open else {}
     for name, (kind, is_required) in fields.items():
         if name in value:
-            members[name] = _typed(kind, value[name], where, _under(key, name), drop)
+            members[name] = _typed(kind, value[name], where, _key_path(key, name), drop)
         elif is_required:
-            raise UserError(f"{_under(key, name)} is missing", where=where)
+            raise UserError(f"{_key_path(key, name)} is missing", where=where)
     return members if is_open else cls(**members)
 
 
 @functools.cache
 def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the type of each field, and True if the field is required."""
+    """Return (type, True if required) of each field."""
     kinds, missing = get_type_hints(cls, include_extras=True), dataclasses.MISSING
     if is_typeddict(cls):
         return {name: (kind, name in cls.__required_keys__) for name, kind in kinds.items()}
@@ -169,15 +171,15 @@ def _union_member(kinds: Sequence[Any], value: Any, where: str, key: str, drop: 
             return _typed(kind, value, where, key, drop)
         except UserError:
             continue
-    raise _wrong(key, value, " or ".join(map(_type_name, candidates)), where)
+    raise _invalid_value(key, value, " or ".join(map(_type_name, candidates)), where)
 
 
 def _sequence(container: Any, inside: Sequence[Any], value: Any, where: str, key: str, drop: bool) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise _wrong(key, value, "a list", where)
+        raise _invalid_value(key, value, "a list", where)
     if container is tuple and inside and inside[-1] is not Ellipsis:
         if len(value) != len(inside):
-            raise _wrong(key, value, f"a list of length {len(inside)}", where)
+            raise _invalid_value(key, value, f"a list of length {len(inside)}", where)
         kinds: Sequence[Any] = inside
     else:
         kinds = [inside[0] if inside else Any] * len(value)
@@ -190,21 +192,21 @@ def _key(kind: Any, name: Any, where: str, key: str) -> Any:
     if kind is int:
         if isinstance(name, str) and name.isdecimal() and name.isascii() and len(name) < 19:
             return int(name)
-        raise _wrong(_under(key, name), name, "a whole number as the key", where)
+        raise _invalid_value(_key_path(key, name), name, "a whole number as the key", where)
     return _typed(kind, name, where, key, False)
 
 
-def _plain(kind: Any, value: Any, where: str, key: str) -> Any:
+def _scalar(kind: Any, value: Any, where: str, key: str) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is float and is_number and (isinstance(value, float) or abs(value) <= _LARGEST):
+    if kind is float and is_number and (isinstance(value, float) or abs(value) <= _MAX_INTEGER):
         return float(value)
-    if kind is int and is_number and isinstance(value, int) and abs(value) <= _LARGEST:
+    if kind is int and is_number and isinstance(value, int) and abs(value) <= _MAX_INTEGER:
         return value
     if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)
     if kind in (str, bool, type(None)) and isinstance(value, kind):
         return value
-    raise _wrong(key, value, _type_name(kind), where)
+    raise _invalid_value(key, value, _type_name(kind), where)
 
 
 def _type_name(kind: Any) -> str:
@@ -216,20 +218,21 @@ def _type_name(kind: Any) -> str:
     return "an object" if container in (dict, Mapping) or dataclasses.is_dataclass(kind) else str(kind)
 
 
-def _under(key: str, name: Any) -> str:
+def _key_path(key: str, name: Any) -> str:
     name = shorten_value(name)[1:-1] if isinstance(name, str) else shorten_value(name)
     return f"{key}.{name}" if key else name
 
 
-def _wrong(key: str, value: Any, expected: str, where: str) -> UserError:
+def _invalid_value(key: str, value: Any, expected: str, where: str) -> UserError:
     return UserError(f"{key or 'this'} is {_format_value(value)}, and must be {expected}", where=where)
 
 
 def _format_value(value: Any) -> str:
     if isinstance(value, (bool, type(None))):
         return {None: "null", True: "true", False: "false"}[value]
-    return "a number beyond 64 bits" if isinstance(value, int) and abs(value) > _LARGEST else shorten_value(value)
+    is_too_large = isinstance(value, int) and abs(value) > _MAX_INTEGER
+    return "a number beyond 64 bits" if is_too_large else shorten_value(value)
 
 
-def _short(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return f"{bound:g}" if isinstance(bound, float) else f"{bound:,}"

@@ -19,7 +19,7 @@ _CUTOFF = 0.9
 
 @dataclass(frozen=True)
 class Row:
-    """Option of another program; see synonyms.toml."""
+    """Option of another program, and its replacements here; see synonyms.toml."""
 
     option: str
     program: str
@@ -29,14 +29,14 @@ class Row:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Return the table, in the order of the file."""
+    """Return all rows of the table, in file order."""
     tables = parse_toml(read_text(_TABLE), str(_TABLE)).values()
     return tuple(Row(option, table["program"], table["docs"], tuple(answers))
                  for table in tables for option, answers in table["options"].items())
 
 
 def rows_of(option: str) -> list[Row]:
-    """Return the rows of an option (`_` and `-` are equivalent), or else of the most similar option."""
+    """Return the rows for an option, or else for the most similar option. `_` and `-` are equivalent."""
     by_name: dict[str, list[Row]] = {}
     for row in rows():
         by_name.setdefault(_with_dashes(row.option), []).append(row)
@@ -46,7 +46,7 @@ def rows_of(option: str) -> list[Row]:
 
 
 def synonym(option: str, known: Collection[str]) -> tuple[str, str | None]:
-    """Return the programs that have an option ("" if none), and what to type instead (None if unknown)."""
+    """Return the programs that have an option, as text ("" if none), and its replacement here (None if unknown)."""
     matches = rows_of(option)
     answers = (answer for row in matches for answer in row.answers)
     return (" and ".join(dict.fromkeys(row.program for row in matches)),
@@ -57,7 +57,7 @@ def unknown_option(option: str, known: Collection[str], *, where: str | None = N
     """Return the error for an unknown option.
 
     The message names the programs that have the option, and the option of this command with the same meaning or a
-    similar name. `remark` is appended to a guess, and used alone if there is no guess.
+    similar name. `remark` is appended to a guess from similar names, and is used alone if there is neither.
     """
     if _with_dashes(option) in known:
         return UserError(f"unknown option {option!r}", where=where, instead=_with_dashes(option))
@@ -71,7 +71,7 @@ def unknown_option(option: str, known: Collection[str], *, where: str | None = N
 
 
 def options_in(answer: str) -> Sequence[str]:
-    """Return the options of the command itself that an answer suggests."""
+    """Return the options in an answer that begins with an option; empty for other answers."""
     return re.findall(r"(?<!\S)-{1,2}[A-Za-z][A-Za-z0-9-]*", answer) if answer.startswith("-") else []
 
 

@@ -1,7 +1,7 @@
 """Parsers for untrusted files and command output, with limits on size, depth, and digits.
 
-No other module parses input. Only regular files are read, so that no file can hang a command or exhaust its
-memory. Each problem raises one `UserError` that names the file. `ezpz_llm.base.schema` converts parsed values to
+Other modules must not parse input themselves. Only regular files are read, since a pipe or device could hang a
+command. Each problem raises a `UserError` that names the file. `ezpz_llm.base.schema` converts parsed values to
 dataclasses.
 """
 
@@ -49,7 +49,7 @@ class NoFile(UserError):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading in parts. Its size is not limited.
+    """Open a regular file of any size, to read it in parts.
 
     Raises:
         NoFile: the file does not exist.
@@ -107,7 +107,7 @@ def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
     """Return the content of a JSON file that may have comments and trailing commas. Rejects duplicate keys and
     non-finite numbers. Raises as `read_json`."""
     where = str(path)
-    return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _commented(where),
+    return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _strict_decoder(where),
                    "put names and strings in double quotes and a comma between entries; comments (//, #, /* */) "
                    "and trailing commas are allowed")
 
@@ -148,7 +148,7 @@ def read_json_lines(path: Path, most_line: int = MAX_LINE_BYTES) -> Iterator[dic
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the content of TOML text. Errors name its source `where`. Raises as `parse_json`."""
+    """Return the content of TOML text. Errors name its source, `where`. Raises as `parse_json`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -170,7 +170,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file; Python objects are rejected. Raises as `read_json`."""
+    """Return the content of a YAML file. Tags of Python objects are rejected. Raises as `read_json`."""
     import yaml
 
     where = str(path)
@@ -197,7 +197,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, where: str, most: int = MAX_BYTES, *, strict: bool = True) -> Any:
-    """Return the content of JSON text. Errors name its source `where`.
+    """Return the content of JSON text. Errors name its source, `where`.
 
     Args:
         strict: False allows control characters in strings, which some programs write.
@@ -225,10 +225,10 @@ def first_json(text: str, at: int) -> tuple[Any, int]:
     return value, end
 
 
-_PART = 1 << 18
-_BETWEEN = re.compile(r"[\s,]*")
+_PART_LENGTH = 1 << 18
+_SEPARATORS = re.compile(r"[\s,]*")
 _KEY = re.compile(r'[\s,{]*("(?:[^"\\]|\\.)*")\s*:\s*|[\s,{]*\}')
-_CUT_SHORT = "the JSON text is incomplete"
+_INCOMPLETE = "the JSON text is incomplete"
 
 
 class JsonText:
@@ -250,7 +250,7 @@ class JsonText:
         while (match := _KEY.match(self._text, self._at)) is None or match.end() == len(self._text):
             if not self._read_more():
                 if match is None:
-                    raise ValueError(_CUT_SHORT)
+                    raise ValueError(_INCOMPLETE)
                 break
         self._at = match.end()
         return None if match[1] is None else first_json(match[1], 0)[0]
@@ -263,7 +263,7 @@ class JsonText:
                 if end < len(self._text):
                     self._at = end
                     return value
-                problem = ValueError(_CUT_SHORT)
+                problem = ValueError(_INCOMPLETE)
             except ValueError as error:
                 problem = error
             if len(self._text) - self._at > self._most or not self._read_more():
@@ -286,16 +286,16 @@ class JsonText:
         raise ValueError("more text follows the JSON value")
 
     def _next_character(self) -> str:
-        while (match := _BETWEEN.match(self._text, self._at)) is None or match.end() == len(self._text):
+        while (match := _SEPARATORS.match(self._text, self._at)) is None or match.end() == len(self._text):
             if not self._read_more():
-                raise ValueError(_CUT_SHORT)
+                raise ValueError(_INCOMPLETE)
         self._at = match.end()
         return self._text[self._at]
 
     def _read_more(self) -> bool:
-        # Double what is left, so that a long value is not decoded from its beginning too often.
+        # Read as much as is left, so that parsing a long value is not restarted too often.
         left = self._text[self._at:]
-        part = self._read(max(_PART, len(left)))
+        part = self._read(max(_PART_LENGTH, len(left)))
         self._text, self._at = left + part, 0
         return bool(part)
 
@@ -334,11 +334,12 @@ _COMMENT = r"(?://|\#)[^\n]*(?:\n|\Z)|/\*(?:(?!\*/).)*(?:\*/|\Z)"
 _TEXT = r'"(?:[^"\\\n]|\\.)*"?'
 _BESIDE_JSON = re.compile(rf"{_TEXT}|{_COMMENT}|,(?=(?:\s|{_COMMENT})*[}}\]])", re.DOTALL)
 """Pattern of comments and trailing commas, which JSON does not allow. Strings match first and are kept.
-Unterminated ones match up to the end of the file, so that the scan stays linear."""
+An unterminated string matches up to the end of its line, and an unterminated comment up to the end of the file, so
+that the scan takes linear time."""
 
 
 def plain_json(text: str) -> str:
-    """Replace comments and trailing commas in JSON by spaces, which keeps lines and columns in error messages."""
+    """Replace comments and trailing commas in JSON by spaces, so that error messages show the right position."""
     def _blank(match: re.Match[str]) -> str:
         return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
 
@@ -349,19 +350,19 @@ _REMOVE_LINE = "remove that line"
 _TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
 
 
-def _whole(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
 
-# Calling our own function for every number is slow, so it is used only if Python has no limit or it is disabled.
+# Calling a Python function for every integer is slow, so it is used only if Python's limit is missing or higher.
 _HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= MAX_DIGITS
-_DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _whole, strict=strict)
+_DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _parse_int, strict=strict)
                       for strict in (True, False))
 
 
-def _commented(where: str) -> json.JSONDecoder:
+def _strict_decoder(where: str) -> json.JSONDecoder:
     def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in pairs:
@@ -373,7 +374,7 @@ def _commented(where: str) -> json.JSONDecoder:
     def _reject_constant(name: str) -> float:
         raise UserError(f"JSON does not allow {name}", where=where, instead="a finite number")
 
-    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant, parse_int=_whole)
+    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant, parse_int=_parse_int)
 
 
 def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: str | None,
@@ -408,7 +409,7 @@ def _check_depth(value: Any, where: str) -> None:
 
 
 def _expanded_nodes(node: Any, known: dict[int, int]) -> int:
-    """Return the number of nodes with every alias expanded; infinite if a node contains itself."""
+    """Return the number of nodes with every alias expanded; more than the limit if a node contains itself."""
     if id(node) not in known:
         known[id(node)] = MAX_YAML_NODES + 1
         members = node.value if isinstance(node.value, list) else ()
@@ -488,7 +489,7 @@ def system_text(path: str | Path, last: int | None = None, most: int = MAX_BYTES
 
 
 def system_link(path: str | Path) -> str:
-    """Return the target of a link such as those in /proc; empty if it cannot be read."""
+    """Return the target of a symbolic link, such as one in /proc; empty if it cannot be read."""
     try:
         return os.readlink(path)
     except OSError:
@@ -512,9 +513,9 @@ class Answer:
 
 
 def ask_command(words: Sequence[str], env: Mapping[str, str], limit_s: float, tries: int = 1) -> Answer:
-    """Return the output of a command, with a timeout of `limit_s` per try.
+    """Run a command and return its output, with a timeout of `limit_s` per try. Empty output is a failure, too.
 
-    Schedulers under load often reply at the second try. Only programs on the PATH of `env` are run.
+    Schedulers under load often reply on the second try. Only programs on the PATH of `env` are run.
     """
     # Imported here because most processes that read files run no command.
     import shutil

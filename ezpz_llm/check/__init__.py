@@ -1,5 +1,6 @@
 """Preflight and doctor: check that nodes, devices and links are fit for a run.
 
-`facts.py` reads facts of one machine, for preflight and doctor. `judge/` turns gathered facts into findings without
-side effects. The other modules gather the facts of all ranks within a time limit, whatever hangs.
+`node_facts.py` reads the facts of this machine, for preflight and doctor. `doctor.py` and `software.py` check this
+machine. `rules/` derives findings from the facts of all ranks, without side effects. The other modules gather these
+facts within a time limit, even if some ranks hang.
 """

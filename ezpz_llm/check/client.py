@@ -30,7 +30,7 @@ from ezpz_llm.check.node_facts import (
 )
 from ezpz_llm.check.report import report_path
 from ezpz_llm.check.rules.gathered import MPI, NETWORK
-from ezpz_llm.check.server import CLOCK, FACTS, FIRST_WORDS_S, Place, candidate_ports
+from ezpz_llm.check.server import AUTHENTICATE_S, CLOCK, FACTS, Place, candidate_ports
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -58,33 +58,34 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def connect(place: Place, info: RankInfo, folder: Path | None,
-            is_over: Callable[[], bool]) -> Connection | None:
-    """Connect to rank 0, retrying until `is_over()`.
+def connect(endpoint: Place, info: RankInfo, folder: Path | None,
+            should_stop: Callable[[], bool]) -> Connection | None:
+    """Connect to rank 0, retrying until `should_stop()`. Return None if it was not reached.
 
-    After 8 s without success, write the reason into `folder`, once per node, so that rank 0 learns of nodes that
-    cannot reach it.
+    After 8 s without success, write the reason to a file in `folder`, one per node, so that rank 0 learns which
+    nodes cannot reach it.
     """
     began, pause = time.monotonic(), 0.05
     is_reported = False
-    while not is_over():
-        result = _try_ports(place, info)
+    while not should_stop():
+        result = _try_ports(endpoint, info)
         if isinstance(result, Connection):
             return result
         if folder and not is_reported and time.monotonic() - began > _REPORT_UNREACHED_AFTER_S:
             is_reported = True
-            _report_unreached(folder, place, info, result)
-        # Jitter, because thousands of ranks retrying at the same moment would block each other.
+            _report_unreached(folder, endpoint, info, result)
+        # Jitter: thousands of ranks that retry at the same moment would block each other.
         time.sleep(pause * random.uniform(0.5, 1.5))
         pause = min(1.0, pause * 1.5)
     return None
 
 
-def _try_ports(place: Place, info: RankInfo) -> Connection | str:
+def _try_ports(endpoint: Place, info: RankInfo) -> Connection | str:
+    """Return a connection, or the reason why there is none."""
     first_reason = ""
-    for port in candidate_ports(place.port):
+    for port in candidate_ports(endpoint.port):
         try:
-            connection = socket.create_connection((place.address, port), timeout=_CONNECT_TIMEOUT_S)
+            connection = socket.create_connection((endpoint.address, port), timeout=_CONNECT_TIMEOUT_S)
         except TimeoutError:
             return "timed out"
         except ConnectionRefusedError:
@@ -92,7 +93,7 @@ def _try_ports(place: Place, info: RankInfo) -> Connection | str:
             continue
         except OSError as error:
             return str(error.strerror or error)
-        frames = Frames(place.secret, serves=False)
+        frames = Frames(endpoint.secret, serves=False)
         if _authenticate(connection, frames, info):
             return Connection(connection, frames)
         connection.close()
@@ -102,7 +103,7 @@ def _try_ports(place: Place, info: RankInfo) -> Connection | str:
 
 def _authenticate(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
     """Return True if the peer proves within 2 s that it is rank 0."""
-    deadline, is_introduced = time.monotonic() + FIRST_WORDS_S, False
+    deadline, is_introduced = time.monotonic() + AUTHENTICATE_S, False
     try:
         connection.sendall(frames.opening)
         while not frames.is_proven:
@@ -120,14 +121,14 @@ def _authenticate(connection: socket.socket, frames: Frames, info: RankInfo) -> 
     return True
 
 
-def _report_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> None:
+def _report_unreached(folder: Path, endpoint: Place, info: RankInfo, reason: str) -> None:
     host = socket.gethostname()
     path = folder / _UNREACHED.replace("*", re.sub(r"[^A-Za-z0-9_.-]", "_", host))
-    facts = network_facts({"MASTER_ADDR": place.address})
+    facts = network_facts({"MASTER_ADDR": endpoint.address})
     with contextlib.suppress(OSError):
         if not path.exists():
-            write_json(path, {"rank": info.rank, "host": host, "reason": reason, "address": place.address,
-                              "port": place.port, "ranks_there": info.local_size,
+            write_json(path, {"rank": info.rank, "host": host, "reason": reason, "address": endpoint.address,
+                              "port": endpoint.port, "ranks_there": info.local_size,
                               "resolves_to": facts["master"]["resolves_to"],
                               "interface": facts["route"]["interface"]})
 
@@ -158,22 +159,22 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
-def connect_and_serve(place: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
-                      is_over: Callable[[], bool]) -> bool:
-    """Connect to rank 0 (see `connect`) and serve it to the end. Return False if it was not reached."""
-    connection = connect(place, info, folder, is_over)
+def connect_and_serve(endpoint: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
+                      should_stop: Callable[[], bool]) -> bool:
+    """Connect to rank 0 (see `connect`) and reply to its requests. Return False if it was not reached."""
+    connection = connect(endpoint, info, folder, should_stop)
     if connection is not None:
-        serve_questions(connection, info, env)
+        serve_requests(connection, info, env)
     return connection is not None
 
 
-def serve_questions(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
-    """Send this rank's facts to rank 0 and answer its questions until it ends or disconnects."""
-    sending, measuring = threading.Lock(), Measuring(env)
+def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
+    """Send this rank's facts to rank 0, and reply to its requests until it ends preflight or disconnects."""
+    send_lock, measuring = threading.Lock(), MeasuringProcess(env)
 
-    def answer(question: Mapping[str, Any]) -> None:
-        """Answer a question of rank 0: facts, time, network, or a measurement."""
-        stage = question["ask"]
+    def reply_to(request: Mapping[str, Any]) -> None:
+        """Reply to a request of rank 0 with facts, the time, the network, or a measurement."""
+        stage = request["ask"]
         if stage == FACTS:
             reply: Mapping[str, Any] = gather_facts(info, env)
         elif stage.startswith(CLOCK):
@@ -181,62 +182,61 @@ def serve_questions(connection: Connection, info: RankInfo, env: Mapping[str, st
         elif stage == NETWORK:
             reply = measuring.network()
         else:
-            reply = measuring.answer(question)
-        with sending, contextlib.suppress(OSError):
+            reply = measuring.measure(request)
+        with send_lock, contextlib.suppress(OSError):
             connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": reply}))
 
-    def begin(question: Mapping[str, Any]) -> None:
-        """Answer a question in a new thread, since a stage may hang while rank 0 asks for the next."""
-        threading.Thread(target=answer, args=(question,), daemon=True).start()
+    def reply_in_thread(request: Mapping[str, Any]) -> None:
+        """Reply in a new thread, since a stage may hang while rank 0 already requests the next."""
+        threading.Thread(target=reply_to, args=(request,), daemon=True).start()
 
-    begin({"ask": FACTS})
+    reply_in_thread({"ask": FACTS})
     try:
         while data := connection.socket.recv(1 << 16):
-            for question in connection.frames.feed(data):
-                if question["ask"] == "end":
+            for request in connection.frames.feed(data):
+                if request["ask"] == "end":
                     return
-                begin(question)
+                reply_in_thread(request)
     except (OSError, ValueError):
         return
     finally:
-        measuring.end()
+        measuring.close()
 
 
-_END_WITHIN_S = 3.0
-_LAST_LINES = 6
+_EXIT_WITHIN_S = 3.0
+_KEPT_LINES = 6
 
 
-class Measuring:
-    """Subprocess `ezpz_llm.check.measurements`, which answers one question at a time.
+class MeasuringProcess:
+    """Subprocess `ezpz_llm.check.measurements`, which replies to one request at a time.
 
-    torch, drivers and collectives can hang or abort in it without affecting the rank.
+    torch, drivers and collectives can hang or abort in the subprocess without affecting the rank.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._network: list[str] = []
-        # Descriptors stay open, because MPI needs the one that its launcher passed to the rank.
+        # Descriptors stay open, because MPI needs the descriptor that its launcher passed to the rank.
         self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measurements"],
                                          env=_logging_environment(env), close_fds=False, stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._questions, self._answers, self._output = cast(
+        self._requests, self._replies, self._log = cast(
             "tuple[IO[bytes], IO[bytes], IO[bytes]]",
             (self._process.stdin, self._process.stdout, self._process.stderr))
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the process's answer, or an error with how it ended."""
+    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the process's reply to a request, or an error that says how the process ended."""
         line = b""
         with contextlib.suppress(OSError):
-            self._questions.write(json.dumps(question).encode() + b"\n")
-            self._questions.flush()
-            # Skip what Python prints at startup, such as from a site's sitecustomize.
-            line = next((text for text in self._answers if text.startswith(b"{")), b"")
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
+            # Skip output of Python's startup, such as of a site's sitecustomize.
+            line = next((text for text in self._replies if text.startswith(b"{")), b"")
         if line:
-            if question["ask"] == MPI:
-                # MPI ends only when the process has exited normally, and MPICH's launcher treats a rank that exits
-                # before that as failed.
+            if request["ask"] == MPI:
+                # MPICH's launcher treats this rank as failed if it exits before the process that started MPI.
                 self._process.wait()
             return parse_json(line, "the measuring process")
         self._listener.join(1.0)
@@ -249,17 +249,17 @@ class Measuring:
         """Return the network that the communication library chose, from its log."""
         return read_network(self._network)
 
-    def end(self) -> None:
-        """Let the process exit, and kill it after 3 s."""
+    def close(self) -> None:
+        """Let the process exit, and kill it if it has not exited after 3 s."""
         with contextlib.suppress(OSError):
-            self._questions.close()
+            self._requests.close()
         try:
-            self._process.wait(_END_WITHIN_S)
+            self._process.wait(_EXIT_WITHIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
     def _listen(self) -> None:
-        for line in self._output:
+        for line in self._log:
             text = line.decode(errors="replace").rstrip()
             if is_about_network(text):
                 self._network.append(text)
@@ -269,7 +269,7 @@ class Measuring:
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "does not answer"
+        return "does not reply"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
@@ -283,21 +283,21 @@ _GRACE_S = 5.0
 
 
 def run_client(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
-    """Run the client side of a rank other than 0 and return exit code 0: rank 0 decides.
+    """Run preflight on a rank other than 0. Return exit code 0, since rank 0 reports the result.
 
     Raises:
-        UserError: rank 0 is missing. It could not be reached and wrote no report.
+        UserError: rank 0 could not be reached and wrote no report.
     """
     began, until = time.time(), time.monotonic() + limit_s + _GRACE_S
     path = report_path(run_dir)
 
-    def is_over() -> bool:
-        """Return True once rank 0 has written its report or the time is up."""
+    def should_stop() -> bool:
+        """Return True once rank 0 has written its report, or after the time limit."""
         # Ignore a report of an earlier preflight in the same directory.
         has_report = path.exists() and path.stat().st_mtime > began - _GRACE_S
         return has_report or time.monotonic() > until
 
-    if connect_and_serve(rendezvous, info, env, run_dir.path, is_over) or time.monotonic() < until:
+    if connect_and_serve(rendezvous, info, env, run_dir.path, should_stop) or time.monotonic() < until:
         return 0
     raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
                     f"{rendezvous.address}:{rendezvous.port}, but it neither answered nor wrote a report",

@@ -1,4 +1,4 @@
-"""Rank 0's side of preflight: gather facts, run measurements, and write the report within the limit."""
+"""Rank 0's side of preflight: gather facts, run measurements, and write the report within the time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
-from ezpz_llm.check.rules import Gathered, judge
+from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.rules.nodes import LOST, STUCK
 from ezpz_llm.check.server import CLOCK, FACTS, Member, Place, PreflightServer
@@ -23,34 +23,34 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
 from ezpz_llm.rundir import RunDir, read_record
 
-# Fractions of the time limit at which stages end, and maximum seconds of short stages.
+# Fractions of the time limit at which stages end at the latest, and maximum seconds of short stages.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
 _CLOCKS_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
 _FIRST_REDUCE_S = 25.0
 """Limit of the first all-reduce between devices: NCCL and oneCCL load libraries, slowly from a cold file system."""
-_END_WITHIN_S = 4.0
-"""Time for this rank's own thread to end after the report."""
-_LOOK_FOR_UNREACHED_S = 1.0
+_JOIN_TIMEOUT_S = 4.0
+"""Time limit for rank 0's client thread to exit after the report."""
+_UNREACHED_POLL_S = 1.0
 
 
 def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place,
                     limit_s: float) -> int:
-    """Run all preflight stages and write the report. Return 0 if the reservation is fit, else EXIT_PREFLIGHT."""
+    """Run all preflight stages and write the report. Return 0 if no check failed, else EXIT_PREFLIGHT."""
     began = time.monotonic()
     for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
         stale.unlink(missing_ok=True)
-    board = PreflightServer(rendezvous.address, rendezvous.port, rendezvous.secret)
+    server = PreflightServer(rendezvous.address, rendezvous.port, rendezvous.secret)
     # In a thread, so that the report is written even if gathering this rank's own facts hangs.
-    place = Place(board.address, board.port, rendezvous.secret)
+    endpoint = Place(server.address, server.port, rendezvous.secret)
     client_thread = threading.Thread(target=connect_and_serve, daemon=True, args=(
-        place, info, env, None, lambda: time.monotonic() > began + limit_s))
+        endpoint, info, env, None, lambda: time.monotonic() > began + limit_s))
     client_thread.start()
-    gathered = _Coordinator(board, info, env, run_dir, began, limit_s).gather()
-    report = Report(gathered, judge(gathered), time.monotonic() - began)
+    gathered = _Coordinator(server, info, env, run_dir, began, limit_s).gather()
+    report = Report(gathered, apply_rules(gathered), time.monotonic() - began)
     print_lines(as_text(report))
     write_report(run_dir, report)
-    board.dismiss()
-    client_thread.join(_END_WITHIN_S)
+    server.dismiss()
+    client_thread.join(_JOIN_TIMEOUT_S)
     code = 0 if report.is_fit else EXIT_PREFLIGHT
     if client_thread.is_alive():
         # A thread that hangs in the kernel would block a normal exit.
@@ -63,7 +63,7 @@ def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, ren
 class _Coordinator:
     """Preflight stages, in order."""
 
-    board: PreflightServer
+    server: PreflightServer
     info: RankInfo
     env: Mapping[str, str]
     run_dir: RunDir
@@ -72,17 +72,17 @@ class _Coordinator:
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def gather(self) -> Gathered:
-        """Gather all facts that arrive in time."""
-        board = self.board
-        board.wait(self._by(_FACTS), self._all_reported())
+        """Gather the facts and measurements that arrive in time."""
+        server = self.server
+        server.wait(self._by(_FACTS), self._all_reported())
         waited_s = time.monotonic() - self.began
-        members = list(board.members)
+        members = list(server.members)
         if len({member.rank for member in members}) == len(members):
             self._measure(members)
-        ordered = sorted(board.members, key=lambda member: member.rank)
+        ordered = sorted(server.members, key=lambda member: member.rank)
         # torchrun's agent holds the port by design. On one node under launch, ranks do not use it.
         on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
-        port_error = None if on_node or self.info.source.startswith("torchrun") else board.port_error
+        port_error = None if on_node or self.info.source.startswith("torchrun") else server.port_error
         return Gathered(self.info.world_size, [self._facts(member) for member in ordered],
                         planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
                         port_error, site_network(self.env), waited_s)
@@ -91,41 +91,41 @@ class _Coordinator:
         return min(self.began + share * self.limit_s, time.monotonic() + within_s)
 
     def _all_reported(self) -> Callable[[], bool]:
-        """Return a function that returns True once every rank has sent facts or is known as unreached."""
-        next_look = time.monotonic() + _LOOK_FOR_UNREACHED_S
-        reported = self.board.accounted
+        """Return a function that checks that each rank reported, disconnected, or cannot reach rank 0."""
+        next_poll = time.monotonic() + _UNREACHED_POLL_S
+        reported = self.server.accounted
 
         def is_complete() -> bool:
-            """Return True once all ranks are accounted for; looks for files of unreached nodes at intervals."""
-            nonlocal next_look
+            """Return True if all ranks are accounted for. Looks for files of unreached nodes at intervals."""
+            nonlocal next_poll
             began = time.monotonic()
             if len(reported) >= self.info.world_size:
                 return True
-            if began < next_look:
+            if began < next_poll:
                 return False
             unreached = [report for report in read_unreached(self.run_dir.path) if report["rank"] not in reported]
             # Limit the time spent on many files on a slow file system, so that connecting ranks do not wait.
             ended = time.monotonic()
-            next_look = ended + max(_LOOK_FOR_UNREACHED_S, 5 * (ended - began))
+            next_poll = ended + max(_UNREACHED_POLL_S, 5 * (ended - began))
             return len(reported) + sum(report["ranks_there"] for report in unreached) >= self.info.world_size
 
         return is_complete
 
     def _measure(self, members: Sequence[Member]) -> None:
-        board = self.board
+        server = self.server
         reporting = [member for member in members if FACTS in member.replies]
-        board.ask(READY, {member: {"serve": member.rank == 0} for member in reporting}, self._by(_READY))
+        server.ask(READY, {member: {"serve": member.rank == 0} for member in reporting}, self._by(_READY))
         self._compare_clocks({member.host: member for member in reversed(reporting)}.values())
-        board.ask(COMPUTE, {member: {} for member in _able(reporting)}, self._by(_MEASURED, _COMPUTE_S))
+        server.ask(COMPUTE, {member: {} for member in _ready_members(reporting)}, self._by(_MEASURED, _COMPUTE_S))
         first = next((member for member in reporting if member.rank == 0), None)
         store = first.replies.get(READY, {}).get("store") if first else None
         if store is not None:
             self._reduce(reporting, store)
-        board.ask(NETWORK, {member: {} for member in reporting}, self._by(_MPI, _NETWORK_S))
+        server.ask(NETWORK, {member: {} for member in reporting}, self._by(_MPI, _NETWORK_S))
         # Starting MPI is collective: it would hang if a rank is missing. torchrun's ranks are not MPI ranks.
-        able = _able(reporting)
+        able = _ready_members(reporting)
         if len(able) == self.info.world_size > 1 and not self.info.source.startswith("torchrun"):
-            board.ask(MPI, {member: {} for member in able}, self._by(_MPI))
+            server.ask(MPI, {member: {} for member in able}, self._by(_MPI))
 
     def _compare_clocks(self, members: Iterable[Member]) -> None:
         """Compare the clocks of one rank per node, one at a time, since concurrent round trips are slower."""
@@ -133,26 +133,27 @@ class _Coordinator:
         for member in members:
             if time.monotonic() > until:
                 return
-            if (clock := self.board.clock_of(member, until)) is not None:
+            if (clock := self.server.clock_of(member, until)) is not None:
                 self.clocks[member.host] = clock
 
     def _reduce(self, members: Sequence[Member], store: str | list[Any]) -> None:
-        stages = [(NODE, node_groups(_places(_able(members))))]
-        stages += [(f"{LINK} {turn}", groups) for turn, groups in enumerate(link_groups(_places(_able(members))))]
-        on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _able(members))
+        stages = [(NODE, node_groups(_ranks_and_hosts(_ready_members(members))))]
+        links = link_groups(_ranks_and_hosts(_ready_members(members)))
+        stages += [(f"{LINK} {number}", groups) for number, groups in enumerate(links)]
+        on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _ready_members(members))
         for number, (stage, groups) in enumerate(stages):
-            able = {member.rank: member for member in _able(members)}
-            questions: dict[Member, dict[str, Any]] = {}
+            able = {member.rank: member for member in _ready_members(members)}
+            requests: dict[Member, dict[str, Any]] = {}
             for group in groups:
                 if all(rank in able for rank in group):
                     name = f" {group[0]}"
-                    questions |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
-                                  for index, rank in enumerate(group)}
+                    requests |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
+                                 for index, rank in enumerate(group)}
             within_s = _FIRST_REDUCE_S if on_devices and number == 0 else _REDUCE_S
-            self.board.ask(stage, questions, self._by(_MEASURED, within_s))
+            self.server.ask(stage, requests, self._by(_MEASURED, within_s))
 
     def _facts(self, member: Member) -> dict[str, Any]:
-        """Return a rank's facts, its answers by stage, and the stage in which it was lost or is stuck."""
+        """Return a rank's facts, its replies by stage, and the stage in which it disconnected or hangs."""
         stages = {stage: answer for stage, answer in member.replies.items() if not stage.startswith((CLOCK, FACTS))}
         facts = {"rank": member.rank, "host": member.host, **member.replies.get(FACTS, {}), "stages": stages}
         if member.host in self.clocks:
@@ -164,18 +165,18 @@ class _Coordinator:
         return facts
 
 
-def _able(members: Sequence[Member]) -> list[Member]:
-    """Return the members that can measure: connected, with a device, and not busy with an earlier question."""
+def _ready_members(members: Sequence[Member]) -> list[Member]:
+    """Return the members that can measure: connected, with a device, and not busy with an earlier request."""
     return [member for member in members if member.lost_in is None and member.stuck_in is None
             and "error" not in member.replies.get(READY, {"error": ""})]
 
 
-def _places(members: Sequence[Member]) -> list[tuple[int, str]]:
+def _ranks_and_hosts(members: Sequence[Member]) -> list[tuple[int, str]]:
     return sorted((member.rank, member.host) for member in members)
 
 
 def planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
-    """Return the hostname of each rank from launch's record, or nothing if it has another world size."""
+    """Return the hostname of each rank from launch's record; empty if the record is for another world size."""
     launch = read_record(run_dir).get("launch", {})
     hosts, counts = launch.get("hosts", []), launch.get("ranks_per_host", [])
     table = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
@@ -190,22 +191,22 @@ def site_network(env: Mapping[str, str]) -> str | None:
     return None
 
 
-RankPlace = tuple[int, str]
+RankHost = tuple[int, str]
 """A rank and its hostname."""
 
 
-def node_groups(places: Sequence[RankPlace]) -> list[tuple[int, ...]]:
+def node_groups(rank_hosts: Sequence[RankHost]) -> list[tuple[int, ...]]:
     """Return the ranks of each node with more than one rank."""
-    return [tuple(ranks) for ranks in _by_node(places).values() if len(ranks) > 1]
+    return [tuple(ranks) for ranks in _by_node(rank_hosts).values() if len(ranks) > 1]
 
 
-def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
+def link_groups(rank_hosts: Sequence[RankHost]) -> list[list[tuple[int, ...]]]:
     """Return rounds of pairs of ranks on neighboring nodes; all pairs of a round can measure at the same time.
 
-    The nodes form a ring, so that each is measured with both neighbors, with one of them per round. The n-th rank
-    of a node pairs with the n-th rank of the other, which measures each network adapter if each rank has its own.
+    The nodes form a ring, so that each node is measured with both of its neighbors, one per round. The n-th rank of
+    a node pairs with the n-th rank of the other node. If each rank has a network adapter, all are measured.
     """
-    by_node = _by_node(places)
+    by_node = _by_node(rank_hosts)
     hosts = list(by_node)
     return [[pair for left, right in edges
              for pair in zip(by_node[hosts[left]], by_node[hosts[right]], strict=False)]
@@ -213,19 +214,19 @@ def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
 
 
 def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return the edges of a ring of `count` nodes in two or three rounds, no node twice in a round.
+    """Return the edges of a ring of `count` nodes in up to three rounds, with a node at most once per round.
 
-    Two nodes have a single edge.
+    Two nodes have a single edge, and thus one round.
     """
     if count < 2:
         return []
     even = [(i, i + 1) for i in range(0, count - 1, 2)]
     odd = [(i, i + 1) for i in range(1, count - 1, 2)]
     closing = [(count - 1, 0)] if count > 2 else []
-    # With an even number of nodes the closing edge fits into the odd round; with an odd number into neither.
+    # With an even number of nodes, the closing edge fits into the odd round. Otherwise it fits into neither.
     rounds = [even, odd, closing] if count % 2 else [even, odd + closing]
-    return [turn for turn in rounds if turn]
+    return [edges for edges in rounds if edges]
 
 
-def _by_node(places: Sequence[RankPlace]) -> dict[str, list[int]]:
-    return group_by_key((host, rank) for rank, host in sorted(places))
+def _by_node(rank_hosts: Sequence[RankHost]) -> dict[str, list[int]]:
+    return group_by_key((host, rank) for rank, host in sorted(rank_hosts))

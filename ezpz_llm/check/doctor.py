@@ -24,38 +24,38 @@ from ezpz_llm.launch.sites import find_site
 
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:
-    """Run all checks of this machine, in display order; passed checks have the level `ok`."""
-    subjects = (software.software_checks, reservation_checks, machine_checks, network_checks, software.tool_checks)
+    """Run all checks of this machine. Returns findings in display order, with level `ok` for passed checks."""
+    subjects = (software.software_checks, job_checks, machine_checks, network_checks, software.tool_checks)
     return [check for subject in subjects for check in subject(env)]
 
 
 _COMMANDS = {"Slurm": ("sbatch", "srun"), "PBS": ("qsub", "qstat"), "Flux": ("flux",), "LSF": ("bsub", "bjobs")}
 
 
-def reservation_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the checks of scheduler, job, site and launcher."""
-    yield installed_schedulers(env)
+def job_checks(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings for scheduler, job, site and launcher."""
+    yield schedulers_finding(env)
     try:
         allocation = find_allocation(env)
     except UserError as error:
         yield Finding("bad", "job", error.found, error.instead or "exit the job's shell and enter it again")
         return
-    yield job(allocation.scheduler, allocation.job_id, len(allocation.hosts), allocation.ends_at)
+    yield job_finding(allocation.scheduler, allocation.job_id, len(allocation.hosts), allocation.ends_at)
     yield from (Finding("warn", "job", note, "see launch --dry-run hostname") for note in allocation.notes)
-    yield site(env)
-    yield launcher(env, allocation.scheduler)
+    yield site_finding(env)
+    yield launcher_finding(env, allocation.scheduler)
 
 
-def installed_schedulers(env: Mapping[str, str]) -> Finding:
-    """Report the schedulers whose commands are on PATH, inside a job or not."""
+def schedulers_finding(env: Mapping[str, str]) -> Finding:
+    """Report the schedulers whose commands are on PATH, whether or not inside a job."""
     path = env.get("PATH", "")
     available = [f"{name} ({', '.join(present)})" for name, commands in _COMMANDS.items()
                  if (present := [command for command in commands if shutil.which(command, path=path)])]
     return Finding("ok", "scheduler", " and ".join(available) or f"no commands of {', '.join(_COMMANDS)} on PATH")
 
 
-def job(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -> Finding:
-    """Report the job that this shell is in."""
+def job_finding(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -> Finding:
+    """Report the job in which this shell runs."""
     if job_id is None:
         text = "not inside a job: launch uses only this node" if scheduler == local.NAME else scheduler
         return Finding("ok", "job", text)
@@ -63,7 +63,7 @@ def job(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -
     return Finding("ok", "job", f"inside {scheduler} job {job_id}: {count_noun(hosts, 'node')}{remaining}")
 
 
-def site(env: Mapping[str, str]) -> Finding:
+def site_finding(env: Mapping[str, str]) -> Finding:
     """Report the site file of this machine."""
     try:
         this_site = find_site(None, env)
@@ -72,7 +72,7 @@ def site(env: Mapping[str, str]) -> Finding:
     return Finding("ok", "site", f"{this_site.name} ({this_site.source})")
 
 
-def launcher(env: Mapping[str, str], scheduler: str) -> Finding:
+def launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
     """Report the launcher that launch would use for several ranks."""
     try:
         choice = choose("auto", scheduler, 2, env)
@@ -84,27 +84,27 @@ def launcher(env: Mapping[str, str], scheduler: str) -> Finding:
 _MIN_FILES = 4096
 _MIN_LOCKED = 2**26
 _MAX_TMPDIR_LENGTH = 80
-"""Maximum characters of TMPDIR: UNIX sockets below it have paths of at most 107 characters."""
+"""Maximum length of TMPDIR, since the path of a UNIX socket in it has at most 107 characters."""
 _MIN_CACHE, _GOOD_CACHE = 2**30, 10 * 2**30
 _FABRICS = (Path("/dev/infiniband"), Path("/sys/class/cxi"), Path("/dev/hfi1_0"))
 _REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "panfs", "dvs")
 
 
 def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the checks of cores, memory, limits, temporary folder and cache."""
+    """Yield the findings for cores, memory, limits, temporary folder and cache."""
     facts = node_facts()
-    yield cores(facts["cores"], facts["host_cores"], numa_domains())
+    yield check_cores(facts["cores"], facts["host_cores"], numa_domains())
     memory = facts["memory"]
     yield check_free_space("memory", memory["free"], memory["total"], MIN_MEMORY_PER_RANK, "end other processes")
     yield check_free_space("/dev/shm", facts["shm"]["free"], facts["shm"]["total"], MIN_SHARED_MEMORY,
-                           "data loaders and NCCL die of SIGBUS; docker --shm-size=8g or mount -o remount,size=…")
-    yield from limits(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK),
+                           "SIGBUS kills data loaders and NCCL; docker --shm-size=8g or mount -o remount,size=…")
+    yield from check_limits(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK),
                       any(path.exists() for path in _FABRICS))
-    yield temporary(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
-    yield cache(env)
+    yield check_temporary_folder(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
+    yield check_cache(env)
 
 
-def cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -> Finding:
+def check_cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -> Finding:
     """Check the cores that this process may use and report their NUMA domains."""
     own_domains = [name for name, members in domains.items() if set(members) & set(own)]
     text = f"{len(own)} of {len(online) or len(own)} ({fold_numbers(own)})"
@@ -123,11 +123,12 @@ def check_free_space(name: str, free: int | None, total: int | None, least: int,
                          (free < least, "warn", instead))
 
 
-def limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) -> Iterator[Finding]:
-    """Check the limits of open files and of locked memory, which RDMA networks need for what they send.
+def check_limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) -> Iterator[Finding]:
+    """Check the limits of open files, and of locked memory, which RDMA networks need for their buffers.
 
     Args:
-        files, locked: (soft, hard), as `resource.getrlimit` gives them.
+        files, locked: (soft, hard) limits of `resource.getrlimit`.
+        has_fabric: the node has an RDMA network.
     """
     unlimited = resource.RLIM_INFINITY
     # A soft limit can be raised up to the hard one.
@@ -145,7 +146,7 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def temporary(folder: str, kind: str) -> Finding:
+def check_temporary_folder(folder: str, kind: str) -> Finding:
     """Check that the temporary folder is on a local disk with free space and has a short path."""
     space = file_system_space(Path(folder))
     free, total = format_bytes(space["free"]), format_bytes(space["total"])
@@ -171,8 +172,8 @@ def file_system(folder: Path) -> str:
     return max(under, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
-def cache(env: Mapping[str, str]) -> Finding:
-    """Check that the cache, the only folder outside run directories, is writable and has free space."""
+def check_cache(env: Mapping[str, str]) -> Finding:
+    """Check that the cache is writable and has free space."""
     folder = cache_dir(env)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     space = file_system_space(existing)
@@ -186,18 +187,18 @@ def cache(env: Mapping[str, str]) -> Finding:
 
 
 def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the checks of interfaces and of this node's hostname."""
+    """Yield the findings for interfaces and this node's hostname."""
     interfaces = list_interfaces()
     yield Finding("ok", "interfaces", describe(interfaces))
     for variable, names in named_interfaces(env).items():
         if missing := missing_interface(variable, names, interfaces):
             yield Finding("bad", "interfaces", f"{variable}={names}, but there is no {missing}",
                           f"set {variable} to one of the interfaces, or unset it")
-    yield host_name(socket.gethostname(), resolve(socket.gethostname()))
+    yield check_hostname(socket.gethostname(), resolve(socket.gethostname()))
 
 
-def host_name(name: str, address: str | None) -> Finding:
-    """Check that the hostname resolves to an address at which other nodes reach this one."""
+def check_hostname(name: str, address: str | None) -> Finding:
+    """Check that the hostname resolves to an address other than the loopback address."""
     return first_problem("host name", f"{name} is {address}" if address else f"{name} does not resolve",
                          (address is None, "warn",
                           "for runs on several nodes, pass launch --interface NAME or add an entry to /etc/hosts"),

@@ -1,4 +1,4 @@
-"""Measuring process of a rank: answers each line of stdin with a line on stdout.
+"""Measuring process of a rank: replies to each request line on stdin with a line on stdout.
 
 Output of the communication libraries goes to stderr. `client.py` starts this process and reads both.
 """
@@ -26,14 +26,13 @@ _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**26
 _MAX_REPEATS, _REPEAT_FOR_S = 20, 0.4
 _GROUP_TIMEOUT = datetime.timedelta(seconds=15)
 _DEVICE_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
-"""Timeout after which NCCL's watchdog ends the process, longer than rank 0 waits for any stage.
-
-The first collective loads libraries and transports.
+"""Timeout after which NCCL's watchdog aborts the process. Longer than rank 0 waits for any stage, since the first
+collective loads libraries and transports.
 """
 
 
 class Worker:
-    """Measurements of a rank; the first question imports torch."""
+    """Measurements of a rank. The first request, `ready`, imports torch."""
 
     def __init__(self) -> None:
         self._device: Any = None
@@ -42,12 +41,12 @@ class Worker:
         self._in_group = False
         self._stuck_group: str | None = None
 
-    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of the stage that the question names."""
+    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result of the stage that the request names."""
         stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
-        return stages[question["ask"].partition(" ")[0]](question)
+        return stages[request["ask"].partition(" ")[0]](request)
 
-    def _ready(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def _ready(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Import torch, select the device as a run would, and on rank 0 create the store for all ranks."""
         began = time.perf_counter()
         import torch
@@ -61,18 +60,18 @@ class Worker:
         if DEVICES[self._device.type].own:
             module = torch.get_device_module(self._device)
             facts["name"] = module.get_device_name(self._device)
-            # Older torch lacks it for Intel GPUs.
+            # Older torch lacks mem_get_info for Intel GPUs.
             if hasattr(module, "mem_get_info"):
                 facts["free"], facts["total"] = module.mem_get_info(self._device)
         answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
-        if question.get("serve"):
-            answer["store"] = self._serve()
+        if request.get("serve"):
+            answer["store"] = self._create_store()
         return answer
 
-    def _serve(self) -> str | tuple[str, int]:
+    def _create_store(self) -> str | tuple[str, int]:
         """Create the store and return its location.
 
-        It is a file if all ranks are on this node, else an address and a port.
+        The location is a file if all ranks are on this node, else an address and a port.
         """
         from torch.distributed import FileStore, TCPStore
 
@@ -91,20 +90,21 @@ class Worker:
                                master_listen_fd=listener.detach())
         return master, self._store_port
 
-    def _join(self, place: str | list[Any]) -> None:
+    def _join_store(self, location: str | list[Any]) -> None:
         from torch.distributed import FileStore, TCPStore
 
-        if isinstance(place, str):
-            self._store = FileStore(place)
+        if isinstance(location, str):
+            self._store = FileStore(location)
         else:
-            address, port = place
+            address, port = location
             self._store_port = port
             self._store = TCPStore(address, port, None, False, _GROUP_TIMEOUT)
 
-    def _compute(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def _compute(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Measure FLOP/s of a small matmul, the best of several windows.
 
-        Windows, because single matmuls run at full speed even if another process uses every second time slice.
+        A window contains many matmuls: a single one runs at full speed even if another process uses every second
+        time slice.
         """
         import torch
 
@@ -114,7 +114,7 @@ class Worker:
         product = torch.empty_like(matrix)
         for _ in range(3):
             torch.mm(matrix, matrix, out=product)
-        self._wait()
+        self._synchronize()
         best = 0.0
         for _ in range(_WINDOWS):
             count, began = 0, time.perf_counter()
@@ -122,15 +122,15 @@ class Worker:
                 for _ in range(1 if is_cpu else 10):
                     torch.mm(matrix, matrix, out=product)
                     count += 1
-                self._wait()
+                self._synchronize()
             best = max(best, count * 2 * size**3 / elapsed)
         return {"flops_per_second": best}
 
-    def _reduce(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Measure the bus bandwidth of an all-reduce in the question's group, the best of several repeats.
+    def _reduce(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure the bus bandwidth of an all-reduce in the requested group, the best of several repeats.
 
-        Each group is a separate world that is initialized and destroyed here, so that it does not depend on other
-        ranks.
+        Each group is a separate world that is created and destroyed here, so that it does not depend on ranks
+        outside the group.
         """
         import torch
         import torch.distributed as torch_dist
@@ -140,11 +140,11 @@ class Worker:
         if self._stuck_group:
             raise RuntimeError(f"not measured because this rank's group for {self._stuck_group} has failed")
         if self._store is None:
-            self._join(question["store"])
-        store = torch_dist.PrefixStore(question["ask"] + question["group"], self._store)
+            self._join_store(request["store"])
+        store = torch_dist.PrefixStore(request["ask"] + request["group"], self._store)
         traits = DEVICES[self._device.type]
-        torch_dist.init_process_group(traits.collectives, store=store, rank=question["index"],
-                                      world_size=question["size"],
+        torch_dist.init_process_group(traits.collectives, store=store, rank=request["index"],
+                                      world_size=request["size"],
                                       timeout=_DEVICE_GROUP_TIMEOUT if traits.own else _GROUP_TIMEOUT,
                                       device_id=self._device if traits.bound else None)
         self._in_group = True
@@ -156,17 +156,17 @@ class Worker:
         torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
         for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
             best = min(best, self._timed_reduce(values))
-        bus = 2 * (question["size"] - 1) / question["size"]
+        bus = 2 * (request["size"] - 1) / request["size"]
         answer = {"bytes_per_second": bus * size / best, **self._interface()}
         torch_dist.destroy_process_group()
         self._in_group = False
         return answer
 
-    def failed(self, question: Mapping[str, Any]) -> None:
+    def leave_failed_group(self, request: Mapping[str, Any]) -> None:
         """Leave the group of a failed stage, after its error was reported.
 
-        A gloo group is destroyed, and others can follow. Destroying an NCCL group would wait for hanging ranks,
-        so it stays, and no other group is possible.
+        Destroys a gloo group, after which other groups are possible. Keeps an NCCL group, whose destruction would
+        wait for hanging ranks. No other group is then possible.
         """
         if not self._in_group:
             return
@@ -176,20 +176,20 @@ class Worker:
             torch_dist.destroy_process_group()
             self._in_group = False
         else:
-            self._stuck_group = question["ask"]
+            self._stuck_group = request["ask"]
 
-    def end(self) -> None:
-        """Exit immediately if a failed group is left, whose destructor would wait."""
+    def exit_if_stuck(self) -> None:
+        """Exit immediately if a failed group remains, since its destructor would wait for other ranks."""
         if self._stuck_group:
             os._exit(0)
 
     def _timed_reduce(self, values: Any) -> float:
         import torch.distributed as torch_dist
 
-        self._wait()
+        self._synchronize()
         began = time.perf_counter()
         torch_dist.all_reduce(values)
-        self._wait()
+        self._synchronize()
         return time.perf_counter() - began
 
     def _interface(self) -> dict[str, Any]:
@@ -198,45 +198,45 @@ class Worker:
             return {}
         return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
 
-    def _mpi(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return rank and world size in MPI.
+    def _mpi(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return rank, world size, and library of MPI.
 
-        This is the last question, because an incompatible library ends the process.
+        This is the last request, because an incompatible library aborts the process.
         """
         from mpi4py import MPI
 
         answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
                   "library": first_line(MPI.Get_library_version())}
-        # mpi4py finalizes MPI only if it has initialized it, which oneCCL may have done before.
+        # mpi4py finalizes MPI only if mpi4py has initialized it, but oneCCL may have done so before.
         MPI.Finalize()
         return answer
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         from ezpz_llm.dist.device import synchronize
 
         synchronize(self._device)
 
 
 def main() -> None:
-    """Answer questions until stdin ends or the MPI question is answered."""
+    """Reply to requests until stdin ends, or until the MPI request, which is the last."""
     die_with_parent(signal.SIGKILL)
-    # Redirect output of all libraries, including C libraries, so that stdout has only answers.
-    answers = os.dup(1)
+    # Redirect the output of all libraries, including C libraries, so that stdout has only replies.
+    replies = os.dup(1)
     os.dup2(2, 1)
     worker = Worker()
     for line in sys.stdin:
-        question = parse_json(line, "the rank")
+        request = parse_json(line, "the rank")
         failed = False
         try:
-            answer = worker.answer(question)
+            answer = worker.measure(request)
         except Exception as error:  # the error is the result of the check
             answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
-        os.write(answers, json.dumps(answer).encode() + b"\n")
+        os.write(replies, json.dumps(answer).encode() + b"\n")
         if failed:
-            worker.failed(question)
-        if question["ask"] == MPI:
+            worker.leave_failed_group(request)
+        if request["ask"] == MPI:
             break
-    worker.end()
+    worker.exit_if_stuck()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Facts of one process and its node as JSON values (imports no torch).
+"""Facts of this process and its node as JSON values (does not import torch).
 
 Cores, memory, disks, versions, environment variables, interfaces, routes, and the network that NCCL or oneCCL
 chose.
@@ -69,7 +69,7 @@ def _cgroup_memory() -> tuple[int | None, int]:
 
 
 def file_system_space(folder: Path) -> dict[str, Any]:
-    """Return total and free bytes of the file system of `folder`; None if it does not exist."""
+    """Return the total and free bytes of `folder`'s file system, or None for both if `folder` does not exist."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -78,7 +78,7 @@ def file_system_space(folder: Path) -> dict[str, Any]:
 
 
 def numa_domains() -> dict[str, list[int]]:
-    """Return the cores of each NUMA domain with cores."""
+    """Return the cores of each NUMA domain, except domains without cores."""
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     domains = {folder.name[4:]: _cores_in(folder / "cpulist") for folder in folders}
     return {name: cores for name, cores in domains.items() if cores}
@@ -97,9 +97,9 @@ _PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "MPICH_", "TORCH_
 def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
     """Return facts from the environment, with secrets redacted.
 
-    `environment` holds variables that should be the same on all nodes, `masks` device masks, which differ between
-    ranks, and `devices` the accelerators that are visible by mask or driver, and the number `installed` by the
-    driver.
+    `environment` holds variables that should be the same on all nodes, and `masks` the device masks, which differ
+    between ranks. `devices` holds the accelerators that are visible according to the mask or the driver, and
+    `installed`, their number according to the driver alone.
     """
     devices = visible_devices(env)
     return {
@@ -119,7 +119,7 @@ _MPI_TIMEOUT_S = 20
 
 
 def versions() -> dict[str, str]:
-    """Return versions of all software that should be the same on every node, without missing software."""
+    """Return the versions of software that should be the same on every node. Omits missing software."""
     by_name = {"python": platform.python_version(), "torch": torch_build().get("version"),
                **{package: installed(package) for package in PACKAGES},
                "kernel": platform.release(), **{f"{name} driver": version for name, version in drivers().items()}}
@@ -127,21 +127,21 @@ def versions() -> dict[str, str]:
 
 
 def torch_build() -> dict[str, str]:
-    """Return torch's `version` and the versions of `cuda`, `hip` or `xpu` it was built for; empty without torch.
+    """Return torch's `version`, and that of `cuda`, `hip` or `xpu` for which it was built; empty without torch.
 
-    Read from torch's version file, without importing torch.
+    Reads torch's version file and does not import torch.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
     path = Path(spec.origin).with_name("version.py")
-    values = _assigned(path) if path.is_file() else {}
+    values = _string_constants(path) if path.is_file() else {}
     build = {"version": values.get("__version__") or installed("torch")}
     build |= {name: values.get(name) for name in ("cuda", "hip", "xpu")}
     return {name: value for name, value in build.items() if value}
 
 
-def _assigned(path: Path) -> dict[str, str]:
+def _string_constants(path: Path) -> dict[str, str]:
     """Return the string constants that a module assigns to names."""
     constants: dict[str, str] = {}
     for line in ast.parse(path.read_text()).body:
@@ -153,14 +153,14 @@ def _assigned(path: Path) -> dict[str, str]:
 
 
 def drivers() -> dict[str, str]:
-    """Return the versions of the loaded accelerator drivers, by maker."""
-    return {maker: version for maker, path in _DRIVERS.items() if (version := system_text(path).strip())}
+    """Return the versions of the loaded accelerator drivers, by vendor."""
+    return {vendor: version for vendor, path in _DRIVERS.items() if (version := system_text(path).strip())}
 
 
 def mpi_library() -> str | None:
-    """Return the first line of the version text of mpi4py's MPI library, or None if it loads none.
+    """Return the first line of the version text of mpi4py's MPI library, or None if mpi4py cannot load one.
 
-    Uses a subprocess, because an incompatible library can end the process that loads it.
+    Uses a subprocess, because an incompatible library can abort the process that loads it.
     """
     if installed("mpi4py") is None:
         return None
@@ -183,7 +183,7 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFA
 
 
 def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return interfaces with their addresses, those that `env` names, and the route to MASTER_ADDR."""
+    """Return the interfaces and their addresses, the interfaces named in `env`, and the route to MASTER_ADDR."""
     interfaces = addresses()
     facts: dict[str, Any] = {
         "interfaces": interfaces,
@@ -198,7 +198,7 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that name the interface for ranks, with their values."""
+    """Return the environment variables that select the ranks' network interfaces, with their values."""
     return {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)}
 
 
@@ -216,8 +216,8 @@ def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | Non
 
 _ABOUT = re.compile(r"NET/|Using network|Assigned NET plugin|provider|nic: \{|CCL_ATL_TRANSPORT", re.IGNORECASE)
 
-# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in. The last match is used, because a plug-in
-# that fails logs before the one that is chosen.
+# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in. The last match is used: a plug-in that
+# fails logs before the plug-in that NCCL then chooses.
 _NCCL = {
     "network": re.compile(r"(?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$"),
     "provider": re.compile(r"NET/OFI Selected [Pp]rovider is (\w+)"),
@@ -232,14 +232,14 @@ _ONECCL = {
 
 
 def is_about_network(line: str) -> bool:
-    """Return True if `read_network` may use this line."""
+    """Return True if `read_network` may need this line."""
     return bool(_ABOUT.search(line))
 
 
 def read_network(lines: Sequence[str]) -> dict[str, str]:
     """Parse `library`, `network` and, if logged, `provider` and `interface`; empty if nothing is logged.
 
-    oneCCL over MPI does not know which network MPI uses; the result is then `mpi`.
+    `network` is `mpi` for oneCCL over MPI, which does not know the network that MPI uses.
     """
     nccl = _matches(_NCCL, [line for line in lines if "NCCL" in line])
     if "network" in nccl:
@@ -263,7 +263,7 @@ _LIBFABRIC = ("aws libfabric", "libfabric", "ofi", "cxi")
 
 
 def network_family(network: str) -> str:
-    """Return `tcp` for NCCL's Socket and libfabric's tcp, `libfabric` for its aliases, else the lower-case name."""
+    """Normalize a network's name: `tcp` for sockets, `libfabric` for its aliases, else the name in lower case."""
     name = network.strip().lower()
     # libfabric can also run over TCP (`tcp;ofi_rxm`), which is the slow case to detect.
     if name.partition(";")[0] in _TCP:
@@ -274,7 +274,7 @@ def network_family(network: str) -> str:
 def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = frozenset()) -> list[str]:
     """Return the interfaces of this process's established TCP connections, except those with `other_ports`."""
     process = psutil.Process()
-    # The name before psutil 6.
+    # psutil before 6 has only `connections`.
     connections = getattr(process, "net_connections", None) or process.connections
     interfaces = set()
     for connection in connections("tcp"):

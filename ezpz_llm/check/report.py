@@ -30,12 +30,12 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, without_secrets, write_json
 
 _MAX_ROWS = 24
-"""Maximum number of nodes in the table; longer tables omit the middle."""
+"""Maximum number of nodes in the table. A longer table omits the nodes in the middle."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Outcome of a preflight and its duration."""
+    """Result of a preflight, and its duration in seconds."""
 
     gathered: Gathered
     findings: Sequence[Finding]
@@ -48,18 +48,18 @@ class Report:
 
 
 def report_path(run_dir: RunDir) -> Path:
-    """Return the path of the report."""
+    """Return the path of preflight.json."""
     return run_dir.path / "preflight.json"
 
 
 def as_text(report: Report) -> str:
     """Return the table of nodes, common facts, findings with remedies, and the verdict."""
     gathered = report.gathered
-    parts = (_hosts(gathered), _common(gathered), findings_text(report.findings), _verdict(report))
+    parts = (_node_table(gathered), _common_facts(gathered), findings_text(report.findings), _verdict(report))
     return "\n".join(filter(None, parts))
 
 
-def _hosts(gathered: Gathered) -> str:
+def _node_table(gathered: Gathered) -> str:
     links, used = link_rates(gathered), used_interfaces(gathered)
     rows = [_row(host, ranks, links.get(host), used.get(host)) for host, ranks in gathered.by_node().items()]
     if len(rows) > _MAX_ROWS:
@@ -92,8 +92,8 @@ def _median(ranks: Sequence[Facts], stage: str, key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _common(gathered: Gathered) -> str:
-    """Return versions, MPI and network of rank 0. Findings report nodes that differ."""
+def _common_facts(gathered: Gathered) -> str:
+    """Return rank 0's versions, MPI library and network. Findings list the nodes that differ."""
     if not gathered.reporting:
         return ""
     first = gathered.reporting[0]
@@ -119,9 +119,7 @@ def _verdict(report: Report) -> str:
 
 
 def write_report(run_dir: RunDir, report: Report) -> None:
-    """Write preflight.json with the verdict, the findings, and the facts.
-
-    Facts that most ranks share are stored once.
+    """Write preflight.json with the verdict, the findings, and the facts. Stores facts that most ranks share once.
     """
     gathered = report.gathered
     common, per_rank = split_common_facts(gathered.facts)
@@ -133,13 +131,13 @@ def write_report(run_dir: RunDir, report: Report) -> None:
 
 
 def split_common_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the facts that most ranks share, and the differing facts of each rank (None if missing)."""
+    """Return the facts that most ranks share, and each rank's differing facts (None if the rank lacks them)."""
     common = {}
-    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
-        values = [of_rank[name] for of_rank in facts if name in of_rank]
+    for name in dict.fromkeys(name for rank_facts in facts for name in rank_facts):
+        values = [rank_facts[name] for rank_facts in facts if name in rank_facts]
         counts = Counter(repr(value) for value in values)
         usual, count = counts.most_common(1)[0]
         if count > len(facts) / 2 and len(facts) > 1:
             common[name] = next(value for value in values if repr(value) == usual)
-    return common, [{name: of_rank.get(name) for name in dict.fromkeys((*of_rank, *common))
-                     if name not in common or of_rank.get(name) != common[name]} for of_rank in facts]
+    return common, [{name: rank_facts.get(name) for name in dict.fromkeys((*rank_facts, *common))
+                     if name not in common or rank_facts.get(name) != common[name]} for rank_facts in facts]

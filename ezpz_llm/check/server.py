@@ -1,4 +1,4 @@
-"""Server side of preflight: authenticate ranks, receive their facts, and ask them questions.
+"""Server side of preflight: authenticate ranks, receive their facts, and request measurements.
 
 An invalid or slow peer only loses its own connection.
 """
@@ -23,8 +23,8 @@ from ezpz_llm.launch.master_variables import require_master_address, require_mas
 from ezpz_llm.rundir import RunDir
 
 PORTS_TRIED = 8
-"""Number of ports to try from MASTER_PORT on, which torchrun's agent or another program may hold."""
-FIRST_WORDS_S = 2.0
+"""Number of ports to try, from MASTER_PORT on: torchrun's agent or another program may hold MASTER_PORT."""
+AUTHENTICATE_S = 2.0
 """Time for the peer of a new connection to authenticate."""
 
 _SECRET_FILE, _SECRET_BYTES = "preflight-secret", 32
@@ -32,7 +32,7 @@ _SECRET_FILE, _SECRET_BYTES = "preflight-secret", 32
 
 @dataclass(frozen=True)
 class Place:
-    """Address of rank 0 and the run's shared secret."""
+    """Address and port at which rank 0 listens, and the run's shared secret."""
 
     address: str
     port: int
@@ -45,10 +45,10 @@ def candidate_ports(port: int) -> list[int]:
 
 
 def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT; for a single rank the loopback address and any port.
+    """Return MASTER_ADDR and MASTER_PORT, or, for a single rank, the loopback address and any free port.
 
     Raises:
-        UserError: a variable is missing or invalid for several ranks.
+        UserError: there are several ranks, and a variable is missing or invalid.
     """
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if world_size == 1:
@@ -64,11 +64,11 @@ def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]
 def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
     """Return the run's shared secret.
 
-    It is launch's secret, or without launch one that the first rank writes into a file of the run directory that
-    only the user can read.
+    With launch, it is launch's secret. Without launch, the first rank creates it in a file in the run directory
+    that only the user can read.
 
     Raises:
-        UserError: the file cannot be created, or others have access to it.
+        UserError: the file cannot be created or is incomplete, or other users have access to its folder.
     """
     if (launch_secret := run_secret(env)) is not None:
         return launch_secret
@@ -78,7 +78,7 @@ def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
             with contextlib.suppress(FileExistsError):
                 folder.create(_SECRET_FILE, os.urandom(_SECRET_BYTES))
             # Another rank may still be writing it.
-            deadline = time.monotonic() + FIRST_WORDS_S
+            deadline = time.monotonic() + AUTHENTICATE_S
             while len(secret := folder.read(_SECRET_FILE)) < _SECRET_BYTES and time.monotonic() < deadline:
                 time.sleep(0.05)
     except OSError as error:
@@ -91,20 +91,24 @@ def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
 
 
 FACTS = "facts"
-"""Stage that each rank answers without a question: all facts that do not need torch."""
+"""Stage to which each rank replies without a request: all facts that do not need torch."""
 CLOCK = "clock"
-"""Prefix of stages that ask a rank for its time."""
+"""Prefix of stages that request a rank's time."""
 
 _READ_BYTES = 1 << 18
 _MAX_UNPROVEN = 1024
-"""Maximum number of unauthenticated connections; one more drops the oldest."""
+"""Maximum number of unauthenticated connections; a further connection drops the oldest."""
 
 
 @dataclass(eq=False)
 class Member:
-    """Connected rank.
+    """Connection of a rank.
 
-    `lost_in` is the stage in which its connection ended.
+    Attributes:
+        prove_by: monotonic time by which the peer must have authenticated.
+        rank: -1 before authentication.
+        asked: stages that were requested.
+        lost_in: stage in which the connection ended; None if it is open.
     """
 
     connection: socket.socket
@@ -118,13 +122,13 @@ class Member:
 
     @property
     def stuck_in(self) -> str | None:
-        """Stage of the first unanswered question, except for clock questions."""
+        """First stage without a reply, except for clock stages; None if all have one."""
         open_stages = (stage for stage in self.asked if stage not in self.replies and not stage.startswith(CLOCK))
         return next(open_stages, None)
 
 
 class PreflightServer:
-    """Server for all ranks, with a single thread and a connection per rank; every wait has a limit."""
+    """Server with a connection per rank. It runs in the caller's thread, and every wait has a time limit."""
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
         _allow_many_files()
@@ -165,23 +169,23 @@ class PreflightServer:
             self._drop_unproven()
         return True
 
-    def ask(self, stage: str, questions: Mapping[Member, Mapping[str, Any]], until: float) -> None:
-        """Send questions and wait for the answers, which are stored in `Member.replies[stage]`."""
+    def ask(self, stage: str, requests: Mapping[Member, Mapping[str, Any]], until: float) -> None:
+        """Send requests, and wait until `until` for the replies, which are stored in `Member.replies[stage]`."""
         self._stage = stage
-        self._waiting_for = {member for member in questions if member.lost_in is None}
+        self._waiting_for = {member for member in requests if member.lost_in is None}
         for member in tuple(self._waiting_for):
             member.asked.append(stage)
-            self._send(member, member.frames.pack({"ask": stage, **questions[member]}))
+            self._send(member, member.frames.pack({"ask": stage, **requests[member]}))
         self.wait(until, lambda: not self._waiting_for)
 
     def clock_of(self, member: Member, until: float) -> tuple[float, float] | None:
-        """Return the member's clock offset and its error (half the fastest round trip) in seconds.
+        """Return the member's clock offset and its uncertainty (half the fastest round trip) in seconds.
 
-        None if it does not answer.
+        None if it does not reply.
         """
         best: tuple[float, float] | None = None
-        for turn in range(3):
-            stage, sent_at = f"{CLOCK} {turn}", time.time()
+        for attempt in range(3):
+            stage, sent_at = f"{CLOCK} {attempt}", time.time()
             self.ask(stage, {member: {}}, min(until, time.monotonic() + 1))
             if (answer := member.replies.get(stage)) is None:
                 return best
@@ -191,7 +195,7 @@ class PreflightServer:
         return best
 
     def dismiss(self) -> None:
-        """End all connections with a final message, and stop listening."""
+        """Tell the ranks that preflight has ended, close all connections, and stop listening."""
         for member in self.members:
             if member.lost_in is None:
                 self._send(member, member.frames.pack({"ask": "end"}))
@@ -203,13 +207,13 @@ class PreflightServer:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            member = Member(connection, Frames(self._secret, serves=True), time.monotonic() + FIRST_WORDS_S)
+            member = Member(connection, Frames(self._secret, serves=True), time.monotonic() + AUTHENTICATE_S)
             self._selector.register(connection, selectors.EVENT_READ, member)
             self._unproven[member] = None
             self._send(member, member.frames.opening)
 
     def _drop_unproven(self) -> None:
-        """Drop late or excess unauthenticated connections, oldest first."""
+        """Drop unauthenticated connections that are late or too many, oldest first."""
         now = time.monotonic()
         for member in list(self._unproven):
             if member.prove_by > now and len(self._unproven) <= _MAX_UNPROVEN:
@@ -223,7 +227,7 @@ class PreflightServer:
                 self._handle(member, message)
         except BlockingIOError:
             return
-        except Exception:  # invalid data must only cost the sender its connection
+        except Exception:  # invalid data must close only the sender's connection
             data = b""
         if not data:
             self._lose(member)
@@ -271,7 +275,7 @@ def _describe(error: OSError, port: int) -> str:
 
 
 def _allow_many_files() -> None:
-    # Each rank needs a connection. The usual soft limit of 1024 is for programs that use select().
+    # Each rank needs a connection. The usual soft limit of 1024 exists only for programs that use select().
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -32,28 +32,28 @@ print(json.dumps(names or (["Apple GPU"] if torch.backends.mps.is_available() el
 
 
 def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the checks of Python, torch, DeepSpeed, devices and MPI."""
-    yield python()
+    """Yield the findings for Python, torch, DeepSpeed, devices and MPI."""
+    yield check_python()
     build, loaded = torch_build(), drivers()
-    yield torch_check(build, loaded, cuda_of_driver())
-    yield package("deepspeed", *_DEEPSPEED)
-    yield devices(env, build)
-    yield mpi(mpi_library(), _mpiexec(env))
+    yield check_torch(build, loaded, cuda_of_driver())
+    yield check_package("deepspeed", *_DEEPSPEED)
+    yield check_devices(env, build)
+    yield check_mpi(mpi_library(), _mpiexec(env))
 
 
-def python() -> Finding:
+def check_python() -> Finding:
     """Check the version of Python."""
     text = f"{platform.python_version()} ({sys.executable})"
     return first_problem("python", text, (sys.version_info[:2] < _MIN_PYTHON, "bad",
                                           "use Python 3.10 or newer: load its module, or set EZPZ_PYTHON"))
 
 
-def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
+def check_torch(build: Mapping[str, str], loaded: Mapping[str, str],
                 driver_cuda: tuple[int, int] | None) -> Finding:
     """Check that the drivers of this machine support the installed torch build.
 
     Args:
-        driver_cuda: newest CUDA version that NVIDIA's driver supports; None without the driver.
+        driver_cuda: newest CUDA version that the NVIDIA driver supports; None if there is no driver.
     """
     if not build:
         return Finding("bad", "torch", "not installed",
@@ -61,11 +61,11 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
     versions = [f"{name} {build[key]}" for key, (name, _) in _BUILDS.items() if key in build]
     text = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
-    is_newer = "cuda" in build and driver_cuda is not None and _numbers(build["cuda"])[:1] > driver_cuda[:1]
+    is_too_new = "cuda" in build and driver_cuda is not None and _numbers(build["cuda"])[:1] > driver_cuda[:1]
     is_other = bool(loaded) and not makers & loaded.keys()
     machine = "this machine has " * is_other + ", ".join(f"{maker} driver {number}"
                                                          for maker, number in loaded.items())
-    if driver_cuda is not None and is_newer:
+    if driver_cuda is not None and is_too_new:
         machine = f"the driver supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
     elif makers and not loaded:
         machine = "this machine has no driver for it"
@@ -75,7 +75,7 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
          "use torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
         (is_other, "bad",
          "use a torch built for this driver: set EZPZ_LLM_TORCH for launchers/with-env (docs/use/install.md)"),
-        (is_newer, "bad", "use a torch built for an older CUDA, or update the driver"),
+        (is_too_new, "bad", "use a torch built for an older CUDA, or update the driver"),
         (bool(makers) and not loaded, "warn", "expected only on a login node"))
 
 
@@ -91,7 +91,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
+def check_package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
     """Check that a package is installed in a tested version."""
     version, requirement = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
     return first_problem(name, version or "not installed",
@@ -100,10 +100,10 @@ def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Findin
                           f"pip install '{requirement}'; other versions are untested"))
 
 
-def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
+def check_devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
     """Report the visible devices and check that torch can use them.
 
-    Runs torch only if there may be devices, and in a subprocess, because drivers can hang.
+    Imports torch only if there may be devices, and in a subprocess, because drivers can hang.
     """
     visible = visible_devices(env)
     text = f"{len(visible.ids)} visible ({visible.source})" if visible.ids else f"none ({visible.source})"
@@ -120,10 +120,10 @@ def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
         return Finding("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     reason = (result.stderr.strip().splitlines() or ["torch finds none of them"])[-1]
     return Finding("warn", "devices", f"{text}, but torch finds none: {reason}",
-                   "install a torch built for these devices, unless the mask hides them on purpose")
+                   "install a torch built for these devices, unless the mask hides them intentionally")
 
 
-def mpi(library: str | None, dialect: str | None) -> Finding:
+def check_mpi(library: str | None, dialect: str | None) -> Finding:
     """Check that mpi4py's MPI library matches the mpiexec that launch would use."""
     if library is None:
         return Finding("warn", "MPI library", "mpi4py loads none",
@@ -131,7 +131,7 @@ def mpi(library: str | None, dialect: str | None) -> Finding:
     # MPICH, Intel MPI and Cray MPICH share a start-up protocol (PMI). Open MPI's ranks need Open MPI's mpiexec.
     if dialect is not None and ("open mpi" in library.lower()) != dialect.startswith("Open MPI"):
         return Finding("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
-                       "each rank that uses MPI would be rank 0 of 1: put the mpiexec of that library first on "
+                       "in MPI, each rank would be rank 0 of 1: put the mpiexec of that library first on "
                        "PATH, or set MPI4PY_LIBMPI to the library of this mpiexec")
     return Finding("ok", "MPI library", library)
 
@@ -157,28 +157,29 @@ _UNSYNCHRONIZED = 0x40
 _STATUS_OFFSET = 40
 """Offset of `status` in struct timex on 64-bit Linux, for STA_UNSYNC of adjtimex(2)."""
 _EARLIEST = 1.7e9
+"""Unix time in November 2023. A clock that shows an earlier time is wrong."""
 
 
 def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the checks of compiler, ops, build locks, py-spy and clock."""
-    yield compiler(env)
+    """Yield the findings for compiler, ops, build locks, py-spy and clock."""
+    yield check_compiler(env)
     if torch_build() and installed("deepspeed"):
-        yield from map(op, OPS)
+        yield from map(check_op, OPS)
     for lock in stale_locks(env):
         yield Finding("warn", "stale lock", f"{lock}: builds of this op would wait forever",
                       f"rm {shlex.quote(str(lock))}")
-    yield py_spy()
-    yield clock(time.time(), is_clock_synchronized())
+    yield py_spy_finding()
+    yield check_clock(time.time(), is_clock_synchronized())
 
 
-def op(name: str) -> Finding:
+def check_op(name: str) -> Finding:
     """Check that one of DeepSpeed's ops is built."""
     built = is_built(name)
     return first_problem(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
                          (not built, "warn", f"for layouts with offload, ezpz-llm doctor --build-ops {name}"))
 
 
-def compiler(env: Mapping[str, str]) -> Finding:
+def check_compiler(env: Mapping[str, str]) -> Finding:
     """Check the C++ compiler and ninja, which build ops and torch.compile's kernels."""
     name = env.get("CXX", "c++")
     path, ninja = shutil.which(name, path=env.get("PATH")), _find_program("ninja")
@@ -189,7 +190,7 @@ def compiler(env: Mapping[str, str]) -> Finding:
 
 
 def stale_locks(env: Mapping[str, str]) -> list[Path]:
-    """Return locks of killed compilations in ezpz_llm's cache and torch's; other builds would wait for them."""
+    """Return the locks of killed compilations in ezpz_llm's and torch's caches, for which builds would wait."""
     from ezpz_llm.layout.ops import lock_holder
 
     places = [building_dir()] if torch_build() and installed("deepspeed") else []
@@ -200,16 +201,16 @@ def stale_locks(env: Mapping[str, str]) -> list[Path]:
     return [lock for place in places for lock in sorted(place.glob("*/lock")) if lock_holder(lock) is None]
 
 
-def py_spy() -> Finding:
+def py_spy_finding() -> Finding:
     """Report py-spy, which shows the stacks of a hanging rank."""
     return Finding("ok", "py-spy", _find_program("py-spy") or "not installed: Python's faulthandler shows the "
                                                              "stacks of a hanging rank instead")
 
 
-def clock(now: float, is_kept: bool | None) -> Finding:
-    """Check this machine's time; `is_kept` is None if it is unknown whether the clock is synchronized."""
+def check_clock(now: float, is_synchronized: bool | None) -> Finding:
+    """Check this machine's time. `is_synchronized` is None if unknown."""
     text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
-    suffix = ", not synchronized by chrony or ntpd on this machine" if is_kept is False else ""
+    suffix = ", not synchronized by chrony or ntpd on this machine" if is_synchronized is False else ""
     return first_problem("clock", text + suffix, (now < _EARLIEST, "bad",
                                                   "set it, or certificates, logs and the remaining job time are "
                                                   "wrong"))

@@ -1,4 +1,4 @@
-"""Collectives for Python objects, and error handling that raises one rank's error on all ranks without deadlock."""
+"""Collectives for Python objects, and for raising one rank's `UserError` on all ranks, so that none waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gather(dist: Dist, value: Any) -> list[Any] | None:
 
 
 def all_gather(dist: Dist, value: Any) -> list[Any]:
-    """Return every rank's value on every rank. For small values, since they are pickled. Collective."""
+    """Return every rank's value on every rank. Only for small values, since they are pickled. Collective."""
     values = [value] * dist.world_size
     if dist.world_size > 1:
         torch_dist.all_gather_object(values, value)
@@ -34,7 +34,7 @@ def all_gather(dist: Dist, value: Any) -> list[Any]:
 
 
 def all_gather_number(dist: Dist, value: float) -> list[float]:
-    """Return every rank's number in single precision, on every rank: 4 bytes per rank. Collective."""
+    """Return every rank's number, rounded to fp32, on every rank. Sends 4 bytes per rank. Collective."""
     if dist.world_size == 1:
         return [value]
     values = torch.empty(dist.world_size, device=dist.device)
@@ -43,9 +43,9 @@ def all_gather_number(dist: Dist, value: float) -> list[float]:
 
 
 def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
-    """All-reduce `values` over all ranks on this rank's device, and return the result. Collective.
+    """All-reduce `values` on this rank's device, and return the result. Collective.
 
-    A single rank gets `values` unchanged.
+    Overwrites `values` if they are on that device. With a single rank, returns `values` unchanged.
     """
     if dist.world_size == 1:
         return values
@@ -66,7 +66,7 @@ def broadcast(dist: Dist, value: Any) -> Any:
 def first_value(dist: Dist, value: T | None) -> T | None:
     """Return the value of the lowest rank that has one, on every rank; None if no rank has one. Collective.
 
-    The usual case, no value, costs one reduction of a number, at any world size.
+    The usual case, no value, costs one all-reduce of a single integer.
     """
     if dist.world_size == 1:
         return value
@@ -80,10 +80,12 @@ def first_value(dist: Dist, value: T | None) -> T | None:
 
 
 def run_together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T:
-    """Run `action` on every rank (or on rank 0 only) and return its result there. Collective.
+    """Run `action` on every rank, or on rank 0 only (the other ranks then return None). Collective.
+
+    A rank whose action raises another exception than UserError raises it alone, and the others wait for that rank.
 
     Raises:
-        UserError: the action failed on a rank. Every rank raises the error of the lowest such rank.
+        UserError: the action raised it on a rank. Every rank raises the error of the lowest such rank.
     """
     result: Any = None
     error = None

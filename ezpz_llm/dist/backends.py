@@ -1,6 +1,6 @@
 """Table of the traits of each device type (does not import torch).
 
-Other code must test a trait, not the device type. In torch, ROCm devices are called cuda and RCCL is called nccl,
+Other code should test a trait, not the device type. In torch, ROCm devices are called cuda and RCCL is called nccl,
 so that one row covers both vendors. Every device type has a fused AdamW from torch 2.6 on.
 """
 
@@ -16,11 +16,11 @@ class Traits:
 
     Attributes:
         collectives: torch's name of the communication backend.
-        own: each rank uses its own device, selected by local rank. Otherwise all ranks of a node share the device.
-        bound: process groups get `device_id` at creation, so that they neither guess the device nor wait for the
-            first collective.
+        own: each rank uses its own device, selected by local rank. If False, all ranks of a node share one.
+        bound: process groups are created with `device_id`, so that they do not guess the device, and create
+            communicators at once instead of in the first collective.
         overlaps: communication can overlap with computation.
-        pins: copies from pinned CPU memory, and only those, are asynchronous.
+        pins: copies to the device can be asynchronous, but only from pinned CPU memory.
         parts: a device may be a part of a card (a tile) that reports the card's UUID.
         bf16: support for bfloat16 matmuls; "ask" means that it depends on the device.
         fp16: float16 matmuls run at a useful speed.
@@ -43,7 +43,7 @@ class Traits:
 DEVICES = {
     "cuda": Traits("nccl", bound=True, tf32=True),
     "xpu": Traits("xccl", parts=True, bf16="yes"),
-    # overlaps: there is a single command queue, and DeepSpeed has no streams for MPS.
+    # overlaps=False: there is a single command queue, and DeepSpeed has no streams for MPS.
     "mps": Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
     "cpu": Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
 }

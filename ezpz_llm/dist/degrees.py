@@ -26,7 +26,7 @@ class Degrees:
         """Return the degrees for a world size, with dp = world size / (tp x pp x sp).
 
         Raises:
-            UserError: the world size is not divisible.
+            UserError: tp x pp x sp does not divide the world size.
         """
         product = tp * pp * sp
         if product < 1 or world_size % product:

@@ -1,4 +1,4 @@
-"""Choice of a rank's device."""
+"""Choice of a rank's device, and checks that ranks do not share devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ezpz_llm.launch.ranks import RankInfo
 
 
 def choose_device(asked: str | None, info: RankInfo) -> torch.device:
-    """Return this rank's device: of the requested type, or of the best available type.
+    """Select and return this rank's device: of the requested type, or of the best available type.
 
-    The index is 0 if only one device is visible (many schedulers mask the other devices), else the local rank.
+    Its index is 0 if only one device is visible (many schedulers mask the other devices), else the local rank.
 
     Raises:
         UserError: the type is unknown or unavailable, the node has fewer devices than ranks, or the type is "auto"
@@ -63,7 +63,7 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
     """Return this rank's index among `count` visible devices.
 
     Raises:
-        UserError: the node runs more ranks than it has devices.
+        UserError: the local rank has no device, because the node has fewer devices than ranks.
     """
     if count == 1:
         return 0
@@ -93,15 +93,16 @@ def reject_idle_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
     raise UserError(f"this node has a GPU that torch cannot use: torch {torch.__version__} is built for {build}",
                     where=f"{driver_files[0]}, and --device auto",
                     instead="a torch build that supports the driver (ezpz-llm doctor compares them), or --device "
-                            "cpu to train on the CPU on purpose")
+                            "cpu to use the CPU intentionally")
 
 
 def _expand_segments(env: MutableMapping[str, str]) -> None:
     """Set expandable_segments for the CUDA allocator, unless the user has configured the allocator.
 
     Gathered parameters have many sizes and would fragment fixed segments. PYTORCH_CUDA_ALLOC_CONF, the older name
-    of the variable, is the only one that works in all versions: torch 2.6 does not know PYTORCH_ALLOC_CONF, and 2.9
-    ignores this setting there. torch reads it at the first allocation. On ROCm, allocations can hang with it.
+    of the variable, is the only one that works in all versions: torch 2.6 does not know PYTORCH_ALLOC_CONF, and
+    torch 2.9 ignores expandable_segments in it. torch reads the variable at the first allocation. Not set on ROCm,
+    where allocations can hang with expandable segments.
     """
     if torch.version.hip is None and not any(f"PYTORCH_{kind}ALLOC_CONF" in env for kind in ("", "CUDA_", "HIP_")):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -125,7 +126,7 @@ def device_identity(device: torch.device) -> str | None:
     if not DEVICES[device.type].own:
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
-    # Tiles of a card report the same UUID. They differ by the rank's mask or the device index.
+    # Tiles of a card report the same UUID. The rank's mask or the device index distinguishes them.
     part = f" {os.environ.get('ZE_AFFINITY_MASK', '')}/{device.index or 0}" if DEVICES[device.type].parts else ""
     if uuid := getattr(properties, "uuid", None):
         return f"{uuid}{part}"
@@ -139,14 +140,14 @@ def claim_device(store: Store, host: str, kind: str, identity: str | None, rank:
     """Register a rank's device in the store, to detect ranks that share a device.
 
     Args:
-        identity: see `device_identity`; None if ranks may share the device.
+        identity: result of `device_identity`; None if ranks may share the device.
 
     Raises:
         UserError: another rank of this node has the same device, or another rank uses a different device type.
     """
     first = store.compare_set("device/type", "", kind).decode()
     if first != kind:
-        raise UserError(f"rank {rank} on {host} computes on {kind}, others on {first}", where="visible devices",
+        raise UserError(f"rank {rank} on {host} uses {kind}, but other ranks use {first}", where="visible devices",
                         instead="the same type on every node: "
                                 f"--device {'cpu' if 'cpu' in (first, kind) else first}")
     if identity is None:

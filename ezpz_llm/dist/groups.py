@@ -1,4 +1,4 @@
-"""Process groups of divisions of all ranks, created once and kept."""
+"""Process groups that partition the world, created once and reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Division = Callable[[int], list[int]]
 
 
 class RankGroups:
-    """This rank's groups, which exist until the process leaves the group of all ranks.
+    """This rank's groups, which exist until the default process group is destroyed.
 
     They are not destroyed earlier: torch derives a group's name from its ranks and the number of existing groups,
     so a later group of the same ranks could get the name, and the store's keys, of a destroyed one.
@@ -30,10 +30,11 @@ class RankGroups:
         self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
 
     def get(self, division: Division, purpose: str = "") -> ProcessGroup:
-        """Return this rank's group of a division, with a communicator of its own per purpose. Collective.
+        """Return this rank's group of a division, with a separate communicator per purpose. Collective.
 
-        Each rank creates its own group only, so the number of calls does not depend on the world size. With NCCL
-        they are one split of the world's communicator, in which all ranks take part.
+        Each rank creates only its own group, so the number of calls does not depend on the world size. With NCCL,
+        the ranks' calls are a single split of the world's communicator. Ranks that have different numbers of groups
+        create every group of the division.
         """
         ranks = division(self._rank)
         key = tuple(ranks), purpose
@@ -52,9 +53,9 @@ class RankGroups:
         return new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
 
     def _has_equal_counts(self) -> bool:
-        """Return True if all ranks have equally many groups, which their names depend on. Collective.
+        """Return True if all ranks have the same number of groups, on which a new group's name depends. Collective.
 
-        They differ where a program has created groups that some ranks are not in.
+        The numbers differ if a program has created groups that do not include all ranks.
         """
         count = len(WORLD.pg_names)
         extremes = torch.tensor([count, -count], device=self._device)

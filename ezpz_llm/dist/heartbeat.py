@@ -14,8 +14,10 @@ from ezpz_llm.rundir import SideFiles
 
 
 class Heartbeat:
-    """Writer of this rank's phase (launch/variables.py) and step to the file that launch's watchdog reads. Writes
-    nothing if the run was not started by launch."""
+    """Writer of this rank's phase (launch/variables.py) and step to the file that launch's watchdog reads.
+
+    Writes nothing if launch did not start the run.
+    """
 
     def __init__(self, env: Mapping[str, str]) -> None:
         path = env.get(HEARTBEAT_VARIABLE)
@@ -24,7 +26,7 @@ class Heartbeat:
         self._side = SideFiles()
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Report this rank's phase and step. A new phase is written at once, other updates once a second."""
+        """Report this rank's phase and step. Writes a new phase at once, other updates at most once a second."""
         now = time.monotonic()
         if self._path is None or (phase == self._last[0] and now - self._last[1] < 1.0):
             return
@@ -38,8 +40,11 @@ _KEPT_OPEN: list[TextIO] = []
 
 
 def answer_with_stacks(env: Mapping[str, str]) -> None:
-    """Write the Python stacks of all threads to launch's file when the node's agent sends STACKS_SIGNAL, as for
-    `ezpz-llm why` and --idle-timeout. Works within a hanging collective, because the handler is C code."""
+    """Register a handler of STACKS_SIGNAL that writes the Python stacks of all threads to launch's file.
+
+    The node's agent sends the signal for `ezpz-llm why` and --idle-timeout. The handler is C code, so that it works
+    in a hanging collective, too.
+    """
     if not env.get(STACKS_VARIABLE):
         return
     with contextlib.suppress(OSError):

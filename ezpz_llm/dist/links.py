@@ -11,14 +11,14 @@ from ezpz_llm.dist.setup import Dist
 from ezpz_llm.rundir.schemas import Link
 
 _BYTES = 2 ** 20
-_TIMES = 3
+_REPEATS = 3
 
 
 def measure_links(dist: Dist, host: str) -> list[Link]:
-    """Measure the links of a ring of all nodes in both directions, and return the same list on all ranks.
+    """Measure each link in a ring of all nodes, in both directions. Returns the same list on all ranks. Collective.
 
-    Neighboring pairs take turns, so that no node sends or receives two messages at a time. Returns an empty list on
-    a single node. Collective. Takes about as long as a node needs to send 18 MB.
+    Pairs that share a node measure in different rounds, so that no node sends or receives two messages at a time.
+    Returns an empty list on a single node. Takes about as long as a node needs to send 18 MB.
 
     Args:
         host: hostname of this rank's node.
@@ -31,10 +31,10 @@ def measure_links(dist: Dist, host: str) -> list[Link]:
     buffer = torch.zeros(_BYTES // 4, device=dist.device)
     own: list[Link] = []
     has_odd_length = len(names) % 2 == 1
-    for turn in range(3):
+    for round_number in range(3):
         for i, j in pairs:
-            turn_of_pair = 2 if has_odd_length and i == len(names) - 1 else i % 2
-            if turn_of_pair == turn:
+            round_of_pair = 2 if has_odd_length and i == len(names) - 1 else i % 2
+            if round_of_pair == round_number:
                 for sender, receiver in ((i, j), (j, i)):
                     own += _send(dist, buffer, firsts, names[sender], names[receiver])
         dist.barrier()
@@ -54,7 +54,7 @@ def _send(dist: Dist, buffer: torch.Tensor, firsts: dict[str, int], sender: str,
     if dist.rank not in (source, target):
         return []
     best = float("inf")
-    for _ in range(_TIMES):
+    for _ in range(_REPEATS):
         if dist.rank == source:
             # Wait for the receiver's message that it is ready.
             torch.distributed.recv(buffer[:1], target)

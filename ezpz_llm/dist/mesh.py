@@ -14,15 +14,15 @@ from ezpz_llm.dist.groups import RankGroups
 _CPU = torch.device("cpu")
 
 _COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
-"""Groups along several axes: ranks with the same parameters, ranks that hold one model together, and ranks with
-different tokens or layers."""
+"""Groups along several axes: ranks that share their parameters, ranks that together hold one copy of the model, and
+ranks that differ in their tokens or layers."""
 
 
 class Mesh:
     """Coordinates and process groups of this rank. Creating a mesh is collective.
 
     Args:
-        device: device of this rank, for a collective before groups are created.
+        device: device of this rank, for the all-reduce that precedes the creation of a group.
         groups: groups of an earlier mesh in the same world, which are reused.
     """
 
@@ -30,8 +30,9 @@ class Mesh:
                  device: torch.device = _CPU, groups: RankGroups | None = None) -> None:
         self.degrees = degrees
         self.rank = rank
-        place = degrees.coordinates(rank)
-        self.dp_rank, self.tp_rank, self.pp_rank, self.sp_rank = (place[axis] for axis in ("dp", "tp", "pp", "sp"))
+        coordinates = degrees.coordinates(rank)
+        self.dp_rank, self.tp_rank = coordinates["dp"], coordinates["tp"]
+        self.pp_rank, self.sp_rank = coordinates["pp"], coordinates["sp"]
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
         self.rank_groups = groups or RankGroups(rank, self.size(*AXES), device, timeout)
         self._groups: dict[tuple[Axis, ...], ProcessGroup | None] = {}
@@ -50,7 +51,7 @@ class Mesh:
         return self._groups[self._key(axes)]
 
     def real_group(self, *axes: Axis) -> ProcessGroup:
-        """Return `group`, but a group of the whole world or of this rank in place of None."""
+        """Return `group`, or, in place of None, the group of the whole world or of this rank only."""
         group = self.group(*axes)
         if group is not None:
             return group
@@ -67,8 +68,8 @@ class Mesh:
     def divided(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
         """Split the world into blocks of `size` adjacent ranks. Collective.
 
-        Returns the group of the ranks with this rank's position in their blocks, and the group of this rank's
-        block. For worlds that are only data- and sequence-parallel.
+        Returns the group of the ranks that have this rank's position in their blocks, and the group of this rank's
+        block. Requires tp = pp = 1.
         """
         world = range(self.size(*AXES))
         across = self.rank_groups.get(lambda rank: list(world[rank % size::size]))
@@ -77,7 +78,7 @@ class Mesh:
     def end_stages_group(self) -> ProcessGroup:
         """Return the group of the first and last stage of this rank's pipeline. Collective.
 
-        On the other stages, returns the group of these stages.
+        On middle stages, returns the group of the middle stages.
         """
         def ranks_of(rank: int) -> list[int]:
             first, *between, last = self.degrees.peers(rank, "pp")
@@ -90,7 +91,7 @@ class Mesh:
         return math.prod(getattr(self.degrees, axis) for axis in axes)
 
     def place(self, *axes: Axis) -> tuple[int, int]:
-        """Return this rank's number in its group along these axes, and the size of the group."""
+        """Return this rank's index in its group along these axes, and the size of the group."""
         ranks = self.degrees.peers(self.rank, *axes)
         return ranks.index(self.rank), len(ranks)
 

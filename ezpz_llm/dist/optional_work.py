@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OUT_WITHIN_S = 30.0
-"""Time limit for all ranks to leave a failed action. Ranks that fail in the same way do so within milliseconds, and
+_LEAVE_WITHIN_S = 30.0
+"""Time limit for all ranks to leave a failed action. Ranks that fail in the same way leave within milliseconds, but
 a rank that waits in a collective never leaves."""
 _PAUSE_S = 0.01
 
@@ -25,14 +25,14 @@ _PAUSE_S = 0.01
 class OptionalWork:
     """Runner of work that may fail without ending the run.
 
-    Ranks report through `store`, not through a collective, because a failed rank cannot know which collectives the
-    others are in. Without a store, the failure of a collective action ends the run.
+    Ranks report through `store`, not through a collective, because a failed rank does not know in which collective
+    the other ranks wait. Without a store, the failure of a collective action ends the run.
     """
 
     rank: int = 0
     world_size: int = 1
     store: Store | None = None
-    within_s: float = _OUT_WITHIN_S
+    within_s: float = _LEAVE_WITHIN_S
     _count: int = 0
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
@@ -43,7 +43,7 @@ class OptionalWork:
         """
         try:
             return action()
-        except Exception as error:  # plotting, profiling and tokenizing packages have errors of their own
+        except Exception as error:  # plotting, profiling and tokenizing packages raise their own types
             _warn(what, error)
             return None
 
@@ -51,8 +51,8 @@ class OptionalWork:
         """Return the result of a collective action, or None with a warning if it fails. Every rank calls it.
 
         Raises:
-            Exception: the action failed on this rank while another rank waits in one of its collectives. The ranks
-                are then out of step, and the run must end.
+            Exception: the action failed on this rank, and another rank still waits in one of its collectives, or
+                there is no store to find out. The ranks are then out of step, and the run must end.
         """
         if self.world_size == 1:
             return self.attempt(what, action)
@@ -66,16 +66,16 @@ class OptionalWork:
             first = self.store.compare_set(f"{key}/first", "", str(self.rank)).decode() == str(self.rank)
             if self.rank == 0:
                 self.store.set(f"{key}/main", "failed")
-            if not self._all_are_out(self.store, key):
+            if not self._wait_until_all_left(self.store, key):
                 raise
-            # One warning; rank 0's if it failed, since the console shows its output.
+            # Print one warning, on rank 0 if it failed, since the console shows rank 0's output.
             if self.rank == 0 or (first and not self.store.check([f"{key}/main"])):
                 _warn(what, error)
             return None
         self.store.add(f"{key}/out", 1)
         return result
 
-    def _all_are_out(self, store: Store, key: str) -> bool:
+    def _wait_until_all_left(self, store: Store, key: str) -> bool:
         """Report that this rank has left the action, and wait until every rank has."""
         out = store.add(f"{key}/out", 1)
         deadline = time.monotonic() + self.within_s

@@ -1,7 +1,8 @@
 """Private names of torch. No other module may use private names.
 
-All names are looked up at import time. If a torch release has renamed one, the run fails at its start with the
-missing name, the installed version, and what to install, instead of an AttributeError in the middle of a step.
+All names except that in `compile_times` are looked up at import time. If a torch release has renamed one, the run
+fails at its start with the missing name, the installed version, and what to install, instead of an AttributeError
+in the middle of a step.
 Private names of DeepSpeed are in `ezpz_llm.layout.deepspeed_versions`.
 """
 
@@ -15,7 +16,7 @@ from ezpz_llm.base import UserError, installed, tested_range
 
 
 def find(module: str, name: str) -> Any:
-    """Return an attribute of a module by its dotted name.
+    """Import a module, and return its attribute with a dotted name.
 
     Raises:
         UserError: the attribute does not exist.

@@ -1,15 +1,8 @@
-"""Rendezvous of the ranks in a torch store, before there is a process group.
+"""Rendezvous: ranks join a torch store, from which they create the process group.
 
-<<<<<<< HEAD
-Who can connect to torch's network store can read and write it. So ranks of one node that launch started meet in a
-file instead; elsewhere the store listens on one address only, its keys begin with a word that is not known to
-strangers, and what we write there for people to read is signed. The section Security of docs/reference/launch.md
-lists what is not protected.
-=======
 Anyone who can connect to a TCPStore can read and write it. Ranks on one node that launch started therefore use a
 FileStore. Otherwise the store listens on one address only, its keys have a secret prefix, and error texts in it are
-signed. docs/reference/launch.md lists the remaining risks.
->>>>>>> english-output
+signed. The section Security of docs/reference/launch.md lists the remaining risks.
 """
 
 from __future__ import annotations
@@ -39,9 +32,9 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _MPI_LAUNCHERS = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
-"""Launchers under which ranks get rank 0's address from MPI; names of `launch.ranks.FAMILIES`."""
+"""Launchers (names in `launch.ranks.FAMILIES`) under which ranks get rank 0's address over MPI."""
 
-_LEAVE_S = 10.0
+_LEAVE_WITHIN_S = 10.0
 _RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5
 
 
@@ -58,9 +51,9 @@ class Rendezvous:
 
 
 def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> Rendezvous:
-    """Join the ranks' store at MASTER_ADDR and MASTER_PORT, or at an address sent by MPI under plain mpiexec.
+    """Join the ranks' store at MASTER_ADDR and MASTER_PORT, or at an address that rank 0 sends over MPI.
 
-    Collective. Imports mpi4py only if the environment has neither variable.
+    Collective. Uses MPI, under a plain mpiexec, only if the environment has neither variable.
 
     Raises:
         UserError: MASTER_ADDR is missing without an MPI launcher, MPI and the environment disagree about ranks, or
@@ -107,7 +100,7 @@ def _store(info: RankInfo, address: str, port: int, listener: socket.socket | No
                         master_listen_fd=None if listener is None else listener.detach())
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"rank {info.rank} did not meet the others at MASTER_ADDR={address} MASTER_PORT={port}: "
+        raise UserError(f"rank {info.rank} could not join the store at MASTER_ADDR={address} MASTER_PORT={port}: "
                         f"{reason}", where=f"{socket.gethostname()}, one of {info.world_size} ranks",
                         instead="an address of rank 0's node that every node can reach, and a free port on it; "
                                 "launch sets both") from error
@@ -141,7 +134,7 @@ def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
                         instead="start with launch, or export MASTER_ADDR and MASTER_PORT") from error
     world = MPI.COMM_WORLD
     if (world.Get_rank(), world.Get_size()) != (info.rank, info.world_size):
-        raise UserError(f"MPI says rank {world.Get_rank()} of {world.Get_size()}, the environment says rank "
+        raise UserError(f"MPI reports rank {world.Get_rank()} of {world.Get_size()}, but the environment says rank "
                         f"{info.rank} of {info.world_size} ({info.source})",
                         instead="the mpiexec that belongs to mpi4py's MPI library, or launch")
     address = _own_address(world)
@@ -166,22 +159,22 @@ def _own_address(world: Intracomm) -> str:
 def share_error_without_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
     """Raise one rank's error on every rank before there is a process group, so that no rank waits. Collective.
 
-    With a process group, use `agreement.raise_together`. Ranks without a shared secret raise an error without that
-    text, since anyone who can reach the store can write to it.
+    With a process group, use `agreement.raise_together`. Without a shared secret, the other ranks raise a generic
+    error, since anyone who can reach the store can write to it.
     """
     if error is not None:
-        store.set("setup/error", _signed(str(error), secret))
+        store.set("setup/error", _sign(str(error), secret))
     if store.add("setup/arrived", 1) == info.world_size:
         store.set("setup/all", "")
     store.wait(["setup/all"])
     if not store.check(["setup/error"]):
         return
-    text = _verified(store.get("setup/error"), secret)
+    text = _verify(store.get("setup/error"), secret)
     if error is None and text is None and secret is not None:
         return  # not written by a rank of this run
-    # The store ends with rank 0, so rank 0 leaves last.
+    # The store disappears when rank 0 exits, so rank 0 waits for the other ranks.
     left = store.add("setup/left", 1)
-    deadline = time.monotonic() + _LEAVE_S
+    deadline = time.monotonic() + _LEAVE_WITHIN_S
     while info.rank == 0 and left < info.world_size and time.monotonic() < deadline:
         time.sleep(0.02)
         left = store.add("setup/left", 0)
@@ -189,12 +182,12 @@ def share_error_without_group(store: Store, info: RankInfo, error: UserError | N
                              instead=None if text else "read the output of the other ranks")
 
 
-def _signed(text: str, secret: bytes | None) -> str:
+def _sign(text: str, secret: bytes | None) -> str:
     return f"{derive_key(secret, 'setup/error', text)}\n{text}" if secret else ""
 
 
-def _verified(value: bytes, secret: bytes | None) -> str | None:
-    """Return the text of a value of `_signed`, or None if the signature is invalid."""
+def _verify(value: bytes, secret: bytes | None) -> str | None:
+    """Return the text of a value of `_sign`, or None if the signature is invalid."""
     signature, _, text = value.decode(errors="replace").partition("\n")
     if not secret:
         return None
@@ -210,7 +203,7 @@ _LONGEST_PAUSE_S = 0.1
 def node_folder(address: str, env: Mapping[str, str]) -> PrivateFolder | None:
     """Return the run's private folder on this node, if launch placed all ranks on this node.
 
-    None for other runs, and in containers that do not share the node's /dev/shm.
+    Returns None for other runs, and in containers that do not share the node's /dev/shm.
     """
     if run_secret(env) is None or NODE_DIR_VARIABLE not in env or not is_loopback(address):
         return None
@@ -226,12 +219,12 @@ def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: d
     that ranks ignore a stale name from a killed rank 0.
 
     Raises:
-        UserError: another program of the same run is in its rendezvous, or some ranks did not join in time.
+        UserError: another program of the run is starting at the same time, or some ranks did not join in time.
         OSError: the folder is not writable.
     """
     pointer = f"store-at-{port}"
     deadline = time.monotonic() + timeout.total_seconds()
-    with (_named(folder, pointer) if info.rank == 0
+    with (_publish_name(folder, pointer) if info.rank == 0
           else nullcontext(_wait_for_name(folder, pointer, deadline))) as name:
         if name is None:
             raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s for rank 0 of "
@@ -243,8 +236,8 @@ def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: d
         try:
             store.wait(["all met"])
         except RuntimeError as error:
-            raise UserError(f"rank {info.rank} did not meet all of {info.world_size} ranks within "
-                            f"{timeout.total_seconds():.0f} s", where=str(folder.path),
+            raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s for all of "
+                            f"{info.world_size} ranks", where=str(folder.path),
                             instead="read the output of the missing ranks") from error
     return store
 
@@ -255,8 +248,8 @@ def new_name() -> str:
 
 
 @contextlib.contextmanager
-def _named(folder: PrivateFolder, pointer: str) -> Iterator[str]:
-    """Yield a new name on rank 0. The other ranks can read it while the context is open."""
+def _publish_name(folder: PrivateFolder, pointer: str) -> Iterator[str]:
+    """Publish a new name, on rank 0. The other ranks can read it while the context is open."""
     handle = folder.open(pointer, os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + _LOCK_WITHIN_S
@@ -275,7 +268,7 @@ def _named(folder: PrivateFolder, pointer: str) -> Iterator[str]:
 
 
 def _wait_for_name(folder: PrivateFolder, pointer: str, deadline: float) -> str | None:
-    """Return the name on other ranks, once rank 0 holds the lock; None after the deadline."""
+    """Return the name that rank 0 publishes, on other ranks; None after the deadline."""
     pause = 0.005
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):

@@ -16,12 +16,12 @@ def seed_for(seed: int, purpose: Purpose, index: int = 0) -> int:
     """Return the 64-bit seed of a random stream.
 
     (seed, purpose, index) is packed into 64 bits and mixed by the finalizer of SplitMix64 (Steele et al. 2014). The
-    finalizer is a bijection, so that no two streams of any two runs share a seed.
+    finalizer is a bijection, so that different (seed, purpose, index) never yield the same seed.
 
     Args:
         seed: seed of the run, below 2^32.
-        index: number of the stream, below 2^24. The parameter number for "init", the data-parallel rank for
-            "dropout".
+        index: number of the stream, below 2^24: for "init" the number of the parameter, for "dropout" the
+            data-parallel rank.
 
     Raises:
         UserError: the seed or the index is out of range.

@@ -38,8 +38,8 @@ _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 class Dist:
     """State of a rank after `setup`.
 
-    As a context manager it leaves the process group. After an exception it does not wait for the other ranks, and
-    the process exits once the exception is printed. `backend` is None for a single process, which has no process
+    Use it as a context manager to call `close`. After an exception it does not wait for the other ranks, and the
+    process exits once the exception is printed. `backend` is None for a single process, which has no process
     group until `ensure_group` creates one.
     """
 
@@ -51,11 +51,11 @@ class Dist:
     timeout: datetime.timedelta = datetime.timedelta(minutes=30)
     """Timeout of a collective."""
     environment_before: dict[str, str | None] = field(default_factory=dict)
-    """Values from before `setup` of the variables that it set; `close` restores them."""
+    """Values that the variables set by `setup` had before; `close` restores them."""
     ownership: Ownership | None = None
     """Ownership of the run directory, on rank 0 if launch does not hold it."""
     side: SideFiles = field(default_factory=SideFiles)
-    """Writer of auxiliary files, whose failure does not end training."""
+    """Writer of files that training does not depend on."""
     owns_group: bool = True
     """True if `setup` created the process group; `close` then leaves it."""
     optional: OptionalWork = field(default_factory=OptionalWork)
@@ -82,9 +82,9 @@ class Dist:
             torch.distributed.barrier()
 
     def ensure_group(self) -> None:
-        """Create a process group also for a single process, for engines that require one."""
+        """Create a process group for a single process, for engines that require one. Keeps an existing group."""
         if not torch.distributed.is_initialized():
-            _make_group(self.device, torch.distributed.HashStore(), 0, 1, self.timeout)
+            _create_group(self.device, torch.distributed.HashStore(), 0, 1, self.timeout)
 
     def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
         """Partition the ranks into tensor-, pipeline-, and sequence-parallel groups. Collective.
@@ -92,14 +92,14 @@ class Dist:
         Before this call, all ranks are data-parallel.
 
         Raises:
-            UserError: the degrees do not divide the world size.
+            UserError: the product of the degrees does not divide the world size.
         """
         degrees = Degrees.of_world(self.world_size, tp, pp, sp)
         if degrees != self.mesh.degrees:
             self.mesh = Mesh(degrees, self.rank, groups=self.mesh.rank_groups)
 
     def close(self) -> None:
-        """Leave the process group. Collective."""
+        """Release the run directory, restore the environment, and leave `setup`'s process group. Collective."""
         self._release()
         if self.owns_group and torch.distributed.is_initialized():
             _leave_group()
@@ -119,18 +119,18 @@ class Dist:
             self.close()
         else:
             self._release()
-            _abandon()
+            _skip_cleanup_at_exit()
 
 
 def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
           timeout_s: float = 1800, keeps_memory: bool = True) -> Dist:
     """Set up this process as a rank, under any launcher or as a single process. Collective.
 
-    An existing process group is used, and not destroyed by `Dist.close`.
+    Uses an existing process group, which `Dist.close` does not destroy.
 
     Args:
         device: "auto", "cuda", "xpu", "mps", or "cpu".
-        run_dir: run directory; by default the one of launch, or a new one that rank 0 chooses.
+        run_dir: run directory; by default that of launch, or else a new one that rank 0 chooses.
         name: prefix of the name of a new run directory.
         timeout_s: timeout of a collective.
         keeps_memory: call `keep_freed_memory` on a CPU.
@@ -143,7 +143,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     answer_with_stacks(os.environ)
     info = find_rank(os.environ)
     warn_if_single_process(info, os.environ)
-    _check_promise(info)
+    _check_world_size(info)
     timeout = datetime.timedelta(seconds=timeout_s)
     before = {name: os.environ.get(name) for name in _EXPORTED}
     has_group = torch.distributed.is_initialized()
@@ -162,7 +162,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout, chosen)
     except BaseException:
         _restore(before)
-        _abandon()
+        _skip_cleanup_at_exit()
         raise
     backend = None
     if info.world_size > 1:
@@ -181,14 +181,14 @@ def _check_group(info: RankInfo) -> None:
     if group_rank != (info.rank, info.world_size):
         raise UserError("this process already has a process group, as rank {} of {}, but its environment says rank "
                         "{} of {} ({})".format(*group_rank, info.rank, info.world_size, info.source),
-                        where="torch.distributed", instead="call setup() in place of init_process_group()")
+                        where="torch.distributed", instead="call setup() instead of init_process_group()")
 
 
-def _check_promise(info: RankInfo) -> None:
-    promised = os.environ.get(WORLD_SIZE_VARIABLE)
-    if promised is None or promised == str(info.world_size):
+def _check_world_size(info: RankInfo) -> None:
+    expected = os.environ.get(WORLD_SIZE_VARIABLE)
+    if expected is None or expected == str(info.world_size):
         return
-    raise UserError(f"launch started {promised} ranks, but this process sees {info.world_size} ({info.source})",
+    raise UserError(f"launch started {expected} ranks, but this process sees {info.world_size} ({info.source})",
                     where=f"rank {info.rank} on {socket.gethostname()}",
                     instead="the mpiexec that belongs to the MPI in use (launch --explain shows which one launch "
                             "uses), or srun with a PMI: with srun --mpi=none, every rank has world size 1")
@@ -203,26 +203,26 @@ def _join(info: RankInfo, asked: str | None,
     except UserError as own_error:
         error = own_error
     else:
-        # Before the rendezvous: without the interface, this node may be unable to reach the others.
+        # Check before the rendezvous: without the interface, this node may be unable to reach the other nodes.
         require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
-    met = rendezvous(info, os.environ, timeout)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)
-    if met.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
+    joined = rendezvous(info, os.environ, timeout)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = joined.address, str(joined.port)
+    if joined.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
         # By default gloo listens on the address of the hostname, which the whole network can reach.
         for name, address in list_interfaces().items():
             if address == "127.0.0.1":
                 os.environ["GLOO_SOCKET_IFNAME"] = name
     if device is not None:
         try:
-            claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
+            claim_device(joined.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as own_error:
             error = own_error
-    share_error_without_group(met.store, info, error, met.secret)
-    _make_group(device, met.store, info.rank, info.world_size, timeout)
-    return device, met.store
+    share_error_without_group(joined.store, info, error, joined.secret)
+    _create_group(device, joined.store, info.rank, info.world_size, timeout)
+    return device, joined.store
 
 
-def _make_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
+def _create_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
                 timeout: datetime.timedelta) -> None:
     traits = DEVICES[device.type]
     torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
@@ -232,15 +232,15 @@ def _make_group(device: torch.device, store: torch.distributed.Store, rank: int,
 def _export(info: RankInfo, device: torch.device) -> None:
     """Export the rank variables for libraries that read them, such as DeepSpeed.
 
-    These libraries use LOCAL_RANK as the device index, so export the index: it differs from the local rank if each
-    rank sees only its own device.
+    These libraries use LOCAL_RANK as the device index, so export the device index. It differs from the local rank
+    if each rank sees only its own device.
     """
-    number = str(info.local_rank if device.index is None else device.index)
-    os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size), LOCAL_RANK=number,
+    device_index = str(info.local_rank if device.index is None else device.index)
+    os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size), LOCAL_RANK=device_index,
                       LOCAL_SIZE=str(info.local_size))
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         # DeepSpeed raises an error if the two differ.
-        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = number
+        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = device_index
 
 
 def _restore(environment_before: dict[str, str | None]) -> None:
@@ -263,15 +263,15 @@ def _leave_group() -> None:
             _KEPT_UNTIL_EXIT.append(barrier)
         torch.distributed.destroy_process_group()
     except BaseException:
-        _abandon()
+        _skip_cleanup_at_exit()
         raise
 
 
-def _abandon() -> None:
-    """Leave the process groups as they are after an exception, and exit once the exception is printed.
+def _skip_cleanup_at_exit() -> None:
+    """Do not destroy the process groups after an exception, and exit once the exception is printed.
 
-    NCCL destroys groups collectively. Other ranks may be in a collective, so that this process would wait until the
-    collective times out, before it prints its exception.
+    NCCL destroys groups collectively. Other ranks may be in another collective, and this process would print its
+    exception only after a timeout.
     """
     if torch.distributed.is_initialized() and (torch.distributed.get_world_size() > 1
                                                or torch.distributed.get_backend() != "gloo"):
@@ -301,7 +301,7 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
     path, failure = outcome
     if path is None:
         if info.world_size > 1:
-            # All ranks raise the error, and a program that catches it can continue or exit without a group.
+            # All ranks raise the error. A program that catches it continues or exits without a process group.
             _leave_group()
         raise error or UserError(failure or "rank 0 could not create the run directory")
     return RunDir(Path(path)), ownership

@@ -1,4 +1,4 @@
-"""Stub collectives that return at once, to measure the cost of communication in a step."""
+"""Stubs of collectives that return at once, to measure the cost of communication in a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _stubbed(group: ProcessGroup, device: torch.device) -> Iterator[None]:
 def _fake_backend(group: ProcessGroup) -> Any:
     """Return a group's fake backend, from torch's own tests. It copies inputs to outputs and completes at once.
 
-    Each group always gets the same one, since a group that is bound to a device keeps the first backend.
+    Each group always gets the same backend, since a group that is bound to a device keeps its first one.
     """
     if group not in _FAKE_BACKENDS:
         make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)

@@ -1,6 +1,6 @@
 """Paths, atomic writes, and reads of the files in a run directory.
 
-A reader never sees part of a file or of a line.
+Files are replaced atomically and lines are appended in single writes, so that readers do not see incomplete ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ezpz_llm.rundir.schemas import Record, Resolved
 from ezpz_llm.rundir.secrets import without_secrets
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
-"""Variable with the run directory, which `launch` sets for every rank."""
+"""Environment variable with the run directory. `launch` sets it for every rank."""
 
 _PRIVATE = ("heartbeat", "errors", "control")
-"""Folders with files that launch and the node agents trust: closed to all other users, whatever the umask."""
+"""Folders with files that launch and the node agents trust: no access for other users, regardless of the umask."""
 _FOLDERS = ("logs", "stacks", "plots", "profile", "checkpoints")
 _FOLDER_MODE = 0o755
 """Mode of a run directory and its other folders, before the umask.
 
-The umask decides whether other users may read logs and metrics. They may never write: launch would write through a
-link that replaced a log."""
+The umask decides whether other users may read logs and metrics. They may never write, because launch would follow a
+link that they put in place of a log."""
 
 
 class _Inside:
@@ -52,8 +52,8 @@ class RunDir:
     """Directory of a run.
 
     `run.json` is the run's record, `metrics.jsonl` has one object per training step, `logs/` one file per rank,
-    `errors/` one record per failed rank, `heartbeat/` one report per node (one file per rank if launch did not
-    start the run), `control/` orders to the node agents, `stacks/` stack traces of ranks.
+    `errors/` one record per failed rank, `heartbeat/` one report per node (or one file per rank if the node
+    has no agent), `control/` orders to the node agents, `stacks/` stack traces of ranks.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class RunDir:
     metrics = _Inside("metrics.jsonl")
     plots = _Inside("plots")
     report = _Inside("report.html")
-    """HTML report that a run writes at its end."""
+    """HTML report that a run writes when it ends."""
     profile = _Inside("profile")
     checkpoints = _Inside("checkpoints")
     offloaded = _Inside("nvme")
@@ -106,7 +106,7 @@ class RunDir:
         return self.path / "logs" / f"rank{rank:04d}.log"
 
     def rank_error(self, rank: int) -> Path:
-        """Return the path of the exception that ended a rank."""
+        """Return the path of the record of the exception that ended a rank."""
         return self.errors / f"rank{rank:04d}.json"
 
     def rank_heartbeat(self, rank: int) -> Path:
@@ -118,7 +118,7 @@ class RunDir:
         return self.heartbeat / f"node{first_rank:04d}.json"
 
     def rank_stacks(self, rank: int) -> Path:
-        """Return the path of a rank's stack traces, written at the last request."""
+        """Return the path of a rank's most recent stack traces."""
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     @property
@@ -130,16 +130,16 @@ class RunDir:
         """Check that the directory exists.
 
         Raises:
-            UserError: it does not.
+            UserError: the directory does not exist.
         """
         if not self.path.is_dir():
             raise UserError("the run directory does not exist: it was removed, or never created",
                             where=str(self.path), instead="the directory of a run")
 
     def claim(self) -> bool:
-        """Create a default directory, which runs must not share.
+        """Create a directory with a default name, which no other run may use.
 
-        Return False if another run created it in the same second. Other errors are left to `create`.
+        Return False if another run created it in the same second. Ignores other errors; `create` will raise them.
         """
         try:
             self.path.mkdir(_FOLDER_MODE, parents=True)
@@ -148,7 +148,7 @@ class RunDir:
         return True
 
     def create(self) -> RunDir:
-        """Create the directory and its folders. Existing ones are kept, because a resumed run appends.
+        """Create the directory and its folders. Keeps existing files, because a resumed run appends to them.
 
         Raises:
             UserError: the parent is not writable, or the path is a file.
@@ -207,10 +207,10 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
 
 
 def write_file(path: Path, content: bytes | str, option: str | None = None) -> None:
-    """Write a file that the user requested, atomically.
+    """Write an output file of a command atomically.
 
     Args:
-        option: the option that names the file. The folder must then exist; without an option it is created.
+        option: the option that names the file, whose folder must exist. If None, a missing folder is created.
 
     Raises:
         UserError: the file cannot be written.
@@ -244,7 +244,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Raises as `outside.open_regular`."""
+    """Return the SHA-256 of a file in hexadecimal. Raises as `untrusted_input.open_regular`."""
     digest = hashlib.sha256()
     with untrusted_input.open_regular(path) as file:
         while chunk := file.read(1 << 24):
@@ -263,7 +263,7 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """Append each value as a line of JSON, in a single write, so that lines of several writers do not mix.
+    """Append each value as a line of JSON, in a single write, so that several writers do not mix their lines.
 
     Raises:
         OSError: nothing was appended, for example on a full disk.
@@ -303,7 +303,7 @@ def read_layout(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, none if it does not exist. Skip a last line that a crash truncated.
+    """Yield the objects of a JSON-lines file. Yields nothing if it is missing; skips a truncated last line.
 
     Raises:
         UserError: another line is damaged.
@@ -318,9 +318,9 @@ _INCOMPLETE = (".step-*.partial", ".step-*.removed")
 
 
 def remove_incomplete_checkpoints(checkpoints: Path) -> None:
-    """Remove incomplete checkpoints: a killed run was writing or removing them.
+    """Remove incomplete checkpoints, which a killed run was writing or removing.
 
-    Only the owner of the run directory may call this: no other process writes there.
+    Only the process that owns the run directory may call this, since no other process then writes checkpoints.
     """
     for pattern in _INCOMPLETE:
         for incomplete in checkpoints.glob(pattern):
@@ -347,7 +347,7 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
 
 
 def read_own_record(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the record of the user's own run. Return None without one, or if another user may have written it.
+    """Return a run's record, or None if it is missing or another user may have written it.
 
     Raises:
         UserError: as `read_record`.
@@ -383,9 +383,9 @@ def update_record(run_dir: RunDir, **members: Any) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, within_s: float) -> Iterator[bool]:
-    """Lock `folder` against other processes that call this, if the file system supports locks.
+    """Lock `folder` against other processes that call `locked`, if the file system supports locks.
 
-    Yields False if another process did not release the lock within `within_s` seconds.
+    Yields False, without the lock, if another process did not release it within `within_s` seconds.
     """
     handle, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + within_s
     try:

@@ -15,7 +15,12 @@ from ezpz_llm.rundir.files import RunDir, read_record
 
 @dataclass(frozen=True)
 class RunKind:
-    """Kind of run that a command can read. `name` completes "no …"; `fits` takes a run directory and its record."""
+    """Kind of run that a command can read.
+
+    Attributes:
+        name: completes "no …" in messages.
+        fits: returns True for a run directory and record of this kind.
+    """
 
     name: str
     fits: Callable[[RunDir, dict[str, Any]], bool]
@@ -33,7 +38,7 @@ TRAINING = RunKind("training run with a step",
 
 
 def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
-    """Return the run of this kind in `folder` whose files were written last.
+    """Return the run of this kind in `folder` whose record or metrics were written last.
 
     Prints a note to stderr if a run of another kind is newer.
 

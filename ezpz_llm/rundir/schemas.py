@@ -1,7 +1,6 @@
 """Types of the members that commands read from files of a run directory. The files may have more members.
 
-All members of run.json and layout.json are optional: a run adds them one after the other, and some commands write
-only a few.
+All members of run.json and layout.json are optional: a run adds them over time, and some commands write only a few.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Launch(TypedDict, total=False):
 
 
 class Exit(TypedDict, total=False):
-    """`exit` in run.json: exit code and cause of the end of the run."""
+    """`exit` in run.json: the run's exit code, and why it ended."""
 
     code: int
     cause: str | None
@@ -132,7 +131,7 @@ class _Call(TypedDict):
 
 
 class Call(_Call, total=False):
-    """Collective of the step whose collectives were counted. `peer` is the other rank of a send or receive."""
+    """Collective, send or receive in the step that was counted. `peer` is the other rank of a send or receive."""
 
     peer: int
 
@@ -149,7 +148,7 @@ class _Logged(TypedDict):
     count: int
 
 
-class _Products(TypedDict):
+class _Flops(TypedDict):
     deepspeed: float
     ours: Annotated[float, Range(1, 1e30)]
 
@@ -160,19 +159,19 @@ class _Traced(TypedDict):
 
 
 class TraceNotes(_Traced, total=False):
-    """Metadata of ezpz_llm in a trace; see engine/step_trace.py."""
+    """Metadata that ezpz_llm adds to a trace; see engine/step_trace.py."""
 
     collectives: list[Call] | None
     links: list[Link] | None
     deepspeed: dict[str, _Logged] | None
-    flops: _Products | None
+    flops: _Flops | None
     transient_bytes: int
     buffer_bytes: int
     buffer_transient_bytes: int
 
 
 class Memory(TypedDict):
-    """`memory` in run.json, in bytes, for the rank that uses most; see trainer/memory_table.py."""
+    """`memory` in run.json, in bytes, for the rank that uses the most memory; see trainer/memory_table.py."""
 
     expected: dict[str, float]
     elsewhere: dict[str, float]

@@ -22,36 +22,37 @@ _LAST_WORDS = rf"{_WORDS}|auth|pass|pwd|jwt|pat"
 _IN_A_NAME = re.compile(rf"(^|_)({_WORDS})(_|$)|(^|_)({_LAST_WORDS})$")
 # Command lines contain names of model settings too (--num-key-value-heads), so only the last word decides there.
 _LAST_IN_A_NAME = re.compile(rf"(^|_)({_LAST_WORDS})$")
-_NO_SECRET = re.compile(r"(^|_)((eos|bos|pad|unk|sep|cls|mask|special)_token|text_key)$")
-"""Settings that are not secret although their names contain such a word."""
+_NOT_SECRET = re.compile(r"(^|_)((eos|bos|pad|unk|sep|cls|mask|special)_token|text_key)$")
+"""Settings that are not secret although their names contain a secret word."""
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]")
 
-_ASSIGNED = re.compile(
+_ASSIGNMENT = re.compile(
     r"""(?<![\w.-])(?P<name>[-+]{0,2}[A-Za-z_][\w.-]*)
         (?P<by>=|["']\s*:\s*|:\s+)
         (?P<value>"[^"]*"|'[^']*'|(?<==)[^\s,;&"']+|(?<!=)[^\s,}"'][^,}\n"']*)""", re.VERBOSE)
-"""`NAME=value`, `name: value` or `"name": "value"` anywhere in a text."""
-_WHOLE = re.compile(r"^(?P<before>[-+]{0,2}(?P<name>[A-Za-z_][\w.-]*)=).+$", re.DOTALL)
+"""Assignment `NAME=value`, `name: value` or `"name": "value"` anywhere in a text."""
+_SINGLE_ASSIGNMENT = re.compile(r"^(?P<before>[-+]{0,2}(?P<name>[A-Za-z_][\w.-]*)=).+$", re.DOTALL)
 """Word that is a single assignment, with any value."""
-_NAMES_THE_NEXT = re.compile(r"^(?:-[^=]*|[A-Z0-9_]+|[\w.-]+:)$")
-"""`--password`, `HF_TOKEN` or `password:`, whose value is the next word. A plain `token` may be a command."""
+_NAME_BEFORE_VALUE = re.compile(r"^(?:-[^=]*|[A-Z0-9_]+|[\w.-]+:)$")
+"""Word whose value is the next word: `--password`, `HF_TOKEN` or `password:`. A plain `token` may be a command."""
 _IN_URL = re.compile(r"(://[^/:@\s]+:)([^/@\s]+)@")
-_SHAPES = re.compile(
+_TOKEN_FORMATS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)")
-"""Tokens with a known form: of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS; JSON Web Tokens."""
+"""Tokens in the formats of Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS, and JSON Web Tokens."""
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 _OPTIONS_OF = {"sshpass": ("-p",), "curl": ("-u", "--user", "-U", "--proxy-user", "-b", "--cookie")}
-"""Secret options of programs that their names do not reveal. For other programs -p may be a port."""
+"""Options that take a secret, by program, where their names do not show it. In other programs -p may be a port."""
 _MIN_CHARACTERS = 8
 _MAX_ASSIGNMENTS = 200
-"""Limit on assignments in one word, since they may be nested; everything after it is redacted."""
+"""Limit on assignments in one word, since they may be nested. Further assignments are redacted completely."""
 
 
 def redact(value: Any, name: str = "") -> Any:
     """Return `value` with secrets replaced by "[redacted]".
 
-    Secrets are the text of members with a secret name, and words of command lines after or with such a name.
+    Redacts strings stored under a secret key. In lists of strings (command lines), redacts the values of options
+    and variables with a secret name.
     """
     if isinstance(value, dict):
         return {key: redact(member, str(key)) for key, member in value.items()}
@@ -68,7 +69,7 @@ def _is_secret_name(name: str, pattern: re.Pattern[str] = _IN_A_NAME) -> bool:
     if name.isupper():
         return bool(_IN_CAPITALS.search(name))
     snake_case = _BETWEEN_WORDS.sub("_", name).lower()
-    return bool(pattern.search(snake_case)) and not _NO_SECRET.search(snake_case)
+    return bool(pattern.search(snake_case)) and not _NOT_SECRET.search(snake_case)
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
@@ -87,46 +88,46 @@ def redact_words(words: Sequence[str]) -> list[str]:
             continue
         redacted.append(_redact_word(word))
         options = _OPTIONS_OF.get(PurePath(word).name, options)
-        is_secret = word in options or (bool(_NAMES_THE_NEXT.search(word))
+        is_secret = word in options or (bool(_NAME_BEFORE_VALUE.search(word))
                                         and _ends_in_secret_word(word.removesuffix(":")))
     return redacted
 
 
 def _redact_word(word: str) -> str:
-    whole = _WHOLE.match(word)
+    whole = _SINGLE_ASSIGNMENT.match(word)
     if whole and _ends_in_secret_word(whole["name"]):
         return f"{whole['before']}{HIDDEN}"
 
     count = 0
 
     def without_value(assigned: re.Match[str]) -> str:
-        """Return the assignment, with its value hidden if its name is secret or if the word has too many."""
+        """Return the assignment without its value if its name is secret; redact all of it beyond the limit."""
         nonlocal count
         count += 1
         if count > _MAX_ASSIGNMENTS:
             return HIDDEN
         if not _ends_in_secret_word(assigned["name"]):
             # The value may be an assignment itself: `--env=HF_TOKEN=XYZ`.
-            return f"{assigned['name']}{assigned['by']}{_ASSIGNED.sub(without_value, assigned['value'])}"
+            return f"{assigned['name']}{assigned['by']}{_ASSIGNMENT.sub(without_value, assigned['value'])}"
         quote = assigned["value"][0] if assigned["value"][0] in "\"'" else ""
         return f"{assigned['name']}{assigned['by']}{quote}{HIDDEN}{quote}"
 
-    return _hide_shapes(_ASSIGNED.sub(without_value, word))
+    return _hide_tokens(_ASSIGNMENT.sub(without_value, word))
 
 
 def _ends_in_secret_word(name: str) -> bool:
     return _is_secret_name(name.lstrip("-+"), _LAST_IN_A_NAME)
 
 
-def _hide_shapes(text: str) -> str:
+def _hide_tokens(text: str) -> str:
     text = _IN_URL.sub(rf"\1{HIDDEN}@", text)
-    return _SHAPES.sub(HIDDEN, _BEARER.sub(rf"\1{HIDDEN}", text))
+    return _TOKEN_FORMATS.sub(HIDDEN, _BEARER.sub(rf"\1{HIDDEN}", text))
 
 
 def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the secrets in an environment, including passwords in URLs, longest first.
 
-    Short values and paths are not secrets.
+    Values of fewer than 8 characters, or beginning with /, are not treated as secrets.
     """
     by_name = {value for name, value in env.items() if _is_secret_name(name)}
     in_urls = {match[2] for value in env.values() for match in _IN_URL.finditer(value)}
@@ -135,17 +136,17 @@ def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def without_secrets(value: Any, env: Mapping[str, str]) -> Any:
-    """Return `value` redacted by names and without the secrets of the environment `env`."""
+    """Return `value` with secrets redacted: by name, by format, and if they are values in `env`."""
     return hide(redact(value), secret_values(env))
 
 
 def has_secret(words: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Return True if a command line contains a secret, by its name or from the environment `env`."""
+    """Return True if `without_secrets` would redact a part of a command line."""
     return without_secrets(list(words), env) != list(words)
 
 
 def hide(value: Any, secrets: Sequence[str]) -> Any:
-    """Return `value` with each of `secrets`, and all tokens of a known form, replaced by "[redacted]"."""
+    """Return `value` with each of `secrets`, and all tokens in a known format, replaced by "[redacted]"."""
     if isinstance(value, dict):
         return {key: hide(member, secrets) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
@@ -153,5 +154,5 @@ def hide(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
-        return _hide_shapes(value)
+        return _hide_tokens(value)
     return value

@@ -1,4 +1,4 @@
-"""Writes of metrics, the record, plots and profiles that never fail or delay training.
+"""Writes of metrics, the record, plots and profiles, whose failure does not stop training.
 
 If a file cannot be written (a full disk, a removed directory, a file system that fails for a minute), one warning
 is printed. The content is kept in memory, and a thread retries the write.
@@ -21,24 +21,24 @@ from ezpz_llm.base import UserError
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
 MAX_WAITING = 100_000
-"""Limit on pending lines and writes per path, about 50 MB of metrics. Later ones are lost."""
+"""Limit on pending lines and writes per path, about 50 MB of metrics. Further ones are dropped."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _END_WITHIN_S = 5.0
 """Longest wait for a hanging write at the end of a run."""
 
 
 @dataclass
-class _Waiting:
-    """Pending writes of a path since its first failure, in order."""
+class _Pending:
+    """Pending writes to a path, in order, since the first failed write."""
 
     reason: str
     since: float
-    jobs: deque[_Job] = field(default_factory=deque)
+    jobs: deque[_Write] = field(default_factory=deque)
     lost: int = 0
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Write:
     write: Callable[[], None]
     values: Sequence[Any]
     """Lines to append; empty if the write replaces the file."""
@@ -49,7 +49,7 @@ class _Job:
 
 
 class SideFiles:
-    """Writer of the files that a process produces besides training.
+    """Writer of files that training does not depend on.
 
     The caller writes directly unless writes to the path are pending. A thread retries failed writes, so that no
     step waits for them. `close` retries a last time.
@@ -59,7 +59,7 @@ class SideFiles:
         self._say = say or _print_to_stderr
         self._first_retry_s = first_retry_s
         self._lock = threading.Lock()
-        self._waiting: dict[Path, _Waiting] = {}
+        self._waiting: dict[Path, _Pending] = {}
         self._failing: set[str] = set()
         self._lost: list[str] = []
         self._closing = threading.Event()
@@ -67,7 +67,7 @@ class SideFiles:
 
     def append(self, path: Path, values: Sequence[Any]) -> None:
         """Append each value as a line of JSON."""
-        self._put(path, _Job(lambda: append_lines(path, values), values))
+        self._put(path, _Write(lambda: append_lines(path, values), values))
 
     def write(self, path: Path, content: str | bytes) -> None:
         """Replace a file."""
@@ -76,7 +76,7 @@ class SideFiles:
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, content)
 
-        self._put(path, _Job(write, ()))
+        self._put(path, _Write(write, ()))
 
     def write_json(self, path: Path, value: Any) -> None:
         """Replace a file with `value` as indented JSON."""
@@ -84,10 +84,10 @@ class SideFiles:
 
     def update_record(self, run_dir: RunDir, **members: Any) -> None:
         """Set members of run.json."""
-        self._put(run_dir.record, _Job(lambda: update_record(run_dir, **members), ()))
+        self._put(run_dir.record, _Write(lambda: update_record(run_dir, **members), ()))
 
     def attempt(self, what: str, action: Callable[[], object]) -> None:
-        """Run an action that cannot be retried. Warn about a failure, once until the action succeeds again."""
+        """Run an action that cannot be retried. Warn about the first of consecutive failures."""
         try:
             action()
         except Exception as error:  # profilers raise their own types
@@ -99,7 +99,7 @@ class SideFiles:
             self._failing.discard(what)
 
     def waiting(self, path: Path) -> list[Any]:
-        """Return the lines that are not yet in the file."""
+        """Return the values whose lines are not yet in the file."""
         with self._lock:
             pending = self._waiting.get(path)
             return [value for job in pending.jobs for value in job.values] if pending else []
@@ -118,7 +118,7 @@ class SideFiles:
         lost, self._lost = self._lost, []
         return lost
 
-    def _put(self, path: Path, job: _Job) -> None:
+    def _put(self, path: Path, job: _Write) -> None:
         with self._lock:
             pending = self._waiting.get(path)
             if pending is not None:
@@ -131,7 +131,7 @@ class SideFiles:
             job.write()
         except (OSError, UserError) as error:
             with self._lock:
-                self._waiting[path] = _Waiting(_reason(error), time.monotonic(), deque([job]))
+                self._waiting[path] = _Pending(_reason(error), time.monotonic(), deque([job]))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._keep_trying, name="side files", daemon=True)
                     self._thread.start()
@@ -163,8 +163,8 @@ class SideFiles:
         return not self._waiting
 
 
-class _Lossy(io.FileIO):
-    """File descriptor that drops data that cannot be written. A broken pipe is still raised."""
+class _LossyFile(io.FileIO):
+    """File that drops data that cannot be written. BrokenPipeError is still raised."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
@@ -181,7 +181,7 @@ def ignore_print_errors() -> None:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             stream.flush()
-            lossy = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
+            lossy = io.BufferedWriter(_LossyFile(number, "wb", closefd=False))
             setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, stream.errors,
                                                 line_buffering=stream.line_buffering,
                                                 write_through=stream.write_through))

@@ -59,7 +59,7 @@ def test_removed_working_directory_is_reported(tmp_path):
     (tmp_path / "gone").mkdir()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True,
                           timeout=scaled(120), check=False)
-    assert (done.returncode, "the working directory does not exist" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "the working directory no longer exists" in done.stderr) == (2, True), done.stderr
 
 
 def test_any_text_can_be_printed_in_any_locale():

@@ -103,7 +103,7 @@ CPU_BUILD, CUDA_BUILD = {"version": "2.13.0+cpu"}, {"version": "2.13.0+cu128", "
     ({}, {}, None, "bad", "not installed"),
 ])
 def test_torch_and_driver_match(build: dict, loaded: dict, driver: tuple | None, level: str, words: str) -> None:
-    check = software.torch_check(build, loaded, driver)
+    check = software.check_torch(build, loaded, driver)
     assert (check.level, words in check.found) == (level, True), check
     assert bool(check.instead) == (level != "ok")
 
@@ -116,41 +116,41 @@ def test_torch_and_driver_match(build: dict, loaded: dict, driver: tuple | None,
     (None, "MPICH/Hydra 5.0.2", "warn"), ("MPICH Version: 5.0.2", None, "ok"),
 ])
 def test_mpi_library_and_mpiexec_must_match(library: str | None, dialect: str | None, level: str) -> None:
-    assert software.mpi(library, dialect).level == level
+    assert software.check_mpi(library, dialect).level == level
 
 
 def test_login_nodes_and_jobs_are_reported(tmp_path: Path) -> None:
     for name in ("sbatch", "qsub"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    assert doctor.installed_schedulers({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
-    assert "not inside a job" in doctor.job("none", None, 1, None).found
-    inside = doctor.job("slurm", "7", 2, time.time() + 3615)
+    assert doctor.schedulers_finding({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
+    assert "not inside a job" in doctor.job_finding("none", None, 1, None).found
+    inside = doctor.job_finding("slurm", "7", 2, time.time() + 3615)
     assert inside.found == "inside slurm job 7: 2 nodes, 60 min left"
-    broken = list(doctor.reservation_checks({"PATH": "", "SLURM_JOB_ID": "7"}))
+    broken = list(doctor.job_checks({"PATH": "", "SLURM_JOB_ID": "7"}))
     assert [check.level for check in broken if check.topic == "job"] == ["bad"]
-    assert doctor.site({"EZPZ_LLM_SITE": "polari"}).level == "bad"
-    assert doctor.site({"EZPZ_LLM_SITE": "polaris"}).found.startswith("polaris (")
+    assert doctor.site_finding({"EZPZ_LLM_SITE": "polari"}).level == "bad"
+    assert doctor.site_finding({"EZPZ_LLM_SITE": "polaris"}).found.startswith("polaris (")
 
 
 def test_cores_limits_and_disks(tmp_path: Path) -> None:
-    check = doctor.cores([0, 1], [0, 1, 2, 3], {"0": [0, 1], "1": [2, 3]})
+    check = doctor.check_cores([0, 1], [0, 1, 2, 3], {"0": [0, 1], "1": [2, 3]})
     assert (check.level, check.found) == ("ok", "2 of 4 (0-1), in 1 of 2 NUMA domains")
-    assert doctor.cores([5], list(range(8)), {}).level == "warn"
-    assert [check.level for check in doctor.limits((1024, 4096), (2**16, 2**16), False)] == ["ok", "ok"]
-    assert [check.level for check in doctor.limits((1024, 1024), (2**16, 2**16), True)] == ["warn", "warn"]
-    assert [check.level for check in doctor.limits((2**20, 2**20), (-1, -1), True)] == ["ok", "ok"]
-    assert doctor.temporary("/var/tmp/pbs." + "x" * 90, "xfs").level == "warn"
-    assert doctor.temporary(str(tmp_path), "lustre").level == "warn"
+    assert doctor.check_cores([5], list(range(8)), {}).level == "warn"
+    assert [check.level for check in doctor.check_limits((1024, 4096), (2**16, 2**16), False)] == ["ok", "ok"]
+    assert [check.level for check in doctor.check_limits((1024, 1024), (2**16, 2**16), True)] == ["warn", "warn"]
+    assert [check.level for check in doctor.check_limits((2**20, 2**20), (-1, -1), True)] == ["ok", "ok"]
+    assert doctor.check_temporary_folder("/var/tmp/pbs." + "x" * 90, "xfs").level == "warn"
+    assert doctor.check_temporary_folder(str(tmp_path), "lustre").level == "warn"
     assert doctor.check_free_space("/dev/shm", 2**26, 2**26, 2**28, "more").level == "warn"
     assert doctor.file_system(Path("/proc/self")) == "proc"
 
 
 def test_hostname_and_clock() -> None:
-    assert [doctor.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
+    assert [doctor.check_hostname("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
         "ok", "warn", "warn"]
-    assert software.clock(1.8e9, True).level == "ok"
-    assert software.clock(0.0, True).level == "bad"
+    assert software.check_clock(1.8e9, True).level == "ok"
+    assert software.check_clock(0.0, True).level == "bad"
     assert software.is_clock_synchronized() in (True, False, None)
 
 
@@ -234,6 +234,6 @@ def test_an_op_is_built_with_progress_and_then_used(cache: Path) -> None:
                                                 ("0.19.10+abc", "ok"), ("0.20.0", "warn")])
 def test_a_version_outside_the_tested_range_is_reported(monkeypatch, version, level):
     monkeypatch.setattr(software, "installed", lambda name: version)
-    check = software.package("deepspeed", (0, 17, 6), (0, 20))
+    check = software.check_package("deepspeed", (0, 17, 6), (0, 20))
     assert check.level == level
     assert level == "ok" or "deepspeed>=0.17.6,<0.20" in check.instead

@@ -172,7 +172,7 @@ def test_the_server_accepts_a_thousand_ranks_and_no_other_peers() -> None:
 
 def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program sends a byte every 20 ms, or echoes its input."""
-    monkeypatch.setattr("ezpz_llm.check.client.FIRST_WORDS_S", 0.3)
+    monkeypatch.setattr("ezpz_llm.check.client.AUTHENTICATE_S", 0.3)
     ended = threading.Event()
 
     def drip(peer: socket.socket) -> None:
@@ -200,7 +200,7 @@ def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.M
 
 def test_the_server_drops_unauthenticated_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections are dropped after a while, and the oldest of too many at once."""
-    monkeypatch.setattr("ezpz_llm.check.server.FIRST_WORDS_S", 0.3)
+    monkeypatch.setattr("ezpz_llm.check.server.AUTHENTICATE_S", 0.3)
     monkeypatch.setattr("ezpz_llm.check.server._MAX_UNPROVEN", 5)
     board = PreflightServer("127.0.0.1", 0, SECRET)
     idle = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(20)]
@@ -283,13 +283,13 @@ def test_a_worker_reports_an_error_before_it_leaves_the_group(monkeypatch: pytes
             broken.setattr(dist, "get_backend", lambda backend=backend: backend)
             broken.setattr(dist, "all_reduce", lambda values: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                worker.answer(question)
+                worker.measure(question)
             assert destroyed == []
-            worker.failed(question)
+            worker.leave_failed_group(question)
             assert destroyed == after
         if backend == "gloo":
-            assert worker.answer({**question, "ask": "reduce links 1"})["bytes_per_second"] >= 0
+            assert worker.measure({**question, "ask": "reduce links 1"})["bytes_per_second"] >= 0
         else:
             with pytest.raises(RuntimeError, match="this rank's group for reduce links 0 has failed"):
-                worker.answer({**question, "ask": "reduce links 1"})
+                worker.measure({**question, "ask": "reduce links 1"})
             destroy()

@@ -23,7 +23,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, reject_idle_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.mesh import AXES, Degrees
-from ezpz_llm.dist.rendezvous import _named, node_file_store, share_error_without_group
+from ezpz_llm.dist.rendezvous import _publish_name, node_file_store, share_error_without_group
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -218,10 +218,10 @@ def test_ranks_on_one_node_can_repeat_the_file_rendezvous(tmp_path):
 def test_programs_of_one_run_have_separate_rendezvous(tmp_path, monkeypatch):
     monkeypatch.setattr("ezpz_llm.dist.rendezvous._LOCK_WITHIN_S", 0.2)
     info, short = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
-    with make_private(tmp_path / "f") as folder, _named(folder, "store-at-29500"):
+    with make_private(tmp_path / "f") as folder, _publish_name(folder, "store-at-29500"):
         with pytest.raises(UserError, match="another program of this run is starting at the same time"):
             node_file_store(folder, 29500, info, short)
-        with pytest.raises(UserError, match="did not meet all of 2 ranks"):
+        with pytest.raises(UserError, match="for all of 2 ranks"):
             node_file_store(folder, 29501, info, short)
 
 
@@ -229,7 +229,7 @@ def test_ranks_share_a_cpu_and_mixed_device_types_are_rejected():
     store = HashStore()
     claim_device(store, "n1", "cpu", None, 0)
     claim_device(store, "n1", "cpu", None, 1)
-    with pytest.raises(UserError, match="rank 2 on n2 computes on cuda, others on cpu"):
+    with pytest.raises(UserError, match="rank 2 on n2 uses cuda, but other ranks use cpu"):
         claim_device(store, "n2", "cuda", "GPU-a", 2)
 
 
@@ -306,7 +306,7 @@ def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"a GPU that torch cannot use: torch .* is built for CPUs") as caught:
         reject_idle_gpus({}, tmp_path)
     assert f"{tmp_path}/dev/nvidia0" in caught.value.where
-    assert "--device cpu to train on the CPU on purpose" in caught.value.instead
+    assert "--device cpu to use the CPU intentionally" in caught.value.instead
     reject_idle_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     reject_idle_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
     (tmp_path / "dev" / "nvidia0").unlink()

@@ -116,7 +116,8 @@ def test_mpi_with_another_rank_is_reported(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, "{}"], env=env, cwd=tmp_path, capture_output=True, text=True,
                           timeout=scaled(60), check=False)
     assert done.returncode == 2
-    assert "MPI says rank 0 of 1, the environment says rank 1 of 2 (Open MPI (OMPI_COMM_WORLD_RANK))" in done.stderr
+    assert ("MPI reports rank 0 of 1, but the environment says rank 1 of 2 (Open MPI (OMPI_COMM_WORLD_RANK))"
+            in done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -235,7 +236,7 @@ def test_port_without_rank_0_is_reported(alone, rank):
         assert f"rank 0 cannot listen on port {port}" in str(error.value)
         assert f"pid {os.getpid()} (" in str(error.value)
     else:
-        assert f"did not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in str(error.value)
+        assert f"could not join the store at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in str(error.value)
 
 
 def test_missing_interface_is_reported_before_the_rendezvous(alone):

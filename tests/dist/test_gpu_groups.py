@@ -46,17 +46,17 @@ def test_preflight_keeps_a_failed_nccl_group(groups: list[Any]) -> None:
     """The destructor would wait for hanging ranks, and later groups would reuse the group."""
     failed = worker(GPU)
     with pytest.raises((RuntimeError, AssertionError)):  # this machine has no such device
-        failed.answer(request_for("reduce node"))
-    failed.failed(request_for("reduce node"))
+        failed.measure(request_for("reduce node"))
+    failed.leave_failed_group(request_for("reduce node"))
     assert [group["backend"] for group in groups] == ["nccl"]
     with pytest.raises(RuntimeError, match="group for reduce node has failed"):
-        failed.answer(request_for("reduce all"))
+        failed.measure(request_for("reduce all"))
     assert len(groups) == 1
 
 
 def test_preflight_timeout_allows_for_loading_device_libraries(groups: list[Any]) -> None:
     with pytest.raises((RuntimeError, AssertionError)):
-        worker(GPU).answer(request_for("reduce node"))
+        worker(GPU).measure(request_for("reduce node"))
     assert groups[0]["timeout"] >= datetime.timedelta(seconds=60)
     assert groups[0]["device_id"] == GPU
 

@@ -1,14 +1,14 @@
-"""Findings from gathered facts, as pure functions that read no machine state."""
+"""Rules that derive findings from gathered facts. They are pure functions."""
 
 from __future__ import annotations
 
 from ezpz_llm.check.rules import network, nodes
 from ezpz_llm.check.rules.gathered import Finding, Gathered
 
-_JUDGES = (*nodes.RANK_JUDGES, *network.REACH_JUDGES, *nodes.NODE_JUDGES, *network.LINK_JUDGES)
+_RULES = (*nodes.RANK_RULES, *network.REACH_RULES, *nodes.NODE_RULES, *network.LINK_RULES)
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def apply_rules(gathered: Gathered) -> list[Finding]:
     """Return all findings, `bad` ones first."""
-    findings = [finding for check in _JUDGES for finding in check(gathered)]
+    findings = [finding for rule in _RULES for finding in rule(gathered)]
     return sorted(dict.fromkeys(findings), key=lambda finding: finding.level != "bad")

@@ -1,4 +1,4 @@
-"""Input and output of the judges, and compact texts for many ranks or nodes."""
+"""Input and output of the rules, and compact texts for many ranks or nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Facts = Mapping[str, Any]
 
 Level = Literal["bad", "warn", "ok"]
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"
-"""Stages of measurement; the name of a link stage ends with its round number."""
+"""Stages of measurement. The round number follows in the name of a link stage."""
 
 _STAGE_NAMES = {READY: "importing torch and selecting its device", COMPUTE: "a matmul",
                 NODE: "an all-reduce with the ranks of its node", LINK: "an all-reduce with a rank of another node",
@@ -31,7 +31,7 @@ def stage_name(stage: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check and its remedy; `bad` makes the reservation unfit."""
+    """Result of a check, and its remedy. Preflight fails if a finding has the level `bad`."""
 
     level: Level
     topic: str
@@ -40,13 +40,13 @@ class Finding:
 
 
 def first_problem(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
-    """Return a finding for the first true problem, given as (is true, level, remedy); `ok` if there is none."""
+    """Return a finding for the first true problem, or `ok`. Problems are (is true, level, remedy)."""
     return next((Finding(level, topic, found, instead) for is_true, level, instead in problems if is_true),
                 Finding("ok", topic, found))
 
 
 def findings_text(findings: Iterable[Finding]) -> str:
-    """Return one line per finding, each followed by its remedy."""
+    """Return a line per finding, followed by a line with its remedy, if any."""
     return "".join(f"{finding.level:<5} {finding.topic}: {finding.found}\n"
                    + (f"      do: {to_typable_text(finding.instead)}\n" if finding.instead else "")
                    for finding in findings)
@@ -54,16 +54,16 @@ def findings_text(findings: Iterable[Finding]) -> str:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Everything that rank 0 gathered.
+    """Facts and measurements that rank 0 gathered.
 
     Args:
         world_size: number of ranks according to rank 0.
-        facts: facts of the ranks that reported, in rank order.
+        facts: facts of the ranks that connected, in rank order.
         hosts: planned hostname of each rank; empty if unknown.
         unreached: reports of nodes that could not reach rank 0.
         port_error: reason why MASTER_PORT could not be bound; None if it was bound or not needed.
         network: network that the communication library should choose, from the site file.
-        waited_s: seconds that rank 0 waited for the last rank.
+        waited_s: seconds that rank 0 waited for facts.
     """
 
     world_size: int
@@ -76,20 +76,20 @@ class Gathered:
 
     @property
     def reporting(self) -> list[Facts]:
-        """Facts of the ranks that sent them (others only connected)."""
+        """Facts of the ranks that sent their facts. Other ranks may have only connected."""
         return [facts for facts in self.facts if "cores" in facts]
 
     def by_node(self) -> dict[str, list[Facts]]:
-        """Return the facts of ranks by hostname, in order of the first rank."""
+        """Return the facts of ranks by hostname, in order of each node's first rank."""
         return group_by_key((facts["host"], facts) for facts in self.reporting)
 
     def measured(self, stage: str) -> Iterator[tuple[Facts, Mapping[str, Any]]]:
-        """Yield the ranks that answered in a stage without an error, with their answers."""
+        """Yield (facts, answer) of the ranks that completed a stage without an error."""
         for facts in self.reporting:
             if (answer := stage_answer(facts, stage)) and "error" not in answer:
                 yield facts, answer
 
-    def linked(self) -> Iterator[tuple[str, str, Facts]]:
+    def link_answers(self) -> Iterator[tuple[str, str, Facts]]:
         """Yield (hostname, stage, answer) of every rank in every round of all-reduces between nodes."""
         for facts in self.reporting:
             for stage, answer in facts.get("stages", {}).items():
@@ -126,10 +126,10 @@ def _ranges(numbers: Sequence[int], width: int) -> str:
     return ",".join("-".join(end.zfill(width) for end in part) for part in padded)
 
 
-def differing(values: Mapping[str, str]) -> str | None:
-    """Return text such as `n3: 2.11, all others 2.13` for values by hostname; None if all agree.
+def describe_differences(values: Mapping[str, str]) -> str | None:
+    """Return text such as `n3: 2.11, all others 2.13` for values by hostname; None if all are equal.
 
-    Without a majority, the text lists every value with its hostnames.
+    If no value has a majority, the text lists every value with its hostnames.
     """
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:

@@ -1,4 +1,4 @@
-"""Judges of the network: routes to rank 0, interfaces, chosen network, and speed."""
+"""Rules for the network: routes to rank 0, interfaces, chosen network, and speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ezpz_llm.check.rules.gathered import (
     Finding,
     Gathered,
     Level,
-    differing,
+    describe_differences,
     format_rate,
     node_ranges,
     stage_answer,
@@ -28,7 +28,7 @@ from ezpz_llm.launch.addresses import is_loopback, missing_interface
 from ezpz_llm.launch.hostlist import rank_ranges
 
 
-def _chosen(gathered: Gathered) -> Iterator[Finding]:
+def _wrong_network(gathered: Gathered) -> Iterator[Finding]:
     if gathered.network is None or len(gathered.by_node()) < 2:
         return
     # oneCCL over MPI does not know which network MPI uses.
@@ -45,26 +45,26 @@ def _chosen(gathered: Gathered) -> Iterator[Finding]:
                       f"LD_LIBRARY_PATH; with NCCL_NET={gathered.network!r}, NCCL fails without it")
 
 
-def _differing(gathered: Gathered) -> Iterator[Finding]:
+def _network_differences(gathered: Gathered) -> Iterator[Finding]:
     values = {facts["host"]: answer["network"] for facts, answer in gathered.measured(NETWORK)
               if "network" in answer}
-    if text := differing(values):
+    if text := describe_differences(values):
         yield Finding("bad", "network", f"nodes chose different networks: {text}",
                       "use the same modules and variables on every node")
 
 
 def used_interfaces(gathered: Gathered) -> dict[str, str]:
-    """Return the interfaces that each node used to communicate with others, joined by commas."""
-    observed = [(host, interface) for host, _, answer in gathered.linked()
+    """Return the interfaces with which each node reached other nodes, by hostname, joined by commas."""
+    observed = [(host, interface) for host, _, answer in gathered.link_answers()
                 for interface in answer.get("interfaces", ())]
     observed += [(facts["host"], interface) for facts in gathered.reporting
                  if (interface := stage_answer(facts, NETWORK).get("interface"))]
     return {host: ",".join(sorted(set(names))) for host, names in group_by_key(observed).items()}
 
 
-def _interfaces(gathered: Gathered) -> Iterator[Finding]:
+def _interface_differences(gathered: Gathered) -> Iterator[Finding]:
     used = used_interfaces(gathered)
-    if text := differing(used):
+    if text := describe_differences(used):
         yield Finding("warn", "network", f"nodes use different interfaces: {text}",
                       "pass launch --interface NAME with an interface that every node has")
     for host, ranks in gathered.by_node().items():
@@ -75,7 +75,7 @@ def _interfaces(gathered: Gathered) -> Iterator[Finding]:
                           "set GLOO_SOCKET_IFNAME to an interface that the node has")
 
 
-def _port(gathered: Gathered) -> Iterator[Finding]:
+def _unbound_port(gathered: Gathered) -> Iterator[Finding]:
     if gathered.port_error:
         master = _master(gathered)
         port = master.get("port", "")
@@ -84,7 +84,7 @@ def _port(gathered: Gathered) -> Iterator[Finding]:
                       "set another MASTER_PORT, or end the program that uses the port (ss -ltnp)")
 
 
-def _unreached(gathered: Gathered) -> Iterator[Finding]:
+def _unreached_nodes(gathered: Gathered) -> Iterator[Finding]:
     reported = {facts["rank"] for facts in gathered.facts}
     groups = group_by_key(((f"{report['address']}:{report['port']}", report["reason"], _route(report)),
                            report["host"])
@@ -110,7 +110,7 @@ def _master(gathered: Gathered) -> Facts:
     return next((facts.get("master", {}) for facts in gathered.reporting if facts["rank"] == 0), {})
 
 
-def _master_address(gathered: Gathered) -> Iterator[Finding]:
+def _wrong_master_address(gathered: Gathered) -> Iterator[Finding]:
     first, master = next((facts for facts in gathered.reporting if facts["rank"] == 0), None), _master(gathered)
     if first is None or not master:
         return
@@ -122,7 +122,7 @@ def _master_address(gathered: Gathered) -> Iterator[Finding]:
                       "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
 
 
-def _interface_findings(gathered: Gathered) -> Iterator[Finding]:
+def _missing_interfaces(gathered: Gathered) -> Iterator[Finding]:
     hosts = gathered.by_node()
     without_interface = group_by_key(((missing, f"{variable}={value}"), host) for host, ranks in hosts.items()
                                      for variable, value in ranks[0].get("named_interfaces", {}).items()
@@ -133,15 +133,16 @@ def _interface_findings(gathered: Gathered) -> Iterator[Finding]:
                       "pass launch --interface NAME with an interface that every node has (ip -br address)")
 
 
-def _names(gathered: Gathered) -> Iterator[Finding]:
+def _hostname_problems(gathered: Gathered) -> Iterator[Finding]:
     hosts = gathered.by_node()
     if len(hosts) < 2:
         return
-    looped = [host for host, ranks in hosts.items()
-              if ranks[0]["name_resolves_to"] and is_loopback(ranks[0]["name_resolves_to"])
-              and "GLOO_SOCKET_IFNAME" not in ranks[0].get("named_interfaces", {})]
-    if looped:
-        yield Finding("warn", "interface", f"on {node_ranges(looped)} the hostname resolves to a loopback address",
+    on_loopback = [host for host, ranks in hosts.items()
+                   if ranks[0]["name_resolves_to"] and is_loopback(ranks[0]["name_resolves_to"])
+                   and "GLOO_SOCKET_IFNAME" not in ranks[0].get("named_interfaces", {})]
+    if on_loopback:
+        yield Finding("warn", "interface",
+                      f"on {node_ranges(on_loopback)} the hostname resolves to a loopback address",
                       "pass launch --interface NAME, or gloo listens on that address")
     boots = group_by_key((boot, host) for host, ranks in hosts.items() if (boot := ranks[0]["boot_id"]))
     for names in boots.values():
@@ -152,22 +153,22 @@ def _names(gathered: Gathered) -> Iterator[Finding]:
 
 
 SLOW, VERY_SLOW = 2.0, 5.0
-"""Slowdowns relative to the median that make a warning, and that make the reservation unfit."""
+"""Slowdowns relative to the median from which a finding is a warning, and from which it is `bad`."""
 _SPREADS = 3.0
 _MAD_TO_DEVIATION = 1.4826
 Key = TypeVar("Key", bound=Hashable)
 
 
 def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
-    """Return the slow keys and how many times slower than the median they are.
+    """Return the slow keys, and how many times slower than the median they are.
 
-    A key is slow if it is at least SLOW times and three robust standard deviations (1.4826 x the median absolute
-    deviation, which outliers do not affect) below the median, on a logarithmic scale, because load changes rates by
-    factors. Two values alone, or noise in all values, give no outlier.
+    A key is slow if its rate is more than SLOW times and more than three robust standard deviations (1.4826 x the
+    median absolute deviation, which outliers do not affect) below the median, on a logarithmic scale, because load
+    changes rates by factors. Two values alone, or noise in all values, are never outliers.
     """
     if not rates:
         return {}
-    # A rate of 0 counts as extremely slow.
+    # log(0) is undefined. A rate of 0 counts as extremely slow.
     logs = {key: math.log(max(rate, 1e-9)) for key, rate in rates.items()}
     middle = statistics.median(logs.values())
     spread = _MAD_TO_DEVIATION * statistics.median(abs(value - middle) for value in logs.values())
@@ -175,11 +176,11 @@ def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
     return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > threshold}
 
 
-def _level(times: float) -> Level:
+def _slowdown_level(times: float) -> Level:
     return "bad" if times >= VERY_SLOW else "warn"
 
 
-def _compute(gathered: Gathered) -> Iterator[Finding]:
+def _slow_matmuls(gathered: Gathered) -> Iterator[Finding]:
     rates = {facts["rank"]: answer["flops_per_second"] for facts, answer in gathered.measured(COMPUTE)}
     slow = outliers(rates)
     if not slow:
@@ -191,18 +192,18 @@ def _compute(gathered: Gathered) -> Iterator[Finding]:
         subject = host if is_whole_node else f"{rank_ranges(numbers)} on {host}"
         worst = max(numbers, key=slow.__getitem__)
         verb = "is" if is_whole_node or len(numbers) == 1 else "are"
-        yield Finding(_level(slow[worst]), "speed",
+        yield Finding(_slowdown_level(slow[worst]), "speed",
                       f"{subject} {verb} slow: {slow[worst]:.1f} times slower in a matmul than the median rank "
                       f"({format_rate(rates[worst], 'FLOP/s')}, median {usual})",
                       f"look for other processes, heat or a power limit on {host} (top, nvidia-smi -q -d "
                       "PERFORMANCE), or exclude it with launch --hosts")
 
 
-def _nodes(gathered: Gathered) -> Iterator[Finding]:
+def _slow_nodes(gathered: Gathered) -> Iterator[Finding]:
     rates = {host: min(of_host) for host, of_host in group_by_key(
         (facts["host"], answer["bytes_per_second"]) for facts, answer in gathered.measured(NODE)).items()}
     for host, times in outliers(rates).items():
-        yield Finding(_level(times), "links",
+        yield Finding(_slowdown_level(times), "links",
                       f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median node "
                       f"({format_rate(rates[host], 'B/s')})",
                       "check the links between its devices (nvidia-smi topo -m, nvlink -s), or exclude it with "
@@ -212,29 +213,29 @@ def _nodes(gathered: Gathered) -> Iterator[Finding]:
 def link_rates(gathered: Gathered) -> dict[str, float]:
     """Return the bandwidth of each node to its neighbors in bytes per second.
 
-    It is the rate of the node's slowest rank to the better of its two neighbors: a node with a bad link is slow
-    with both neighbors, but its neighbors are slow only with it.
+    Uses the node's slowest rank, and the faster of its two neighbors: a node with a bad link is slow with both
+    neighbors, but each neighbor is slow only with that node.
     """
-    rounds = group_by_key(((host, stage), answer["bytes_per_second"]) for host, stage, answer in gathered.linked()
-                          if "bytes_per_second" in answer)
+    rounds = group_by_key(((host, stage), answer["bytes_per_second"])
+                          for host, stage, answer in gathered.link_answers() if "bytes_per_second" in answer)
     slowest = group_by_key((host, min(rates)) for (host, _), rates in rounds.items())
     return {host: max(rates) for host, rates in slowest.items()}
 
 
-def _links(gathered: Gathered) -> Iterator[Finding]:
+def _slow_links(gathered: Gathered) -> Iterator[Finding]:
     rates = link_rates(gathered)
     if not rates:
         return
     usual = format_rate(statistics.median(rates.values()), "B/s")
     for host, times in outliers(rates).items():
-        yield Finding(_level(times), "links",
+        yield Finding(_slowdown_level(times), "links",
                       f"the link of {host} is slow: all-reduces with its neighbors are {times:.1f} times slower "
                       f"than on the median node ({format_rate(rates[host], 'B/s')}, median {usual})",
                       f"check the network adapter of {host} (ethtool, ip -s link), or exclude it with "
                       "launch --hosts")
 
 
-def _failed(gathered: Gathered) -> Iterator[Finding]:
+def _failed_stages(gathered: Gathered) -> Iterator[Finding]:
     for stage in (READY, COMPUTE, NODE):
         errors = [((facts["host"], facts["stages"][stage]["error"]), facts["rank"]) for facts in gathered.reporting
                   if "error" in stage_answer(facts, stage)]
@@ -245,16 +246,17 @@ def _failed(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _failed_links(gathered: Gathered) -> Iterator[Finding]:
-    """Find nodes without a working link; both ends of a failed link if neither has a working one."""
+    """Find nodes that have a failed link and no working link."""
     working = set(link_rates(gathered))
-    failed = group_by_key((host, answer["error"]) for host, _, answer in gathered.linked()
+    failed = group_by_key((host, answer["error"]) for host, _, answer in gathered.link_answers()
                           if "error" in answer and host not in working)
     for host, errors in failed.items():
         yield Finding("bad", "links", f"all-reduces between {host} and its neighbors fail: {errors[0]}",
                       "pass launch --interface NAME with an interface that reaches every node")
 
 
-REACH_JUDGES = (_port, _unreached, _master_address, _interface_findings, _names)
-"""Judges of the route to MASTER_ADDR:MASTER_PORT, and of interfaces."""
-LINK_JUDGES = (_chosen, _differing, _interfaces, _failed, _failed_links, _compute, _nodes, _links)
-"""Judges of the network that NCCL, RCCL or oneCCL chose, of the interfaces that gloo used, and of speed."""
+REACH_RULES = (_unbound_port, _unreached_nodes, _wrong_master_address, _missing_interfaces, _hostname_problems)
+"""Rules for the route to MASTER_ADDR:MASTER_PORT, and for interfaces."""
+LINK_RULES = (_wrong_network, _network_differences, _interface_differences, _failed_stages, _failed_links,
+              _slow_matmuls, _slow_nodes, _slow_links)
+"""Rules for the network that NCCL, RCCL or oneCCL chose, the interfaces that gloo used, and speed."""

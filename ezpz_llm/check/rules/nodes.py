@@ -1,4 +1,4 @@
-"""Judges of ranks and nodes: presence, devices, cores, memory, disks, clocks and software."""
+"""Rules for ranks and nodes: presence, devices, cores, memory, disks, clocks and software."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.check.rules.gathered import (
     Finding,
     Gathered,
     Level,
-    differing,
+    describe_differences,
     format_bytes,
     node_ranges,
     stage_answer,
@@ -23,11 +23,11 @@ from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
 
 MIN_SHARED_MEMORY = 2**28
-"""Minimum free bytes of /dev/shm. With the 64 MiB of containers, data loaders and NCCL die of SIGBUS."""
+"""Minimum free bytes of /dev/shm. With the 64 MiB of containers, SIGBUS kills data loaders and NCCL."""
 MIN_TEMPORARY_SPACE = 2**28
 MIN_MEMORY_PER_RANK = 2**30
 MIN_DEVICE_SHARE = 0.8
-"""Fraction of a device's memory that is free if no other process uses it."""
+"""Minimum free fraction of a device's memory. If less is free, another process probably uses the device."""
 CLOCK_OFFSET_S = 2.0
 
 
@@ -47,11 +47,11 @@ def _device(facts: Facts) -> Facts:
     return stage_answer(facts, READY).get("device", {})
 
 
-def _shared(gathered: Gathered) -> Iterator[Finding]:
-    """Find ranks of a node that share a device; nodes with the same local ranks make one finding."""
+def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
+    """Find ranks that share a device. Nodes on which the same local ranks do so are combined into one finding."""
     def shared() -> Iterator[tuple[tuple[Level, tuple[int, ...]], tuple[str, str]]]:
         for host, ranks in gathered.by_node().items():
-            # Sharing does not slow ranks that compute on the CPU anyway.
+            # Ranks that use the CPU are not slowed by sharing a GPU.
             level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
             owners = group_by_key((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
             yield from (((level, tuple(local_ranks)), (host, device)) for device, local_ranks in owners.items()
@@ -65,29 +65,29 @@ def _shared(gathered: Gathered) -> Iterator[Finding]:
                       "start one rank per device (launch --ppn), or mask each rank's devices")
 
 
-def _unused(gathered: Gathered) -> Iterator[Finding]:
+def _unused_devices(gathered: Gathered) -> Iterator[Finding]:
     on_cpu = [facts for facts, answer in gathered.measured(READY)
               if answer["device"]["kind"] == "cpu" and facts["devices"]["ids"]]
     if on_cpu:
         driver = all(facts["devices"]["installed"] for facts in on_cpu)
         names = node_ranges(facts["host"] for facts in on_cpu)
         yield Finding("bad" if driver else "warn", "devices",
-                      f"torch computes on the CPU on {names}, although {on_cpu[0]['devices']['source']} shows "
+                      f"torch uses the CPU on {names}, although {on_cpu[0]['devices']['source']} shows "
                       f"{count_noun(len(on_cpu[0]['devices']['ids']), 'device')}",
                       "install a torch built for these devices and their driver (ezpz-llm doctor shows both)")
 
 
-def _kinds(gathered: Gathered) -> Iterator[Finding]:
+def _device_differences(gathered: Gathered) -> Iterator[Finding]:
     for member in ("kind", "name"):
         values = {facts["host"]: answer["device"][member] for facts, answer in gathered.measured(READY)
                   if answer["device"].get(member)}
-        if text := differing(values):
+        if text := describe_differences(values):
             yield Finding("bad" if member == "kind" else "warn", "devices", f"the devices differ: {text}",
                           "select nodes of one kind with launch --hosts")
             return
 
 
-def _full(gathered: Gathered) -> Iterator[Finding]:
+def _devices_in_use(gathered: Gathered) -> Iterator[Finding]:
     for facts, answer in gathered.measured(READY):
         device = answer["device"]
         if device.get("total") and device["free"] < MIN_DEVICE_SHARE * device["total"]:
@@ -97,7 +97,7 @@ def _full(gathered: Gathered) -> Iterator[Finding]:
                           "end the processes of earlier runs there (nvidia-smi, rocm-smi, xpu-smi)")
 
 
-def _cores(gathered: Gathered) -> Iterator[Finding]:
+def _core_problems(gathered: Gathered) -> Iterator[Finding]:
     same = group_by_key((problem, host) for host, ranks in gathered.by_node().items()
                         if (problem := _shared_cores(ranks)))
     for (level, text), names in same.items():
@@ -106,7 +106,7 @@ def _cores(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
-    """Return level and text if ranks share cores while others idle, or if there are more ranks than cores."""
+    """Return level and text if ranks share cores while other cores idle, or if ranks outnumber cores."""
     masks = [set(facts["cores"]) for facts in ranks]
     used = set().union(*masks)
     idle = set(ranks[0]["host_cores"]) - used
@@ -116,14 +116,14 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
                 f"{len(ranks)} ranks run on {count_noun(len(used), 'core')} ({fold_numbers(used)}){more}")
     sharing = [facts["rank"] for facts, mask in zip(ranks, masks, strict=True)
                if sum(bool(mask & other) for other in masks) > 1]
-    # Ranks that may all use the whole node are unbound, which is fine.
+    # Ranks that may all use every core of the node are unbound, which is fine.
     if sharing and idle:
         return "warn", (f"{rank_ranges(sharing)} share cores, while cores {fold_numbers(idle)} "
                         "are idle")
     return None
 
 
-def _space(gathered: Gathered) -> Iterator[Finding]:
+def _low_space(gathered: Gathered) -> Iterator[Finding]:
     needs = [(host, *need) for host, ranks in gathered.by_node().items() for need in (
         (f"memory for {count_noun(len(ranks), 'rank')}", ranks[0]["memory"]["free"],
          MIN_MEMORY_PER_RANK * len(ranks),
@@ -137,7 +137,7 @@ def _space(gathered: Gathered) -> Iterator[Finding]:
         yield Finding("warn", "space", f"{node_ranges(names)}: {text} free", instead)
 
 
-def _clocks(gathered: Gathered) -> Iterator[Finding]:
+def _clock_offsets(gathered: Gathered) -> Iterator[Finding]:
     for facts in gathered.reporting:
         offset, within = facts.get("clock", (0.0, 0.0))
         if abs(offset) - within > CLOCK_OFFSET_S:
@@ -147,7 +147,7 @@ def _clocks(gathered: Gathered) -> Iterator[Finding]:
 
 
 LOST, STUCK = "lost_in", "stuck_in"
-"""Keys of a rank's facts: the stage in which its connection ended, or which it did not answer."""
+"""Keys of a rank's facts: the stage in which its connection ended, and the stage to which it did not reply."""
 
 _MAX_SEPARATE_NODES = 4
 """Maximum number of nodes with missing ranks that get separate findings."""
@@ -160,7 +160,7 @@ def _stale_variables(gathered: Gathered) -> Iterator[Finding]:
                       "launch from a shell without stale rank variables")
 
 
-def _duplicates(gathered: Gathered) -> Iterator[Finding]:
+def _duplicate_ranks(gathered: Gathered) -> Iterator[Finding]:
     counts = Counter(facts["rank"] for facts in gathered.facts)
     for rank in sorted(rank for rank, count in counts.items() if count > 1):
         places = [f"{facts['host']} (pid {facts.get('pid', '?')}, {facts.get('rank_source', 'source unknown')})"
@@ -170,14 +170,14 @@ def _duplicates(gathered: Gathered) -> Iterator[Finding]:
                       "exports")
 
 
-def _sizes(gathered: Gathered) -> Iterator[Finding]:
+def _wrong_world_sizes(gathered: Gathered) -> Iterator[Finding]:
     differing_ranks = [facts for facts in gathered.reporting if facts["world_size"] != gathered.world_size]
     for size, numbers in group_by_key([(facts["world_size"], facts["rank"]) for facts in differing_ranks]).items():
         yield Finding("bad", "ranks", f"world size is {size} on {rank_ranges(numbers)}, but "
                                       f"{gathered.world_size} on rank 0", "start all ranks with one launch")
 
 
-def _missing(gathered: Gathered) -> Iterator[Finding]:
+def _missing_ranks(gathered: Gathered) -> Iterator[Finding]:
     present = {facts["rank"] for facts in gathered.facts}
     missing = [rank for rank in range(gathered.world_size) if rank not in present]
     unreached = NodeNames(facts["host"] for facts in gathered.unreached)
@@ -197,7 +197,7 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
                       "responds; launch --hosts excludes nodes")
 
 
-def _lost(gathered: Gathered) -> Iterator[Finding]:
+def _lost_ranks(gathered: Gathered) -> Iterator[Finding]:
     lost = [((facts["host"], facts[LOST]), facts["rank"]) for facts in gathered.facts if LOST in facts]
     for (host, stage), numbers in group_by_key(lost).items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} ended during {stage_name(stage)}",
@@ -205,12 +205,11 @@ def _lost(gathered: Gathered) -> Iterator[Finding]:
     silent = [(facts["host"], facts["rank"]) for facts in gathered.facts
               if "cores" not in facts and LOST not in facts]
     for host, numbers in group_by_key(silent).items():
-        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} started, but did not read the "
-                                        "node's facts in time",
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} started, but sent no facts in time",
                       "check for a hanging file system there (df, mount)")
 
 
-def _stuck(gathered: Gathered) -> Iterator[Finding]:
+def _stuck_ranks(gathered: Gathered) -> Iterator[Finding]:
     stuck = [facts for facts in gathered.reporting if facts.get(STUCK, MPI) != MPI and LOST not in facts]
     slow_start = [facts for facts in stuck if facts[STUCK] == READY]
     if len(slow_start) > len(gathered.reporting) / 2:
@@ -225,7 +224,7 @@ def _stuck(gathered: Gathered) -> Iterator[Finding]:
                       "check there what the processes wait for (py-spy dump, dmesg)")
 
 
-def _mpi(gathered: Gathered) -> Iterator[Finding]:
+def _mpi_problems(gathered: Gathered) -> Iterator[Finding]:
     answers = [(facts, answer) for facts, answer in gathered.measured(MPI)]
     wrong = [((answer["size"], answer.get("library", "")), facts["rank"]) for facts, answer in answers
              if facts["world_size"] == gathered.world_size
@@ -242,28 +241,28 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
                       "if the program uses MPI, install an mpi4py that matches this launcher")
 
 
-_MUST_AGREE = ("torch", "deepspeed", "ezpz_llm")
-_LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
+_MUST_MATCH = ("torch", "deepspeed", "ezpz_llm")
+_PATH_LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
 _MPI_NAME = "MPI library"
-_LONG = 60
+_MAX_LENGTH = 60
 _UNSET = "unset"
 
 
-def _software(gathered: Gathered) -> Iterator[Finding]:
-    tables = {place: _versions(ranks) for place, ranks in _places(gathered).items()}
+def _software_differences(gathered: Gathered) -> Iterator[Finding]:
+    tables = {place: _versions(ranks) for place, ranks in _units_to_compare(gathered).items()}
     for name in dict.fromkeys(name for table in tables.values() for name in table):
-        # A node whose MPI library is unknown is not a node without MPI.
+        # A missing entry means that the node's MPI library is unknown, not that it has none.
         values = {place: table.get(name, "none") for place, table in tables.items()
                   if name in table or name != _MPI_NAME}
-        if text := differing(values):
+        if text := describe_differences(values):
             minors = {version.rpartition(".")[0] for version in values.values()}
-            level: Level = "bad" if name in _MUST_AGREE or (name == "python" and len(minors) > 1) else "warn"
+            level: Level = "bad" if name in _MUST_MATCH or (name == "python" and len(minors) > 1) else "warn"
             yield Finding(level, "versions", f"{name} differs: {text}",
                           "use one environment on all nodes, on a shared file system or with launch --stage-env")
 
 
-def _environment(gathered: Gathered) -> Iterator[Finding]:
-    variables = {place: ranks[0]["environment"] for place, ranks in _places(gathered).items()}
+def _variable_differences(gathered: Gathered) -> Iterator[Finding]:
+    variables = {place: ranks[0]["environment"] for place, ranks in _units_to_compare(gathered).items()}
     for name in sorted({name for values in variables.values() for name in values}):
         values = {place: environment.get(name, _UNSET) for place, environment in variables.items()}
         if len(set(values.values())) > 1:
@@ -271,8 +270,8 @@ def _environment(gathered: Gathered) -> Iterator[Finding]:
                           "set it before launch, not in start-up files of some nodes (~/.bashrc, modules)")
 
 
-def _places(gathered: Gathered) -> dict[str, list[Facts]]:
-    """Return the units to compare: nodes, or single ranks if the ranks of a node differ."""
+def _units_to_compare(gathered: Gathered) -> dict[str, list[Facts]]:
+    """Return the facts to compare: by node, or by rank if the ranks of a node differ."""
     places: dict[str, list[Facts]] = {}
     for host, ranks in gathered.by_node().items():
         alike = all(rank["versions"] == ranks[0]["versions"] and rank["environment"] == ranks[0]["environment"]
@@ -291,32 +290,34 @@ def _versions(ranks: Sequence[Facts]) -> Mapping[str, str]:
 
 
 def _difference(name: str, values: Mapping[str, str]) -> str:
-    """Return the differences, only missing and additional folders of path lists, and long values shortened."""
-    if name not in _LISTS:
-        text = differing({place: _short(value) for place, value in values.items()})
-        return text or "after the shown characters"
+    """Describe how values differ, for path lists by missing and additional folders. Shortens long values."""
+    if name not in _PATH_LISTS:
+        text = describe_differences({place: _short(value) for place, value in values.items()})
+        return text or "only after the first characters"
     usual = Counter(values.values()).most_common(1)[0][0]
 
     def change(value: str) -> str:
-        """Return the folders that a path list has more or less than the most common one."""
-        more = [part for part in _parts(value) if part not in _parts(usual)]
-        less = [part for part in _parts(usual) if part not in _parts(value)]
-        parts = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
-        return ", ".join(parts) or "another order"
+        """Return the folders that a path list has in addition to, or lacks from, the most common list."""
+        added = [part for part in _parts(value) if part not in _parts(usual)]
+        lacking = [part for part in _parts(usual) if part not in _parts(value)]
+        parts = ([f"adds {' '.join(added)}"] if added else []) + ([f"lacks {' '.join(lacking)}"] if lacking else [])
+        return ", ".join(parts) or "different order"
 
     changes = group_by_key((change(value), place) for place, value in values.items() if value != usual)
-    return "; ".join(f"{node_ranges(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
+    return "; ".join(f"{node_ranges(places)}: {_short(text, 2 * _MAX_LENGTH)}" for text, places in changes.items())
 
 
 def _parts(value: str) -> list[str]:
     return [part for part in value.split(":") if part and value != _UNSET]
 
 
-def _short(value: str, width: int = _LONG) -> str:
+def _short(value: str, width: int = _MAX_LENGTH) -> str:
     return value if len(value) <= width else f"{value[:width - 1]}…"
 
 
-RANK_JUDGES = (_duplicates, _sizes, _missing, _lost, _stuck, _mpi, _stale_variables)
-"""Judges of rank numbers, and of missing, lost or hanging ranks."""
-NODE_JUDGES = (_shared, _unused, _kinds, _full, _cores, _space, _clocks, _software, _environment)
-"""Judges of devices, cores, memory, disks, clocks, and of differing software and variables."""
+RANK_RULES = (_duplicate_ranks, _wrong_world_sizes, _missing_ranks, _lost_ranks, _stuck_ranks, _mpi_problems,
+              _stale_variables)
+"""Rules for rank numbers, and for missing, lost or hanging ranks."""
+NODE_RULES = (_shared_devices, _unused_devices, _device_differences, _devices_in_use, _core_problems, _low_space,
+              _clock_offsets, _software_differences, _variable_differences)
+"""Rules for devices, cores, memory, disks, clocks, and for differing software and variables."""
