@@ -98,7 +98,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         for name, buffer in buffers.items():
             buffer.copy_(open_file(shard_name(0)).get_tensor(f"{writer.BUFFER}{name}").view(buffer.shape))
         if same_split:
-            writer.restore(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
+            writer.restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
     if training.scale is not None and state["loss_scale"] is not None:
         training.scale.load_state_dict(state["loss_scale"])

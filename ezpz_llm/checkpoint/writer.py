@@ -68,7 +68,7 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
         key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
         outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
-    states = {f"rng/{source}": value for source, value in capture(device).items()}
+    states = {f"rng/{source}": value for source, value in capture_rng_states(device).items()}
     states.update({f"{BUFFER}{key}": value for key, value in buffers.items()})
     outline.update(states)
     parts = (part for _, part in owned_parts(training.slices(), raw) if part is not None)
@@ -111,7 +111,7 @@ def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Se
     return publish(partial, record["step"])
 
 
-def capture(device: torch.device) -> dict[str, torch.Tensor]:
+def capture_rng_states(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the RNG states of torch, the device, Python and NumPy, as tensors by name."""
     _, words, gauss = random.getstate()  # the version is 3 since Python 3.2
     # The generator is MT19937, unless a program replaced NumPy's global one.
@@ -128,8 +128,8 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restore the states from `capture`; skip a device state whose size does not fit this kind of device."""
+def restore_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Restore states from `capture_rng_states`; skip a device state whose size does not fit this kind of device."""
     torch.set_rng_state(states["torch"])
     gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))

@@ -26,7 +26,7 @@ _ABANDONED_AFTER_S = 600
 
 
 @contextlib.contextmanager
-def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], None]) -> Iterator[Path | None]:
+def build_folder(folder: Path, complete: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[Path | None]:
     """Yield a hidden folder beside `folder`, and rename it to `folder` if the block succeeds.
 
     Yields None if `folder` is complete already, for example because another process has just created it. The hidden
@@ -40,7 +40,7 @@ def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], N
 
     Args:
         complete: returns True if `folder` is complete.
-        waiting: called once if another process holds the lock.
+        on_wait: called once if another process holds the lock.
 
     Raises:
         OSError: the parent folder is not writable.
@@ -52,7 +52,7 @@ def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], N
             if not hidden.exists():
                 _take_over(folder, hidden)
             try:
-                locked = _lock(hidden, stack, waiting)
+                locked = _lock(hidden, stack, on_wait)
             except OSError as error:
                 if error.errno not in _LOCKS_UNSUPPORTED:
                     raise
@@ -80,7 +80,7 @@ def _take_over(folder: Path, hidden: Path) -> None:
                 return
 
 
-def _lock(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]) -> bool:
+def _lock(hidden: Path, stack: contextlib.ExitStack, on_wait: Callable[[], None]) -> bool:
     """Lock the hidden folder; return False if the previous holder has renamed or removed it."""
     hidden.mkdir(exist_ok=True)
     try:
@@ -90,7 +90,7 @@ def _lock(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        waiting()
+        on_wait()
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(hidden / _LOCK))

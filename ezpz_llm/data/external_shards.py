@@ -174,7 +174,7 @@ def _make_tokenizer(shards: ExternalShards) -> Tokenizer:
     elif shards.tokenizer is not None and shards.tokenizer.name == "char":
         raise UserError("--tokenizer char needs a table of characters, but there is no meta.pkl",
                         where=str(shards.folder), instead="if these are gpt2 tokens, omit --tokenizer")
-    return characters or (shards.tokenizer or choose_tokenizer(_DEFAULT_TOKENIZER)).make()
+    return characters or (shards.tokenizer or choose_tokenizer(_DEFAULT_TOKENIZER)).load()
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -300,5 +300,5 @@ def _tokenizer_facts(data: MegatronData) -> tuple[dict[str, Any], int, int | Non
                                 "tokenizer.json or *.model")
     if choice.name == "gpt2" and choice.file is None:
         return gpt2_entry(), *_GPT2_VOCABULARY
-    tokenizer: Tokenizer = choice.make()
+    tokenizer: Tokenizer = choice.load()
     return to_entry(tokenizer), tokenizer.vocab_size, tokenizer.end_of_text

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base import UserError, require_package
-from ezpz_llm.data.atomic_dir import building
+from ezpz_llm.data.atomic_dir import build_folder
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.downloads import say, writing
 from ezpz_llm.data.external_shards import ExternalShards, check_shards, find_external_shards, index_shards
@@ -180,12 +180,12 @@ def _check_writable(folder: Path) -> None:
 
 def _ensure(folder: Path, fingerprint: str, show: bool, create_in: Callable[[Path], None]) -> Path:
     """Return `folder` once it is complete; if necessary, `create_in` creates its content in a hidden folder."""
-    def waiting() -> None:
+    def on_wait() -> None:
         if show:
             say(f"waiting for another process that is preparing {folder}")
 
     if not _is_finished(folder, fingerprint):
-        with writing(folder), building(folder, lambda: _is_finished(folder, fingerprint), waiting) as hidden:
+        with writing(folder), build_folder(folder, lambda: _is_finished(folder, fingerprint), on_wait) as hidden:
             if hidden is not None:
                 create_in(hidden)
     return folder

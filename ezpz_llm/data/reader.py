@@ -68,11 +68,11 @@ class Reading:
 
     Attributes:
         key: key of the text in a JSON object, or name of the text column.
-        skips: skip and count broken documents instead of raising an error.
+        skip_broken: skip and count broken documents instead of raising an error.
     """
 
     key: str = TEXT
-    skips: bool = False
+    skip_broken: bool = False
 
 
 STRICT = Reading()
@@ -137,13 +137,13 @@ def texts(piece: Piece | Documents, reading: Reading = STRICT,
         broken: receives the error of each skipped document.
 
     Raises:
-        UserError: a document is broken (not UTF-8, not JSON, no text) and `reading.skips` is False. The message has
-            the file and the byte, line or row number.
+        UserError: a document is broken (not UTF-8, not JSON, no text) and `reading.skip_broken` is False. The
+            message has the file and the byte, line or row number.
     """
     for begins, text in _texts_or_errors(piece, reading):
         if not isinstance(text, UserError):
             yield begins, text
-        elif not reading.skips:
+        elif not reading.skip_broken:
             raise text
         elif broken is not None:
             broken.append(text)
@@ -242,7 +242,7 @@ def _located_pieces(corpus: Corpus, after: Mapping[str, Any], size: int, reading
                     read_array(file.path, form.packing, offset, size, reading.key))
             for documents in rows:
                 yield documents, {"file": number, "offset": documents.first + len(documents.texts)}
-        elif form.kind == "text" and reading.skips and (unreadable := _unreadable_document(file, form)):
+        elif form.kind == "text" and reading.skip_broken and (unreadable := _unreadable_document(file, form)):
             yield unreadable, {"file": number + 1}
         else:
             for piece in _pieces(file, form, size, offset, line, file_bytes_read, cut):

@@ -204,7 +204,7 @@ def _write_remaining_tokens(work: _Work, workers: int, label: str, show: bool) -
 
 
 def _reading(request: Request) -> Reading:
-    return Reading(request.options.text_key, skips=request.options.max_broken > 0)
+    return Reading(request.options.text_key, skip_broken=request.options.max_broken > 0)
 
 
 def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
@@ -226,7 +226,7 @@ def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
 
 def _make_tokenizer(request: Request, revision: str | None) -> Tokenizer:
     if request.tokenizer.name != "char" or request.tokenizer.entry is not None:
-        return request.tokenizer.make()
+        return request.tokenizer.load()
     characters: set[str] = set()
     for task in tasks(request.corpus, revision=revision, reading=_reading(request)):
         for piece in task.pieces:

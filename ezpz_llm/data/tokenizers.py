@@ -324,8 +324,8 @@ class Choice:
         """Return its name for messages, with the fingerprint if the name alone is ambiguous."""
         return describe(self.entry) if self.entry is not None else self.name
 
-    def make(self) -> Tokenizer:
-        """Build the tokenizer; "char" without a table has no characters."""
+    def load(self) -> Tokenizer:
+        """Load the tokenizer; "char" without a table has no characters."""
         if self.file is not None:
             return load(self.file, self.entry)
         return get_tokenizer(self.name) if self.entry is None else from_entry(self.entry, self.words)

@@ -141,7 +141,7 @@ def _given_tokenizer(given: str, source: Source) -> Tokenizer:
             return from_entry(own, str(source.folder))
         raise UserError("the tokenizer char depends on its corpus", where="--tokenizer",
                         instead="the folder with the corpus's token shards")
-    return choose_tokenizer(given).make()
+    return choose_tokenizer(given).load()
 
 
 def _own_tokenizer(source: Source) -> Tokenizer:
