@@ -1,4 +1,4 @@
-"""Checkpoints that can be loaded in any layout, not only the saved one (see docs/reference/checkpoints.md).
+"""Checkpoints that any layout can load, not only the one that saved them (see docs/reference/checkpoints.md).
 
 `find`, `prune` and `Keep` do not import torch; the modules that do are imported on first use.
 """

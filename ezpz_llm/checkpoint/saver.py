@@ -253,7 +253,10 @@ class Saver:
         return run_together(self._dist, attempt, on_main=on_main)
 
     def _background_blocker(self, engine: Engine, shard: Shard) -> str | None:
-        """Return the reason why the state cannot be copied to CPU memory, or None on all ranks. Collective."""
+        """Return the reason why the state cannot be copied to CPU memory, or None. Collective.
+
+        The result is the same on every rank.
+        """
         if uses_nvme(engine.layout):
             return "the optimizer state is in files, not in memory"
         demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard), psutil.virtual_memory().available))

@@ -51,7 +51,7 @@ def find_dataset(words: str) -> HubDataset | None:
     """Return the data set that `words` names, or None if it does not name a data set.
 
     Raises:
-        UserError: `words` starts with hf: but has neither of the forms above.
+        UserError: `words` starts with hf:, but is neither the name of a data set nor a folder.
     """
     if not words.startswith(HUB_PREFIX) and words not in _LOCATIONS:
         return None

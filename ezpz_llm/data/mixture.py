@@ -1,4 +1,4 @@
-"""Parse mixtures of corpora, `--corpus A=0.7,B=0.3`, and explain mistakes in them."""
+"""Parse mixtures of corpora, `--corpus A=0.7,B=0.3`, and suggest corrections of invalid ones."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _reuse_plain_char(request: Request) -> Request:
 
 
 def _is_finished(folder: Path, fingerprint: str) -> bool:
-    """Return True if the folder is complete; raise UserError if it contains anything else."""
+    """Return True if the folder is complete; raise UserError if it contains other files or shards."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     state = "this folder contains other files"

@@ -287,7 +287,7 @@ class ShardWriter:
         other.close()
 
     def cut(self, keep: int) -> None:
-        """Remove all but the first `keep` tokens. Idempotent, so that it can be repeated after a kill."""
+        """Remove all but the first `keep` tokens. Idempotent, so that a resumed process can repeat it."""
         self.close()
         for path, start, tokens in self._shards():
             remaining = min(tokens, max(0, keep - start))

@@ -103,7 +103,7 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
     """Write the shards and the manifest of `request` to `folder`, which may contain an earlier process's work.
 
     Raises:
-        UserError: an error in the corpus, such as unreadable text; nothing is kept.
+        UserError: an error in the corpus, such as unreadable text; the work is discarded.
         InterruptedWriteError: the disk is full, the network failed, a process was killed, or there are more broken
             documents than --max-broken allows. The journal and its shards are kept.
     """

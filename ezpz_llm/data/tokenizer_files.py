@@ -51,7 +51,7 @@ def find_copy(folder: Path, entry: Mapping[str, Any]) -> Path:
     """Return the copy of a tokenizer's file in a folder of shards, or in the run of a checkpoint.
 
     Raises:
-        UserError: there is no copy.
+        UserError: no copy is found.
     """
     name = KINDS[entry["kind"]]
     run = RunDir(folder.absolute().parent.parent).tokenizer

@@ -48,7 +48,7 @@ class ModelPlan:
 
 @contextmanager
 def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
-    """Set up this process as a rank; call `remove_temporary_run` afterwards. Collective."""
+    """Set up this process as a rank, and remove a temporary run directory afterwards. Collective."""
     from ezpz_llm.dist.setup import setup
 
     dist = setup(device=options.device, run_dir=options.run_dir, name=name)

@@ -55,7 +55,7 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
-    """Return the run's corpus, or its shards if the corpus fails its check, such as a relative path."""
+    """Return the run's corpus, or its shards if the corpus cannot be used, for example a relative path."""
     config, shards = plan.run_record.get("config", {}), plan.run_record.get("data", {}).get("folder", "")
     corpus = config.get("corpus")
     try:
