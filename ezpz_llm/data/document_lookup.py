@@ -133,8 +133,8 @@ def _skipped(record: dict[str, Any]) -> dict[int, int]:
     """Return the number of samples that rollbacks skipped, by the step that each rolled back to."""
     skipped: dict[int, int] = {}
     for rollback in record.get("rollbacks", []):
-        # Samples that earlier rollbacks skipped after `to_step` are counted in samples_passed_over, or this rollback
-        # undid the skip.
+        # Samples that earlier rollbacks skipped after `to_step` are counted in samples_passed_over, or this
+        # rollback undid the skip.
         skipped = {step: samples for step, samples in skipped.items() if step < rollback["to_step"]}
         skipped[rollback["to_step"]] = rollback["samples_passed_over"]
     return skipped
