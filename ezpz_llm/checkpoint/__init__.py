@@ -1,6 +1,6 @@
-"""Checkpoints that any layout can load, whatever layout saved them (see docs/reference/checkpoints.md).
+"""Checkpoints that any layout can load, not only the one that saved them (see docs/reference/checkpoints.md).
 
-`find`, `prune` and `Keep` import no torch; the modules that do are imported on first use.
+`find`, `prune` and `Keep` do not import torch; the modules that do are imported on first use.
 """
 
 from __future__ import annotations

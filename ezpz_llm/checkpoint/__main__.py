@@ -66,14 +66,15 @@ def _inspect(options: argparse.Namespace) -> int:
             facts["notes"] = weights.notes
     print_lines(json.dumps(facts, indent=2) if options.json else _as_text(facts))
     if options.parameters and source.kind == "checkpoint":
-        print_lines("\n".join(["", *(_line(*item) for item in read_index(source.folder).parameters.items())]))
+        parameters = read_index(source.folder).parameters
+        print_lines("\n".join(["", *(_parameter_row(*item) for item in parameters.items())]))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     """Verify all checkpoints, even after a damaged one; return 1 if any is damaged."""
     code = 0
-    for folder in _folders_of(user_path(options.folder)):
+    for folder in _find_checkpoints(user_path(options.folder)):
         try:
             size = _verify_folder(folder)
         except UserError as error:
@@ -90,16 +91,16 @@ def _export(options: argparse.Namespace) -> int:
         raise UserError(f"--shard-gb is {options.shard_gb:g}", where="--shard-gb", instead="more than 0")
     from ezpz_llm.hf.weights import export
 
-    done = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
-                  shard_bytes=int(options.shard_gb * 1e9))
-    print(f"{done.folder}: {done.bytes:,} bytes of weights in {count_noun(done.files, 'file')}, "
+    exported = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
+                      shard_bytes=int(options.shard_gb * 1e9))
+    print(f"{exported.folder}: {exported.bytes:,} bytes of weights in {count_noun(exported.files, 'file')}, "
           f"from {source.describe()}",
-          *(f"note: {note}" for note in done.notes), sep="\n")
+          *(f"note: {note}" for note in exported.notes), sep="\n")
     return 0
 
 
 def _facts(source: Source) -> dict[str, Any]:
-    """Return the contents of a checkpoint or Hugging Face folder, for --json."""
+    """Return the contents of a checkpoint or Hugging Face folder, as printed by --json."""
     facts: dict[str, Any] = {"folder": str(source.folder), "kind": source.kind, "model": asdict(source.model),
                              "parameters": parameter_count(source.model)}
     if source.kind == "hf":
@@ -112,7 +113,7 @@ def _facts(source: Source) -> dict[str, Any]:
             "files": {file.name: file.size for file in files}, "bytes": sum(file.size for file in files)}
 
 
-def _line(name: str, parameter: Parameter) -> str:
+def _parameter_row(name: str, parameter: Parameter) -> str:
     """Format a parameter's name, shape, size, number of pieces, and files."""
     files = sorted({piece.file for piece in parameter.pieces})
     shape = "x".join(map(str, parameter.shape))
@@ -125,14 +126,14 @@ def _as_text(facts: dict[str, Any]) -> str:
     """Format the contents as text."""
     model = facts["model"]
     rows = [("folder", facts["folder"]),
-            ("model", f"{model['n_layer']} layers, {model['n_head']} heads ({model['n_kv_head']} of keys), "
-                      f"{model['n_embd']} wide, context {model['block_size']}, vocabulary {model['vocab_size']} in "
-                      f"{-(-model['vocab_size'] // model['vocab_multiple']) * model['vocab_multiple']} rows"),
+            ("model", f"{model['n_layer']} layers, {model['n_head']} heads ({model['n_kv_head']} key/value), "
+                      f"width {model['n_embd']}, context {model['block_size']}, vocabulary {model['vocab_size']} "
+                      f"in {-(-model['vocab_size'] // model['vocab_multiple']) * model['vocab_multiple']} rows"),
             ("kind", f"{model['norm']}, {model['position']} positions, {model['mlp']}, "
                      f"biases {'yes' if model['bias'] else 'no'}, tied head {'yes' if model['tied'] else 'no'}"),
             ("parameters", f"{facts['parameters']:,}")]
     if facts["kind"] == "checkpoint":
-        rows += [(name, _short(value)) for name, value in facts["state"].items()]
+        rows += [(name, _format_value(value)) for name, value in facts["state"].items()]
         rows += [("tokenizer", facts["tokenizer"] or "unknown"),
                  ("tensors", f"{', '.join(facts['tensors'])} in {facts['pieces']} pieces"),
                  ("files", f"{len(facts['files'])}, {facts['bytes']:,} bytes")]
@@ -140,17 +141,17 @@ def _as_text(facts: dict[str, Any]) -> str:
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_short(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key} {_format_value(inner)}" for key, inner in value.items())
     return "-" if value is None else str(value)
 
 
-def _folders_of(path: Path) -> list[Path]:
-    """Return a checkpoint's own folder, or all checkpoints of a run directory, oldest first.
+def _find_checkpoints(path: Path) -> list[Path]:
+    """Return `path` if it is a checkpoint, or all complete checkpoints of a run directory, oldest first.
 
     Raises:
-        UserError: there is none, or `latest` names a missing one.
+        UserError: there is no complete checkpoint, or `latest` names a missing one.
     """
     if (path / MANIFEST).is_file():
         return [path]
@@ -166,7 +167,7 @@ def _folders_of(path: Path) -> list[Path]:
 
 
 def _verify_folder(folder: Path) -> int:
-    """Check the hashes of all files, and that the index has each element of each parameter exactly once.
+    """Check the hashes of all files, and that the index lists each element of each parameter exactly once.
 
     Returns:
         The number of bytes read.

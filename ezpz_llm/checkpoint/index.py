@@ -1,4 +1,4 @@
-"""Index of a checkpoint: the location of each parameter element, and the overlap of two slices (no torch)."""
+"""Index of a checkpoint: the location of each parameter element, and the overlap of slices (imports no torch)."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def runs(shape: tuple[int, ...], part: Part) -> Iterator[tuple[int, int, int]]:
     """Yield a part's runs that are contiguous in the tensor: (offset in the tensor, offset in the part, length)."""
     box, start, stop = part
     # After the last dimension in which the box is a slice, everything is contiguous.
-    cut = max((axis for axis, side in enumerate(box) if side != (0, shape[axis])), default=0)
+    sliced = max((axis for axis, side in enumerate(box) if side != (0, shape[axis])), default=0)
     strides = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
-    length = (box[cut][1] - box[cut][0]) * strides[cut] if shape else 1
-    outer = itertools.product(*(range(*side) for side in box[:cut]))
-    base = box[cut][0] * strides[cut] if shape else 0
-    for number, place in enumerate(outer):
+    length = (box[sliced][1] - box[sliced][0]) * strides[sliced] if shape else 1
+    outer = itertools.product(*(range(*side) for side in box[:sliced]))
+    base = box[sliced][0] * strides[sliced] if shape else 0
+    for number, indices in enumerate(outer):
         first, last = max(start - number * length, 0), min(stop - number * length, length)
         if first < last:
-            at = base + sum(index * stride for index, stride in zip(place, strides, strict=False))
-            yield at + first, number * length + first - start, last - first
+            offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))
+            yield offset + first, number * length + first - start, last - first
 
 
 WEIGHT = "weight"
@@ -110,7 +110,7 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: it is not a JSON object, or its format is not the manifest's.
+        DamagedCheckpointError: the index is missing or invalid, or its format is not the manifest's.
     """
     stored = read_json(folder / INDEX)
     if stored.get("format") != FORMAT:
@@ -130,11 +130,11 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
     """Check that a checkpoint has all parameters and the optimizer state of a model.
 
     Args:
-        kinds: required kinds of each parameter; None for those of any optimizer in the table.
+        kinds: required kinds of each parameter; None to accept the optimizer state of any supported optimizer.
 
     Raises:
-        UserError: a parameter differs, or the checkpoint has no optimizer state, or its pieces do not cover the
-            parameters.
+        UserError: a parameter's name or shape differs, the optimizer state is missing, or the pieces do not cover
+            each element exactly once.
     """
     check_shapes(index, shapes, folder)
     accepted = [(WEIGHT, *row.state) for row in OPTIMIZERS.values()] if kinds is None else [kinds]
@@ -143,7 +143,7 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
         raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot "
                         "resume from it", where=str(folder), instead="resume from the checkpoint of a training run")
     for name, parameter in index.parameters.items():
-        if (problem := _incomplete(parameter)) is not None:
+        if (problem := _coverage_problem(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
 
 
@@ -163,13 +163,13 @@ def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path)
                             instead="use the model options of the run that saved it")
 
 
-def _incomplete(parameter: Parameter) -> str | None:
-    """Return the first gap or overlap of the pieces of a parameter; None if they cover each element once."""
+def _coverage_problem(parameter: Parameter) -> str | None:
+    """Describe the first gap or overlap of a parameter's pieces; return None if they cover each element once."""
     boxes: dict[Box, int] = {}
     for piece in parameter.pieces:  # sorted by box, then by start
-        at = boxes.get(piece.box, 0)
-        if piece.start != at:
-            return f"a gap or an overlap at element {at} of box {list(piece.box)}"
+        expected = boxes.get(piece.box, 0)
+        if piece.start != expected:
+            return f"a gap or an overlap at element {expected} of box {list(piece.box)}"
         boxes[piece.box] = piece.stop
     for box, stop in boxes.items():
         if stop != size(box):

@@ -1,6 +1,7 @@
 """Checkpoint folders: names, publishing, and the manifest of sizes and hashes (imports no torch).
 
-A folder with a manifest is complete: files are written to `.step-….partial`, the manifest last; then it is renamed.
+A folder with a manifest is complete: files are written to `.step-….partial`, the manifest last, and that folder is
+renamed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """Return the checkpoint that the file `latest` names, which may not exist; None if it names none."""
+    """Return the checkpoint that the file `latest` names, even if it does not exist; None without a valid name."""
     pointer = checkpoints / LATEST
     name = system_text(pointer, most=_LONGEST_NAME).strip()
     return checkpoints / name if _NAME.fullmatch(name) else None
@@ -66,7 +67,7 @@ def publish(partial: Path, step: int) -> Path:
     """Rename a complete folder to its final name and update `latest`.
 
     A checkpoint of the same step is replaced. `latest` never names a missing folder: while the latest checkpoint is
-    replaced, it names the one before, or none.
+    replaced, it names the previous checkpoint, or does not exist if there is none.
     """
     checkpoints = partial.parent
     final = checkpoints / folder_name(step)
@@ -80,7 +81,7 @@ def publish(partial: Path, step: int) -> Path:
             else:
                 pointer.unlink()
         aside = checkpoints / f".{final.name}.replaced"
-        # A previous replacement may have been killed before it removed this.
+        # The process of an earlier replacement may have been killed before it removed this folder.
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
     partial.rename(final)
@@ -103,7 +104,7 @@ def _flush(folder: Path) -> None:
 FORMAT = 1
 """Version of the file format; increased when older readers would misread the files."""
 _MAX_BYTES = 1 << 30
-"""Size limit of a JSON file; the index has 100 bytes for each piece of each parameter, of thousands of ranks."""
+"""Size limit of a JSON file; the index takes about 100 bytes per piece of a parameter, for thousands of ranks."""
 
 
 class DamagedCheckpointError(UserError):
@@ -130,7 +131,7 @@ class _Step(TypedDict):
 
 
 class State(_Step, total=False):
-    """Content of state.json; training runs write all keys, other callers at least `step`."""
+    """Keys of state.json whose types are checked on reading. Only `step` is required; other keys are allowed."""
 
     model: dict[str, Any]
     seed: int
@@ -147,7 +148,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json.
 
     Raises:
-        Damaged: it is missing, or a value has the wrong type.
+        DamagedCheckpointError: it is missing, or a value has the wrong type.
     """
     try:
         return as_type(State, read_json(folder / STATE), STATE)
@@ -161,7 +162,7 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     """Return the records of a checkpoint's files.
 
     Raises:
-        Damaged: the manifest is missing or invalid.
+        DamagedCheckpointError: the manifest is missing or invalid.
         UserError: its format is newer than this version supports.
     """
     manifest = read_json(folder / MANIFEST)
@@ -190,7 +191,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a checkpoint.
 
     Raises:
-        Damaged: it is missing or invalid.
+        DamagedCheckpointError: it is missing or invalid.
     """
     try:
         value = untrusted_input.read_json(path, _MAX_BYTES)
@@ -208,7 +209,7 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
     """Compare files with their manifest records.
 
     Raises:
-        Damaged: a file is missing, or its size or hash differs.
+        DamagedCheckpointError: a file is missing, or its size or hash differs.
     """
     for record in records:
         check_size(folder, record)
@@ -221,7 +222,7 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
             raise damaged_error(folder, f"{record.name} has sha256 {sha256}, the manifest expects {record.sha256}")
 
 
-def describe(path: Path) -> FileRecord:
+def make_record(path: Path) -> FileRecord:
     """Return the manifest record of a file on disk."""
     return FileRecord(path.name, path.stat().st_size, hash_file(path))
 
@@ -237,14 +238,14 @@ def check_size(folder: Path, record: FileRecord) -> None:
 
 
 def damaged_error(folder: Path, problem: str) -> DamagedCheckpointError:
-    """Return the error for a damaged checkpoint; it suggests another checkpoint of the run."""
+    """Return the error for a damaged checkpoint; the advice names the run's newest other checkpoint, if any."""
     others = [path for path in complete(folder.parent) if path.name != folder.name]
     return DamagedCheckpointError(f"the checkpoint is damaged: {problem}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)
 
 
 def all_damaged_error(errors: Sequence[DamagedCheckpointError]) -> DamagedCheckpointError:
-    """Return the error for a run whose checkpoints are all damaged, newest first; it suggests none of them."""
+    """Return the error for a run whose checkpoints are all damaged. `errors` are ordered newest first."""
     if len(errors) == 1:
         return errors[0]
     names = ", ".join(Path(str(error.where)).name for error in errors)

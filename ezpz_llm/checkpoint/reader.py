@@ -35,7 +35,7 @@ Accept = Callable[[Path, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Loaded checkpoint, its state, and the errors of newer, damaged ones."""
+    """Loaded checkpoint, its state, and the errors of newer, damaged checkpoints."""
 
     folder: Path
     state: dict[str, Any]
@@ -46,38 +46,39 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
     """Load the newest undamaged checkpoint of a run directory, or the one that `where` names. Collective.
 
     Raises:
-        UserError: there is none, or all are damaged, or `accept` rejects it. The same on every rank.
+        UserError: there is no checkpoint, all are damaged, or the newest undamaged one does not fit the engine or
+            `accept` rejects it. The error is the same on every rank.
     """
     folders = run_together(dist, lambda: candidates(where), on_main=True)
     skipped: list[DamagedCheckpointError] = []
     for folder in broadcast(dist, folders):
         try:
             return Loaded(folder, load(folder, engine, dist, accept), tuple(skipped))
-        except DamagedCheckpointError as damage:
-            skipped.append(damage)
+        except DamagedCheckpointError as error:
+            skipped.append(error)
     raise all_damaged_error(skipped)
 
 
 def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
     """Load a checkpoint into an engine: weights, moments, optimizer step and loss scale. Collective.
 
-    First, the ranks share the work of checking every file's hash. Random states are restored if the number of ranks
-    and the degrees of the layout equal those of the run that saved; then `rng_restored` is True in the result.
+    First, the ranks share the work of checking every file's hash. RNG states are restored if the number of ranks
+    and the degrees of the layout equal those of the run that saved them; then `rng_restored` is True.
 
     Args:
         folder: a complete checkpoint, for example from `find`.
 
     Returns:
-        The state that was given to `save`, with the keys that `save` added, and `rng_restored`.
+        The state that was passed to `save`, with the keys that `save` added, and `rng_restored`.
 
     Raises:
         UserError: the checkpoint is damaged (DamagedCheckpointError), or of another model, or has no optimizer
-            state, or `accept` rejects it. The same on every rank; the engine is unchanged.
+            state, or `accept` rejects it. The error is the same on every rank; the engine is unchanged.
     """
     training, buffers = engine.training_state(), writer.buffers_of(engine.module)
 
     def read() -> tuple[dict[str, Any], Index]:
-        """Return state and index of the folder after checking that they fit the engine."""
+        """Return state and index of the checkpoint after checking that `accept` and the engine allow them."""
         state, index = read_state(folder), read_index(folder)
         if accept is not None:
             accept(folder, state)
@@ -97,7 +98,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         for name, buffer in buffers.items():
             buffer.copy_(open_file(shard_name(0)).get_tensor(f"{writer.BUFFER}{name}").view(buffer.shape))
         if same_split:
-            writer.restore(_random_states(open_file(shard_name(dist.rank))), engine.device)
+            writer.restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
     if training.scale is not None and state["loss_scale"] is not None:
         training.scale.load_state_dict(state["loss_scale"])
@@ -121,7 +122,7 @@ def _check_buffers(folder: Path, buffers: Mapping[str, torch.Tensor]) -> None:
 
 def fill(tensors: Mapping[str, torch.Tensor], part: Part, stored: Parameter,
          open_file: Callable[[str], Any]) -> None:
-    """Copy the elements of `part` from the pieces of a stored parameter into flat tensors, by kind."""
+    """Copy the elements of `part` from the pieces of a stored parameter into one flat tensor per kind."""
     for piece in stored.pieces:
         pairs = list(common(stored.shape, part, (piece.box, piece.start, piece.stop)))
         if not pairs:
@@ -134,8 +135,8 @@ def fill(tensors: Mapping[str, torch.Tensor], part: Part, stored: Parameter,
                 tensor[target:target + length].copy_(values[source - first:source - first + length])
 
 
-def _random_states(shard: Any) -> dict[str, torch.Tensor]:
-    names = [key for key in shard.keys() if key.startswith("rng/")]  # noqa: SIM118 (it has no __contains__)
+def _read_rng_states(shard: Any) -> dict[str, torch.Tensor]:
+    names = [key for key in shard.keys() if key.startswith("rng/")]  # noqa: SIM118 (not a mapping)
     return {name.removeprefix("rng/"): shard.get_tensor(name) for name in names}
 
 

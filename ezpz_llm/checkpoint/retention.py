@@ -24,29 +24,31 @@ from ezpz_llm.rundir import RunDir
 
 @dataclass(frozen=True)
 class Keep:
-    """Retention rule: keep the last `last` (at least 1), and all whose step is a multiple of `every` (0: none)."""
+    """Retention rule: keep the last `last` checkpoints (at least 1), and multiples of `every` steps (0: none)."""
 
     last: int
     every: int = 0
 
 
 def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
-    """Remove complete checkpoints up to the latest that `keep` does not cover; return their former paths.
+    """Remove complete checkpoints that `keep` does not cover; return their former paths.
 
-    Checkpoints after the latest belong to a run that was resumed from an earlier step; they remain until the run
-    reaches them. Call from one process, after a successful save.
+    Checkpoints of later steps than the one that `latest` names were saved before the run was resumed from an
+    earlier step. They remain until the run reaches their steps again.
+
+    Call from one process, after a successful save.
     """
     newest = latest(run_dir.checkpoints)
     if newest is None:
         return []
     folders = [path for path in complete(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
-    doomed = [path for path in folders[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
-    for path in doomed:
-        # Rename first: an interrupted removal must not leave a folder that looks complete. The next save retries
-        # what cannot be removed now.
+    excess = [path for path in folders[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
+    for path in excess:
+        # Rename first: an interrupted removal must not leave a folder that looks complete. If the rename fails, the
+        # next save tries it again.
         with contextlib.suppress(OSError):
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")), ignore_errors=True)
-    return doomed
+    return excess
 
 
 def find(where: str | Path) -> Path:
@@ -55,15 +57,15 @@ def find(where: str | Path) -> Path:
     This checks file sizes only; loading also checks hashes.
 
     Raises:
-        UserError: there is no checkpoint, or each has a missing or truncated file.
+        UserError: there is no checkpoint, or in each the manifest is invalid or a file missing or truncated.
     """
     skipped: list[DamagedCheckpointError] = []
     for folder in candidates(where):
         try:
             for record in read_manifest(folder):
                 check_size(folder, record)
-        except DamagedCheckpointError as damage:
-            skipped.append(damage)
+        except DamagedCheckpointError as error:
+            skipped.append(error)
         else:
             return folder
     raise all_damaged_error(skipped)
@@ -78,10 +80,10 @@ def has_any(where: str | Path) -> bool:
 
 
 def candidates(where: str | Path) -> list[Path]:
-    """Return the checkpoints at `where`, best first: the folder itself, or those of a run directory.
+    """Return the checkpoints at `where` in the order to try them: the folder itself, or those of a run directory.
 
     For a run directory, return the checkpoint that `latest` names, even if it is missing, and then all earlier
-    ones; later ones belong to an abandoned continuation.
+    ones. Later ones were saved before the run was resumed from an earlier step.
 
     Raises:
         UserError: there is no checkpoint.
@@ -96,7 +98,7 @@ def candidates(where: str | Path) -> list[Path]:
         return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
     newest = latest(checkpoints)
-    older = [folder for folder in [*complete(checkpoints), *_put_aside(checkpoints)]
+    older = [folder for folder in [*complete(checkpoints), *_replaced_checkpoints(checkpoints)]
              if newest is None or step_of(folder) < step_of(newest)]
     folders = [*([newest] if newest else []), *sorted(older, key=step_of, reverse=True)]
     if not folders:
@@ -105,7 +107,7 @@ def candidates(where: str | Path) -> list[Path]:
     return folders
 
 
-def _put_aside(checkpoints: Path) -> list[Path]:
+def _replaced_checkpoints(checkpoints: Path) -> list[Path]:
     """Return checkpoints that were being replaced when the run was killed (see `publish`)."""
     return [path for path in checkpoints.glob(".step-*.replaced")
             if (path / MANIFEST).is_file() and not (checkpoints / folder_name(step_of(path))).exists()]

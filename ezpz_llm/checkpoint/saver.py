@@ -42,10 +42,10 @@ def _aligned(tensor: torch.Tensor) -> int:
 
 
 class CpuMemory:
-    """CPU memory for a copy of a rank's shard, which a thread writes while training changes the state.
+    """CPU memory for a copy of a rank's shard. A thread writes the copy while training changes the state.
 
     It is allocated for the first copy and reused for later ones, once the previous copy is written. For GPUs it is
-    page-locked, so that the copies are asynchronous and run at full bus speed.
+    pinned, so that the copies are asynchronous and run at full bus speed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class NotWrittenError(UserError):
 
 @dataclass(frozen=True)
 class Saved:
-    """Complete checkpoint: step, folder, size in bytes, and seconds from the start of the save to its end."""
+    """Complete checkpoint: step, folder, size in bytes, and seconds from the start of the save to completion."""
 
     step: int
     folder: Path
@@ -85,15 +85,15 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
     """Write the checkpoint of `state["step"]` synchronously. Collective.
 
     Args:
-        state: JSON values that the caller needs to resume; rank 0's are saved. Adds optimizer_step, loss_scale,
-            world_size, layout, degrees and versions.
+        state: JSON values that the caller needs to resume; rank 0's are saved. `save` adds optimizer_step,
+            loss_scale, world_size, layout, degrees and versions.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
         NotWrittenError: it could not be written, for example because the disk is full. Its files are removed, and
-            earlier checkpoints are unchanged. The same on every rank.
+            earlier checkpoints are unchanged. The error is the same on every rank.
     """
     saver = Saver(dist, run_dir, None, in_background=False)
     saver.start(engine, state)
@@ -101,7 +101,7 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
 
 
 def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
-    """Run an action, in a daemon thread or now; the future holds its result or exception."""
+    """Run an action, in a daemon thread or before returning; the future holds its result or exception."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -120,7 +120,7 @@ def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
 
 @dataclass
 class _Save:
-    """Save in progress. `is_last_part`: all ranks have written their files, and rank 0 completes the folder."""
+    """Save in progress. `is_completing`: all ranks have written their files, and rank 0 completes the folder."""
 
     partial: Path
     record: dict[str, Any]
@@ -128,20 +128,20 @@ class _Save:
     kinds: tuple[str, ...]
     began: float
     task: Future[Any]
-    is_last_part: bool = False
+    is_completing: bool = False
 
 
 class Saver:
     """Writer of a run's checkpoints, one at a time.
 
-    A save in the background has these steps:
+    A save in the background has these stages:
 
     1. Each rank copies its shard to CPU memory and continues training. A thread writes the copy.
     2. When all ranks have written, they send rank 0 the records of their files. A thread of rank 0 completes the
        folder.
     3. Rank 0 broadcasts the result.
 
-    Only the main threads communicate, in `start`, `advance` and `finish`, which all ranks enter at the same step.
+    Only the main threads communicate, in `start`, `advance` and `finish`, which all ranks call after the same step.
 
     Args:
         keep: retention rule to apply after a successful save; None to keep all.
@@ -162,13 +162,13 @@ class Saver:
         return self._save is not None and not self._save.task.done()
 
     def start(self, engine: Engine, state: dict[str, Any], *, at_once: bool = False) -> str | None:
-        """Start to save the current state (see `save`), after finishing an earlier save. Collective.
+        """Start saving the current state (see `save`); finish an earlier save first. Collective.
 
         Args:
-            at_once: write before returning; still call `finish`.
+            at_once: write this rank's file before returning; `finish` must still be called.
 
         Returns:
-            At the first save, the reason why this run cannot save in the background, if any.
+            At the first background save, the reason why this run cannot save in the background, if any.
 
         Raises:
             NotWrittenError: the earlier checkpoint could not be written, or this one could not be started.
@@ -176,7 +176,7 @@ class Saver:
         self.finish()
         step, began = state["step"], time.monotonic()
         training = engine.training_state()
-        folders = self._together(step, lambda: start_partial(self._run_dir.checkpoints, step), on_main=True)
+        folders = self._run_together(step, lambda: start_partial(self._run_dir.checkpoints, step), on_main=True)
         partial = broadcast(self._dist, folders)
         record = {**state, **facts(engine, self._dist, training)}
         buffers = buffers_of(engine.module) if self._dist.is_main else {}
@@ -194,23 +194,23 @@ class Saver:
         return note
 
     def advance(self) -> Saved | None:
-        """Advance the save in progress; waits for ranks that are still writing. Collective.
+        """Run the next stage of the save in progress; wait for ranks that are still writing. Collective.
 
         Returns:
             The checkpoint once it is complete; None before that, or if there is no save in progress.
 
         Raises:
-            NotWrittenError: a rank could not write. The checkpoint's files are removed. The same on every rank.
+            NotWrittenError: a rank could not write. The checkpoint's files are removed. Every rank raises it.
         """
         save = self._save
         if save is None:
             return None
         try:
-            result = self._together(save.record["step"], save.task.result)
-            if not save.is_last_part:
+            result = self._run_together(save.record["step"], save.task.result)
+            if not save.is_completing:
                 written = gather(self._dist, result) or []
                 save.task = start_task(lambda: self._complete(save, written), self.in_background)
-                save.is_last_part = True
+                save.is_completing = True
                 return None
         except NotWrittenError:
             self._save = None
@@ -236,15 +236,15 @@ class Saver:
             prune(self._run_dir, self._keep)
         return folder, sum(file.size for file, _ in written)
 
-    def _together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
+    def _run_together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
         """Run `action` on every rank or on rank 0 only; an OSError on any rank becomes NotWrittenError on all."""
         def attempt() -> Any:
-            """Run `action`; turn an OSError into NotWrittenError, with the last complete checkpoint."""
+            """Run `action`; turn an OSError into NotWrittenError, naming the last complete checkpoint."""
             try:
                 return action()
             except OSError as failure:
-                before = complete(self._run_dir.checkpoints)
-                intact = f"; {before[-1].name} is intact" if before else ""
+                earlier = complete(self._run_dir.checkpoints)
+                intact = f"; {earlier[-1].name} is intact" if earlier else ""
                 raise NotWrittenError(
                     f"the checkpoint of step {step} could not be written: {failure.strerror}{intact}",
                     where=f"rank {self._dist.rank}, {failure.filename or self._run_dir.checkpoints}",
@@ -253,7 +253,10 @@ class Saver:
         return run_together(self._dist, attempt, on_main=on_main)
 
     def _background_blocker(self, engine: Engine, shard: Shard) -> str | None:
-        """Return the reason why the state cannot be copied to CPU memory, the same on every rank. Collective."""
+        """Return the reason why the state cannot be copied to CPU memory, or None. Collective.
+
+        The result is the same on every rank.
+        """
         if uses_nvme(engine.layout):
             return "the optimizer state is in files, not in memory"
         demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard), psutil.virtual_memory().available))
@@ -263,8 +266,8 @@ class Saver:
         return broadcast(self._dist, next(
             (f"copies of the state need {size / 1e9:.3g} GB of memory on {hostname}, where "
              f"{available / 1e9:.3g} GB are free"
-             for hostname, (size, available) in by_node.items() if size > _SHARE * available), None))
+             for hostname, (size, available) in by_node.items() if size > _MAX_MEMORY_SHARE * available), None))
 
 
-_SHARE = 0.8
+_MAX_MEMORY_SHARE = 0.8
 """Maximum share of a node's free memory for copies."""

@@ -1,4 +1,4 @@
-"""Writing of a checkpoint's files: each rank's slices and random states, and rank 0's index, state and manifest."""
+"""Writing of a checkpoint's files: each rank's slices and RNG states, and rank 0's index, state and manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from ezpz_llm import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
-from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, describe, publish, shard_name, write_manifest
+from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
@@ -35,11 +35,11 @@ Written = tuple[FileRecord, list[tuple[str, Piece]]]
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a checkpoint that one rank writes, once.
+    """The part of a checkpoint that one rank writes; it can be written only once.
 
     `outline` maps each name in the file to a tensor of the right size and dtype, for example on the meta device.
     `tensors` yields the values in the same order; a value may be the engine's own storage, and is valid only until
-    the next one.
+    the next one is requested.
     """
 
     name: str
@@ -56,7 +56,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def read_shard(training: EngineState, rank: int, device: torch.device,
                buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Shard:
-    """Return the shard of `rank`: the tensors that it owns, its current random states, and `buffers`."""
+    """Return the shard of `rank`: the tensors that the rank owns, its current RNG states, and `buffers`."""
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
@@ -68,7 +68,7 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
         key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
         outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
-    states = {f"rng/{source}": value for source, value in capture(device).items()}
+    states = {f"rng/{source}": value for source, value in capture_rng_states(device).items()}
     states.update({f"{BUFFER}{key}": value for key, value in buffers.items()})
     outline.update(states)
     parts = (part for _, part in owned_parts(training.slices(), raw) if part is not None)
@@ -86,7 +86,7 @@ def write_shard(folder: Path, shard: Shard) -> Written:
 
 
 def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
-    """Return the keys of state.json that the caller does not provide."""
+    """Return the entries of state.json that `save` adds to the caller's."""
     return {
         "optimizer_step": training.optimizer_step,
         "loss_scale": None if training.scale is None else training.scale.state_dict(),
@@ -107,14 +107,14 @@ def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Se
     write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces])
     write_json(partial / STATE, record)
     records = [file for file, _ in written]
-    write_manifest(partial, record["step"], [*records, describe(partial / INDEX), describe(partial / STATE)])
+    write_manifest(partial, record["step"], [*records, make_record(partial / INDEX), make_record(partial / STATE)])
     return publish(partial, record["step"])
 
 
-def capture(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the random states of torch, the device, Python and numpy, as tensors by name."""
+def capture_rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the RNG states of torch, the device, Python and NumPy, as tensors by name."""
     _, words, gauss = random.getstate()  # the version is 3 since Python 3.2
-    # The kind is MT19937, unless a program replaced numpy's global generator.
+    # The generator is MT19937, unless a program replaced NumPy's global one.
     _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -128,8 +128,8 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restore the states from `capture`; skip the state of another kind of device, which has another size."""
+def restore_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Restore states from `capture_rng_states`; skip a device state whose size does not fit this kind of device."""
     torch.set_rng_state(states["torch"])
     gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
@@ -148,12 +148,12 @@ _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", t
 
 def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor],
                   metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a safetensors file and fsync it, one tensor at a time, and hash it on the way.
+    """Write a safetensors file one tensor at a time, compute its hash while writing, and fsync it.
 
     Args:
         outline: tensors of the same sizes and dtypes in the same order, by name; they may be on the meta device.
         tensors: the values, on any device.
-        metadata: metadata of the header.
+        metadata: content of the header's `__metadata__`.
 
     Raises:
         OSError: for example, the disk is full; the file is then incomplete.

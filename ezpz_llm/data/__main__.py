@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
                      help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a Hugging Face data set) "
                           "or a path: a text, JSON lines or parquet file (plain, gzip or zstd), a folder of such "
                           "files, a folder of build-nanogpt or nanoGPT shards, or X for Megatron's X.bin and "
-                          "X.idx. To mix several, give weights: A=0.7,B=0.3")
+                          "X.idx. To mix several, pass weights: A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
                      help="bytes, char, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder that contains "
                           "one: a model, token shards or a checkpoint (default: char for shakespeare, gpt2 for "
@@ -54,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                      help="tokens per shard file (default: %(default)s)")
     add.add_argument("--text-key", default="text", metavar="K",
-                     help="name of the text in a JSON object, a parquet file or a data set (default: %(default)s)")
+                     help="key of the text in JSON objects, or its column in parquet files and data sets "
+                          "(default: %(default)s)")
     add.add_argument("--max-broken", type=int, default=0, metavar="N",
                      help="skip up to N unreadable documents and report them (default: fail on the first)")
     add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer exist")
@@ -94,7 +95,7 @@ def _prepare(args: argparse.Namespace) -> int:
         SHAKESPEARE.download()
     elif args.file:
         raise UserError(f"--file works only with shakespeare, not with {args.corpus}", where="command line",
-                        instead="to prepare another text, give its path: python3 -m ezpz_llm.data prepare PATH")
+                        instead="to prepare another text, pass its path: python3 -m ezpz_llm.data prepare PATH")
     if args.check:
         check_corpus(args.corpus, args.tokenizer, text_key=args.text_key, max_broken=args.max_broken)
         return 0
@@ -132,7 +133,7 @@ def _show(args: argparse.Namespace) -> int:
         *(("part", f"{weight:g} ({count} of {sum(counts)} samples): {part.folder}")
           for (part, weight), count in zip(data.parts, counts, strict=True)),
         ("entropy", f"{data.unigram_entropy:.4f} nats per token (unigram); "
-                    f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}"),
+                    f"ln of the vocabulary size is {math.log(facts['vocab_size']):.4f}"),
         *(("note", remark) for remark in reading_notes(source)),
         ("command", facts["command"]),
     ]
@@ -152,9 +153,9 @@ def _which(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
-    from ezpz_llm.data.tokenizers import GPT2_VOCAB, provide_gpt2
+    from ezpz_llm.data.tokenizers import GPT2_VOCAB, install_gpt2
 
-    print(provide_gpt2(args.from_folder.expanduser()) if args.from_folder else GPT2_VOCAB.download())
+    print(install_gpt2(args.from_folder.expanduser()) if args.from_folder else GPT2_VOCAB.download())
     return 0
 
 

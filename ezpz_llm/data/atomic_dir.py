@@ -26,21 +26,21 @@ _ABANDONED_AFTER_S = 600
 
 
 @contextlib.contextmanager
-def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], None]) -> Iterator[Path | None]:
+def build_folder(folder: Path, complete: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[Path | None]:
     """Yield a hidden folder beside `folder`, and rename it to `folder` if the block succeeds.
 
     Yields None if `folder` is complete already, for example because another process has just created it. The hidden
     folder may contain the work of a killed process. If the block fails, a hidden folder with a journal is kept, so
     that a later run can resume; a hidden folder without a journal is removed.
 
-    Processes on one node take turns with a file lock, which the kernel releases when its holder dies. Nodes use
+    On one node, a file lock admits one process at a time; the kernel releases it when its holder dies. Nodes use
     separate hidden folders, because not every shared file system propagates locks: the first node to finish wins,
     and the work of the other nodes is discarded. A hidden folder whose journal has not changed for ten minutes is
     taken over.
 
     Args:
         complete: returns True if `folder` is complete.
-        waiting: called once if another process holds the lock.
+        on_wait: called once if another process holds the lock.
 
     Raises:
         OSError: the parent folder is not writable.
@@ -52,7 +52,7 @@ def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], N
             if not hidden.exists():
                 _take_over(folder, hidden)
             try:
-                locked = _lock(hidden, stack, waiting)
+                locked = _lock(hidden, stack, on_wait)
             except OSError as error:
                 if error.errno not in _LOCKS_UNSUPPORTED:
                     raise
@@ -80,7 +80,7 @@ def _take_over(folder: Path, hidden: Path) -> None:
                 return
 
 
-def _lock(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]) -> bool:
+def _lock(hidden: Path, stack: contextlib.ExitStack, on_wait: Callable[[], None]) -> bool:
     """Lock the hidden folder; return False if the previous holder has renamed or removed it."""
     hidden.mkdir(exist_ok=True)
     try:
@@ -90,7 +90,7 @@ def _lock(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        waiting()
+        on_wait()
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(hidden / _LOCK))
@@ -121,15 +121,15 @@ def _build(hidden: Path, folder: Path, complete: Callable[[], bool]) -> Iterator
         (folder / name).unlink(missing_ok=True)
 
 
-def clear(hidden: Path, but: Sequence[str] = ()) -> None:
-    """Remove the files in the hidden folder, except its lock and names that end in one of `but`."""
+def clear(hidden: Path, kept: Sequence[str] = ()) -> None:
+    """Remove the files in the hidden folder, except its lock and names that end in one of `kept`."""
     for path in hidden.iterdir():
-        if path.name != _LOCK and not path.name.endswith(tuple(but)):
+        if path.name != _LOCK and not path.name.endswith(tuple(kept)):
             path.unlink()
 
 
 def _discard(hidden: Path) -> None:
-    # Renamed first, so that a process that creates the hidden folder again never sees it half removed.
+    # Rename first, so that a process that creates the hidden folder again never sees it half removed.
     renamed = hidden.with_name(f"{hidden.name}-{os.getpid()}-gone")
     os.rename(hidden, renamed)
     shutil.rmtree(renamed)
@@ -141,7 +141,7 @@ _MAX_BYTES = 256 << 20
 
 
 class InterruptedWriteError(UserError):
-    """Error that the corpus did not cause; the journal is kept, so that a later run can resume."""
+    """Error after which the journal is kept, so that a later run can resume."""
 
 
 @dataclass
@@ -150,17 +150,17 @@ class Journal:
 
     Attributes:
         request: fingerprint of the request.
-        tokenizer: its manifest entry.
+        tokenizer: the tokenizer's manifest entry.
         after: position in the corpus to resume from (see `ezpz_llm.data.reader`); empty at the start.
-        documents: documents read so far.
+        documents: number of documents read so far.
         source_bytes: bytes read so far.
-        counts: occurrences of each id so far; empty before the first token.
-        written: number of tokens of each split.
-        read_all: True once the whole corpus is read and the validation split is copied from the tokens.
+        counts: number of occurrences of each id so far; empty before the first token.
+        written: number of tokens written, by split.
+        read_all: True once the whole corpus is read and the validation split is copied from its last tokens.
         facts: metadata of the source, such as the revision of a data set.
-        broken: documents skipped so far.
+        broken: number of documents skipped so far.
         broken_first: location and error of the first 100 skipped documents.
-        marks: byte-order marks dropped so far.
+        marks: number of byte-order marks dropped so far.
     """
 
     request: str
@@ -178,7 +178,7 @@ class Journal:
 
     @classmethod
     def load(cls, folder: Path, request: str) -> Journal | None:
-        """Return the journal in `folder`, or None if it is missing, invalid or of another request."""
+        """Return the journal in `folder`, or None if it is missing, invalid or belongs to another request."""
         try:
             journal = as_dataclass(cls, read_json(folder / JOURNAL, _MAX_BYTES), JOURNAL)
         except UserError:

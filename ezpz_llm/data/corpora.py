@@ -32,7 +32,7 @@ ONE_FILE_VAL_FRACTION = 0.1
 """Default for tiny Shakespeare and any single file, as in nanoGPT's character-level run."""
 MANY_FILES_VAL_FRACTION = 0.02
 DATASET_VAL_TOKENS = 100_000_000
-"""Default for streamed data sets: the first shard, as in build-nanogpt's FineWeb-Edu."""
+"""Default for streamed data sets: one shard, the first, as in build-nanogpt's FineWeb-Edu."""
 _FILES = "text, JSON lines or parquet"
 _BY_CONTENT = "formats by content"
 """Part of a corpus's identity, so that shards from versions that detected formats by name are not reused."""
@@ -63,7 +63,7 @@ class Corpus:
 
     Attributes:
         name: short name, usable as a folder name.
-        words: its name on a command line: a known name or an absolute path.
+        words: its name as a command-line argument: a known name or an absolute path.
         identity: JSON values that identify its content.
         val_fraction: default fraction to validate on; None if `val_tokens` is set.
         val_tokens: default number of tokens to validate on.
@@ -112,35 +112,35 @@ def find_corpus(corpus: str) -> Corpus:
         UserError: unknown name, missing path, nothing to read, or tiny Shakespeare is not installed.
     """
     if corpus == "stdlib":
-        return _stdlib()
+        return _stdlib_corpus()
     if corpus == "shakespeare":
         path = SHAKESPEARE.find()
-        return Corpus("shakespeare", "shakespeare", (_source(path, path.name),), [SHAKESPEARE.sha256],
+        return Corpus("shakespeare", "shakespeare", (_source_file(path, path.name),), [SHAKESPEARE.sha256],
                       ONE_FILE_VAL_FRACTION, "char", plain=True)
     if dataset := find_dataset(corpus):
-        return _streamed(dataset)
+        return _dataset_corpus(dataset)
     path = user_path(corpus).absolute()
     if not os.path.exists(path):  # also False if the name is too long for a path
         if path.suffix or os.sep in corpus:
             raise UserError("no such corpus file or folder", where=str(path),
-                            instead=f"give a {_FILES} file, a folder, or one of " + ", ".join(CORPORA))
+                            instead=f"pass a {_FILES} file, a folder, or one of " + ", ".join(CORPORA))
         raise describe_unknown("corpus", corpus, CORPORA, where=f"neither a known name nor a file in {Path.cwd()}")
-    return _at_path(path)
+    return _path_corpus(path)
 
 
-def _at_path(path: Path) -> Corpus:
+def _path_corpus(path: Path) -> Corpus:
     if path.is_dir():
-        sources = [_source(file, file.relative_to(path).as_posix()) for file in _walk(path)]
+        sources = [_source_file(file, file.relative_to(path).as_posix()) for file in _walk(path)]
     else:
-        sources = [_source(path, path.name)]
+        sources = [_source_file(path, path.name)]
         if sources[0].special:
             raise UserError(f"the corpus is {sources[0].special}, which can be read only once", where=str(path),
-                            instead="copy its content to a file and give the file's path")
+                            instead="copy its content to a file and pass the file's path")
     files = tuple(file for file in sources if file.size and not file.special)
     if not files:
         state = "the file is empty" if path.is_file() else "the folder contains no non-empty files"
         raise UserError(f"nothing to read: {state}", where=str(path),
-                        instead=f"give a {_FILES} file, or a folder of such files")
+                        instead=f"pass a {_FILES} file, or a folder of such files")
     return Corpus(
         name=path.stem, words=str(path), files=files,
         identity=[_BY_CONTENT, str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
@@ -149,30 +149,30 @@ def _at_path(path: Path) -> Corpus:
     )
 
 
-def _streamed(dataset: HubDataset) -> Corpus:
+def _dataset_corpus(dataset: HubDataset) -> Corpus:
     identity: list[Any] = ["data set", dataset.name, dataset.config, dataset.revision]
     if dataset.is_local:
-        identity.append([[file.name, file.size, file.mtime_ns] for file in _at_path(Path(dataset.name)).files])
+        identity.append([[file.name, file.size, file.mtime_ns] for file in _path_corpus(Path(dataset.name)).files])
     name = "-".join(filter(None, (Path(dataset.name).name, dataset.config)))
     return Corpus(name, dataset.words, (), identity, None, "gpt2", val_tokens=DATASET_VAL_TOKENS, dataset=dataset)
 
 
-def _stdlib() -> Corpus:
+def _stdlib_corpus() -> Corpus:
     """Return the sources of the standard library, which differ between Python versions and builds."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (file for file in _walk(root, _NOT_STDLIB) if file.suffix == ".py")
     files = tuple(source for file in paths
-                  if (source := _source(file, file.relative_to(root).as_posix())).size)
+                  if (source := _source_file(file, file.relative_to(root).as_posix())).size)
     if not files:
         raise UserError("this Python has no standard library sources (.py files)", where=str(root),
-                        instead="give a text file or folder: --corpus PATH")
+                        instead="pass a text file or folder: --corpus PATH")
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return Corpus("stdlib", "stdlib", files, [python, [[file.name, file.size] for file in files]],
                   MANY_FILES_VAL_FRACTION, "bytes", {"python": python}, plain=True)
 
 
 def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset()) -> list[Path]:
-    """Return the non-hidden files under `root`, sorted by path; does not follow links to folders."""
+    """Return the non-hidden files in non-hidden folders under `root`, sorted; follow no links to folders."""
     paths = []
 
     def reject(error: OSError) -> None:
@@ -185,7 +185,7 @@ def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset()) -> list
     return sorted(paths)
 
 
-def _source(path: Path, name: str) -> SourceFile:
+def _source_file(path: Path, name: str) -> SourceFile:
     with reading(path):
         stats = path.stat()
     special = next((kind for is_kind, kind in _SPECIAL_FILES.items() if is_kind(stats.st_mode)), None)
@@ -205,7 +205,7 @@ class Options:
         val_tokens: number of tokens to validate on, from the start of the stream.
         shard_tokens: tokens per shard file.
         out: output folder; None for a folder in the cache.
-        text_key: name of the text in a JSON object, or of the text column.
+        text_key: key of the text in a JSON object, or name of the text column.
         max_broken: maximum number of broken documents to skip.
     """
 
@@ -233,7 +233,7 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that determines the tokens."""
+        """Hash of everything that determines the shards."""
         options = self.options
         val_tokens = [options.val_tokens, "tokens at the beginning"]
         val = options.val_fraction if options.val_tokens is None else val_tokens
@@ -253,7 +253,7 @@ class Request:
 
     @property
     def command(self) -> str:
-        """Command that makes these shards, without --out."""
+        """Command that creates these shards, without --out."""
         val = (["--val-fraction", str(self.options.val_fraction)] if self.options.val_tokens is None
                else ["--val-tokens", str(self.options.val_tokens)])
         arguments = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,
@@ -279,17 +279,19 @@ def make_request(corpus: str, options: Options) -> Request:
     tokenizer = None if options.tokenizer is None else choose_tokenizer(options.tokenizer)
     source = find_corpus(corpus)
     fraction, val_tokens = options.val_fraction, options.val_tokens
-    for is_wrong, message, where, instead in (
+    for is_invalid, message, where, instead in (
             (fraction is not None and val_tokens is not None, "two validation splits are requested",
-             "--val-fraction and --val-tokens", "give only one of them"),
+             "--val-fraction and --val-tokens", "pass only one of them"),
             (not 0 <= (fraction or 0) < 1, f"a validation fraction of {fraction} is out of range", "--val-fraction",
-             "give a number in [0, 1)"),
-            ((val_tokens or 0) < 0, f"{val_tokens} validation tokens", "--val-tokens", "give 0 or more"),
-            (options.max_broken < 0, f"{options.max_broken} broken documents", "--max-broken", "give 0 or more"),
-            (not options.text_key, "the name of the text is empty", "--text-key", "give a name, such as content"),
-            (options.shard_tokens < 1, f"{options.shard_tokens} tokens per shard", "--shard-tokens",
-             "give 1 or more")):
-        if is_wrong:
+             "pass a number in [0, 1)"),
+            ((val_tokens or 0) < 0, f"{val_tokens} validation tokens were requested", "--val-tokens",
+             "pass 0 or more"),
+            (options.max_broken < 0, f"the limit is {options.max_broken} broken documents", "--max-broken",
+             "pass 0 or more"),
+            (not options.text_key, "the text key is empty", "--text-key", "pass a key or column, such as content"),
+            (options.shard_tokens < 1, f"the number of tokens per shard is {options.shard_tokens}",
+             "--shard-tokens", "pass 1 or more")):
+        if is_invalid:
             raise UserError(message, where=where, instead=instead)
     if fraction is None and val_tokens is None:
         fraction, val_tokens = source.val_fraction, source.val_tokens

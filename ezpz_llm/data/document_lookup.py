@@ -56,7 +56,8 @@ def step_read(folder: Path, step: int) -> StepRead:
     """Return the samples and documents that a step of the run in `folder` read.
 
     Raises:
-        UserError: not a run of the trainer, a step that the run has not reached, or missing or changed data.
+        UserError: `folder` is not a run of the trainer, the run has not reached the step, or its data is missing
+            or has changed.
     """
     run_dir = RunDir(folder)
     run_dir.check_there()
@@ -68,7 +69,7 @@ def step_read(folder: Path, step: int) -> StepRead:
         seed, block_size = int(config["seed"]), int(model["block_size"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError("this run did not record its data", where=str(run_dir.record),
-                        instead="give the directory of a run of python3 -m ezpz_llm.train that reached its first "
+                        instead="pass the directory of a run of python3 -m ezpz_llm.train that reached its first "
                                 "step") from error
     first, stop = samples_of(run_dir, record, step, block_size)
     data = TokenData.open(shards)
@@ -84,21 +85,21 @@ def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: i
     Adds up the batch sizes in metrics.jsonl, since the batch size may change on resume.
 
     Raises:
-        UserError: the step has no line, or its first sample cannot be determined.
+        UserError: metrics.jsonl has no line for the step, or its first sample cannot be determined.
     """
     spans: dict[int, tuple[int, int]] = {}
     skipped, number, end = _skipped(record), 0, 0
     where = str(run_dir.metrics)
     for line in read_lines(run_dir.metrics):
         if spans and line["step"] != number + 1:
-            raise UserError(f"steps {number + 1} to {line['step'] - 1} have no line", where=where,
+            raise UserError(f"there are no lines for steps {number + 1} to {line['step'] - 1}", where=where,
                             instead="use a run with a complete metrics.jsonl, which is needed to count the samples")
         number = line["step"]
         first = end + skipped.get(number - 1, 0)
         end = first + _samples(line, block_size, where)
         spans[number] = first, end
     if step not in spans:
-        advice = f"give a step from {min(spans)} to {max(spans)}" if spans else "wait for its first step"
+        advice = f"pass a step from {min(spans)} to {max(spans)}" if spans else "wait for its first step"
         raise UserError(f"this run has no step {step}", where=where, instead=advice)
     first, end = spans[step]
     if record["config"].get("overfit_one_batch"):
@@ -109,13 +110,13 @@ def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: i
             continue
         total = spans[number][1]
         if base is not None and base + total != consumed:
-            raise UserError(f"after step {number}, metrics.jsonl has {base + total:,} samples and the run's record "
-                            f"{consumed:,}: the block size changed during the run", where=where,
+            raise UserError(f"after step {number}, metrics.jsonl counts {base + total:,} samples, but the run "
+                            f"recorded {consumed:,}: the block size changed during the run", where=where,
                             instead="use a run with a constant block size")
         base = consumed - total
     if base is None:
-        raise UserError("this run continues another run, and has not recorded its data position yet", where=where,
-                        instead=f"wait for its end or a checkpoint; it started with step {min(spans)}")
+        raise UserError("this run continues another run and has not recorded its data position yet", where=where,
+                        instead=f"wait for its end or its next checkpoint; its first step is {min(spans)}")
     return base + first, base + end
 
 
@@ -124,7 +125,7 @@ def _samples(line: dict[str, Any], block_size: int, where: str) -> int:
     try:
         return round(line["tokens_per_second"] * line["step_time_s"] / block_size)
     except (KeyError, TypeError) as error:
-        raise UserError(f"the line of step {line['step']} has no tokens_per_second and step_time_s", where=where,
+        raise UserError(f"the line of step {line['step']} lacks tokens_per_second or step_time_s", where=where,
                         instead="use a run of python3 -m ezpz_llm.train, which writes both") from error
 
 
@@ -132,7 +133,8 @@ def _skipped(record: dict[str, Any]) -> dict[int, int]:
     """Return the number of samples that rollbacks skipped, by the step that each rolled back to."""
     skipped: dict[int, int] = {}
     for rollback in record.get("rollbacks", []):
-        # Samples skipped earlier after that step are included in samples_passed_over, or the rollback undid them.
+        # Samples that earlier rollbacks skipped after `to_step` are counted in samples_passed_over, or this
+        # rollback undid the skip.
         skipped = {step: samples for step, samples in skipped.items() if step < rollback["to_step"]}
         skipped[rollback["to_step"]] = rollback["samples_passed_over"]
     return skipped
@@ -148,19 +150,19 @@ def _recorded_positions(run_dir: RunDir, record: dict[str, Any]) -> Iterator[tup
 
 
 def extracts(data: TokenData, block_size: int, seed: int, samples: Sequence[int]) -> list[Extract]:
-    """Return the parts of documents in the given samples, in the samples' order."""
+    """Return the parts of documents in the given samples, ordered by sample."""
     stream_indices, starts = stream_offsets(as_mixture(data.split(TRAIN)), block_size, seed, np.asarray(samples))
     result: list[Extract] = []
     for part, single in enumerate([folder for folder, _ in data.parts] or [data]):
         rows = np.flatnonzero(stream_indices == part)
         if rows.size:
-            documents = Documents(single, int(starts[rows].max()) + block_size + 1)
+            documents = SplitDocuments(single, int(starts[rows].max()) + block_size + 1)
             result += [extract for row in rows.tolist() for extract in documents.within(
                 samples[row], int(starts[row]), int(starts[row]) + block_size + 1)]
     return sorted(result, key=lambda extract: extract.sample)
 
 
-class Documents:
+class SplitDocuments:
     """Documents of a folder's training split, up to token `stop`."""
 
     def __init__(self, data: TokenData, stop: int) -> None:
@@ -168,38 +170,39 @@ class Documents:
         assert isinstance(stream, TokenStream)
         self._data, self._stream = data, stream
         # The text of the last document may extend beyond `stop`.
-        self._starts = first_tokens(data, stream, min(stop + _TOKENS_OF_TEXT, len(stream)))
+        self._document_starts = document_starts(data, stream, min(stop + _TOKENS_OF_TEXT, len(stream)))
         shards = data.manifest["splits"][TRAIN]["shards"]
         self._files = [str(data.folder / shard["file"]) for shard in shards]
-        self._begins = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+        self._file_starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
 
     def within(self, sample: int, start: int, stop: int) -> Iterator[Extract]:
         """Yield tokens [start, stop) of the split, in parts of one document and one file each."""
         while start < stop:
-            document = int(np.searchsorted(self._starts, start, side="right")) - 1
-            file = int(np.searchsorted(self._begins, start, side="right")) - 1
-            begin, end = int(self._begins[file]), min(stop, self._end(document), int(self._begins[file + 1]))
+            document = int(np.searchsorted(self._document_starts, start, side="right")) - 1
+            file = int(np.searchsorted(self._file_starts, start, side="right")) - 1
+            begin = int(self._file_starts[file])
+            end = min(stop, self._end(document), int(self._file_starts[file + 1]))
             yield Extract(sample, self._data.manifest["source"]["corpus"], self._files[file], document,
                           start - begin, end - begin, self._text(document))
             start = end
 
     def _end(self, document: int) -> int:
-        following = self._starts[document + 1:document + 2]
+        following = self._document_starts[document + 1:document + 2]
         return int(following[0]) if following.size else len(self._stream)
 
     def _text(self, document: int) -> str:
         """Return the first words of a document."""
-        start = int(self._starts[document])
+        start = int(self._document_starts[document])
         tokens = self._stream[start:min(start + _TOKENS_OF_TEXT, self._end(document))]
         tokens = tokens[tokens != self._data.manifest["end_of_text"]]
         return " ".join(self._data.tokenizer.decode(tokens.astype(np.int64)).split())[:_MAX_TEXT]
 
 
-def first_tokens(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
-    """Return the starts of the training split's documents before token `stop`, int64, increasing.
+def document_starts(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
+    """Return the starts of the training split's documents, at least up to token `stop`, int64, increasing.
 
-    Uses Megatron's index, or else end-of-text tokens, which precede each document (in nanoGPT's shards, they follow
-    it). Tokens before the first end-of-text token, which continue a validation document, count as
+    Uses Megatron's index, or else end-of-text tokens, which precede each document (in nanoGPT's shards, they
+    follow each document). Tokens before the first end-of-text token, which continue a validation document, count as
     one document. If the tokenizer has no end-of-text token, the split is one document.
     """
     if "document_index" in data.manifest:

@@ -48,7 +48,7 @@ class PublicFile:
         return cache_dir() / self.folder / self.name
 
     def find(self) -> Path:
-        """Return the path of the checked file.
+        """Return the path of the file in the cache, after checking its hash.
 
         Raises:
             UserError: the file is missing, or its content is not the published content.
@@ -67,7 +67,7 @@ class PublicFile:
         """
         content = read_bytes(source, _MAX_BYTES)
         self._check(content, str(source), f"use the published file: {self.size:,} bytes, {self.address}")
-        return self._keep(content)
+        return self._store(content)
 
     def download(self) -> Path:
         """Download the file to the cache and return its path. Prints the address first.
@@ -86,7 +86,7 @@ class PublicFile:
                 instead=f"download it on a machine with internet access, then: {self.provide}",
             ) from error
         self._check(content, self.address, f"get the file elsewhere, then: {self.provide}")
-        return self._keep(content)
+        return self._store(content)
 
     def _check(self, content: bytes, where: str, instead: str) -> None:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -96,7 +96,7 @@ class PublicFile:
                 where=where, instead=instead,
             )
 
-    def _keep(self, content: bytes) -> Path:
+    def _store(self, content: bytes) -> Path:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, content)
@@ -110,7 +110,7 @@ def reading(path: Path):
         yield
     except OSError as error:
         raise UserError(f"cannot read this file: {error.strerror or error}", where=str(path),
-                        instead="give a readable file") from error
+                        instead="pass a readable file") from error
 
 
 @contextlib.contextmanager
@@ -146,14 +146,14 @@ def progress(label: str, total_bytes: int, shown: bool, done: int = 0) -> Iterat
     if not shown:
         yield lambda done: None
     elif sys.stderr.isatty():
-        with _bar(label, total_bytes, done) as advance:
+        with _progress_bar(label, total_bytes, done) as advance:
             yield advance
     else:
-        yield _lines(label, total_bytes, done)
+        yield _line_printer(label, total_bytes, done)
 
 
 @contextlib.contextmanager
-def _bar(label: str, total: int, initial_bytes: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(label: str, total: int, initial_bytes: int) -> Iterator[Callable[[int], None]]:
     # rich is slow to import, and only a terminal needs it.
     from rich.console import Console
     from rich.progress import (
@@ -171,7 +171,7 @@ def _bar(label: str, total: int, initial_bytes: int) -> Iterator[Callable[[int],
         yield lambda count: bar.advance(task, count)
 
 
-def _lines(label: str, total: int, initial_bytes: int) -> Callable[[int], None]:
+def _line_printer(label: str, total: int, initial_bytes: int) -> Callable[[int], None]:
     began = last = time.monotonic()
     processed = initial_bytes
     of = f" of {total / 1e6:,.1f}" if total else ""

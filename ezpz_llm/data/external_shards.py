@@ -25,17 +25,17 @@ from ezpz_llm.data.downloads import progress, reading, say
 from ezpz_llm.data.file_signatures import check_tokens
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
 from ezpz_llm.data.shards import open_npy
-from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type, pieces
+from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type_advice, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose_tokenizer, to_entry
 from ezpz_llm.rundir import write_json
 
-# The split must be a whole part of the name: "eval" is not "val".
+# The split must be a separate component of the name: "eval" is not "val".
 _NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
 _META = "meta.pkl"
-_DEFAULT = "gpt2"
-_AT_ONCE = 8 << 20
+_DEFAULT_TOKENIZER = "gpt2"
+_TOKENS_AT_ONCE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class ExternalShards:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' names, sizes and time stamps, and of the requested tokenizer."""
+        """Hash of the folder's path, the files' names, sizes and timestamps, and the requested tokenizer."""
         files = [path for paths in self.splits.values() for path in paths]
         if (self.folder / _META).is_file():
             files.append(self.folder / _META)
         with reading(self.folder):
             stats = [(path.name, path.stat()) for path in files]
-        # The table of "char" is not needed: meta.pkl, whose time stamp is included, determines it.
+        # The table of "char" is not needed: meta.pkl, whose timestamp is included, determines it.
         choice = self.tokenizer
         tokenizer = choice and (choice.name if choice.file is None else choice.table)
         values = [str(self.folder), tokenizer, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
@@ -73,7 +73,7 @@ class ExternalShards:
 
 
 def find_external_shards(corpus: str, tokenizer: Choice | None) -> ExternalShards | None:
-    """Return the shards in the folder `corpus`, or None if no other program wrote it.
+    """Return the shards in the folder `corpus`, or None if it has none of these programs.
 
     Raises:
         UserError: the training or validation split is missing.
@@ -97,7 +97,7 @@ def find_external_shards(corpus: str, tokenizer: Choice | None) -> ExternalShard
             raise UserError(f"these {program} shards have no {name} split", where=str(folder),
                             instead=f"add the files of the {name} split")
     if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
-            "char" if (folder / _META).is_file() else _DEFAULT):
+            "char" if (folder / _META).is_file() else _DEFAULT_TOKENIZER):
         tokenizer = None  # the same fingerprint with and without --tokenizer
     return ExternalShards(folder, program, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
 
@@ -106,10 +106,10 @@ def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
     """Read each token of `shards` once and write their manifest to `folder`.
 
     Raises:
-        UserError: a shard is truncated or of another type, or has ids outside the vocabulary.
+        UserError: a shard is truncated or has an unsupported data type, or an id is outside the vocabulary.
     """
-    opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
-    tokenizer = _tokenizer(shards)
+    opened = {name: [_map_tokens(path) for path in paths] for name, paths in shards.splits.items()}
+    tokenizer = _make_tokenizer(shards)
     tokenizer_argument = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
     dtypes = {tokens.dtype for split in opened.values() for tokens in split}
     if len(dtypes) > 1:
@@ -150,31 +150,31 @@ def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
 
 
 def check_shards(shards: ExternalShards) -> None:
-    """Check the shards' types and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
+    """Check the shards' data types and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
 
     Raises:
         UserError: as `index_shards`, for the ids in the sample.
     """
-    opened = [_open(path) for paths in shards.splits.values() for path in paths]
-    tokenizer = _tokenizer(shards)
+    opened = [_map_tokens(path) for paths in shards.splits.values() for path in paths]
+    tokenizer = _make_tokenizer(shards)
     for tokens in opened:
         for first, part in pieces(tokens, CHECKED_TOKENS // len(opened)):
             _check_ids(tokens, first, part, tokenizer)
 
 
-def _tokenizer(shards: ExternalShards) -> Tokenizer:
+def _make_tokenizer(shards: ExternalShards) -> Tokenizer:
     meta = shards.folder / _META
     characters: Tokenizer | None = None
     if meta.is_file():
         characters = CharTokenizer(_characters(meta))
         if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(characters)):
-            raise UserError("these tokens are characters; the tokenizer "
-                            f"{shards.tokenizer.describe()} did not make them", where=str(meta),
+            raise UserError("these shards hold character ids, which the tokenizer "
+                            f"{shards.tokenizer.describe()} did not produce", where=str(meta),
                             instead="omit --tokenizer")
     elif shards.tokenizer is not None and shards.tokenizer.name == "char":
         raise UserError("--tokenizer char needs a table of characters, but there is no meta.pkl",
                         where=str(shards.folder), instead="if these are gpt2 tokens, omit --tokenizer")
-    return characters or (shards.tokenizer or choose_tokenizer(_DEFAULT)).make()
+    return characters or (shards.tokenizer or choose_tokenizer(_DEFAULT_TOKENIZER)).load()
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -200,12 +200,12 @@ def _characters(meta: Path) -> str:
     return "".join(characters)
 
 
-def _open(path: Path) -> np.memmap:
+def _map_tokens(path: Path) -> np.memmap:
     """Map the tokens of a file."""
-    again = "copy or download that file again"
+    copy_again = "copy or download that file again"
     check_tokens(path)
     if path.suffix == ".npy":
-        tokens = open_npy(path, "shard", f"{again}; add a NumPy header to raw tokens, as written by OLMo: "
+        tokens = open_npy(path, "shard", f"{copy_again}; add a NumPy header to raw tokens, as written by OLMo: "
                                          "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
     else:
         check_uint16(path)
@@ -215,15 +215,15 @@ def _open(path: Path) -> np.memmap:
                 tokens = np.memmap(path, "<u2", "r")
             except ValueError as error:
                 raise UserError(f"this shard is truncated, or not a shard: {error}", where=str(path),
-                                instead=again) from error
+                                instead=copy_again) from error
     if tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")) or tokens.ndim != 1:
-        instead = "convert the shards to uint16 or uint32 with one dimension"
+        instead = "convert the shards to one-dimensional arrays of uint16 or uint32"
         if tokens.dtype.kind in "iu":
-            place = shlex.quote(str(path.parent))
+            parent = shlex.quote(str(path.parent))
             code = ("import glob, numpy as n; "
                     "[n.save('u4/' + f, n.load(f).ravel().astype('u4')) for f in glob.glob('*.npy')]")
-            instead += f': mkdir {place}/u4 && cd {place} && python3 -c "{code}"; then give {place}/u4'
-        raise UserError(f"this shard contains {tokens.dtype} with {tokens.ndim} dimensions", where=str(path),
+            instead += f': mkdir {parent}/u4 && cd {parent} && python3 -c "{code}"; then pass {parent}/u4'
+        raise UserError(f"this shard is a {tokens.ndim}-dimensional array of {tokens.dtype}", where=str(path),
                         instead=instead)
     return tokens
 
@@ -235,8 +235,8 @@ def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
     digest = hashlib.sha256()
     with reading(path), open_regular(path) as file:
         digest.update(file.read(tokens.offset))
-        for first in range(0, tokens.size, _AT_ONCE):
-            part = np.asarray(tokens[first:first + _AT_ONCE])
+        for first in range(0, tokens.size, _TOKENS_AT_ONCE):
+            part = np.asarray(tokens[first:first + _TOKENS_AT_ONCE])
             _check_ids(tokens, first, part, tokenizer)
             counts += np.bincount(part, minlength=tokenizer.vocab_size)
             digest.update(part.data)
@@ -254,5 +254,5 @@ def _check_ids(tokens: np.memmap, first: int, part: np.ndarray, tokenizer: Token
         raise UserError(
             f"token {part.max():,} at position {first + int(part.argmax()):,} is outside the vocabulary of the "
             f"tokenizer {tokenizer.name}, which has {tokenizer.vocab_size:,} tokens", where=str(tokens.filename),
-            instead="give the tokenizer that made these shards: --tokenizer T"
-                    + other_type(tokens, tokenizer.vocab_size))
+            instead="pass the tokenizer that made these shards: --tokenizer T"
+                    + other_type_advice(tokens, tokenizer.vocab_size))

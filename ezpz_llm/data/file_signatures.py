@@ -11,19 +11,19 @@ from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.downloads import reading
 
 _ARRAYS = ("save its tokens as NAME_train_000000.npy and NAME_val_000000.npy (numpy.save, uint16 or uint32), and "
-           "give their folder as the corpus")
+           "pass their folder as the corpus")
 _TEXT_OR_ARRAYS = f"use its text, or {_ARRAYS}"
-_LLM_C = ("convert all files in the folder, then give the folder as the corpus: python3 -c \"import glob, numpy as "
+_LLM_C = ("convert all files in the folder, then pass the folder as the corpus: python3 -c \"import glob, numpy as "
           "n; [n.save(f[:-4], n.fromfile(f, '<{}', offset=1024)) for f in glob.glob('*.bin')]\"")
-_LEAVE, _UNPACK = "remove it from the corpus", "unpack it, or remove it from the corpus"
+_REMOVE, _UNPACK_OR_REMOVE = "remove it from the corpus", "unpack it, or remove it from the corpus"
 
 
 class Signature(NamedTuple):
-    """Format with a regular expression for its first bytes, or for the names of its files."""
+    """File format, recognized by a regular expression for its first bytes or for its files' names."""
 
     pattern: bytes
     what: str
-    instead: str = _LEAVE
+    instead: str = _REMOVE
 
 
 TOKENS = (
@@ -33,13 +33,13 @@ TOKENS = (
     Signature(b"\xa1\xd9\x34\x01", "llm.c tokens (uint32), not supported", _LLM_C.format("u4")),
     Signature(rb"LITPKDS", "a packed lit-gpt data set, not supported", _TEXT_OR_ARRAYS),
     Signature(rb"MMIDIDX\x00\x00", "a Megatron index, supported together with its tokens",
-              "for X.bin and X.idx, give --corpus X and --tokenizer T"),
+              "for X.bin and X.idx, pass --corpus X and --tokenizer T"),
     Signature(rb"TNTIDX\x00\x00", "an index of old Megatron or fairseq, not supported",
-              "run preprocess_data.py --dataset-impl mmap; for its X.bin and X.idx, give --corpus X"),
+              "run preprocess_data.py --dataset-impl mmap; for its X.bin and X.idx, pass --corpus X"),
 )
-"""Signatures long enough that tokens do not start with them by chance."""
+"""Signatures that are too long to occur by chance at the start of raw tokens."""
 
-OTHERS = (
+SIGNATURES = (
     *TOKENS,
     Signature(rb"\x89PNG\r\n\x1a\n", "a PNG image"),
     Signature(rb"\xff\xd8\xff", "a JPEG image"),
@@ -48,11 +48,11 @@ OTHERS = (
     Signature(rb"\{\\rtf", "an RTF document"),
     Signature(rb"PK\x03\x04.{26}[^/]{1,200}/data\.pkl", "a PyTorch file (.pt), not supported", _TEXT_OR_ARRAYS),
     Signature(rb"PK\x03\x04.{26}[^/]{1,200}\.npy", "several NumPy arrays (.npz), not supported", _ARRAYS),
-    Signature(rb"PK(\x03\x04|\x05\x06)", "a zip archive, as .docx and .xlsx files are", _UNPACK),
+    Signature(rb"PK(\x03\x04|\x05\x06)", "a zip archive, as .docx and .xlsx files are", _UNPACK_OR_REMOVE),
     Signature(rb"\x80[\x02-\x05]", "a Python pickle (.pkl or old .pt), which could run arbitrary code",
               _TEXT_OR_ARRAYS),
     Signature(rb"\x93NUMPY", "a NumPy array, supported only in a folder of shards",
-              "rename it to NAME_train_000000.npy, add NAME_val_000000.npy, and give the folder"),
+              "rename it to NAME_train_000000.npy, add NAME_val_000000.npy, and pass the folder"),
     Signature(rb".{6}\x00\x00\{\x22", "model weights (safetensors)"),
     Signature(rb"GGUF[\x02\x03]\x00", "a GGUF model"),
     Signature(rb"ARROW1\x00\x00|FEA1", "an Arrow file (Feather), not supported",
@@ -64,22 +64,22 @@ OTHERS = (
     Signature(rb"Obj\x01", "an Avro file"),
     Signature(rb"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     Signature(rb"SQLite format 3\x00", "an SQLite database"),
-    Signature(rb"\x7fELF", "a program"),
+    Signature(rb"\x7fELF", "an executable program"),
     Signature(rb"\xd0\xcf\x11\xe0", "a Microsoft Office document"),
-    Signature(rb"ID3[\x03\x04]", "MP3 sound"),
-    Signature(rb"OggS\x00", "Ogg sound"),
-    Signature(rb"fLaC\x00", "FLAC sound"),
+    Signature(rb"ID3[\x03\x04]", "MP3 audio"),
+    Signature(rb"OggS\x00", "Ogg audio"),
+    Signature(rb"fLaC\x00", "FLAC audio"),
     Signature(rb"RIFF", "a RIFF file (WAV, AVI or WebP)"),
-    Signature(rb".{4}ftyp", "MP4 video or sound"),
-    Signature(rb".{257}ustar", "a tar archive", _UNPACK),
+    Signature(rb".{4}ftyp", "MP4 video or audio"),
+    Signature(rb".{257}ustar", "a tar archive", _UNPACK_OR_REMOVE),
     Signature(rb".{4}1AY&SY", "bzip2-compressed, not supported", "bunzip2 FILE, or compress it with gzip or zstd"),
     Signature(rb"\xfd7zXZ\x00", "xz-compressed, not supported", "unxz FILE, or compress it with gzip or zstd"),
     Signature(rb"\x04\x22\x4d\x18", "lz4-compressed, not supported",
               "unlz4 FILE, or compress it with gzip or zstd"),
-    Signature(rb"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
-    Signature(rb"Rar!\x1a\x07", "a rar archive", _UNPACK),
-    Signature(rb"\x1f\x9d", "compressed with compress (.Z)", _UNPACK),
-    Signature(rb"\x1f\x8b|\x28\xb5\x2f\xfd", "compressed twice", _UNPACK),
+    Signature(rb"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK_OR_REMOVE),
+    Signature(rb"Rar!\x1a\x07", "a rar archive", _UNPACK_OR_REMOVE),
+    Signature(rb"\x1f\x9d", "compressed with compress (.Z)", _UNPACK_OR_REMOVE),
+    Signature(rb"\x1f\x8b|\x28\xb5\x2f\xfd", "compressed twice", _UNPACK_OR_REMOVE),
 )
 
 _NAMES = (
@@ -89,18 +89,18 @@ _NAMES = (
     Signature(rb".*\.tfrecords?", "TFRecord, not supported", 'write its text as lines like {"text": "…"}'),
     Signature(rb".*\.npy", "raw tokens without a NumPy header, as written by OLMo, not supported",
               "add the header: numpy.save('NAME_train_000000.npy', numpy.fromfile('FILE', 'uint16')), or uint32; "
-              "do the same for NAME_val_000000.npy, and give the folder"),
-    Signature(rb".*\.bin", "raw tokens or other binary data", "for nanoGPT's train.bin and val.bin, give the "
-              f"folder; for Megatron's X.bin and X.idx, give X; otherwise {_ARRAYS}"),
+              "do the same for NAME_val_000000.npy, and pass the folder"),
+    Signature(rb".*\.bin", "raw tokens or other binary data", "for nanoGPT's train.bin and val.bin, pass the "
+              f"folder; for Megatron's X.bin and X.idx, pass X; otherwise {_ARRAYS}"),
 )
 
 
-def find_signature(head: bytes, table: Iterable[Signature] = OTHERS) -> Signature | None:
+def find_signature(head: bytes, table: Iterable[Signature] = SIGNATURES) -> Signature | None:
     """Return the signature that matches the first bytes of a file, or None."""
     return next((row for row in table if re.match(row.pattern, head, re.DOTALL)), None)
 
 
-def find_binary(path: Path) -> Signature | None:
+def find_signature_by_name(path: Path) -> Signature | None:
     """Return the signature that matches the name of a binary file, or None."""
     return next((row for row in _NAMES if re.fullmatch(row.pattern, path.name.encode("utf-8", "replace"))), None)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from ezpz_llm.base import JsonText, UserError, import_package, open_regular, parse_json, require_package
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.data.file_signatures import find_binary, find_signature
+from ezpz_llm.data.file_signatures import find_signature, find_signature_by_name
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -30,7 +30,7 @@ class Packing:
     """Compression format of a file.
 
     Attributes:
-        new: creates a decompressor for one member of a file (`decompress`, `eof`, `unused_data`).
+        new: function that creates a decompressor for one member of a file (`decompress`, `eof`, `unused_data`).
         unpack: command that decompresses a file.
     """
 
@@ -48,11 +48,11 @@ class Stream:
     """Sequential reader of a file's decompressed content, with bounded memory.
 
     Attributes:
-        taken: bytes read from the file itself.
+        file_bytes: number of bytes of the file that were read, before decompression.
     """
 
     def __init__(self, path: Path, file: BinaryIO, packing: Packing | None) -> None:
-        self.taken = 0
+        self.file_bytes = 0
         self._path, self._file, self._packing = path, file, packing
         self._member: Any = None
         self._ready = b""
@@ -65,7 +65,7 @@ class Stream:
         """
         if self._packing is None:
             block = self._file.read(size)
-            self.taken += len(block)
+            self.file_bytes += len(block)
             return block
         parts, missing = [], size
         while missing and (self._ready or self._fill(self._packing)):
@@ -78,7 +78,7 @@ class Stream:
         """Skip `size` bytes."""
         if self._packing is None:
             self._file.seek(size, 1)
-            self.taken += size
+            self.file_bytes += size
             return
         while size > 0 and (block := self.read(min(size, 16 * _AT_ONCE))):
             size -= len(block)
@@ -87,20 +87,20 @@ class Stream:
         """Decompress the next block; return False at the end."""
         while not self._ready:
             packed = self._file.read(_AT_ONCE)
-            self.taken += len(packed)
+            self.file_bytes += len(packed)
             if not packed:
                 if self._member is not None:
-                    raise self._damaged(packing, "it is truncated")
+                    raise self._damaged_error(packing, "it is truncated")
                 return False
             try:
-                self._ready = b"".join(self._unpacked(packing, packed))
+                self._ready = b"".join(self._decompress(packing, packed))
             except UserError:
                 raise
             except Exception as error:  # zlib.error, or the error of zstandard, which may not be installed
-                raise self._damaged(packing, str(error)) from None
+                raise self._damaged_error(packing, str(error)) from None
         return True
 
-    def _unpacked(self, packing: Packing, packed: bytes) -> Iterator[bytes]:
+    def _decompress(self, packing: Packing, packed: bytes) -> Iterator[bytes]:
         while packed:
             if self._member is None:
                 packed = packed.lstrip(b"\0")  # padding between members
@@ -112,7 +112,7 @@ class Stream:
             if self._member.eof:
                 packed, self._member = self._member.unused_data, None
 
-    def _damaged(self, packing: Packing, reason: str) -> UserError:
+    def _damaged_error(self, packing: Packing, reason: str) -> UserError:
         return UserError(f"this {packing.name} file is damaged: {reason}", where=str(self._path),
                          instead="copy or download it again")
 
@@ -170,12 +170,12 @@ def find_format(path: Path) -> Format:
             _check_content(path, head, None)
             require_package("pyarrow", "reading parquet", "data", str(path))
             return Format("parquet")
-        return Format(_kind(path, head, None))
+        return Format(_text_kind(path, head, None))
     with open_unpacked(path, packing) as stream:
         head = stream.read(_HEAD)
     if head.startswith(_PARQUET):
-        raise _rejected(path, f"parquet compressed with {packing.name}", f"decompress it: {packing.unpack} FILE")
-    return Format(_kind(path, head, packing), packing)
+        raise _rejection(path, f"parquet compressed with {packing.name}", f"decompress it: {packing.unpack} FILE")
+    return Format(_text_kind(path, head, packing), packing)
 
 
 def looks_like_text(data: bytes) -> bool:
@@ -183,16 +183,16 @@ def looks_like_text(data: bytes) -> bool:
     return len(data) - len(data.translate(None, _NOT_TEXT)) <= len(data) // 1000
 
 
-def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "lines", "array"]:
+def _text_kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "lines", "array"]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = next((suffix for suffix in reversed(suffixes) if suffix not in _PACKED_NAMES), "")
     _check_content(path, head, packing)
     if suffix in _TABLES:
-        raise _rejected(path, f"a table ({suffix})", 'write its text column as lines like {"text": "…"}, or rename '
-                        "the file to .txt to read it as plain text")
+        raise _rejection(path, f"a table ({suffix})", 'write its text column as lines like {"text": "…"}, or '
+                         "rename the file to .txt to read it as plain text")
     body = head.removeprefix(BOM)
-    if not looks_like_text(head) and (signature := find_binary(path)):
-        raise _rejected(path, signature.what, signature.instead)
+    if not looks_like_text(head) and (signature := find_signature_by_name(path)):
+        raise _rejection(path, signature.what, signature.instead)
     if suffix in _JSON_LINES:
         return "lines"
     if suffix == _JSON and _ARRAY.match(body):
@@ -202,18 +202,18 @@ def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "
     if suffix == _JSON:
         kind = ("one JSON object over several lines" if body.lstrip().startswith(b"{") else
                 "JSON that is neither lines nor an array of objects")
-        raise _rejected(path, kind, 'write lines like {"text": "…"}, or an array of such objects; or rename the '
+        raise _rejection(path, kind, 'write lines like {"text": "…"}, or an array of such objects; or rename the '
                                     "file to .txt to read it as plain text")
     return "text"
 
 
 def _check_content(path: Path, head: bytes, packing: Packing | None) -> None:
-    inside = f", compressed with {packing.name}" if packing is not None else ""
+    compression = f", compressed with {packing.name}" if packing is not None else ""
     if (signature := find_signature(head)) is not None:
-        raise _rejected(path, signature.what + inside, signature.instead)
+        raise _rejection(path, signature.what + compression, signature.instead)
     for mark, name in _OTHER_TEXT.items():
         if head.startswith(mark):
-            raise UserError(f"this file is {name} text{inside}, not UTF-8", where=str(path),
+            raise UserError(f"this file is {name} text{compression}, not UTF-8", where=str(path),
                             instead=f"convert it: iconv -f {name} -t UTF-8 FILE > NEW")
 
 
@@ -221,7 +221,7 @@ def _first_lines(path: Path, head: bytes, packing: Packing | None) -> list[bytes
     """Return the first two non-blank lines, or one if it is longer than the head of the file."""
     lines = head.removeprefix(BOM).split(b"\n")
     if len(head) == _HEAD:
-        lines.pop()  # it may be incomplete
+        lines.pop()  # the last line may be incomplete
         if not any(line.strip() for line in lines):
             with open_unpacked(path, packing) as stream:
                 lines = stream.read(LONGEST_LINE).removeprefix(BOM).lstrip().split(b"\n")[:1]
@@ -235,12 +235,12 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _rejected(path: Path, kind: str, instead: str) -> UserError:
+def _rejection(path: Path, kind: str, instead: str) -> UserError:
     return UserError(f"this file has no readable documents: it is {kind}", where=str(path), instead=instead)
 
 
 def read_array(path: Path, packing: Packing | None, first: int, size: int, key: str) -> Iterator[Documents]:
-    """Yield the member `key` of each object from index `first` on, in parts of about `size` bytes.
+    """Yield the member `key` of each object from index `first` on, about `size` characters at a time.
 
     Raises:
         UserError: the file is not a complete JSON array in UTF-8.
@@ -249,7 +249,7 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
     number, previous_bytes, begin = 0, 0, first
     with open_unpacked(path, packing) as stream:
         def read_text(size: int) -> str:
-            """Return the next `size` bytes as text; the decoder keeps the bytes of an incomplete character."""
+            """Return the next `size` bytes as text; the decoder retains the bytes of an incomplete character."""
             data = stream.read(size)
             return decoder.decode(data, final=len(data) < size)
 
@@ -260,7 +260,7 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
             nonlocal number, previous_bytes
             for item in text.items():
                 if number < first:
-                    previous_bytes = stream.taken
+                    previous_bytes = stream.file_bytes
                 else:
                     yield text_of(item, key)
                 number += 1
@@ -268,8 +268,8 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
 
         try:
             for texts in gather_documents(members(), size, key):
-                yield Documents(str(path), begin, texts, stream.taken - previous_bytes, "item")
-                begin, previous_bytes = begin + len(texts), stream.taken
+                yield Documents(str(path), begin, texts, stream.file_bytes - previous_bytes, "item")
+                begin, previous_bytes = begin + len(texts), stream.file_bytes
         except ValueError as error:
             raise UserError(f"not a complete JSON array in UTF-8: {error}", where=f"{path}, item {number}",
                             instead='copy or download it again, or write it as lines like {"text": "…"}') from None
@@ -280,8 +280,8 @@ class NoText:
     """Item without text.
 
     Attributes:
-        why: the reason, to follow the item's name in a message.
-        other: key of its longest string.
+        why: the reason, worded to follow the item's name in a message.
+        other: key of the item's longest string, a suggestion for --text-key.
     """
 
     why: str
@@ -294,24 +294,24 @@ _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a 
 
 
 def text_of(item: Any, key: str) -> str | NoText:
-    """Return the text under `key` in a JSON item."""
+    """Return the text under `key` in a JSON item, or the reason why there is none."""
     if not isinstance(item, dict):
-        return NoText(f'has no "{key}": it is {_kind_of(item)}')
+        return NoText(f'has no "{key}": it is {_json_type(item)}')
     if key not in item:
         keys = ", ".join(f'"{name}"' for name in list(item)[:_MAX_KEYS])
         strings = [name for name, value in item.items() if isinstance(value, str)]
         return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MAX_KEYS)}" if keys else ""),
                       max(strings, key=lambda name: len(item[name]), default=None))
     text = item[key]
-    return text if isinstance(text, str) else NoText(f'has "{key}", but it is {_kind_of(text)}, not text')
+    return text if isinstance(text, str) else NoText(f'has "{key}", but it is {_json_type(text)}, not text')
 
 
-def _kind_of(value: Any) -> str:
+def _json_type(value: Any) -> str:
     return _KINDS.get(type(value), "a string" if isinstance(value, str) else type(value).__name__)
 
 
 def gather_documents(values: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
-    """Yield lists of texts, each with about `size` characters in total, from the values under `key`."""
+    """Yield lists of texts, each with about `size` characters in total, from values of `key`."""
     texts: list[str | UserError | NoText] = []
     buffered = 0
     for value in values:
@@ -338,8 +338,8 @@ class Documents:
         where: name of the file or data set.
         first: index of the first document, from 0.
         texts: one entry per document; an error if the document cannot be read.
-        source_bytes: bytes read for them, for progress.
-        unit: word for one of them in messages.
+        source_bytes: bytes read for these documents, for progress.
+        unit: noun for a document in messages, such as "row".
     """
 
     where: str
@@ -350,10 +350,10 @@ class Documents:
 
 
 def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Documents]:
-    """Yield the column `key` from row `first` on, in parts of about `size` bytes.
+    """Yield the column `key` from row `first` on, about `size` bytes at a time.
 
     Raises:
-        UserError: pyarrow is not installed, the parquet file is damaged, or the column is missing.
+        UserError: pyarrow is not installed, the parquet file is damaged, or there is no string column `key`.
     """
     import_package("pyarrow.parquet", "reading parquet", "data")
     import pyarrow.parquet
@@ -362,13 +362,13 @@ def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Do
         try:
             with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as parquet:
                 _check_column(parquet, path, key)
-                yield from _groups(parquet, path, first, size, key)
+                yield from _read_row_groups(parquet, path, first, size, key)
         except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
             raise UserError(f"not a complete parquet file of UTF-8 text: {str(error).splitlines()[0]}",
                             where=str(path), instead="copy or download the file again") from error
 
 
-def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -> Iterator[Documents]:
+def _read_row_groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -> Iterator[Documents]:
     column = parquet.schema.names.index(key)
     rows, file_size, begin = max(1, parquet.metadata.num_rows), path.stat().st_size, 0
     for number in range(parquet.num_row_groups):
@@ -397,4 +397,4 @@ def _check_column(parquet: ParquetFile, path: Path, key: str) -> None:
         columns = ", ".join(schema.names)
         raise UserError(f'no column "{key}" among {columns}' if kind is None else
                         f'the column "{key}" has type {kind}, not string; columns: {columns}', where=str(path),
-                        instead="give the string column that contains the documents: --text-key NAME")
+                        instead="pass the string column that contains the documents: --text-key NAME")

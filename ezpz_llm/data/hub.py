@@ -19,11 +19,11 @@ from ezpz_llm.data.atomic_dir import InterruptedWriteError
 from ezpz_llm.data.formats import TEXT, Documents, gather_documents
 
 HUB_PREFIX = "hf:"
-LIBRARY = ("datasets", "reading a data set of the hub", "data")
+LIBRARY = ("datasets", "reading a data set from the hub", "data")
 """Arguments of `require_package`."""
-_MEANING = {"fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
-NAMES = tuple(_MEANING)
-_FORM = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+_LOCATIONS = {"fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
+NAMES = tuple(_LOCATIONS)
+_PATTERN = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HubDataset:
     """Name, configuration and revision of a data set.
 
     Attributes:
-        words: its name on a command line.
+        words: its name as a command-line argument.
         name: its name on the hub, or an absolute path.
         revision: branch, tag or commit; None for the latest commit when `prepare` starts.
     """
@@ -51,18 +51,18 @@ def find_dataset(words: str) -> HubDataset | None:
     """Return the data set that `words` names, or None if it does not name a data set.
 
     Raises:
-        UserError: `words` has the prefix of a data set, but is malformed.
+        UserError: `words` starts with hf:, but is neither the name of a data set nor a folder.
     """
-    if not words.startswith(HUB_PREFIX) and words not in _MEANING:
+    if not words.startswith(HUB_PREFIX) and words not in _LOCATIONS:
         return None
-    location = _MEANING.get(words, words).removeprefix(HUB_PREFIX)
+    location = _LOCATIONS.get(words, words).removeprefix(HUB_PREFIX)
     path = user_path(location).absolute()
     if path.is_dir():
         return HubDataset(HUB_PREFIX + str(path), str(path))
-    form = _FORM.fullmatch(location)
+    form = _PATTERN.fullmatch(location)
     if form is None:
         raise UserError(f"{words!r} is neither a data set nor a folder",
-                        instead="give hf:NAME[:CONFIG][@REVISION], "
+                        instead="pass hf:NAME[:CONFIG][@REVISION], "
                                 "such as hf:HuggingFaceFW/fineweb-edu:sample-10BT")
     return HubDataset(words, form["name"], form["config"], form["revision"])
 
@@ -78,13 +78,13 @@ def resolve_revision(dataset: HubDataset) -> str | None:
     require_package(*LIBRARY)
     from huggingface_hub import HfApi
 
-    with _access(dataset):
+    with _convert_errors(dataset):
         return HfApi().dataset_info(dataset.name, revision=dataset.revision).sha
 
 
 def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: dict[str, Any] | None,
                  key: str = TEXT) -> Iterator[tuple[Documents, dict[str, Any]]]:
-    """Yield documents with about `size` bytes in total, and the state to resume from after them.
+    """Yield documents, about `size` characters at a time, and the state to resume from after them.
 
     Args:
         revision: the commit to read; None for a local folder.
@@ -98,12 +98,12 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
     import datasets
 
     datasets.disable_progress_bars()
-    with _access(dataset):
+    with _convert_errors(dataset):
         stream = datasets.load_dataset(dataset.name, dataset.config, split="train", streaming=True,
                                        revision=revision)
         if stream.features is not None and key not in stream.features:
             raise UserError(f'no column "{key}" among {", ".join(stream.features)}', where=dataset.words,
-                            instead="give the column that contains the documents: --text-key NAME")
+                            instead="pass the column that contains the documents: --text-key NAME")
         stream = stream.select_columns([key])
         number = state["documents"] if state else 0
         if state:
@@ -118,7 +118,7 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
 
 
 @contextlib.contextmanager
-def _access(dataset: HubDataset) -> Iterator[None]:
+def _convert_errors(dataset: HubDataset) -> Iterator[None]:
     """Convert the libraries' access errors to `InterruptedWriteError`."""
     import datasets
     import huggingface_hub.errors
@@ -129,4 +129,4 @@ def _access(dataset: HubDataset) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0]
         raise InterruptedWriteError(f"cannot read the data set: {reason}", where=dataset.words,
                                     instead="check its name and the network, and run the same command again: "
-                                  "it continues where it stopped") from error
+                                            "it continues where it stopped") from error

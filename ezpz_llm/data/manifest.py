@@ -2,12 +2,12 @@
 
     format           "ezpz_llm tokens 1"
     request          hash of the request: corpus, its files, tokenizer, split, shard size
-    command          command that makes these shards, without --out
+    command          command that creates these shards, without --out
     source           corpus, files, bytes, and for stdlib the Python version
     tokenizer        name, fingerprint and, for char, the table; for another library's tokenizer also "kind" (the
-                     library), vocab_size and end_of_text, with a copy of its file beside the manifest
+                     library), vocab_size and end_of_text, with a copy of the tokenizer's file beside the manifest
     vocab_size, dtype, documents, tokens, end_of_text
-    unigram_entropy  nats per token, from the exact histogram of the whole corpus (both splits)
+    unigram_entropy  nats per token, from the histogram of both splits; for Megatron, of a sample of them
     val_fraction     fraction of the token stream, at its end, in the validation split; or
     val_tokens       number of tokens, at its start, in the validation split
     splits           {"train": {"tokens", "shards": [{"file", "tokens", "sha256"}]}, "val": …}
@@ -162,7 +162,7 @@ def read_part(folder: Path, mixture: Path) -> dict[str, Any]:
     """Return the manifest of a part of a mixture.
 
     Raises:
-        UserError: as `read_manifest`; or the part is a mixture too, which could contain itself.
+        UserError: as `read_manifest`; or the part is a mixture, which could contain itself.
     """
     manifest = read_manifest(folder)
     if "parts" in manifest:
@@ -189,7 +189,7 @@ def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -
 
 
 def verify(folder: Path) -> int:
-    """Check the sha256 of every shard and return the number of shards.
+    """Check the hash of every shard and return the number of shards.
 
     Raises:
         UserError: a shard is missing, has the wrong size, or has changed.
@@ -213,7 +213,7 @@ def _verify(folder: Path, manifest: dict[str, Any]) -> int:
 
 
 def sampled_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and bytes of 64 blocks spread over a file, including its first and last block."""
+    """Yield offset and bytes of up to 64 blocks spread over a file, including its first and last block."""
     size = path.stat().st_size
     with reading(path), open_regular(path) as file:
         for number in range(_SAMPLED_BLOCKS):
@@ -226,7 +226,7 @@ def sampled_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def sampled_hash(path: Path) -> str:
-    """Return the sha256 of a file's size and of 64 of its blocks, for files too large to read completely."""
+    """Return the sha256 of a file's size and its `sampled_blocks`, for files too large to read completely."""
     blocks = b"".join(block for _, block in sampled_blocks(path))
     return hashlib.sha256(str(path.stat().st_size).encode() + blocks).hexdigest()
 
@@ -234,10 +234,10 @@ def sampled_hash(path: Path) -> str:
 def _repair_advice(folder: Path, manifest: dict[str, Any]) -> str:
     if "written_by" in manifest:
         return f"copy that file again from the source of {manifest['source']['corpus']}"
-    place = shlex.quote(str(folder.absolute()))
+    quoted = shlex.quote(str(folder.absolute()))
     if (text := read_own(folder / MANIFEST, _MAX_BYTES)) is not None:
         stored = as_type(dict[str, Any], parse_json(text, MANIFEST, _MAX_BYTES), MANIFEST)
-        return f"create the folder again: rm -r {place} && {stored.get('command')} --out {place}"
-    # Another user owns the manifest, so the message does not quote its command, which could be anything.
-    return (f"remove the folder and create it again: python3 -m ezpz_llm.data prepare CORPUS … --out {place} "
+        return f"create the folder again: rm -r {quoted} && {stored.get('command')} --out {quoted}"
+    # Another user owns the manifest, so the message does not quote its command, which could be malicious.
+    return (f"remove the folder and create it again: python3 -m ezpz_llm.data prepare CORPUS … --out {quoted} "
             '(the manifest has the corpus and options under "command"; check them before you type them)')

@@ -8,8 +8,8 @@ Megatron-DeepSpeed), little endian, with n sequences and d document ends:
     1         type of a token (see DTYPES)     8d   first sequence of each document, and n, int64 (d is one more
     8, 8      n, d                                  than documents)
 
-Only the index and a sample of the tokens are read, to estimate the entropy and to compute a fingerprint. A file of
-any size opens in under a second.
+Only the index and a sample of the tokens are read, to estimate the entropy and to compute a fingerprint. A .bin
+file of any size opens in under a second.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 """Megatron's codes of the token types; its codes for int8, int16 and floats are not used for tokens."""
-_GPT2 = (50_257, 50_256)
+_GPT2_VOCABULARY = (50_257, 50_256)
 _AT_ONCE = 1 << 20
 """Index entries in memory at a time, since an index can have gigabytes."""
 
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """Index that matches its tokens.
+    """Content of an index that matches its .bin file.
 
     Attributes:
         dtype: type of a token.
@@ -81,7 +81,7 @@ class MegatronData:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' path, sizes and time stamps, and of the requested tokenizer."""
+        """Hash of the files' path, sizes and timestamps, and the requested tokenizer."""
         stats = [[stat.st_size, stat.st_mtime_ns] for stat in (self.bin.stat(), self.idx.stat())]
         tokenizer = self.tokenizer and (self.tokenizer.table or self.tokenizer.name)
         values = [FORMAT, WRITTEN_BY, str(self.prefix), tokenizer, stats]
@@ -97,7 +97,7 @@ def find_megatron(corpus: str, tokenizer: Choice | None) -> MegatronData | None:
     """Return the Megatron files that `corpus` (X, X.bin or X.idx) names, or None if one is missing.
 
     Raises:
-        UserError: `corpus` names an .idx file without a .bin file, or the two do not match.
+        UserError: `corpus` names an .idx file without a .bin file, or these files do not match.
     """
     path = user_path(corpus).absolute()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -130,7 +130,8 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: 
     """Read an index and compare it with the size of its tokens, `token_bytes`.
 
     Raises:
-        UserError: the index is truncated, has another format or type, or does not match the tokens.
+        UserError: the index is truncated, is not a Megatron index, has an unsupported version or token type, or
+            does not match the tokens.
     """
     def error(message: str, instead: str = "copy both files again, from the same preparation") -> UserError:
         return UserError(message, where=str(index), instead=instead)
@@ -145,13 +146,13 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: 
         raise error("this is not a Megatron index: it does not start with MMIDIDX",
                     "use the .idx file that belongs to the .bin file")
     if len(head) < _HEADER.size:
-        raise error(f"this index is truncated: it has {len(head)} bytes, less than its header ({_HEADER.size})")
+        raise error(f"this index is truncated: it has {len(head)} bytes, fewer than its header ({_HEADER.size})")
     _, version, code, sequences, ends = _HEADER.unpack(head)
     if version != 1:
         raise error(f"this Megatron index has version {version}; only version 1 is supported",
                     "write it with a version of Megatron that uses index version 1")
     if code not in DTYPES:
-        raise error(f"the token type {code} is unknown",
+        raise error(f"the token type {code} is not supported",
                     "use one of " + ", ".join(f"{number} ({name})" for number, name in DTYPES.items()))
     expected = _HEADER.size + 12 * sequences + 8 * ends
     if size not in (expected, expected + sequences):  # multimodal indexes have one more byte per sequence
@@ -181,7 +182,7 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], token_bytes: 
                     f"has {token_bytes:,}")
     if not _is_in_order(documents, sequences):
         raise error("the documents do not contain all sequences in order")
-    return MegatronIndex(DTYPES[code], total, _starts(documents, offsets, total, item))
+    return MegatronIndex(DTYPES[code], total, _document_starts(documents, offsets, total, item))
 
 
 def _is_in_order(documents: np.ndarray, sequences: int) -> bool:
@@ -192,7 +193,7 @@ def _is_in_order(documents: np.ndarray, sequences: int) -> bool:
                    for begin in range(0, documents.size, _AT_ONCE))
 
 
-def _starts(documents: np.ndarray, offsets: np.ndarray, total: int, item: int) -> np.ndarray:
+def _document_starts(documents: np.ndarray, offsets: np.ndarray, total: int, item: int) -> np.ndarray:
     """Return the first token of each document, followed by the number of tokens."""
     starts = np.full(documents.size, total)
     for begin in range(0, documents.size, _AT_ONCE):
@@ -213,14 +214,14 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     index = read_index(data.bin, data.idx)
     if show:
         say(f"reading the Megatron index {data.idx}: {index.tokens:,} tokens, {index.starts.size - 1:,} documents")
-    entry, vocab_size, end = _tokenizer(data)
+    entry, vocab_size, end = _tokenizer_facts(data)
     item = np.dtype(index.dtype).itemsize
     counts = _count(data, index, vocab_size)
-    keep, digest = _validation_start(index), sampled_hash(data.bin)
+    train_tokens, digest = _validation_start(index), sampled_hash(data.bin)
     splits = {name: {"tokens": stop - first, "shards": [] if first == stop else [
         {"file": str(data.bin), "tokens": stop - first, "offset": first * item, "sha256": digest,
          "file_bytes": index.tokens * item}]}
-        for name, first, stop in ((TRAIN, 0, keep), (VAL, keep, index.tokens))}
+        for name, first, stop in ((TRAIN, 0, train_tokens), (VAL, train_tokens, index.tokens))}
     np.save(folder / COUNTS, counts)
     choice = entry["name"] if data.tokenizer is None else data.tokenizer.words
     if data.tokenizer is not None and data.tokenizer.file is not None:
@@ -242,7 +243,7 @@ def check_megatron(data: MegatronData) -> None:
     Raises:
         UserError: as `index_megatron`.
     """
-    index, vocab_size = read_index(data.bin, data.idx), _tokenizer(data)[1]
+    index, vocab_size = read_index(data.bin, data.idx), _tokenizer_facts(data)[1]
     if index.tokens:
         tokens = np.memmap(data.bin, np.dtype(index.dtype).newbyteorder("<"), "r")
         for first, part in pieces(tokens, CHECKED_TOKENS):
@@ -274,7 +275,7 @@ def _check_ids(data: MegatronData, first: int, ids: np.ndarray, vocab_size: int)
         at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         raise UserError(f"token {ids[at]:,} at position {first + at:,} is outside the tokenizer's vocabulary, "
                         f"which has {vocab_size:,} tokens", where=str(data.bin),
-                        instead="give the tokenizer that made these tokens: --tokenizer T")
+                        instead="pass the tokenizer that made these tokens: --tokenizer T")
 
 
 def _validation_start(index: MegatronIndex) -> int:
@@ -290,14 +291,14 @@ def _validation_start(index: MegatronIndex) -> int:
     return int(inner[min(int(np.searchsorted(inner, target)), inner.size - 1)])
 
 
-def _tokenizer(data: MegatronData) -> tuple[dict[str, Any], int, int | None]:
-    """Return the tokenizer's entry, vocabulary size and end-of-text id, without gpt2's file."""
+def _tokenizer_facts(data: MegatronData) -> tuple[dict[str, Any], int, int | None]:
+    """Return the tokenizer's entry, vocabulary size and end-of-text id; does not need gpt2's file."""
     choice = data.tokenizer
     if choice is None or (choice.name == "char" and choice.entry is None):
         raise UserError("Megatron files do not record the tokenizer that made them", where=str(data.idx),
-                        instead="give --tokenizer gpt2, or --tokenizer PATH with the tokenizer's folder, "
+                        instead="pass --tokenizer gpt2, or --tokenizer PATH with the tokenizer's folder, "
                                 "tokenizer.json or *.model")
     if choice.name == "gpt2" and choice.file is None:
-        return gpt2_entry(), *_GPT2
-    tokenizer: Tokenizer = choice.make()
+        return gpt2_entry(), *_GPT2_VOCABULARY
+    tokenizer: Tokenizer = choice.load()
     return to_entry(tokenizer), tokenizer.vocab_size, tokenizer.end_of_text

@@ -1,4 +1,4 @@
-"""Parse mixtures of corpora, `--corpus A=0.7,B=0.3`, and explain mistakes in them."""
+"""Parse mixtures of corpora, `--corpus A=0.7,B=0.3`, and suggest corrections of invalid ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     A comma belongs to a path if the path with the comma exists.
 
     Raises:
-        UserError: a corpus is given twice, or a weight is missing, not a number, or too small.
+        UserError: a corpus is listed twice, a single corpus has a weight, or a weight is missing, not a number, or
+            too small.
     """
     if not {",", "="} & set(words) or os.path.exists(words):  # exists is also False for names that are too long
         return None
@@ -60,7 +61,7 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     if len(parts) == 1:
         if parts[0].weight is None or not _exists(parts[0].corpus):
             return None  # a path with a comma or an equals sign
-        raise UserError("a single corpus takes no weight", where=f"--corpus {words}",
+        raise UserError("a single corpus cannot have a weight", where=f"--corpus {words}",
                         instead=f"--corpus {parts[0].corpus}, or several as A=0.7,B=0.3")
     if problems := [part.problem for part in parts if part.problem]:
         raise UserError("; ".join(dict.fromkeys(problems)), where=f"--corpus {words}", instead=_advice(parts))
@@ -68,7 +69,7 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     for part, name in zip(parts, names, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.corpus} is given more than once", where=f"--corpus {words}",
-                            instead="give each corpus once")
+                            instead="list each corpus once")
     weights = [part.number or 0.0 for part in parts]
     shares([part.corpus for part in parts], weights)
     return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
@@ -95,9 +96,9 @@ def _split(text: str) -> list[_Part]:
     pieces = text.split(",")
     parts = []
     while pieces:
-        # Take the longest existing path, or else everything up to the next comma.
+        # Use the longest existing path, or else everything up to the next comma.
         sizes = range(min(_MAX_COMMAS, len(pieces)), 0, -1)
-        candidates = [(size, _part(",".join(pieces[:size]).strip())) for size in sizes]
+        candidates = [(size, _parse_part(",".join(pieces[:size]).strip())) for size in sizes]
         size, part = next(((size, part) for size, part in candidates
                            if _exists(part.corpus) and "," not in (part.weight or "")), candidates[-1])
         parts.append(part)
@@ -105,7 +106,7 @@ def _split(text: str) -> list[_Part]:
     return parts
 
 
-def _part(text: str) -> _Part:
+def _parse_part(text: str) -> _Part:
     corpus, equals, weight = text.rpartition("=")
     if not equals or (not _exists(corpus.strip()) and _exists(text)):
         return _Part(text, None)
@@ -113,7 +114,7 @@ def _part(text: str) -> _Part:
 
 
 def _advice(parts: list[_Part]) -> str:
-    """Return advice: the mixture with weights filled in for the parts without one."""
+    """Return the mixture with weights filled in for the parts without one, as advice."""
     named = [part for part in parts if part.corpus]
     weights = [part.number for part in named if part.number is not None]
     missing = len(named) - len(weights)

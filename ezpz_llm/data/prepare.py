@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base import UserError, require_package
-from ezpz_llm.data.atomic_dir import building
+from ezpz_llm.data.atomic_dir import build_folder
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.downloads import say, writing
 from ezpz_llm.data.external_shards import ExternalShards, check_shards, find_external_shards, index_shards
@@ -35,7 +35,7 @@ from ezpz_llm.rundir import write_json
 _BYTES_PER_WORKER = 16 << 20
 _MAX_WORKERS = 64
 _FILES_CHECKED, _DOCUMENTS_CHECKED = 200, 20
-"""Files whose format and whose first documents --check reads: about a second on any file system."""
+"""Number of files whose format, and whose first documents, --check reads: about a second on any file system."""
 
 
 def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = None,
@@ -59,16 +59,16 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         shard_tokens: tokens per shard file.
         workers: number of processes; default: one per 16 MB, at most one per available core.
         download: allow downloading a data set.
-        progress: report on stderr.
-        text_key: name of the text in a JSON object, or of the text column.
+        progress: show progress on stderr.
+        text_key: key of the text in a JSON object, or name of the text column.
         max_broken: maximum number of unreadable documents to skip; the manifest records them.
 
     Raises:
-        UserError: nothing to read, unreadable text, a missing tokenizer, or no disk space.
+        UserError: there is nothing to read, the text is unreadable, the tokenizer is missing, or the disk is full.
     """
     options = Options(tokenizer, val_fraction, val_tokens, shard_tokens, out, text_key, max_broken)
     if workers is not None and workers < 1:
-        raise UserError(f"{workers} workers", where="--workers", instead="give 1 or more")
+        raise UserError(f"the number of workers is {workers}", where="--workers", instead="pass 1 or more")
     if parts := find_mixture(corpus):
         _check_default_options(corpus, replace(options, text_key=TEXT, max_broken=0))
         reading: dict[str, Any] = {"text_key": text_key, "max_broken": max_broken}
@@ -77,7 +77,7 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         mixture, fingerprint = mixture_folder(prepared)
         return _ensure(mixture, fingerprint, progress,
                        lambda hidden: write_mixture(corpus, prepared, fingerprint, hidden))
-    folder = _single(corpus, options, check=False, workers=workers, download=download, show=progress)
+    folder = _single_folder(corpus, options, check=False, workers=workers, download=download, show=progress)
     assert folder is not None
     return folder
 
@@ -91,14 +91,14 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         decodes: also check the tokenizer's file, even if the tokens exist.
 
     Raises:
-        UserError: as `prepare`, for errors that show without reading the whole text; a truncated shard; too few
-            tokens.
+        UserError: as `prepare`, for errors that can be found without reading the whole text; a shard is
+            truncated, or there are too few tokens.
     """
     parts = find_mixture(corpus) or [(corpus, 1.0)]
     if decodes and tokenizer == "gpt2":
         GPT2_VOCAB.find()
     options = Options(tokenizer, text_key=text_key, max_broken=max_broken)
-    folders = [_single(part, Options(tokenizer) if len(parts) > 1 and _is_prepared(part) else options)
+    folders = [_single_folder(part, Options(tokenizer) if len(parts) > 1 and _is_prepared(part) else options)
                for part, _ in parts]
     opened = [TokenData.open(folder) for folder in folders if folder]
     if len(opened) > 1:
@@ -120,7 +120,7 @@ def find_prepared(corpus: str, tokenizer: str | None = None, text_key: str = TEX
     Raises:
         UserError: as `check_corpus`.
     """
-    return None if find_mixture(corpus) else _single(corpus, Options(tokenizer, text_key=text_key))
+    return None if find_mixture(corpus) else _single_folder(corpus, Options(tokenizer, text_key=text_key))
 
 
 def _is_prepared(corpus: str) -> bool:
@@ -128,8 +128,8 @@ def _is_prepared(corpus: str) -> bool:
             or find_megatron(corpus, None) is not None)
 
 
-def _single(corpus: str, options: Options, *, check: bool = True, workers: int | None = None,
-            download: bool = False, show: bool = False) -> Path | None:
+def _single_folder(corpus: str, options: Options, *, check: bool = True, workers: int | None = None,
+                   download: bool = False, show: bool = False) -> Path | None:
     """Return the folder of a single corpus; with `check`, None if `prepare` would have to create it."""
     choice = None if options.tokenizer is None else choose_tokenizer(options.tokenizer)
     folder = prepared_folder(corpus)
@@ -137,14 +137,14 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
     if folder or shards:
         _check_default_options(corpus, options)
     if shards:
-        if check and not _finished(shards.index, shards.fingerprint):
+        if check and not _is_finished(shards.index, shards.fingerprint):
             _check_shards(shards)
             return None
         folder = _ensure(shards.index, shards.fingerprint, show, lambda hidden: _index(shards, hidden, show))
     if folder:
-        return _with_tokenizer(folder, choice)
+        return _check_tokenizer(folder, choice)
     request = _reuse_plain_char(make_request(corpus, options))
-    if not _ready(request, download, _FILES_CHECKED if check else None):
+    if not _check_ready(request, download, _FILES_CHECKED if check else None):
         if check:
             _check_writable(request.folder)
             if not options.max_broken:
@@ -178,16 +178,16 @@ def _check_writable(folder: Path) -> None:
                         instead="set EZPZ_LLM_CACHE=DIR to a writable folder that all nodes share")
 
 
-def _ensure(folder: Path, fingerprint: str, show: bool, make_in: Callable[[Path], None]) -> Path:
-    """Return `folder` complete; if necessary, `make_in` creates it in a hidden folder."""
-    def waiting() -> None:
+def _ensure(folder: Path, fingerprint: str, show: bool, create_in: Callable[[Path], None]) -> Path:
+    """Return `folder` once it is complete; if necessary, `create_in` creates its content in a hidden folder."""
+    def on_wait() -> None:
         if show:
             say(f"waiting for another process that is preparing {folder}")
 
-    if not _finished(folder, fingerprint):
-        with writing(folder), building(folder, lambda: _finished(folder, fingerprint), waiting) as hidden:
+    if not _is_finished(folder, fingerprint):
+        with writing(folder), build_folder(folder, lambda: _is_finished(folder, fingerprint), on_wait) as hidden:
             if hidden is not None:
-                make_in(hidden)
+                create_in(hidden)
     return folder
 
 
@@ -198,8 +198,8 @@ def _check_default_options(corpus: str, options: Options) -> None:
                                               "--text-key and --max-broken")
 
 
-def _with_tokenizer(folder: Path, choice: Choice | None) -> Path:
-    """Return `folder` after checking that the requested tokenizer made its tokens."""
+def _check_tokenizer(folder: Path, choice: Choice | None) -> Path:
+    """Check that the requested tokenizer made the tokens in `folder`, and return `folder`."""
     entry = read_manifest(folder)["tokenizer"]
     check_entry(entry, str(folder / MANIFEST))
     if choice is not None and not choice.fits(entry):
@@ -211,17 +211,17 @@ def _with_tokenizer(folder: Path, choice: Choice | None) -> Path:
 
 
 def _reuse_plain_char(request: Request) -> Request:
-    """Return the request; for "char" with a given table, a prepared one without a table if both tables agree."""
+    """Return the request, or the same for "char" without a table if its shards exist and have the given table."""
     if request.tokenizer.name != "char" or request.tokenizer.entry is None or request.options.out is not None:
         return request
     plain = replace(request, tokenizer=choose_tokenizer(request.tokenizer.name))
-    same = (_finished(plain.folder, plain.fingerprint)
+    same = (_is_finished(plain.folder, plain.fingerprint)
             and request.tokenizer.fits(read_manifest(plain.folder)["tokenizer"]))
     return plain if same else request
 
 
-def _finished(folder: Path, fingerprint: str) -> bool:
-    """Return True if the folder is complete; raise UserError if it contains anything else."""
+def _is_finished(folder: Path, fingerprint: str) -> bool:
+    """Return True if the folder is complete; raise UserError if it contains other files or shards."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     state = "this folder contains other files"
@@ -232,16 +232,16 @@ def _finished(folder: Path, fingerprint: str) -> bool:
             return True
         state = ("this folder contains other shards: the corpus, tokenizer or split differs, or the corpus files "
                  "have changed")
-    raise UserError(state, where=str(folder), instead="give another folder with --out, or remove this one first")
+    raise UserError(state, where=str(folder), instead="pass another folder with --out, or remove this one first")
 
 
-def _ready(request: Request, download: bool, max_files: int | None) -> bool:
+def _check_ready(request: Request, download: bool, max_files: int | None) -> bool:
     """Return True if the folder is complete; otherwise check the inputs and return False.
 
     Args:
         max_files: number of files whose format is checked; None for all.
     """
-    if _finished(request.folder, request.fingerprint):
+    if _is_finished(request.folder, request.fingerprint):
         return True
     if request.tokenizer.name == "gpt2" and request.tokenizer.file is None:
         GPT2_VOCAB.find()
@@ -278,9 +278,9 @@ def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: 
     opened = [TokenData.open(part) for part, _ in parts]
     check_same_tokenizer(opened)
     weights = [weight for _, weight in parts]
-    counted = shares([str(part) for part, _ in parts], weights)
+    counts_per_block = shares([str(part) for part, _ in parts], weights)
     histogram = np.zeros(opened[0].vocab_size)
-    for data, count in zip(opened, counted, strict=True):
+    for data, count in zip(opened, counts_per_block, strict=True):
         if not (data.folder / COUNTS).is_file():
             raise UserError(f"this folder has no {COUNTS}; an older version prepared it",
                             where=str(data.folder), instead="remove it and prepare it again")
@@ -319,7 +319,7 @@ def check_same_tokenizer(parts: Sequence[TokenData]) -> None:
     for data in parts:
         if data.parts:
             raise UserError("a mixture cannot be part of another mixture", where=str(data.folder),
-                            instead="give its parts, each with a weight")
+                            instead="pass its parts, each with a weight")
         if data.manifest["tokenizer"]["fingerprint"] != first.manifest["tokenizer"]["fingerprint"]:
             names = [part.manifest["tokenizer"]["name"] for part in (first, data)]
             both = f"{names[0]} and {names[1]}" if names[0] != names[1] else f"two different {names[0]} tables"

@@ -31,7 +31,7 @@ from ezpz_llm.data.formats import (
     text_of,
 )
 from ezpz_llm.data.hub import read_dataset
-from ezpz_llm.data.text import cut_text, whole_characters
+from ezpz_llm.data.text import cut_text, replace_surrogates
 
 PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 64 << 10
@@ -46,7 +46,7 @@ class Piece:
         is_jsonl: True for JSON lines, one document per line.
         offset: offset of its first byte in the decompressed content.
         line: number of its first line (jsonl only; 1 otherwise).
-        source_bytes: bytes of the file that were read for it.
+        source_bytes: bytes of the file that were read for this part.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Piece:
 
     @property
     def has_mark(self) -> bool:
-        """True if it starts with a byte-order mark, which is not part of the text."""
+        """True if the piece starts with a byte-order mark, which is not part of the text."""
         return self.offset == 0 and self.data.startswith(BOM)
 
 
@@ -67,12 +67,12 @@ class Reading:
     """Options for reading documents.
 
     Attributes:
-        key: name of the text in a JSON object, or of the text column.
-        skips: skip and count broken documents instead of raising an error.
+        key: key of the text in a JSON object, or name of the text column.
+        skip_broken: skip and count broken documents instead of raising an error.
     """
 
     key: str = TEXT
-    skips: bool = False
+    skip_broken: bool = False
 
 
 STRICT = Reading()
@@ -80,7 +80,7 @@ STRICT = Reading()
 
 @dataclass(frozen=True)
 class Task:
-    """Part of the corpus that one process encodes at once, and the position after it."""
+    """Part of the corpus that one process encodes in one call, and the position after that part."""
 
     pieces: list[Piece | Documents]
     after: dict[str, Any] = field(default_factory=dict)
@@ -111,15 +111,15 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
         return
     pieces: list[Piece | Documents] = []
     buffered = 0
-    place: dict[str, Any] = {}
-    for piece, place in _located(corpus, after or {}, size, reading, cut):
+    position: dict[str, Any] = {}
+    for piece, position in _located_pieces(corpus, after or {}, size, reading, cut):
         pieces.append(piece)
         buffered += _content_bytes(piece)
         if buffered >= size:
-            yield Task(pieces, place, reading)
+            yield Task(pieces, position, reading)
             pieces, buffered = [], 0
     if pieces:
-        yield Task(pieces, place, reading)
+        yield Task(pieces, position, reading)
 
 
 def _content_bytes(piece: Piece | Documents) -> int:
@@ -137,29 +137,29 @@ def texts(piece: Piece | Documents, reading: Reading = STRICT,
         broken: receives the error of each skipped document.
 
     Raises:
-        UserError: a document is broken (not UTF-8, not JSON, no text) and `reading.skips` is False. The message has
-            the file and the byte, line or row number.
+        UserError: a document is broken (not UTF-8, not JSON, no text) and `reading.skip_broken` is False. The
+            message has the file and the byte, line or row number.
     """
     for begins, text in _texts_or_errors(piece, reading):
         if not isinstance(text, UserError):
             yield begins, text
-        elif not reading.skips:
+        elif not reading.skip_broken:
             raise text
         elif broken is not None:
             broken.append(text)
 
 
-def check_documents(corpus: Corpus, key: str, most_files: int) -> None:
+def check_documents(corpus: Corpus, key: str, max_files: int) -> None:
     """Check the first documents of each JSON and parquet file.
 
     Raises:
         UserError: a document is broken, for example without text under `key`.
     """
     reading = Reading(key)
-    for file in () if corpus.plain else corpus.files[:most_files]:
+    for file in () if corpus.plain else corpus.files[:max_files]:
         if find_format(file.path).kind != "text":
             single = replace(corpus, files=(file,))
-            for piece, _ in islice(_located(single, {}, _CHECKED_BYTES, reading, cut_text), 1):
+            for piece, _ in islice(_located_pieces(single, {}, _CHECKED_BYTES, reading, cut_text), 1):
                 for _ in texts(piece, reading):
                     pass
 
@@ -172,11 +172,11 @@ def _texts_or_errors(piece: Piece | Documents, reading: Reading) -> Iterator[tup
                 yield True, document
             elif isinstance(document, NoText):
                 yield True, UserError(f"{piece.unit} {number} {document.why}", where=piece.where,
-                                      instead=f"{_other_key(document)}, or {_SKIP}")
+                                      instead=f"{_key_advice(document)}, or {_SKIP}")
             elif document:
-                yield True, whole_characters(document)
+                yield True, replace_surrogates(document)
     elif piece.is_jsonl:
-        yield from ((True, text) for text in _lines(piece, reading))
+        yield from ((True, text) for text in _line_texts(piece, reading))
     else:
         data = piece.data[len(BOM) * piece.has_mark:]
         try:
@@ -190,12 +190,12 @@ def _texts_or_errors(piece: Piece | Documents, reading: Reading) -> Iterator[tup
 _SKIP = "ezpz-llm data prepare … --max-broken N to skip up to N such documents"
 
 
-def _other_key(item: NoText) -> str:
+def _key_advice(item: NoText) -> str:
     example = f", such as {item.other}" if item.other else ""
     return f"--text-key NAME if the text has another name{example}"
 
 
-def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
+def _line_texts(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
     offset = piece.offset + len(BOM) * piece.has_mark
     for number, data in enumerate(piece.data[len(BOM) * piece.has_mark:].split(b"\n"), start=piece.line):
         try:
@@ -203,33 +203,33 @@ def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
         except UnicodeDecodeError as error:
             yield _not_utf8(piece.path, data, error.start, offset + error.start, number)
         else:
-            if line.strip() and (document := _document(line, piece.path, number, reading.key)):
+            if line.strip() and (document := _parse_document(line, piece.path, number, reading.key)):
                 yield document
         offset += len(data) + 1
 
 
-def _document(line: str, path: Path, number: int, key: str) -> str | UserError:
+def _parse_document(line: str, path: Path, number: int, key: str) -> str | UserError:
     where, form = f"{path}:{number}", f'each line must be an object like {{"{key}": "…"}}'
     try:
         text = text_of(parse_json(line, where, len(line)), key)
     except UserError as error:
         return UserError(f"line {number} is not JSON: {error.found}", where=where, instead=f"{form}, or {_SKIP}")
     if isinstance(text, str):
-        return whole_characters(text)
-    return UserError(f"line {number} {text.why}", where=where, instead=f"{form}; {_other_key(text)}, or {_SKIP}")
+        return replace_surrogates(text)
+    return UserError(f"line {number} {text.why}", where=where, instead=f"{form}; {_key_advice(text)}, or {_SKIP}")
 
 
-def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None = None) -> UserError:
+def _not_utf8(path: Path, data: bytes, index: int, offset: int, line: int | None = None) -> UserError:
     text = looks_like_text(data)
     advice = "remove the file from the corpus" + (
         ", or convert it if it is LATIN1: iconv -f LATIN1 -t UTF-8 FILE > NEW" if text else "")
-    return UserError(f"not UTF-8 text{'' if text else ', probably binary'}: byte 0x{data[place]:02x} at offset "
+    return UserError(f"not UTF-8 text{'' if text else ', probably binary'}: byte 0x{data[index]:02x} at offset "
                      f"{offset:,}", where=str(path) if line is None else f"{path}:{line}",
                      instead=f"{advice}; or {_SKIP}")
 
 
-def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Reading,
-             cut: Callable[[bytes], int]) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
+def _located_pieces(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Reading,
+                    cut: Callable[[bytes], int]) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
     """Yield each piece, and the position after it."""
     first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
     file_bytes_read = after.get("taken", 0)
@@ -242,7 +242,7 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Readi
                     read_array(file.path, form.packing, offset, size, reading.key))
             for documents in rows:
                 yield documents, {"file": number, "offset": documents.first + len(documents.texts)}
-        elif form.kind == "text" and reading.skips and (unreadable := _unreadable(file, form)):
+        elif form.kind == "text" and reading.skip_broken and (unreadable := _unreadable_document(file, form)):
             yield unreadable, {"file": number + 1}
         else:
             for piece in _pieces(file, form, size, offset, line, file_bytes_read, cut):
@@ -253,7 +253,7 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Readi
         offset, line, file_bytes_read = 0, 1, 0
 
 
-def _unreadable(file: SourceFile, form: Format) -> Documents | None:
+def _unreadable_document(file: SourceFile, form: Format) -> Documents | None:
     """Return the error for a text file that is not UTF-8, or None.
 
     The file is one document, so it is checked completely before any of its tokens is written.
@@ -281,11 +281,11 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, f
         stream.skip(offset)
         while True:
             if len(carry) > LONGEST_LINE:
-                problem = "this line is longer" if is_jsonl else "this text has no place to cut it within more"
+                problem = "this line is longer" if is_jsonl else "the tokenizer allows no cut in a text of more"
                 where = f"{file.path}:{line}" if is_jsonl else f"{file.path}, byte {offset:,}"
                 raise UserError(f"{problem} than {LONGEST_LINE >> 20} MiB", where=where,
                                 instead="split it, or remove it from the corpus")
-            # Doubling the block while there is no place to cut keeps the total work linear.
+            # Doubling the block while there is no position for a cut keeps the total work linear.
             block_bytes = max(size, len(carry))
             block = stream.read(block_bytes)
             data = carry + block
@@ -294,7 +294,7 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, f
                 end = data.rfind(b"\n") + 1 if is_jsonl else cut(data)
             if end:
                 # The pieces of a file add up to its size, also if reading was resumed in between.
-                piece_bytes = end if form.packing is None else max(0, stream.taken - file_bytes_read)
+                piece_bytes = end if form.packing is None else max(0, stream.file_bytes - file_bytes_read)
                 file_bytes_read += piece_bytes
                 yield Piece(file.path, is_jsonl, data[:end], offset, line, piece_bytes)
             if len(block) < block_bytes:

@@ -10,9 +10,9 @@ an unbalanced Feistel network permutes [0, 2^b), the smallest such range that co
 [0, n) is permuted again until it falls inside ("cycle walking", Black and Rogaway 2002, "Ciphers with arbitrary
 finite domains"), which takes fewer than two rounds on average.
 
-In a mixture, each stream provides a fixed number of every 4096 consecutive samples (its weight rounded to 1/4096),
-in an order that is shuffled anew for each block. So a stream's share is exact over any number of blocks, and the
-n-th sample of a stream is found without counting.
+In a mixture, samples form blocks of 4096. Each stream provides a fixed number of the samples of a block (its weight
+rounded to 1/4096), in an order that is shuffled anew for each block. So a stream's share is exact over any number
+of blocks, and the n-th sample of a stream is found without counting.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def sample_windows(stream_len: int, block_size: int, seed: int, indices: np.ndar
     """Return the start offsets of samples, a pure function of (seed, i).
 
     Epoch e = i // n starts at its own shift in [0, T), so that epochs cut the text at different positions (short
-    streams allow fewer shifts). An epoch omits fewer tokens than two windows, at the ends of the stream.
+    streams allow fewer shifts). An epoch omits the tokens of fewer than two windows, at the ends of the stream.
     Memory does not depend on the length of the stream.
 
     Args:
@@ -164,13 +164,13 @@ def as_mixture(stream: TokenStream | Mixture) -> Mixture:
 
 
 class ValidationWindows:
-    """Consecutive, non-overlapping windows of T tokens of a split; the last window is padded.
+    """Consecutive, non-overlapping windows of T tokens of a split; the last window of each stream is padded.
 
-    For a mixture, the splits of its streams follow one another. `max_tokens` is distributed over them by weight.
+    For a mixture, the windows of its streams follow one another. `max_tokens` is distributed over them by weight.
 
     Attributes:
-        predictions: number of next-token predictions: each of the split's (its length - 1) once, or the first
-            `max_tokens` of them.
+        predictions: number of next-token predictions: one per token of the split except the first, or the first
+            `max_tokens` of these.
 
     Raises:
         UserError: the split has fewer than two tokens, or `max_tokens` is not positive.
@@ -226,7 +226,7 @@ def _predictions(stream: TokenStream, max_tokens: int | None) -> int:
 class ReadAhead(Batches):
     """`Batches` with a thread that reads the next step while the device computes the current one.
 
-    A step waits only if the disk is slower than the training. Steps may be requested in any order and repeatedly;
+    A step waits only if reading is slower than training. Steps may be requested in any order and repeatedly;
     steps that were not read ahead are read on request.
     """
 
@@ -236,7 +236,7 @@ class ReadAhead(Batches):
         self._next: tuple[int, Future[list[tuple[np.ndarray, np.ndarray]]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the micro batches of a step, and start to read the next step."""
+        """Return the micro batches of a step, and start reading the next step."""
         read_step = super().micro_batches
         if self._next and self._next[0] == consumed:
             micro_batches = self._next[1].result()
@@ -304,7 +304,7 @@ def _round_key(key: np.ndarray, number: int) -> np.ndarray:
 
 
 def draw_streams(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the stream of each sample, and its index within that stream.
+    """Return the stream of each sample, and the sample's index within that stream.
 
     Over all samples, each sample of each stream occurs once.
 

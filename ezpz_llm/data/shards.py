@@ -2,7 +2,7 @@
 
     train_000000.bin, train_000001.bin, …, val_000000.bin, …, counts.npy, manifest.json
 
-A document may continue in the next shard, and from the training in the validation split.
+A document may continue in the next shard, and across the boundary between the splits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenStream:
 
     Args:
         shards: path and number of tokens of each shard, in order.
-        where: its name in error messages.
+        where: name of the stream in error messages.
         offsets: bytes before the first token of each file; default 0.
         vocab_size: if given, check ids on every read; for tokens that were not all checked during preparation.
     """
@@ -50,13 +50,13 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, place: slice) -> np.ndarray:
-        """Return tokens [a:b] in the shards' type; a read-only view if they lie in one shard.
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Return tokens [a:b] in the shards' data type; a read-only view if one shard contains them all.
 
         Raises:
             UserError: a token is outside `vocab_size`.
         """
-        start, stop, _ = place.indices(len(self))
+        start, stop, _ = span.indices(len(self))
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         parts = []
         while start < stop:
@@ -69,9 +69,9 @@ class TokenStream:
             return tokens
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-            raise UserError(f"token {tokens[at]:,} at position {place.indices(len(self))[0] + at:,} is outside the "
+            raise UserError(f"token {tokens[at]:,} at position {span.indices(len(self))[0] + at:,} is outside the "
                             f"tokenizer's vocabulary, which has {self._vocab_size:,} tokens", where=self.where,
-                            instead="give the tokenizer that made these tokens: --tokenizer T")
+                            instead="pass the tokenizer that made these tokens: --tokenizer T")
         return tokens
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -100,7 +100,7 @@ class Mixture:
 
 
 def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the number of samples of each weight in a block of 4096, by the largest-remainder method.
+    """Return the number of samples for each weight in a block of 4096, by the largest-remainder method.
 
     Raises:
         UserError: a weight is not positive, or too small for one sample.
@@ -109,7 +109,7 @@ def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
     for name, weight in zip(names, weights, strict=True):
         if not (weight > 0 and np.isfinite(total) and weight / total * BLOCK >= 1):
             raise UserError(f"{name} has a weight of {weight:g} in {total:g}; the minimum is 1 in {BLOCK}",
-                            where="--corpus", instead="give a larger weight, or remove that part")
+                            where="--corpus", instead="pass a larger weight, or remove that part")
     return tuple(apportion(weights, BLOCK))
 
 
@@ -141,7 +141,7 @@ class TokenData:
         """Tokenizer that made the tokens.
 
         Raises:
-            UserError: the tokenizer of that name here differs, or its file or library is missing.
+            UserError: this version's tokenizer of that name differs, or the tokenizer's file or library is missing.
         """
         return from_entry(self.manifest["tokenizer"], str(self.folder / MANIFEST), self.folder)
 
@@ -216,7 +216,7 @@ _COPY_TOKENS = 4 << 20
 
 
 class ShardWriter:
-    """Writer of <split>_000000.bin, <split>_000001.bin, …, with `shard_tokens` each; can resume after a kill.
+    """Writer of <split>_000000.bin, <split>_000001.bin, …, with `shard_tokens` each; can resume after being killed.
 
     Attributes:
         tokens: number of tokens written.
@@ -278,7 +278,7 @@ class ShardWriter:
         return True
 
     def copy_tail(self, keep: int, other: ShardWriter) -> None:
-        """Copy all but the first `keep` tokens to `other`; the position of the split is known only at the end."""
+        """Copy all but the first `keep` tokens to `other`; the boundary is known only after the last document."""
         self.close()
         for path, start, tokens in self._shards():
             shard = np.memmap(path, self.dtype, "r")
@@ -287,7 +287,7 @@ class ShardWriter:
         other.close()
 
     def cut(self, keep: int) -> None:
-        """Remove all but the first `keep` tokens. Idempotent, so that it can be repeated after a kill."""
+        """Remove all but the first `keep` tokens. Idempotent, so that a resumed process can repeat it."""
         self.close()
         for path, start, tokens in self._shards():
             remaining = min(tokens, max(0, keep - start))
@@ -297,7 +297,7 @@ class ShardWriter:
                 os.truncate(path, remaining * self.dtype.itemsize)
         self.tokens = min(self.tokens, keep)
 
-    def describe(self) -> dict[str, Any]:
+    def manifest_entry(self) -> dict[str, Any]:
         """Return the split's entry in the manifest; reads each shard once more to hash it."""
         self.close()
         shards = [{"file": path.name, "tokens": tokens, "sha256": hash_file(path)}

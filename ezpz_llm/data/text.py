@@ -12,7 +12,7 @@ _TRIES = 32
 """Candidate positions to try per separator; a tokenizer that allows cuts at a separator allows most of them."""
 
 
-def whole_characters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
     try:
         text.encode()
@@ -28,7 +28,7 @@ def cut_text(data: bytes) -> int:
     belongs to the next word, and a newline is a separate piece. So the cut is before such a space, or after such a
     newline. The other two tokenizers can be cut anywhere.
     """
-    return next(_between_words(data, b" ", 0), 0) or next(_between_words(data, b"\n", 1), 0)
+    return next(_positions_between_words(data, b" ", 0), 0) or next(_positions_between_words(data, b"\n", 1), 0)
 
 
 def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
@@ -46,8 +46,8 @@ def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
         A position in `data`; 0 if there is none.
     """
     for separator, shift in ((b" ", 0), (b"\n", 1)):
-        places = _between_words(data[:max(0, len(data) - _CONTEXT)], separator, shift)
-        for place, _ in zip(places, range(_TRIES), strict=False):
+        positions = _positions_between_words(data[:max(0, len(data) - _CONTEXT)], separator, shift)
+        for place, _ in zip(positions, range(_TRIES), strict=False):
             before = data[max(0, place - _CONTEXT):place].decode("utf-8", "ignore")
             after = data[place:place + _CONTEXT].decode("utf-8", "ignore")
             if np.array_equal(encode(before + after), np.concatenate([encode(before), encode_rest(after)])):
@@ -55,7 +55,7 @@ def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
     return 0
 
 
-def _between_words(data: bytes, separator: bytes, shift: int) -> Iterator[int]:
+def _positions_between_words(data: bytes, separator: bytes, shift: int) -> Iterator[int]:
     """Yield the positions of a separator between two non-whitespace characters, from the last to the first."""
     place = len(data)
     while (place := data.rfind(separator, 0, place)) > 0:

@@ -30,9 +30,9 @@ from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 from ezpz_llm.rundir import write_json
 
-# The maximum work that a kill can lose. Saves wait for the disk, so they should not be frequent.
+# At most this much work is lost if the process is killed. Saves wait for the disk, so they should not be frequent.
 _SECONDS_BETWEEN_SAVES = 2.0
-_BROKEN_NAMED = 100
+_MAX_BROKEN_LISTED = 100
 """Maximum number of broken documents that the manifest lists."""
 
 
@@ -103,8 +103,9 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
     """Write the shards and the manifest of `request` to `folder`, which may contain an earlier process's work.
 
     Raises:
-        UserError: an error in the corpus, such as unreadable text; nothing is kept.
-        Interrupted: disk full, no network, or a killed process; the journal and its shards are kept.
+        UserError: an error in the corpus, such as unreadable text; the work is discarded.
+        InterruptedWriteError: the disk is full, the network failed, a process was killed, or there are more broken
+            documents than --max-broken allows. The journal and its shards are kept.
     """
     began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer.name})"
     if show:
@@ -113,16 +114,16 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
             say(f"note: skipping {name}: not a regular file")
     try:
         work = _start_or_resume(request, folder, show)
-        _encode(work, workers, label, show)
+        _write_remaining_tokens(work, workers, label, show)
         manifest = _finish(work)
     except OSError as error:
-        raise _resumable(folder, f"cannot write here: {error.strerror or error}", str(error.filename or folder),
-                         "free disk space", error) from error
+        raise _as_resumable(folder, f"cannot write here: {error.strerror or error}", str(error.filename or folder),
+                            "free disk space", error) from error
     except InterruptedWriteError:
         raise
     except UserError as error:
         if isinstance(error.__cause__, OSError):
-            raise _resumable(folder, error.found, error.where, "fix that", error) from error
+            raise _as_resumable(folder, error.found, error.where, "fix this error", error) from error
         (folder / JOURNAL).unlink(missing_ok=True)
         raise
     if show:
@@ -138,8 +139,8 @@ def _size(request: Request) -> str:
     return f"{'1 file' if files == 1 else f'{files:,} files'}, {request.corpus.size / 1e6:,.1f} MB"
 
 
-def _resumable(folder: Path, message: str, where: str | None, instead: str,
-               error: OSError | UserError) -> Exception:
+def _as_resumable(folder: Path, message: str, where: str | None, instead: str,
+                  error: OSError | UserError) -> Exception:
     """Return `error` as `InterruptedWriteError` if there is a journal to resume from, else `error` itself."""
     if not (folder / JOURNAL).exists():
         return error
@@ -155,17 +156,17 @@ def _start_or_resume(request: Request, folder: Path, show: bool) -> _Work:
         tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL), folder)
         work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
         if work.resume():
-            clear(folder, but=(JOURNAL, SHARD))
+            clear(folder, kept=(JOURNAL, SHARD))
             _copy_tokenizer(request, folder)
             if show:
-                say(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens of an earlier "
-                    "process")
+                say(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens that an earlier "
+                    "process wrote")
             return work
     clear(folder)
     corpus, facts = request.corpus, {}
     if corpus.dataset is not None and (revision := resolve_revision(corpus.dataset)):
         facts["revision"] = revision
-    tokenizer = _tokenizer(request, facts.get("revision"))
+    tokenizer = _make_tokenizer(request, facts.get("revision"))
     _copy_tokenizer(request, folder)
     journal = Journal(request.fingerprint, to_entry(tokenizer), facts=facts)
     return _Work(request, folder, journal, tokenizer, np.zeros(tokenizer.vocab_size, np.int64))
@@ -177,7 +178,7 @@ def _copy_tokenizer(request: Request, folder: Path) -> None:
         copy_files(request.tokenizer.file, folder)
 
 
-def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
+def _write_remaining_tokens(work: _Work, workers: int, label: str, show: bool) -> None:
     """Write the remaining tokens of the corpus."""
     journal, corpus = work.journal, work.request.corpus
     saved = time.monotonic()
@@ -199,33 +200,33 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
                     saved = time.monotonic()
     if not journal.documents:
         raise UserError("nothing to read: no document has any text", where=corpus.words,
-                        instead="give a corpus that contains text")
+                        instead="pass a corpus that contains text")
 
 
 def _reading(request: Request) -> Reading:
-    return Reading(request.options.text_key, skips=request.options.max_broken > 0)
+    return Reading(request.options.text_key, skip_broken=request.options.max_broken > 0)
 
 
 def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
     """Count skipped documents.
 
     Raises:
-        Interrupted: the number exceeds --max-broken.
+        InterruptedWriteError: the number exceeds --max-broken.
     """
     journal, limit = work.journal, work.request.options.max_broken
     for error in broken:
         if journal.broken >= limit:
             raise InterruptedWriteError(f"{error.found}; this is one broken document more than --max-broken "
                                         f"{limit} allows", where=error.where,
-                                        instead=f"give --max-broken {10 * limit}: it continues where it stopped")
+                                        instead=f"pass --max-broken {10 * limit}: it continues where it stopped")
         journal.broken += 1
-        if len(journal.broken_first) < _BROKEN_NAMED:
+        if len(journal.broken_first) < _MAX_BROKEN_LISTED:
             journal.broken_first.append(f"{error.where}: {error.found}")
 
 
-def _tokenizer(request: Request, revision: str | None) -> Tokenizer:
+def _make_tokenizer(request: Request, revision: str | None) -> Tokenizer:
     if request.tokenizer.name != "char" or request.tokenizer.entry is not None:
-        return request.tokenizer.make()
+        return request.tokenizer.load()
     characters: set[str] = set()
     for task in tasks(request.corpus, revision=revision, reading=_reading(request)):
         for piece in task.pieces:
@@ -240,7 +241,7 @@ def _finish(work: _Work) -> dict[str, Any]:
     if request.options.val_tokens is not None and not work.train.tokens:
         raise UserError(f"no tokens are left to train on: the corpus has {work.tokens:,} tokens, and the "
                         f"validation split takes the first {request.options.val_tokens:,}", where=corpus.words,
-                        instead=f"give --val-tokens {work.tokens // 100}")
+                        instead=f"pass --val-tokens {work.tokens // 100}")
     work.split_validation()
     val = ({"val_fraction": request.options.val_fraction} if request.options.val_tokens is None
            else {"val_tokens": request.options.val_tokens})
@@ -258,7 +259,7 @@ def _finish(work: _Work) -> dict[str, Any]:
         "tokens": work.tokens,
         "unigram_entropy": entropy(work.counts),
         **val,
-        "splits": {TRAIN: work.train.describe(), VAL: work.val.describe()},
+        "splits": {TRAIN: work.train.manifest_entry(), VAL: work.val.manifest_entry()},
     }
     np.save(work.folder / COUNTS, work.counts)
     write_json(work.folder / MANIFEST, manifest)
@@ -299,7 +300,7 @@ def entropy(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-_WAITING_PER_WORKER = 2
+_QUEUED_TASKS_PER_WORKER = 2
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ class Encoded:
     """Tokens of one task.
 
     Attributes:
-        tokens: 1-d, in the shards' type.
+        tokens: 1-d, in the shards' data type.
         counts: (vocab_size,), occurrences of each id.
         documents: number of documents that start in the task.
         source_bytes: bytes read.
@@ -326,12 +327,12 @@ class Encoded:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the shards' little-endian type: uint16 for up to 65,536 ids, else uint32."""
+    """Return the shards' little-endian data type: uint16 for up to 65,536 ids, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Cast `ids` to the shards' type.
+    """Cast `ids` to the shards' data type.
 
     Raises:
         ValueError: an id is outside [0, vocab_size); a cast alone would silently change it.
@@ -368,7 +369,7 @@ def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, fo
 
     Raises:
         UserError: unreadable text.
-        Interrupted: a process was killed.
+        InterruptedWriteError: a process was killed.
     """
     if workers == 1:
         tokenizer = from_entry(entry, folder=folder)
@@ -376,12 +377,12 @@ def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, fo
             yield encode_task(task, tokenizer)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker)
     waiting: deque = deque()
     try:
         for task in tasks:
             waiting.append(pool.submit(_encode_in_worker, task, dict(entry), folder))
-            if len(waiting) >= _WAITING_PER_WORKER * workers:
+            if len(waiting) >= _QUEUED_TASKS_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -397,13 +398,13 @@ def _encode_in_worker(task: Task, entry: Mapping[str, Any], folder: Path) -> Enc
     return encode_task(task, from_entry(entry, folder=folder))
 
 
-def _begin_worker() -> None:
+def _init_worker() -> None:
     # Ctrl-C signals the whole process group; only the parent handles it, and shuts down the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     # Without this, the workers of a killed parent would wait forever.
     parent = multiprocessing.parent_process()
     if parent is not None:

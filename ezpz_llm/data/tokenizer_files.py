@@ -20,23 +20,23 @@ import numpy as np
 
 from ezpz_llm.base import MAX_IDS, UserError, import_package, read_bytes, read_json
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.data.text import checked_cut, whole_characters
+from ezpz_llm.data.text import checked_cut, replace_surrogates
 from ezpz_llm.rundir import RunDir
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
 KINDS = {"tokenizers": TOKENIZER_JSON, "sentencepiece": TOKENIZER_MODEL}
-"""Library (also the name of its package and of our extra), and the name of a copy of its file."""
+"""File name of the copy of a tokenizer, by library (also the name of its package and of our extra)."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Further tokenizer files in a model's folder, for transformers."""
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the end-of-text token to try, in order, if there is no tokenizer_config.json."""
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Names of the end-of-text token to try, in order, if tokenizer_config.json names no token of the vocabulary."""
 _CONFIG = COMPANIONS[0]
 _MODELS = (TOKENIZER_MODEL, "spiece.model", "sentencepiece.bpe.model")
 _KNOWN = (TOKENIZER_JSON, *_MODELS)
-"""File names that mark their folder as the folder of one tokenizer."""
+"""File names that only the folder of a single tokenizer contains; its name is that tokenizer's name."""
 _MAX_BYTES = 256 << 20
 """Size limit of a tokenizer's file; the largest known has 33 MB."""
-_NO_IDS = ("version", "truncation", "padding", "post_processor")
+_IGNORED_KEYS = ("version", "truncation", "padding", "post_processor")
 """Keys of a tokenizer.json that do not affect a document's ids; transformers changes some of them on save."""
 
 
@@ -51,7 +51,7 @@ def find_copy(folder: Path, entry: Mapping[str, Any]) -> Path:
     """Return the copy of a tokenizer's file in a folder of shards, or in the run of a checkpoint.
 
     Raises:
-        UserError: there is no copy.
+        UserError: no copy is found.
     """
     name = KINDS[entry["kind"]]
     run = RunDir(folder.absolute().parent.parent).tokenizer
@@ -61,7 +61,7 @@ def find_copy(folder: Path, entry: Mapping[str, Any]) -> Path:
     raise UserError(f"the {name} of the tokenizer {entry['name']}, which made these tokens, is missing",
                     where=f"{folder} and {run}",
                     instead=f"copy the {name} with the fingerprint {entry['fingerprint'][:12]} to one of them, or "
-                            "give its folder: --tokenizer DIR")
+                            "pass its folder: --tokenizer DIR")
 
 
 def copy_files(source: Path, folder: Path) -> None:
@@ -133,12 +133,12 @@ class _Table:
         except (UserError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"this is not a tokenizer.json of Hugging Face tokenizers: "
                             f"{error.found if isinstance(error, UserError) else error!r}", where=str(path),
-                            instead="give a tokenizer.json or a SentencePiece *.model") from error
+                            instead="pass a tokenizer.json or a SentencePiece *.model") from error
         return cls(stored, ids)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that affects the ids, independent of how the file was saved."""
-        content = {name: value for name, value in self.stored.items() if name not in _NO_IDS}
+        content = {name: value for name, value in self.stored.items() if name not in _IGNORED_KEYS}
         model = dict(content["model"])
         if isinstance(model.get("merges"), list):  # newer versions write them as pairs
             model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -149,7 +149,7 @@ class _Table:
         stored = read_json(config, _MAX_BYTES) if config.is_file() else {}
         token = stored.get("eos_token") if isinstance(stored, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
-        names = (token, *ENDS) if isinstance(token, str) else ENDS
+        names = (token, *END_OF_TEXT_NAMES) if isinstance(token, str) else END_OF_TEXT_NAMES
         return next((self.ids[name] for name in names if name in self.ids), None)
 
 
@@ -160,7 +160,7 @@ def load(path: Path, entry: Mapping[str, Any] | None = None) -> FileTokenizer:
         entry: the expected entry, if known.
 
     Raises:
-        UserError: the library is not installed, the file is damaged, or it is another tokenizer.
+        UserError: the library is not installed, the file is damaged, or its fingerprint differs from the entry's.
     """
     actual = entry_of_file(path)
     if entry is not None and entry["fingerprint"] != actual["fingerprint"]:
@@ -193,7 +193,7 @@ class FileTokenizer:
         try:
             return np.array(self._ids(text), np.uint32)
         except (UnicodeError, RuntimeError, TypeError):  # a lone surrogate; checking every text would be slow
-            return np.array(self._ids(whole_characters(text)), np.uint32)
+            return np.array(self._ids(replace_surrogates(text)), np.uint32)
 
     def _ids(self, text: str) -> list[int] | np.ndarray:
         raise NotImplementedError
@@ -203,7 +203,7 @@ class FileTokenizer:
         raise NotImplementedError
 
     @functools.cached_property
-    def _begins_with_space(self) -> bool:
+    def _prepends_space(self) -> bool:
         """True if the library prepends a space to each text, even if the text starts with a space."""
         whole = self.encode("a a").tolist()
         return (whole != [*self.encode("a").tolist(), *self.encode(" a").tolist()]
@@ -211,7 +211,7 @@ class FileTokenizer:
 
     def encode_rest(self, text: str) -> np.ndarray:
         """Return the ids of the text after a cut (see `cut`) within a document."""
-        return self.encode(text[1:] if self._begins_with_space and text.startswith(" ") else text)
+        return self.encode(text[1:] if self._prepends_space and text.startswith(" ") else text)
 
     def cut(self, data: bytes) -> int:
         """Return a position where a document may be cut; 0 if there is none."""
@@ -269,5 +269,5 @@ def _sentencepiece(path: Path, content: bytes) -> Any:
         model.LoadFromSerializedProto(content)
     except (RuntimeError, ValueError, TypeError) as error:
         raise UserError(f"SentencePiece cannot read this file: {error}", where=str(path),
-                        instead="give a tokenizer.json or a SentencePiece *.model") from error
+                        instead="pass a tokenizer.json or a SentencePiece *.model") from error
     return model

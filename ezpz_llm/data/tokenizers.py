@@ -24,7 +24,7 @@ import tiktoken
 from ezpz_llm.base import UserError, as_type, describe_unknown, read_json, require_package, user_path
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
-from ezpz_llm.data.text import cut_text, whole_characters
+from ezpz_llm.data.text import cut_text, replace_surrogates
 from ezpz_llm.data.tokenizer_files import (
     FileTokenizer,
     entry_of_file,
@@ -101,7 +101,7 @@ class EncodingTokenizer(_CutBetweenWords):
 
     def encode(self, text: str) -> np.ndarray:
         """Return ids (1-d, uint32); `<|endoftext|>` within a text is ordinary text."""
-        return self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
+        return self.encoding.encode_to_numpy(replace_surrogates(text), disallowed_special=())
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -198,7 +198,7 @@ def byte_alphabet() -> dict[int, str]:
     return {value: chr(value) for value in printable} | {value: chr(0x100 + at) for at, value in enumerate(hidden)}
 
 
-def provide_gpt2(folder: Path) -> Path:
+def install_gpt2(folder: Path) -> Path:
     """Copy gpt2's file from `folder`, under its published name or its name in tiktoken's cache.
 
     Raises:
@@ -208,11 +208,11 @@ def provide_gpt2(folder: Path) -> Path:
         if (folder / name).is_file():
             return GPT2_VOCAB.copy_from(folder / name)
     raise UserError(f"neither {' nor '.join(GPT2_NAMES)} is in this folder", where=str(folder.absolute()),
-                    instead=f"give the folder that contains vocab.bpe, published at {GPT2_VOCAB.address}")
+                    instead=f"pass the folder that contains vocab.bpe, published at {GPT2_VOCAB.address}")
 
 
 def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a tokenizer's manifest entry, enough to build it again together with its file, if it has one."""
+    """Return a tokenizer's manifest entry, from which (with its file, if any) `from_entry` can load it."""
     if isinstance(tokenizer, FileTokenizer):
         return dict(tokenizer.entry)
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
@@ -225,17 +225,17 @@ def gpt2_entry() -> dict[str, Any]:
 
 
 def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
-    """Check that the tokenizer in a manifest is the same as the installed one; needs no file.
+    """Check that a built-in tokenizer in a manifest is the same as this version's; needs no file.
 
     Raises:
-        UserError: another tokenizer made the tokens.
+        UserError: a different version of that tokenizer made the tokens.
     """
     if "kind" in entry:
         return  # `load` compares the fingerprint of its file
     if entry["name"] != "gpt2":
         from_entry(entry, where)
     elif entry["fingerprint"] != GPT2_FINGERPRINT:
-        raise _another(entry, GPT2_FINGERPRINT, where)
+        raise _other_tokenizer_error(entry, GPT2_FINGERPRINT, where)
 
 
 def check_files(entry: Mapping[str, Any], folder: Path) -> None:
@@ -261,17 +261,17 @@ def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path 
         folder: may contain a copy of its file; see `find_copy`.
 
     Raises:
-        UserError: the tokenizer of that name, or in that folder, is another one.
+        UserError: the tokenizer's file is missing, or its fingerprint differs from the entry's.
     """
     if "kind" in entry:
         return load(find_copy(folder or Path(), entry), entry)
     tokenizer = get_tokenizer(entry["name"], entry.get("table", ""))
     if tokenizer.fingerprint != entry["fingerprint"]:
-        raise _another(entry, tokenizer.fingerprint, where)
+        raise _other_tokenizer_error(entry, tokenizer.fingerprint, where)
     return tokenizer
 
 
-def _another(entry: Mapping[str, Any], fingerprint: str, where: str | None) -> UserError:
+def _other_tokenizer_error(entry: Mapping[str, Any], fingerprint: str, where: str | None) -> UserError:
     return UserError(
         f"another {entry['name']} tokenizer made these tokens: its fingerprint is {entry['fingerprint']}, "
         f"here it is {fingerprint}", where=where, instead="prepare the corpus again",
@@ -297,8 +297,8 @@ class Choice:
 
     Attributes:
         name: "bytes", "char", "gpt2", or the name of another library's tokenizer.
-        words: its name on a command line: the name, or an absolute path.
-        entry: its manifest entry; None if only a name is given, which any table of that tokenizer satisfies.
+        words: its name as a command-line argument: the name, or an absolute path.
+        entry: its manifest entry; None if only a name is given, which matches any table of that tokenizer.
         file: file of another library's tokenizer.
     """
 
@@ -309,13 +309,13 @@ class Choice:
 
     @property
     def table(self) -> str | None:
-        """Part of its identity beyond the name: characters of "char", or hash of another library's table."""
+        """Further part of its identity: the characters of "char", or hash of another library's table."""
         if self.entry is None:
             return None
         return self.entry["fingerprint"] if "kind" in self.entry else self.entry.get("table")
 
     def fits(self, entry: Mapping[str, Any]) -> bool:
-        """Return True if tokens of the tokenizer `entry` are tokens of this one."""
+        """Return True if the tokenizer with the manifest entry `entry` satisfies this request."""
         if self.entry is None:
             return self.name == entry["name"] and "kind" not in entry
         return self.entry["fingerprint"] == entry["fingerprint"]
@@ -324,8 +324,8 @@ class Choice:
         """Return its name for messages, with the fingerprint if the name alone is ambiguous."""
         return describe(self.entry) if self.entry is not None else self.name
 
-    def make(self) -> Tokenizer:
-        """Build the tokenizer; "char" without a table has no characters."""
+    def load(self) -> Tokenizer:
+        """Load the tokenizer; "char" without a table has no characters."""
         if self.file is not None:
             return load(self.file, self.entry)
         return get_tokenizer(self.name) if self.entry is None else from_entry(self.entry, self.words)
@@ -358,10 +358,10 @@ def choose_tokenizer(words: str) -> Choice:
     entry = find_entry(path)
     if entry is None:
         unsupported = find_unsupported_tokenizer(path)
-        raise UserError(f"its tokenizer is {unsupported}, which is not supported" if unsupported else
+        raise UserError(f"this folder's tokenizer is {unsupported}, which is not supported" if unsupported else
                         "this folder contains no tokenizer" if path.is_dir() else
                         "this file is not a tokenizer: its name ends in neither .json nor .model",
-                        where=f"--tokenizer {path}", instead=f"give {_ACCEPTED}")
+                        where=f"--tokenizer {path}", instead=f"pass {_ACCEPTED}")
     if "kind" not in entry:
         return Choice(entry["name"], words_of(entry, path), entry)
     require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], f"--tokenizer {path}")
@@ -371,13 +371,13 @@ def choose_tokenizer(words: str) -> Choice:
 def find_entry(path: Path) -> Mapping[str, Any] | None:
     """Return the manifest entry of the tokenizer in a file or folder; None if there is none."""
     for name in (_STATE, MANIFEST):
-        entry = _json(path / name).get("tokenizer")
+        entry = _read_json_object(path / name).get("tokenizer")
         if isinstance(entry, dict) and {"name", "fingerprint"} <= entry.keys():
             return as_type(TokenizerEntry, entry, str(path / name), "tokenizer")
     file = find_file(path)
     if file is None:
         return None
-    built_in = match_built_in(_json(file)) if file.suffix == ".json" else None
+    built_in = match_built_in(_read_json_object(file)) if file.suffix == ".json" else None
     return entry_of_file(file) if built_in is None else built_in
 
 
@@ -392,12 +392,12 @@ def match_built_in(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     Compares fingerprints of the table in `stored`, so gpt2's file is not needed.
     """
     try:
-        return _recognise(stored)
+        return _match_built_in(stored)
     except (KeyError, TypeError, AttributeError, ValueError):
         return None
 
 
-def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
+def _match_built_in(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     model, added = stored["model"], stored.get("added_tokens") or []
     changes = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                "ignore_merges")
@@ -426,8 +426,8 @@ def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     return gpt2_entry() if is_gpt2 and ranks == read_merges("\n".join(["", *merges])) else None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none."""
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is missing or contains no JSON object."""
     try:
         stored = read_json(path, _MAX_BYTES)
     except UserError:

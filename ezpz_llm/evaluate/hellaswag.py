@@ -44,7 +44,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Item:
-    """Context, its endings, and the index of the right one."""
+    """Context, its endings, and the index of the correct ending."""
 
     context: str
     endings: tuple[str, ...]
@@ -53,7 +53,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracies: share of items whose right ending is the most likely, by sum (`acc`) and by mean per token.
+    """Accuracies: share of items whose correct ending is the most likely, by sum (`acc`) or by mean per token.
 
     `truncated` is the number of endings whose context was too long for the model and lost its beginning.
     """
@@ -149,8 +149,8 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
           tokenizer: Tokenizer, *, block_size: int, items_at_once: int, device: torch.device, mesh: Mesh) -> Score:
     """Score items over all ranks; every rank gets the same result. Collective, with one reduction at the end.
 
-    Data-parallel rank r of W scores items r, r + W, … A rank without an item left computes an empty batch, since a
-    forward pass may be collective.
+    Data-parallel rank r of W scores items r, r + W, … A rank without an item left computes a batch of padding,
+    since a forward pass may be collective.
 
     Args:
         row_losses: see `Engine.row_losses`; in evaluation mode.
@@ -167,14 +167,14 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
     totals = torch.zeros(3, len(items), ENDINGS, dtype=dtype, device=device)
     sums, counts, truncated = totals
     with torch.no_grad():
-        for numbers in _shares(len(items), items_at_once, mesh.dp_rank, mesh.dp_size):
+        for numbers in _item_batches(len(items), items_at_once, mesh.dp_rank, mesh.dp_size):
             rows = [row for number in numbers for row in _rows(items[number], tokenizer, block_size)]
             tokens, targets = _batch(rows, items_at_once * ENDINGS, mesh.sp_size)
             losses = row_losses(torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))
             if not numbers:
                 continue
             sums[numbers] = losses[:len(rows)].to(dtype).view(-1, ENDINGS)
-            if mesh.pp_rank == 0 and mesh.sp_rank == 0:  # the same on all of them
+            if mesh.pp_rank == 0 and mesh.sp_rank == 0:  # the same on the other ranks of these groups
                 lengths = (targets[:len(rows)] != IGNORED).sum(axis=1).reshape(-1, ENDINGS)
                 counts[numbers] = torch.from_numpy(lengths).to(device, dtype)
                 is_truncated = np.array([row.truncated for row in rows]).reshape(-1, ENDINGS)
@@ -190,8 +190,8 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
                  items=len(items), truncated=int(truncated.sum().item()))
 
 
-def _shares(items: int, at_once: int, rank: int, ranks: int) -> Iterator[list[int]]:
+def _item_batches(items: int, at_once: int, rank: int, ranks: int) -> Iterator[list[int]]:
     """Yield batches of this rank's item numbers, the same number of batches on every rank."""
-    mine = range(rank, items, ranks)
+    numbers = range(rank, items, ranks)
     for start in range(0, -(-items // ranks), at_once):
-        yield list(mine[start:start + at_once])
+        yield list(numbers[start:start + at_once])

@@ -1,4 +1,4 @@
-"""Trained model for evaluation: its source, layout and engine.
+"""Trained model to evaluate: its source, layout and engine.
 
 Planning imports no torch, so that mistakes are found before any rank starts.
 """
@@ -48,7 +48,7 @@ class ModelPlan:
 
 @contextmanager
 def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
-    """Set up this process as a rank; remove its run directory afterwards, unless it is named. Collective."""
+    """Set up this process as a rank, and remove a temporary run directory afterwards. Collective."""
     from ezpz_llm.dist.setup import setup
 
     dist = setup(device=options.device, run_dir=options.run_dir, name=name)
@@ -62,7 +62,7 @@ def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
 def remove_temporary_run(options: argparse.Namespace, dist: Dist) -> None:
     """Remove a run directory that neither the user nor launch named.
 
-    It is not a training run, and commands without a name would use it as the newest one in runs/.
+    It is not a training run, but commands that default to the newest run in runs/ would use it.
     """
     if dist.is_main and options.run_dir is None and RUN_DIR_VARIABLE not in os.environ:
         shutil.rmtree(dist.run_dir.path, ignore_errors=True)
@@ -79,7 +79,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
-    """Add the options of tasks that our engines compute; `batch` is the default of --batch."""
+    """Add the options of tasks that our engines run; `batch` is the default of --batch."""
     add_common_arguments(parser)
     parser.add_argument("--ds-config", default="ddp", metavar="NAME|PATH",
                         help="parallel layout (default: %(default)s)")
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
                              "(default: %(default)s)")
     parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
                         help="bytes, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder with one of "
-                             "these; a warning follows if it is not the source's (default: the source's)")
+                             "these; evaluate warns if it is not the source's (default: the source's)")
 
 
 def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
@@ -107,7 +107,7 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
     source = find_source(options.source, "SOURCE")
     model = replace(source.model, dropout=0.0)
 
-    def resolved_for(model: ModelConfig | None) -> Resolved:
+    def resolve_for(model: ModelConfig | None) -> Resolved:
         return resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
                                precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
                                sp=options.sp, model=model,
@@ -115,12 +115,12 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
 
     if source.kind == "hf":
         # Pad the vocabulary as little as possible, so that the loss equals the published model's.
-        model = replace(model, vocab_multiple=options.tp or resolved_for(None).layout.tp)
-    return ModelPlan(source, model, resolved_for(model))
+        model = replace(model, vocab_multiple=options.tp or resolve_for(None).layout.tp)
+    return ModelPlan(source, model, resolve_for(model))
 
 
 def open_model(plan: ModelPlan, dist: Dist) -> Engine:
-    """Build the model in the engine of its layout, on its device, for `Engine.evaluating`. Collective.
+    """Build the model in the engine of its layout, on its device; use it inside `Engine.evaluating`. Collective.
 
     Raises:
         UserError: the weights are damaged or not finite; the same on every rank.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus of a validation loss. `tokens` is None for the whole split."""
+    """Corpus to compute the validation loss on. `tokens` is None for the whole split."""
 
     corpus: str
     tokenizer: str
@@ -43,7 +43,7 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
     config = plan.run_record.get("config", {})
     corpus = options.corpus or _corpus_of_run(plan)
     if corpus is None:
-        raise UserError("the model does not say which corpus it was trained on", where=str(plan.source.folder),
+        raise UserError("the corpus that the model was trained on is unknown", where=str(plan.source.folder),
                         instead="--corpus NAME or PATH")
     tokens = config.get("eval_tokens", 0) if options.tokens is None else options.tokens
     if tokens < 0:
@@ -55,7 +55,7 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
-    """Return the run's corpus, or its shards if the corpus was a path relative to another folder."""
+    """Return the run's corpus, or its shards if the corpus cannot be used, for example a relative path."""
     config, shards = plan.run_record.get("config", {}), plan.run_record.get("data", {}).get("folder", "")
     corpus = config.get("corpus")
     try:
@@ -97,7 +97,7 @@ def _warn(dist: Dist, text: str | None) -> None:
 
 
 def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
-    """Return the path of the file with the items, after checking it.
+    """Return the path of the file with the items, after checking its first item and the tokenizer.
 
     Raises:
         UserError: the file has no items, or an option is invalid.
@@ -111,7 +111,7 @@ def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
 
 
 def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both accuracies. Collective."""
+    """Measure `acc` and `acc_norm`. Collective."""
     from ezpz_llm.evaluate.hellaswag import ENDINGS, score
     from ezpz_llm.evaluate.model import open_model
 
@@ -149,7 +149,7 @@ def main(options: argparse.Namespace, world_size: int) -> int:
                         instead="launch -n 1, or ezpz-llm evaluate harness …")
     source = find_source(options.source, "SOURCE")
     family_of(source.model)
-    if not _names(options):
+    if not _task_names(options):
         raise UserError("--tasks is empty", where="--tasks", instead="names that `lm_eval ls tasks` lists")
     if options.check:
         require_package("lm_eval", "lm-evaluation-harness", "harness", "evaluate harness")
@@ -164,9 +164,10 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     dist = setup(device=options.device, run_dir=options.run_dir, name="evaluate-harness")
     try:
         with dist:
-            folder, device = _folder(source, dist), str(dist.device)
-        # After closing `dist`: with its rank variables in the environment, the harness would try to join the ranks.
-        results = _evaluate(lm_eval, folder, device, options)
+            folder, device = _model_folder(source, dist), str(dist.device)
+        # After closing `dist`: with its rank variables in the environment, the harness would try to join the
+        # process group.
+        results = _run_harness(lm_eval, folder, device, options)
         update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
     finally:
         remove_temporary_run(options, dist)
@@ -177,11 +178,11 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     return 0
 
 
-def _names(options: argparse.Namespace) -> list[str]:
+def _task_names(options: argparse.Namespace) -> list[str]:
     return [name for name in options.tasks.split(",") if name]
 
 
-def _folder(source: Source, dist: Dist) -> Path:
+def _model_folder(source: Source, dist: Dist) -> Path:
     """Return a folder that transformers loads; export a checkpoint into the run directory."""
     if source.kind == "hf":
         return source.folder
@@ -194,9 +195,9 @@ def _folder(source: Source, dist: Dist) -> Path:
     return exported.folder
 
 
-def _evaluate(lm_eval: ModuleType, folder: Path, device: str, options: argparse.Namespace) -> dict[str, Any]:
+def _run_harness(lm_eval: ModuleType, folder: Path, device: str, options: argparse.Namespace) -> dict[str, Any]:
     manager = lm_eval.tasks.TaskManager(include_path=options.include_path and str(options.include_path))
-    names = _names(options)
+    names = _task_names(options)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise UserError(f"the harness has no task {', '.join(unknown)}", where="--tasks",
                         instead="a name that `lm_eval ls tasks` lists, or --include-path DIR with the task's file")

@@ -31,13 +31,14 @@ def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
 
     Args:
         forward_sum: maps tokens and targets, both (B, T) int64 on `device`, to the summed loss, 0-d, in evaluation
-            mode; under pipeline or sequence parallelism, to this rank's part of it.
+            mode; under pipeline or sequence parallelism, to this rank's contribution to that sum.
         batches: tokens and targets on CPU; targets of -100 are ignored.
 
     Raises:
         UserError: all targets are ignored.
     """
-    # float64 makes the result independent of the order of summation, so of the ranks; some devices lack it.
+    # float64 makes the result independent of the order of summation, and so of the number of ranks; some devices
+    # lack it.
     dtype = torch.float64 if DEVICES[device.type].float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=device)
     count = 0
@@ -56,7 +57,7 @@ def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
 
 
 def open_corpus(corpus: str, tokenizer: str | None, dist: Dist, text_key: str = TEXT) -> TokenData:
-    """Open a corpus as token shards; rank 0 prepares it while the others wait. Collective.
+    """Open a corpus as token shards; rank 0 prepares it while the other ranks wait. Collective.
 
     Raises:
         UserError: see `prepare`; the same on every rank.
@@ -78,7 +79,7 @@ def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_t
     Args:
         next_logits: maps tokens (B, T) to logits (B, V) of the next token, in evaluation mode (no dropout).
         block_size: context length of the model; earlier tokens are dropped.
-        vocab_size: size of the tokenizer's vocabulary; ids from here to V are padding and never drawn.
+        vocab_size: size of the tokenizer's vocabulary; ids from `vocab_size` to V - 1 are padding and never drawn.
         top_k: draw from the k most likely tokens; None for all.
         temperature: above 0; divides the logits.
 

@@ -11,7 +11,7 @@ from ezpz_llm.model.config import Mlp, ModelConfig, NormOrder, QKNorm
 from ezpz_llm.model.parameters import HEAD, TABLE, parameter_shapes
 
 _GELU: dict[str, Mlp] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
-_LARGE = 2 ** 15
+_LARGE_VOCABULARY = 2 ** 15
 _ABSENT = object()
 
 
@@ -94,9 +94,9 @@ class _Keys:
 
 
 def _vocabulary(keys: _Keys) -> dict[str, Any]:
-    """Return the vocabulary settings; pad only large ones, since padded rows take part in the softmax."""
+    """Return the vocabulary settings; pad only large vocabularies, since padded rows take part in the softmax."""
     size = keys.get("vocab_size")
-    return {"vocab_size": size, "vocab_multiple": 128 if size >= _LARGE else 1}
+    return {"vocab_size": size, "vocab_multiple": 128 if size >= _LARGE_VOCABULARY else 1}
 
 
 def _from_gpt2(keys: _Keys) -> ModelConfig:
@@ -111,12 +111,12 @@ def _from_gpt2(keys: _Keys) -> ModelConfig:
                        norm_eps=keys.get("layer_norm_epsilon", 1e-5), tied=keys.get("tie_word_embeddings", True))
 
 
-def _from_llama(keys: _Keys, family: _FamilyOf) -> ModelConfig:
+def _from_llama(keys: _Keys, family: _Family) -> ModelConfig:
     keys = _Keys({**family.absent, **keys.stored}, keys.where)
-    # transformers 5 keeps the rotation in rope_parameters, earlier versions in rope_theta and rope_scaling.
+    # transformers 5 keeps the RoPE settings in rope_parameters, earlier versions in rope_theta and rope_scaling.
     rope = {**(keys.get("rope_scaling", {})), **(keys.get("rope_parameters", {}))}
-    rotation = rope.get("rope_type", rope.get("type", "default"))
-    keys.must_be("rope_type", rotation, "default", "llama3")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    keys.must_be("rope_type", rope_type, "default", "llama3")
     keys.must_be("hidden_act", keys.get("hidden_act", "silu"), "silu", "swish")
     keys.must_be("use_sliding_window", keys.get("use_sliding_window", False), False)
     window = keys.get("sliding_window", 0) if family.architecture.startswith("Mistral") else 0
@@ -131,16 +131,16 @@ def _from_llama(keys: _Keys, family: _FamilyOf) -> ModelConfig:
                        head_dim=keys.get("head_dim", width // heads),
                        block_size=min(context, window or context), window=window, **_vocabulary(keys),
                        qk_norm=family.qk_norm, norm_order=family.norm_order,
-                       **_slowed_rotation(_Keys(rope, keys.where), rotation, context),
+                       **_rope_scaling(_Keys(rope, keys.where), rope_type, context),
                        intermediate_size=keys.get("intermediate_size"), norm="rmsnorm",
                        norm_eps=keys.get("rms_norm_eps", 1e-6), position="rope",
                        rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))), mlp="swiglu",
                        bias=bias, tied=keys.get("tie_word_embeddings", False), init="llama")
 
 
-def _slowed_rotation(rope: _Keys, rotation: str, context: int) -> dict[str, Any]:
-    """Return our settings for Llama 3.1's slowed-down rotary embedding."""
-    if rotation == "default":
+def _rope_scaling(rope: _Keys, rope_type: str, context: int) -> dict[str, Any]:
+    """Return our settings for the RoPE scaling of Llama 3.1."""
+    if rope_type == "default":
         return {}
     return {"rope_factor": float(rope.get("factor")), "rope_low": float(rope.get("low_freq_factor")),
             "rope_high": float(rope.get("high_freq_factor")),
@@ -151,14 +151,15 @@ _LLAMA = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c
           "attn.q_head_norm": "self_attn.q_norm", "attn.k_head_norm": "self_attn.k_norm",
           "attn.q_width_norm": "self_attn.q_norm", "attn.k_width_norm": "self_attn.k_norm",
           "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
-_OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+_TOP_LEVEL = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 
 
 @dataclass(frozen=True)
-class _FamilyOf:
+class _Family:
     """Row of the table of families: the class in transformers, and its differences from Llama.
 
-    `absent` has the defaults of absent keys that differ from Llama's; null has the same meaning as in Llama.
+    `absent` has the values of keys that config.json omits, where they differ from Llama's. A null value means the
+    same as in Llama.
     """
 
     architecture: str
@@ -169,13 +170,13 @@ class _FamilyOf:
 
 
 _FAMILIES = {
-    "gpt2": _FamilyOf("GPT2LMHeadModel"),
-    "llama": _FamilyOf("LlamaForCausalLM"),
-    "mistral": _FamilyOf("MistralForCausalLM", absent={"sliding_window": 4096, "num_key_value_heads": 8}),
-    "qwen3": _FamilyOf("Qwen3ForCausalLM", qk_norm="head", absent={"num_key_value_heads": 32, "head_dim": 128}),
-    "olmo2": _FamilyOf("Olmo2ForCausalLM", "width", "after",
-                       {**_LLAMA, "ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"},
-                       absent={"rms_norm_eps": 1e-5}),
+    "gpt2": _Family("GPT2LMHeadModel"),
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM", absent={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "qwen3": _Family("Qwen3ForCausalLM", qk_norm="head", absent={"num_key_value_heads": 32, "head_dim": 128}),
+    "olmo2": _Family("Olmo2ForCausalLM", "width", "after",
+                     {**_LLAMA, "ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"},
+                     absent={"rms_norm_eps": 1e-5}),
 }
 """Model families by Hugging Face's model_type; all except GPT-2 are variants of Llama."""
 
@@ -217,8 +218,8 @@ def family_of(config: ModelConfig) -> str:
                     and not (config.bias and name != "llama")):
                 return name
     raise UserError(f"Hugging Face's {', '.join(_FAMILIES)} have no model with {', '.join(parts)}, qk_norm "
-                    f"{config.qk_norm}, norms {config.norm_order} each part, {config.n_kv_head} key/value heads "
-                    f"for {config.n_head} heads and bias {config.bias}", where="model",
+                    f"{config.qk_norm}, norms {config.norm_order} each sublayer, {config.n_kv_head} key/value "
+                    f"heads for {config.n_head} heads and bias {config.bias}", where="model",
                     instead="layernorm, learned positions, gelu and as many key/value heads (GPT-2), or rmsnorm, "
                             "rope and swiglu (Llama and its variants)")
 
@@ -234,21 +235,21 @@ def stored_tensors(config: ModelConfig) -> list[StoredTensor]:
     for name, shape in shapes.items():
         if name in (TABLE, HEAD):
             shape = (config.vocab_size, config.n_embd)
-        tensors += (_gpt2(config, name, shape) if family == "gpt2" else
-                    _llama(config, name, shape, _FAMILIES[family].names))
+        tensors += (_gpt2_tensors(config, name, shape) if family == "gpt2" else
+                    _llama_tensors(config, name, shape, _FAMILIES[family].names))
     return tensors
 
 
-def _gpt2(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
+def _gpt2_tensors(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
     linear = name.endswith(".weight") and (".attn." in name or ".mlp." in name)
     yield StoredTensor(name, name, 0, shape[0], shape, transposed=linear)
 
 
-def _llama(config: ModelConfig, name: str, shape: tuple[int, ...],
-           names: Mapping[str, str]) -> Iterator[StoredTensor]:
+def _llama_tensors(config: ModelConfig, name: str, shape: tuple[int, ...],
+                   names: Mapping[str, str]) -> Iterator[StoredTensor]:
     module, _, kind = name.rpartition(".")
-    if module in _OUTSIDE:
-        yield StoredTensor(f"{_OUTSIDE[module]}.{kind}", name, 0, shape[0], shape)
+    if module in _TOP_LEVEL:
+        yield StoredTensor(f"{_TOP_LEVEL[module]}.{kind}", name, 0, shape[0], shape)
         return
     layer, _, inner = module.removeprefix("transformer.h.").partition(".")
     if inner in names:

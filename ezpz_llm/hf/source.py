@@ -18,13 +18,13 @@ from ezpz_llm.model.config import ModelConfig
 CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
 WANTED = ["*.json", "*.safetensors", "*.model"]
-"""Files to download for a model of the hub; none of them is unpickled or executed."""
+"""Files to download for a model from the hub; none of them is unpickled or executed."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Folder with weights, and their model.
+    """Folder with weights, and the configuration of their model.
 
     `tokenizer` is the tokenizer's entry in the manifest of the run's token shards (see `ezpz_llm.data.tokenizers`),
     None if unknown. `state` is the content of a checkpoint's state.json, empty for a Hugging Face folder.
@@ -63,7 +63,7 @@ def find_source(where: str, option: str) -> Source:
         raise UserError(f"no folder at {path}", where=option,
                         instead="a run directory, a checkpoint, or a Hugging Face folder or hub id")
     try:
-        snapshot = _cached(where, option)
+        snapshot = _cached_snapshot(where, option)
     except UserError:
         if "/" in where:
             raise
@@ -82,7 +82,7 @@ def _no_such_run(name: str, option: str) -> UserError:
 
 def adapter_error(folder: Path) -> UserError:
     """Return the error for an adapter's folder, which lacks the base model's weights."""
-    return UserError("this is a LoRA adapter of PEFT, not a whole model", where=str(folder),
+    return UserError("this is a LoRA adapter of PEFT, not a complete model", where=str(folder),
                      instead="merge it into its base model: PeftModel.from_pretrained(base, FOLDER)"
                              ".merge_and_unload().save_pretrained(DIR), then pass DIR")
 
@@ -117,13 +117,13 @@ def _checkpoint_source(path: Path, option: str) -> Source:
     return Source("checkpoint", folder, model, state.get("tokenizer"), state)
 
 
-def _cached(hub_id: str, option: str) -> Path:
+def _cached_snapshot(hub_id: str, option: str) -> Path:
     """Return the snapshot of a hub id in the local cache."""
     hub = hub_library(f"there is no folder {hub_id}, and looking up a hub id requires huggingface_hub", option)
     try:
         return Path(hub.snapshot_download(hub_id, local_files_only=True, allow_patterns=WANTED))
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
-        raise UserError(f"there is no folder {hub_id}, and no model of that id in huggingface_hub's local cache",
+        raise UserError(f"there is no folder {hub_id}, and no model with that id in huggingface_hub's local cache",
                         where=option,
                         instead=f"ezpz-llm checkpoint fetch {hub_id}, on a machine with a network") from error
 
@@ -150,7 +150,8 @@ def hub_library(missing: str, where: str) -> Any:
 def with_model_changes(model: ModelConfig, where: str, **changes: Any) -> ModelConfig:
     """Return the model with changed settings, as far as its weights allow; None leaves a setting unchanged.
 
-    Allowed are any dropout and vocab_multiple, and a shorter context (with rotary embeddings, any context).
+    dropout and vocab_multiple may take any value, and the context may be shortened (with rotary embeddings, also
+    extended).
 
     Raises:
         UserError: the weights do not allow a change.
@@ -168,9 +169,9 @@ def with_model_changes(model: ModelConfig, where: str, **changes: Any) -> ModelC
 
 
 def fetch(hub_id: str, revision: str | None) -> Path:
-    """Download a model of the hub into huggingface_hub's cache; return its folder.
+    """Download a model from the hub into huggingface_hub's cache; return its folder.
 
-    The configuration comes first, so that an unsupported model is rejected before gigabytes are downloaded.
+    The configuration is downloaded first, so that an unsupported model is rejected before gigabytes are downloaded.
 
     Raises:
         UserError: there is no network, or the model does not exist or is not supported.

@@ -39,11 +39,11 @@ def entry_of(source: Source) -> Mapping[str, Any] | None:
 def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
     """Return the tokenizer to use with these weights on a corpus, as an argument of `prepare`.
 
-    It is the weights' own tokenizer, unless the user chose another one; `tokenizer_mismatch` warns about that.
+    It is the weights' own tokenizer, unless the user chose another one; `tokenizer_mismatch` warns about it.
 
     Args:
         given: tokenizer from the options; None for none.
-        asked: the user chose `given`, not a preset.
+        asked: True if the user chose `given`, False if a preset did.
 
     Raises:
         UserError: the weights' tokenizer is unknown or unsupported, or differs from `given` or from the tokenizer
@@ -96,7 +96,7 @@ def tokenizer_mismatch(source: Source, used: Mapping[str, Any]) -> str | None:
 
 
 def tokenizer_warning(source: Source, given: str | None) -> str | None:
-    """Return a warning if the tokenizer of the command line is not the weights' own."""
+    """Return a warning if the tokenizer given on the command line is not the weights' own."""
     if given is None or given == "char":
         return None
     path = user_path(given)
@@ -105,31 +105,31 @@ def tokenizer_warning(source: Source, given: str | None) -> str | None:
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
-    """Return the tokenizer of the command line, or else the one that made the model's data.
+    """Return the tokenizer given on the command line, or else the one that made the model's data.
 
     Args:
         given: bytes, gpt2, or a file or folder with a tokenizer.
 
     Raises:
-        UserError: none is known, its vocabulary is too large, or its file is not on this machine.
+        UserError: no tokenizer is known, its vocabulary is too large, or its file is not on this machine.
     """
-    tokenizer = _given(given, source) if given is not None else _own(source)
+    tokenizer = _given_tokenizer(given, source) if given is not None else _own_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, source.model)
     return tokenizer
 
 
 def check_vocabulary(tokens: int, model: ModelConfig) -> None:
-    """Check that the model has at least as many tokens as the tokenizer.
+    """Check that the model's vocabulary, with padding, is at least as large as the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has more.
+        UserError: the tokenizer has more tokens.
     """
     if tokens > model.padded_vocab_size:
         raise UserError(f"the tokenizer has {tokens} tokens, the model {model.vocab_size}", where="--tokenizer",
                         instead="the tokenizer that made the model's data")
 
 
-def _given(given: str, source: Source) -> Tokenizer:
+def _given_tokenizer(given: str, source: Source) -> Tokenizer:
     path = user_path(given)
     if (path / MANIFEST).is_file():
         return TokenData.open(path).tokenizer
@@ -141,10 +141,10 @@ def _given(given: str, source: Source) -> Tokenizer:
             return from_entry(own, str(source.folder))
         raise UserError("the tokenizer char depends on its corpus", where="--tokenizer",
                         instead="the folder with the corpus's token shards")
-    return choose_tokenizer(given).make()
+    return choose_tokenizer(given).load()
 
 
-def _own(source: Source) -> Tokenizer:
+def _own_tokenizer(source: Source) -> Tokenizer:
     if source.tokenizer is not None:
         return from_entry(source.tokenizer, str(source.folder), source.folder)
     if file := find_file(source.folder):

@@ -41,8 +41,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _WRAPPERS = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Name components that torch.compile, DDP, Fabric, FSDP, and activation checkpointing add."""
 _ROWS_AT_ONCE = 8192
-# Masks and angles that older versions of transformers stored with the weights.
-_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# Masks and RoPE frequencies that older versions of transformers stored with the weights.
+_IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def open_weights(source: Source, check_hashes: bool = True) -> Weights:
@@ -52,7 +52,7 @@ def open_weights(source: Source, check_hashes: bool = True) -> Weights:
         check_hashes: first compare a checkpoint's files with its manifest.
 
     Raises:
-        UserError: the weights are damaged, or are not of the source's model.
+        UserError: the weights are damaged, or do not fit the source's model.
     """
     if source.kind == "checkpoint":
         return CheckpointWeights(source, check_hashes)
@@ -68,7 +68,7 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
         UserError: see `open_weights`; the same on every rank.
     """
     def opened() -> Weights:
-        """Verify this rank's share of a checkpoint's files, and open the weights."""
+        """Verify this rank's share of a checkpoint's files, then open the weights."""
         if source.kind == "checkpoint":
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
         if dist.is_main:
@@ -206,7 +206,7 @@ class HfWeights(Weights):
         self._location = self._find_tensors()
         self._tensors: dict[str, list[StoredTensor]] = {}
         for stored in stored_tensors(source.model):
-            self._check(stored)
+            self._check_shape(stored)
             self._tensors.setdefault(stored.ours, []).append(stored)
         self._reject_unknown_tensors()
 
@@ -245,8 +245,8 @@ class HfWeights(Weights):
                                 f"{name} in {file}", where=str(self.where), instead="weights that have it once")
             where[full] = (file, name)
         if wrappers:
-            self.notes.append(f"ignoring {', '.join(sorted(wrappers))} in the names of the weights, which model "
-                              "wrappers add")
+            self.notes.append(f"ignoring {', '.join(sorted(wrappers))}, which model wrappers add, in the names of "
+                              "the weights")
         if self.model.tied and HEAD in where and self._table not in where:
             where[self._table] = where.pop(HEAD)  # as transformers does
         return where
@@ -278,7 +278,7 @@ class HfWeights(Weights):
                                 instead="the index that belongs to these files")
         return stored
 
-    def _check(self, stored: StoredTensor) -> None:
+    def _check_shape(self, stored: StoredTensor) -> None:
         if stored.name not in self._location:
             tie = ", or set tie_word_embeddings to true there if the head is the embedding"
             raise UserError(f"the weights have no tensor {stored.name}", where=str(self.where),
@@ -286,8 +286,8 @@ class HfWeights(Weights):
         file, name = self._location[stored.name]
         shape = tuple(self.open(file).get_slice(name).get_shape())
         if shape != stored.stored_shape:
-            raise UserError(f"{stored.name} is {list(shape)} in the weights, by config.json "
-                            f"{list(stored.stored_shape)}", where=str(self.where),
+            raise UserError(f"{stored.name} is {list(shape)} in the weights, but "
+                            f"{list(stored.stored_shape)} according to config.json", where=str(self.where),
                             instead="the weights that belong to this config.json")
 
     def check_head(self) -> None:
@@ -314,7 +314,7 @@ class HfWeights(Weights):
         known = {stored.name for tensors in self._tensors.values() for stored in tensors}
         tied = {HEAD} if self.model.tied else set()
         for name in self._location.keys() - known - tied:
-            if not name.endswith(_NO_WEIGHTS):
+            if not name.endswith(_IGNORED_SUFFIXES):
                 raise UserError(f"the weights have a tensor {name}, which the model of this config.json does not "
                                 "have", where=str(self.where),
                                 instead="the weights that belong to this config.json")
@@ -326,7 +326,7 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: its folder, the bytes and files of weights, and notes for the user."""
+    """Result of an export: its folder, the size in bytes and number of weights files, and notes for the user."""
 
     folder: Path
     bytes: int
@@ -335,7 +335,7 @@ class Exported:
 
 
 def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int = SHARD_BYTES) -> Exported:
-    """Export a model to a folder that transformers' AutoModelForCausalLM loads, one tensor at a time.
+    """Export a model, one tensor at a time, to a folder that transformers' AutoModelForCausalLM loads.
 
     The folder appears only when it is complete. The logits of real tokens are equal, up to the rounding of `dtype`.
     Padded vocabulary rows are omitted. For GPT-2, missing biases are written as zeros.
@@ -346,25 +346,25 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
         shard_bytes: maximum size of a weights file; a larger tensor has its own file.
 
     Raises:
-        UserError: the checkpoint is damaged, Hugging Face has no equivalent model, the folder is not empty, or the
-            disk is full.
+        UserError: the checkpoint is damaged, Hugging Face has no equivalent model, `out` is not an empty folder, or
+            the disk is full.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("the folder to export to is not empty", where=str(out), instead="a new folder")
+        raise UserError("the path to export to is not an empty folder", where=str(out), instead="a new folder")
     tensors = stored_tensors(source.model)
     partial = out.with_name(f".{out.name}.partial")
-    with open_weights(source) as weights, _writing(out, partial):
+    with open_weights(source) as weights, _clean_up(out, partial):
         partial.mkdir(parents=True)
-        shards = _shards(tensors, DTYPES[dtype].itemsize, shard_bytes)
+        shards = _split_into_shards(tensors, DTYPES[dtype].itemsize, shard_bytes)
         for number, shard in enumerate(shards):
-            _write_shard(partial / _name(number, len(shards)), shard, weights, DTYPES[dtype])
+            _write_shard(partial / _shard_file_name(number, len(shards)), shard, weights, DTYPES[dtype])
             weights.check_finite()
         total = sum(_numel(tensor) for tensor in tensors) * DTYPES[dtype].itemsize
         if len(shards) > 1:
-            places = {tensor.name: _name(number, len(shards)) for number, shard in enumerate(shards)
-                      for tensor in shard}
+            weight_map = {tensor.name: _shard_file_name(number, len(shards)) for number, shard in enumerate(shards)
+                          for tensor in shard}
             write_json(partial / "model.safetensors.index.json",
-                       {"metadata": {"total_size": total}, "weight_map": places})
+                       {"metadata": {"total_size": total}, "weight_map": weight_map})
         end_of_text, note = write_tokenizer(entry_of(source), source.model.block_size, partial, source.folder)
         _write_config(partial, source, dtype, end_of_text)
         if out.exists():
@@ -384,10 +384,10 @@ def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | N
 def _write_shard(path: Path, shard: list[StoredTensor], weights: Weights, dtype: torch.dtype) -> None:
     outline = {tensor.name: torch.empty(tensor.stored_shape, dtype=dtype, device="meta") for tensor in shard}
     # transformers requires this metadata.
-    write_tensors(path, outline, (_values(tensor, weights).to(dtype) for tensor in shard), {"format": "pt"})
+    write_tensors(path, outline, (_export_values(tensor, weights).to(dtype) for tensor in shard), {"format": "pt"})
 
 
-def _values(tensor: StoredTensor, weights: Weights) -> Tensor:
+def _export_values(tensor: StoredTensor, weights: Weights) -> Tensor:
     if tensor.ours not in parameter_shapes(weights.model):
         return torch.zeros(tensor.stored_shape)  # a bias that the model does not have
     box = ((tensor.first, tensor.stop), *whole_box(tensor.shape[1:]))
@@ -395,7 +395,7 @@ def _values(tensor: StoredTensor, weights: Weights) -> Tensor:
     return values.T if tensor.transposed else values
 
 
-def _shards(tensors: list[StoredTensor], item_bytes: int, limit: int) -> list[list[StoredTensor]]:
+def _split_into_shards(tensors: list[StoredTensor], item_bytes: int, limit: int) -> list[list[StoredTensor]]:
     shards: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -412,12 +412,12 @@ def _numel(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape)
 
 
-def _name(number: int, count: int) -> str:
+def _shard_file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 @contextlib.contextmanager
-def _writing(out: Path, partial: Path) -> Iterator[None]:
+def _clean_up(out: Path, partial: Path) -> Iterator[None]:
     """Remove incomplete output, and turn an OSError into a UserError."""
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -70,7 +70,7 @@ def previous_samples(session: Any) -> Iterator[Any]:
         (loop, "learning_rate", lambda step, config: config.lr,
          "step 1 of a run has the learning rate 0.002, not 0.001"),
         (loop, "micro_batches", previous_samples, "forward, step 2 of a run"),
-        (writer, "restore", lambda states, device: None, "a resumed run with dropout has the losses"),
+        (writer, "restore_rng_states", lambda states, device: None, "a resumed run with dropout has the losses"),
         (run, "resume_from_checkpoint", lambda *args: {**state_of(*args), "guard": None},
          "a resumed run skips steps with a gradient norm above inf"),
         (GPT, "eval", lambda model: model, "an evaluation of a run with dropout gives"))),

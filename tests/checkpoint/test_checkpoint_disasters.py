@@ -124,7 +124,7 @@ from types import SimpleNamespace
 import torch
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.checkpoint import load
-from ezpz_llm.checkpoint.manifest import describe, write_manifest
+from ezpz_llm.checkpoint.manifest import make_record, write_manifest
 from ezpz_llm.engine.optimizer_state import TorchState
 
 class Bad:
@@ -141,7 +141,7 @@ piece = {"box": [[0, 4]], "start": 0, "stop": 4, "file": shard, "key": "weight"}
 index = {"format": 1, "kinds": ["weight", "exp_avg", "exp_avg_sq"],
          "parameters": {"weight": {"shape": [4], "pieces": [piece]}}}
 (folder / "index.json").write_text(json.dumps(index))
-write_manifest(folder, 1, [describe(folder / name) for name in (shard, "state.json", "index.json")])
+write_manifest(folder, 1, [make_record(folder / name) for name in (shard, "state.json", "index.json")])
 model = torch.nn.Module()
 model.weight = torch.nn.Parameter(torch.zeros(4))
 state = TorchState(model, torch.optim.AdamW(model.parameters()), 0, 1, None)

@@ -16,7 +16,7 @@ from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
     complete,
-    describe,
+    make_record,
     publish,
     read_manifest,
     start_partial,
@@ -30,7 +30,7 @@ from ezpz_llm.rundir import RunDir
 def write(run_dir: RunDir, step: int, content: str = "abc") -> Path:
     partial = start_partial(run_dir.checkpoints, step)
     (partial / "rank-00000.safetensors").write_text(content)
-    write_manifest(partial, step, [describe(partial / "rank-00000.safetensors")])
+    write_manifest(partial, step, [make_record(partial / "rank-00000.safetensors")])
     return publish(partial, step)
 
 
@@ -149,7 +149,7 @@ def test_verify_detects_a_changed_byte(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         verify(folder, read_manifest(folder))
     assert expected in error.value.found
-    assert describe(folder / "rank-00000.safetensors").sha256 in error.value.found
+    assert make_record(folder / "rank-00000.safetensors").sha256 in error.value.found
     assert "rank-00000.safetensors" in error.value.found
 
 

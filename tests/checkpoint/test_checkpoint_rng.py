@@ -30,10 +30,10 @@ def draws(device: torch.device) -> list[object]:
 def test_every_generator_continues_after_restore(name: str, tmp_path: Path) -> None:
     device = torch.device(name)
     draws(device)
-    states = writer.capture(device)
+    states = writer.capture_rng_states(device)
     expected = draws(device), draws(device)
     assert expected[0] != expected[1]
-    writer.restore({source: value.clone() for source, value in states.items()}, device)
+    writer.restore_rng_states({source: value.clone() for source, value in states.items()}, device)
     assert (draws(device), draws(device)) == expected
     assert ("device" in states) == (name != "cpu")
 

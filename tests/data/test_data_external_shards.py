@@ -105,7 +105,7 @@ def test_shards_that_do_not_do(nanogpt_shards: tuple[Path, np.ndarray, np.ndarra
         shard.write_bytes(content)
         check_rejected("this shard is truncated, or not a shard")
     np.save(shard, train[:10].astype(np.float32))
-    check_rejected("this shard contains float32 with 1 dimensions")
+    check_rejected("this shard is a 1-dimensional array of float32")
     np.save(shard, train[:10].astype(np.uint32))
     check_rejected("these shards have different data types", folder)
     bad = train[:100].copy()
@@ -138,7 +138,8 @@ def test_nanogpt_characters(tmp_path: Path) -> None:
     assert data.vocab_size == len(characters)
     assert data.tokenizer.decode(data.split("train")[:]) + data.tokenizer.decode(data.split("val")[:]) == text
     assert data.manifest["written_by"] == "nanoGPT"
-    with pytest.raises(UserError, match="these tokens are characters; the tokenizer bytes did not make them"):
+    with pytest.raises(UserError,
+                       match="these shards hold character ids, which the tokenizer bytes did not produce"):
         prepare(str(tmp_path), "bytes", progress=False)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta | {"itos": {0: "ab", 1: "c"}}))
     with pytest.raises(UserError, match="not characters in code point order"):
@@ -235,7 +236,7 @@ def test_advice_converts_integer_arrays_of_other_types(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 257, (40, 100))
     for name in ("train", "val"):
         np.save(tmp_path / f"x_{name}_000000.npy", ids)
-    with pytest.raises(UserError, match="this shard contains int64 with 2 dimensions") as caught:
+    with pytest.raises(UserError, match="this shard is a 2-dimensional array of int64") as caught:
         check_corpus(str(tmp_path), "bytes")
     command = re.search(r"mkdir .* && python3 -c \".*?\"", str(caught.value))
     assert command is not None

@@ -163,7 +163,7 @@ def _zip(name: str) -> bytes:
 
 IDS = np.random.default_rng(1).integers(0, 50_257, 4000).astype(np.uint16)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
-OTHERS = {
+SIGNATURES = {
     "a.png": (PNG, "a PNG image"), "a.jsonl": (PNG, "a PNG image"),
     "a.gz": (gzip.compress(PNG), "PNG image, compressed"),
     "a.zip": (_zip("a.txt"), "a zip archive"), "a.tar": (_archive(""), "a tar archive"),
@@ -181,7 +181,7 @@ OTHERS = {
     "y_train.bin": (struct.pack("<i", 20240801) + bytes(1020), "llm.c tokens (uint32), not supported"),
     "lit.bin": (b"LITPKDS" + bytes(40), "lit-gpt"), "chunk-0-0.bin": (IDS.tobytes(), "litdata chunk (LitGPT)"),
     "part-0-00000.npy": (IDS.tobytes(), "raw tokens without a NumPy header, as written by OLMo"),
-    "ids.bin": (IDS.tobytes(), "for nanoGPT's train.bin and val.bin, give the folder"),
+    "ids.bin": (IDS.tobytes(), "for nanoGPT's train.bin and val.bin, pass the folder"),
     "b.pt": (_zip("archive/data.pkl"), "PyTorch file (.pt)"), "b.npz": (_zip("arr_0.npy"), "NumPy arrays (.npz)"),
     "a.arrow": (b"ARROW1\0\0", "an Arrow file"), "data.arrow": (b"\xff\xff\xff\xff\x10\0\0\0", "save_to_disk"),
     "a.safetensors": (b"\x10\0\0\0\0\0\0\0{\"a\": {}}", "safetensors"), "a.mds": (IDS.tobytes(), "MosaicML"),
@@ -189,9 +189,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_other_formats_are_rejected_with_their_name(name: str, tmp_path: Path) -> None:
-    content, description = OTHERS[name]
+    content, description = SIGNATURES[name]
     error = error_of(tmp_path / name, content)
     assert description in error
     assert "iconv" not in error

@@ -121,7 +121,7 @@ def test_index_that_does_not_match_is_a_user_error(tmp_path: Path) -> None:
     check_rejected(whole[:-1], "this index is truncated: ")
     check_rejected(whole + b"0" * 51, "this index is too long: ")
     check_rejected(whole[:9] + struct.pack("<Q", 2) + whole[17:], "version 2")
-    check_rejected(whole[:17] + b"\x06" + whole[18:], "the token type 6 is unknown")
+    check_rejected(whole[:17] + b"\x06" + whole[18:], "the token type 6 is not supported")
     check_rejected(whole[:17] + b"\x04" + whole[18:], "are not contiguous")
     check_rejected(whole[:-8] + struct.pack("<q", 49), "do not contain all sequences")
     check_rejected(whole, r"the index describes [\d,]+ bytes of tokens \(uint16\); a.bin has [\d,]+", content[:-2])

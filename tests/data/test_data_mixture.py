@@ -194,8 +194,8 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     ("a.txt=0.7,b.txt=0.3,", "a part has no name; is there an extra comma?", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt=0.7,,b.txt=0.3", "a part has no name", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt=0.7,=0.3", "the weight 0.3 has no corpus before it", "--corpus a.txt, or several"),
-    ("a.txt=0.5,a.txt=0.5", "a.txt is given more than once", "give each corpus once"),
-    ("a.txt=0.7", "a single corpus takes no weight", "--corpus a.txt"),
+    ("a.txt=0.5,a.txt=0.5", "a.txt is given more than once", "list each corpus once"),
+    ("a.txt=0.7", "a single corpus cannot have a weight", "--corpus a.txt"),
     ("a.txt,", "a part has no name", "--corpus a.txt"),
     ("lr=0.1,a.txt=1", "lr=0.1 has no weight", "--corpus lr=0.1=1,a.txt=1"),
     ("m=0.5,a.txt", "a.txt has no weight", "--corpus m=0.5,a.txt=0.5"),  # Megatron's m.bin and m.idx

@@ -116,7 +116,7 @@ def test_writing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, lengths
     train.copy_tail(keep, val)
     train.cut(keep)
     train.cut(keep)  # as after a kill during the first call
-    entries = [writer.describe() for writer in (train, val)]
+    entries = [writer.manifest_entry() for writer in (train, val)]
     assert [entry["tokens"] for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
     names = [file["file"] for entry in entries for file in entry["shards"]]
     assert sorted(names) == sorted(path.name for path in folder.iterdir())
@@ -244,8 +244,8 @@ def test_invalid_names_and_numbers(tmp_path: Path) -> None:
         ([tmp_path / "folder"], "the folder contains no non-empty files"),
         ([tmp_path / "a.txt", "--tokenizer", "byte"], "did you mean bytes"),
         ([tmp_path / "a.txt", "--val-fraction", "1"], "a validation fraction of 1.0"),
-        ([tmp_path / "a.txt", "--shard-tokens", "0"], "0 tokens per shard"),
-        ([tmp_path / "a.txt", "--workers", "0"], "0 workers"),
+        ([tmp_path / "a.txt", "--shard-tokens", "0"], "the number of tokens per shard is 0"),
+        ([tmp_path / "a.txt", "--workers", "0"], "the number of workers is 0"),
         ([tmp_path / "a.txt", "--tokenizer", "gpt2"], "is not on this machine"),
         ([tmp_path / "a.txt", "--out", tmp_path / "a.txt" / "out"], "cannot write here: File exists"),
         ([tmp_path / "a.txt", "--out", tmp_path], "this folder contains other files"),

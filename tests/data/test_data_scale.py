@@ -324,7 +324,7 @@ def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
     assert prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size) == folder
     with pytest.raises(UserError, match="this folder contains other shards"):
         prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size + 1)
-    for choice, message in (({"val_tokens": -1}, "-1 validation tokens"),
+    for choice, message in (({"val_tokens": -1}, "-1 validation tokens were requested"),
                             ({"val_tokens": 10**8}, "no tokens are left to train on: the corpus has"),
                             ({"val_tokens": 1, "val_fraction": 0.1}, "two validation splits")):
         with pytest.raises(UserError, match=message):

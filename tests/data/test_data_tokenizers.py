@@ -25,7 +25,7 @@ from ezpz_llm.data.tokenizers import (
     EncodingTokenizer,
     from_entry,
     get_tokenizer,
-    provide_gpt2,
+    install_gpt2,
     read_merges,
     to_entry,
 )
@@ -115,11 +115,11 @@ def test_missing_gpt2_file_error_has_path_and_command(tmp_path: Path) -> None:
 def test_wrong_gpt2_file_is_rejected_and_not_removed(tmp_path: Path) -> None:
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\nh e\n")
     with pytest.raises(UserError, match="this is not the vocabulary of the gpt2 tokenizer"):
-        provide_gpt2(tmp_path)
+        install_gpt2(tmp_path)
     assert (tmp_path / "vocab.bpe").exists()
     assert not GPT2_VOCAB.path.exists()
     with pytest.raises(UserError, match=r"neither vocab\.bpe nor 6d1cbeee0f20b3d9449abfede4726ed8212e3aee"):
-        provide_gpt2(tmp_path / "nowhere")
+        install_gpt2(tmp_path / "nowhere")
     GPT2_VOCAB.path.parent.mkdir(parents=True)
     GPT2_VOCAB.path.write_text("cut short")
     with pytest.raises(UserError, match="9 bytes with sha256"):
@@ -129,7 +129,7 @@ def test_wrong_gpt2_file_is_rejected_and_not_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GPT2_NAMES)
 def test_gpt2(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(vocab_bpe().read_bytes())
-    assert provide_gpt2(tmp_path) == GPT2_VOCAB.path
+    assert install_gpt2(tmp_path) == GPT2_VOCAB.path
     tokenizer = get_tokenizer("gpt2")
     assert tokenizer.fingerprint == GPT2_FINGERPRINT
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (50_257, 50_256)

@@ -28,8 +28,8 @@ from ezpz_llm.data.tokenizers import (
     Tokenizer,
     choose_tokenizer,
     get_tokenizer,
+    install_gpt2,
     match_built_in,
-    provide_gpt2,
     read_merges,
     to_entry,
 )
@@ -156,7 +156,7 @@ def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     """gpt2 is recognized without vocab.bpe in exports of ezpz_llm and transformers, unless a merge differs."""
     file = vocab_bpe()
     entry = {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
-    provide_gpt2(file.parent)
+    install_gpt2(file.parent)
     folder = weights(place / "hf", get_tokenizer("gpt2"))
     (place / "cache/tiktoken/vocab.bpe").unlink()
     assert choose_tokenizer(str(folder)).entry == entry

@@ -247,7 +247,7 @@ def test_mistakes_are_found_before_any_rank_starts(words: list[str], message: st
     (["generate", "RUN", "--temperature", "0"], "the temperature is 0.0"),
     (["generate", "RUN", "--tp", "3"], "3"),
     (["generate", "RUN", "--samples", "0"], "samples is 0"),
-    (["evaluate", "val", "HF"], "does not say which corpus"),
+    (["evaluate", "val", "HF"], "the corpus that the model was trained on is unknown"),
     (["evaluate", "val", "RUN", "--tokens", "-1"], "tokens is -1"),
     (["evaluate", "hellaswag", "RUN", "--file", "nowhere"], "cannot be read"),
     (["evaluate", "harness", "RUN", "--tasks", "x"], "one process, not on 2 ranks"),

@@ -12,9 +12,9 @@ import torch
 from places import ROOT, vocab_bpe
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2
+from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2
 from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.evaluate.hellaswag import Item, Score, _batch, _rows, _shares, read_items, score
+from ezpz_llm.evaluate.hellaswag import Item, Score, _batch, _item_batches, _rows, read_items, score
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
@@ -77,7 +77,7 @@ def test_ending_tokens_begin_with_a_space_and_only_they_count() -> None:
 def test_a_leading_space_changes_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path))
-    provide_gpt2(vocab_bpe().parent)
+    install_gpt2(vocab_bpe().parent)
     gpt2 = get_tokenizer("gpt2")
     [row, *_] = _rows(Item("Hello, I'm a", ("language model,", "b", "c", "d"), 0), gpt2, 64)
     assert row.tokens.tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
@@ -110,12 +110,12 @@ def test_a_context_that_is_too_long_is_truncated_at_its_beginning() -> None:
 
 def test_ranks_take_every_item_once_in_equally_many_batches() -> None:
     """10,042 items are not a multiple of 8 ranks, so accuracies of ranks must not be averaged."""
-    shares = [list(_shares(10_042, 16, rank, 8)) for rank in range(8)]
+    shares = [list(_item_batches(10_042, 16, rank, 8)) for rank in range(8)]
     assert {len(share) for share in shares} == {-(-1256 // 16)}
     scored_items = [number for share in shares for batch in share for number in batch]
     assert sorted(scored_items) == list(range(10_042))
     assert all(number % 8 == rank for rank, share in enumerate(shares) for batch in share for number in batch)
-    assert list(_shares(1, 4, 1, 2)) == [[]]
+    assert list(_item_batches(1, 4, 1, 2)) == [[]]
 
 
 def test_an_invalid_item_is_reported_with_its_line(tmp_path: Path) -> None:

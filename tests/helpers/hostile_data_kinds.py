@@ -127,7 +127,7 @@ def tokenizer(rng: Random, folder: Path) -> object:
     written(folder / "model", "tokenizer.json", content)
     written(folder / "model", "tokenizer_config.json",
             mutate.json_data(rng, config) if bad == "config" else json.dumps(config).encode())
-    made = choose_tokenizer(str(folder / "model")).make()
+    made = choose_tokenizer(str(folder / "model")).load()
     made.decode(made.encode("some words\ud800 ñ²٣<|endoftext|>"))
     prefix = write_megatron(folder / "tokens", [np.arange(9)], "uint16")
     return prepare(str(prefix), str(folder / "model"), progress=False)

@@ -19,7 +19,7 @@ import hostile_mutations as mutate
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.checkpoint.manifest import FileRecord, describe
+from ezpz_llm.checkpoint.manifest import FileRecord, make_record
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer import options
 
@@ -402,7 +402,7 @@ def lsf(rng: Random, folder: Path) -> object:
 def _described(path: Path) -> FileRecord:
     """Return a manifest's record of a file; an empty record if it is not a regular file."""
     try:
-        return describe(path)
+        return make_record(path)
     except (OSError, UserError):
         return FileRecord(path.name, 0, "")
 

@@ -16,7 +16,7 @@ from places import vocab_bpe
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.tokenizer_files import load
-from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2, to_entry
+from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2, to_entry
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.hf import config
@@ -151,17 +151,17 @@ def test_a_layer_that_is_not_transposed_is_noticed(module: str, tmp_path: Path,
     """A square matrix has the same shape transposed, so only the logits reveal it."""
     theirs = make("gpt2")
     theirs.save_pretrained(tmp_path / "hf")
-    right = config._gpt2
+    right = config._gpt2_tensors
 
     def wrong(*args: Any) -> Any:
         for stored in right(*args):
             yield replace(stored, transposed=stored.transposed and module not in stored.name)
 
-    monkeypatch.setattr(config, "_gpt2", wrong)
+    monkeypatch.setattr(config, "_gpt2_tensors", wrong)
     if module == "attn.c_proj":
         assert difference(read(tmp_path / "hf"), theirs) > 0.1
     else:
-        with pytest.raises(UserError, match=r"c_fc.weight is \[32, 128\] in the weights, by config.json \[128"):
+        with pytest.raises(UserError, match=r"c_fc.weight is \[32, 128\] in the weights, but \[128"):
             read(tmp_path / "hf")
 
 
@@ -223,7 +223,7 @@ def test_an_absent_key_has_the_default_of_transformers(family: str) -> None:
     ("gpt2", {"n_layer": None}, "n_layer is missing"),
     ("gpt2", {"n_layer": 3}, "the weights have no tensor transformer.h.2.ln_1.weight"),
     ("gpt2", {"n_layer": 1}, r"the weights have a tensor transformer.h.1.\S+, which the model of this config"),
-    ("gpt2", {"n_positions": 25}, r"wpe.weight is \[24, 32\] in the weights, by config.json \[25, 32\]"),
+    ("gpt2", {"n_positions": 25}, r"wpe.weight is \[24, 32\] in the weights, but \[25, 32\]"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_type is 'yarn'"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True"),
@@ -232,12 +232,12 @@ def test_an_absent_key_has_the_default_of_transformers(family: str) -> None:
     ("qwen3", {"model_type": "llama"}, r"have a tensor model.layers.\d.self_attn.[qk]_norm.weight, which"),
     ("olmo2", {"model_type": "llama"}, "the weights have no tensor model.layers.0.input_layernorm.weight"),
     ("llama", {"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is 'linear'"),
-    ("llama", {"head_dim": 16}, r"q_proj.weight is \[32, 32\] in the weights, by config.json \[64, 32\]"),
+    ("llama", {"head_dim": 16}, r"q_proj.weight is \[32, 32\] in the weights, but \[64, 32\]"),
     ("llama", {"attention_bias": True}, "mlp_bias is False"),
     ("llama", {"num_attention_heads": 0}, "a setting is invalid"),
     ("llama", {"hidden_size": "32"}, "a setting is invalid"),
     ("llama", {"rope_scaling": [1], "rope_parameters": None}, "a setting is invalid"),
-    ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\] in the weights, by config.json \[32, 32\]"),
+    ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\] in the weights, but \[32, 32\]"),
 ])
 def test_an_unsupported_or_mismatched_model_is_rejected(kind: str, changes: dict[str, Any], message: str,
                                                         tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_only(tmp_path: Path, monkeypat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert find_source("some/model", "test").folder == snapshot
-    with pytest.raises(UserError, match="no model of that id") as caught:
+    with pytest.raises(UserError, match="no model with that id") as caught:
         find_source("some/other", "--init-from")
     assert "ezpz-llm checkpoint fetch some/other" in str(caught.value)
 
@@ -373,7 +373,7 @@ def test_an_export_has_no_padded_rows_and_the_same_logits(shape: str, bias: bool
     assert half.bytes * 2 == done.bytes
     rounded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert rounded.dtype == torch.bfloat16
-    with pytest.raises(UserError, match="is not empty"):
+    with pytest.raises(UserError, match="is not an empty folder"):
         export(find_source(str(folder), "test"), tmp_path / "out")
 
 
@@ -426,7 +426,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(name: str, tmp_path: Path,
     text = "Hello, I'm a language model,  naïve café 漢字 🙂\n\n\ttabs 123"
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
     if name == "gpt2":
-        provide_gpt2(vocab_bpe().parent)
+        install_gpt2(vocab_bpe().parent)
     ours = get_tokenizer(name, "".join(sorted(set(text))))
     assert write_tokenizer(to_entry(ours), BLOCK, tmp_path) == (ours.end_of_text, None)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
