@@ -81,7 +81,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
         watches: additional watches to call around each step, besides the configured profiles.
 
     Raises:
-        UserError: any error that the user can fix; the same on every rank.
+        UserError: the options, data, checkpoint or environment are invalid. The same error on every rank.
     """
     heartbeat.beat(LOADING)
     options = with_tokenizer(options)
@@ -168,10 +168,10 @@ def dropout_seed(config: TrainConfig, dist: Dist) -> int:
 
 
 def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
-    """Load the checkpoint that the run resumes from; return its state.
+    """Load the newest intact checkpoint of `--resume` and return its state.
 
     Raises:
-        UserError: every checkpoint is damaged, or it does not fit the run.
+        UserError: every checkpoint is damaged, or the checkpoint does not fit the run.
     """
     config = plan.config
 
@@ -181,8 +181,8 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     loaded = checkpoint.load_newest(config.resume, engine, dist, accept)
     state = loaded.state
     if not state["rng_restored"]:
-        # The ranks are split differently, so no saved random state fits. Seed by the step, so that dropout masks of
-        # the first steps are not repeated.
+        # With another layout or number of ranks, no saved random state fits. Seed by the step, so that the dropout
+        # masks of the first steps are not repeated.
         torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
     if dist.is_main:
         for damage in loaded.skipped:
@@ -195,10 +195,11 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
 
 
 def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
-    """Return the tokens of the prompt, (T,) int64. Called before training, so that an invalid prompt fails early.
+    """Return the tokens of the prompt, (T,) int64. Call this before training, so that an invalid prompt fails
+    early.
 
     Raises:
-        UserError: the prompt has a character that is not in the corpus.
+        UserError: the tokenizer cannot encode `--prompt`.
     """
     try:
         tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
@@ -210,7 +211,7 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
 
 
 def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> int:
-    """Train as `options` say; return the exit code. Every rank calls this.
+    """Run the training that `options` configure, and return the exit code. Every rank calls this.
 
     Args:
         watches: additional watches to call around each step, besides the configured profiles.

@@ -159,7 +159,7 @@ def test_a_restored_detector_continues_exactly(steps, cut):
 
 
 def test_rollback_requires_checkpoints_during_the_run():
-    with pytest.raises(UserError, match="no checkpoint exists to roll back to"):
+    with pytest.raises(UserError, match="there is no checkpoint to roll back to"):
         plan_run(parse(["--on-bad-steps", "rollback", "--save-every", "0"]), 1)
     plan_run(parse(["--on-bad-steps", "rollback"]), 1)
 
