@@ -25,7 +25,7 @@ from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, reso
 from ezpz_llm.layout.value_source import DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.observe.trackers import choose
+from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.compile_choice import check_compiler, choose_compile
 from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, RunConfig, TrainConfig
@@ -81,7 +81,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     """
     if world_size < 1:
         raise UserError(f"--world-size is {world_size}", where="--world-size", instead="1 or more")
-    choose(options.config.track, os.environ)
+    parse_trackers(options.config.track, os.environ)
     _check_ranges(options)
     model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:

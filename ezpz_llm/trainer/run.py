@@ -35,7 +35,7 @@ from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking, WallClock
-from ezpz_llm.observe.trackers import choose
+from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import ignore_print_errors
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.device_choices import with_device_choices
@@ -110,7 +110,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
         first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
         spikes.restore(state.get("guard"))
         engine.step_skip.limit = spikes.limit
-    tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
+    tracking = Tracking(parse_trackers(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
     describe_run(plan, data, work, flops, dist, options.verbose)

@@ -24,11 +24,11 @@ from ezpz_llm.observe import (
     Bubble,
     PythonProfile,
     Straggler,
+    breakdown_tables,
     final_text,
     plot_run,
     summarize,
     wants_color,
-    where_time_went,
 )
 from ezpz_llm.observe.history import whole_history
 from ezpz_llm.observe.machine_load import load_now
@@ -227,7 +227,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         print("\n" + charts)
     if session.verbose:
         if summary is not None:
-            print(where_time_went(summary, session.dist.world_size, rich=color))
+            print(breakdown_tables(summary, session.dist.world_size, rich=color))
         if memory is not None:
             print(memory_table(memory, rich=color))
     side.update_record(
