@@ -395,7 +395,7 @@ class MetricsLog:
             by_step[step].update(measurements.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
-        """Return the rank that is slowest up to its first gradient collective; None for a single rank.
+        """Return the rank with the most time in data and forward, over steady steps; None for a single rank.
 
         Collective.
         """
@@ -410,7 +410,8 @@ class MetricsLog:
 
         The first stage finishes its backward passes last, so its time up to the optimizer is the pipeline's time.
         The times of the other stages do not show their idle time: they wait in the optimizer phase, for the sum of
-        gradients or their norm. """
+        gradients or their norm.
+        """
         mesh = self._dist.mesh
         if mesh.pp_size == 1 or not self._busy:
             return None

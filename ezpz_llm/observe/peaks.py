@@ -2,7 +2,8 @@
 
 Stated peaks are dense rates from the vendor. Where the vendor states the rate with structured sparsity, half of it
 is listed. Devices are identified by torch's name. Unknown devices, and devices with another number of compute units
-than the listed part (a MIG slice, a partition, a special edition), have no stated peak. """
+than the listed part (a MIG slice, a partition, a special edition), have no stated peak.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ class TraceProfile:
     The trace has a mark `step N` for each step (N from 1, as in metrics.jsonl), marks for the step's phases, and
     marks for the work between steps (log lines, evaluations, checkpoints). The result of `notes` is stored under
     "ezpz_llm". Open the trace in https://ui.perfetto.dev. Traced steps are slower. The profiler is initialized
-    before the first traced step begins. """
+    before the first traced step begins.
+    """
 
     def __init__(self, run_dir: RunDir, rank: int, window: Window,
                  notes: Callable[[], dict[str, Any]] = dict, side: SideFiles | None = None) -> None:

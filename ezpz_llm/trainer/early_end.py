@@ -109,8 +109,8 @@ class EarlyEnd:
         return Agreed(reason, bool(anyone_busy))
 
     def _sent_to_launch(self) -> str | None:
-        """Return the signal that launch received; launch forwards every signal as SIGTERM. None on other ranks than
-        0."""
+        """Return the signal that launch received; launch forwards every signal as SIGTERM. None on all ranks but
+        rank 0."""
         run_id = os.environ.get(RUN_ID_VARIABLE)
         if run_id is None or not self._dist.is_main:
             return None

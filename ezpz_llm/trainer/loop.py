@@ -54,7 +54,8 @@ def train_step(session: Session, step: int) -> None:
     """Run optimizer step `step` (from 0) on the next `global_batch` samples.
 
     It waits for the device only once, at its end, until the previous step is finished (`StepTimeline`). Loss and
-    gradient norm stay on the device until the next flush. """
+    gradient norm stay on the device until the next flush.
+    """
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, config)
     if session.metrics.is_due(step + 1) and not uses_nvme(engine.layout):

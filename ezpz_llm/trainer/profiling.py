@@ -83,7 +83,8 @@ def _forward_matmul_flops(plan: RunPlan) -> float | None:
     """Return a rank's matmul FLOPs in the forward passes of a step; None if DeepSpeed would count something else.
 
     Under stage 3, DeepSpeed counts each linear layer twice: as its replacement for the layer, and as the matmul in
-    it. """
+    it.
+    """
     layout, batch = plan.resolved.layout, plan.resolved.batch
     if layout.engine != "deepspeed" or layout.zero.stage == 3 or layout.tp * layout.pp * layout.sp > 1:
         return None

@@ -39,7 +39,8 @@ class ResumePoint:
     """Starting point of a run: its first step or a checkpoint, with restored `options`.
 
     `notes` are for the user. If nothing is left to do, `complete` is a message that says so. `renames_old_metrics`
-    is True if the run directory holds the metrics of an attempt that saved no checkpoint. """
+    is True if the run directory holds the metrics of an attempt that saved no checkpoint.
+    """
 
     options: Options
     notes: tuple[str, ...] = ()

@@ -168,7 +168,8 @@ def count_flops(config: ModelConfig) -> FlopCount:
     """Return the FLOPs per token by the formula, and as torch counts them on a model without storage.
 
     All blocks are identical, so the FLOPs of one and of two blocks determine the FLOPs of any number of blocks.
-    This takes 0.1 s. """
+    This takes 0.1 s.
+    """
     one_layer, two_layers = (counted_flops(replace(config, n_layer=layers)) for layers in (1, 2))
     counted = (one_layer + (config.n_layer - 1) * (two_layers - one_layer)) / config.block_size
     return FlopCount(flops_per_token(config), flops_per_token(config, causal=True), product_flops_per_token(config),

@@ -58,7 +58,8 @@ def _warm_up(step: int, config: RunConfig) -> float:
 def _warm_up_then_decay(step: int, config: RunConfig, decay_factor: Callable[[float], float]) -> float:
     """Return the learning rate in warm-up, during decay, or `min_lr` afterwards.
 
-    `decay_factor` maps the progress of the decay (0 to 1) to a factor (1 to 0)."""
+    `decay_factor` maps the progress of the decay (0 to 1) to a factor (1 to 0).
+    """
     if step < config.warmup_steps:
         return _warm_up(step, config)
     if step >= config.decay_steps:

@@ -133,7 +133,7 @@ def check_stepped(model: ModelConfig, elements: list[int], unknown_parameters: i
         raise UserError(f"weight decays are {sorted(decays[0])} for matrices and {sorted(decays[1])} for vectors, "
                         f"not {weight_decay:g} and 0", where="the optimizer's groups", exit_code=1)
     return (f"the optimizer steps all {sum(expected):,} parameters: {counts[0][0]} tensors / {expected[0]:,} with "
-            f"weight decay {weight_decay:g}, {counts[1][0]} tensors / {expected[1]:,} names")
+            f"weight decay {weight_decay:g}, {counts[1][0]} tensors / {expected[1]:,} without")
 
 
 def first_loss(model: ModelConfig, loss: float) -> str:

@@ -137,8 +137,8 @@ def print_expected_end(session: Session) -> None:
 
 
 def print_startup(session: Session) -> None:
-    """Record the durations of the start-up in run.json, and print them or their sum. Call on rank 0 after step
-    1."""
+    """Record the durations of the start-up in run.json, and print them or their sum. Call on rank 0 after the
+    first step."""
     session.clock.passed("first step")
     launched = None
     if RUN_ID_VARIABLE in os.environ:  # otherwise the record may be from an earlier launch

@@ -1,6 +1,7 @@
 """Hooks after a step and at the end of a run: logs, validation, samples, checkpoints, result.
 
-Functions marked Collective must be called on all ranks."""
+Functions marked Collective must be called on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from ezpz_llm.trainer.session import Session
 def after_step(session: Session) -> None:
     """Log, validate, score HellaSwag, save and sample when due; after the last step, do all that are enabled.
 
-    Collective."""
+    Collective.
+    """
     config, step = session.config, session.step
     last = step == config.steps
     evaluates = last or _due(step, config.eval_every)

@@ -145,7 +145,8 @@ class Stubborn:
 def test_slow_tracker_does_not_block_and_failing_tracker_is_dropped(tmp_path, monkeypatch, capsys):
     slow, steady = Stubborn(), Stubborn()
     steady.write = lambda rows: steady.steps.extend(row.step for row in rows)
-    monkeypatch.setattr(trackers, "_open_tracker", lambda choice, opening: {"wandb": slow, "mlflow": steady}[choice.name])
+    monkeypatch.setattr(trackers, "_open_tracker",
+                        lambda choice, arguments: {"wandb": slow, "mlflow": steady}[choice.name])
     run_dir = RunDir(tmp_path / "run").create()
     tracking = Tracking([Choice("wandb", False), Choice("mlflow", False)])
     tracking.open(run_dir, 0)

@@ -248,6 +248,6 @@ def _choice(word: str, env: Mapping[str, str]) -> Choice:
         raise UserError(f"{_MLFLOW_SERVER} is not set", where=f"--track {word}",
                         instead=f"set {_MLFLOW_SERVER}, or --track {name} to write to the run directory")
     if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
-        raise UserError(f"{name} requires {' and '.join(missing)}, which is not installed", where=f"--track {word}",
+        raise UserError(f"{name} requires {' and '.join(missing)} (not installed)", where=f"--track {word}",
                         instead=f"pip install 'ezpz_llm[{name}]'")
     return Choice(name, online)
