@@ -12,8 +12,8 @@ def trainer_callback() -> Any:
 
     Calls `setup` if the script has not. The script must call `ezpz_llm.finish()`.
 
-    With `logging_steps=1` every step is recorded; otherwise times are means over the steps in between. The number
-    of samples in a step is recorded as its tokens.
+    With `logging_steps=1` every step is recorded; otherwise times are means over the steps since the last log. The
+    number of samples in a step is recorded as its tokens.
 
     Raises:
         UserError: see `setup`.
@@ -31,7 +31,7 @@ def trainer_callback() -> Any:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None,
                    **kwargs: Any) -> None:
-            """Record logs with a training loss, which logs of evaluations and of the end do not have."""
+            """Record logs with a training loss; evaluation logs and the final log have none."""
             if logs and "loss" in logs:
                 record(state.global_step, loss=logs["loss"], lr=logs.get("learning_rate"),
                        grad_norm=logs.get("grad_norm"),

@@ -42,14 +42,14 @@ from ezpz_llm.rundir import read_record, write_atomic
 if TYPE_CHECKING:
     from ezpz_llm.library.wrapping import Wrapped
 
-BETWEEN = {"evaluation": EVALUATING, "checkpoints": SAVING}
+PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which step times exclude, with the heartbeat's phase for each."""
 LOG_EVERY = 10
 
 
 @dataclass
 class Run:
-    """Rank of a run.
+    """State of a run on this rank.
 
     As a context manager, it calls `finish` on exit; after an exception it exits without waiting for other ranks.
     """
@@ -64,7 +64,7 @@ class Run:
     first_step: int = 0
     step: int = 0
     """Last recorded step, or the step of the loaded checkpoint."""
-    _waiting: int = 0
+    _buffered: int = 0
     _began: float = 0.0
 
     @property
@@ -109,7 +109,7 @@ class Run:
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Attribute the time inside to a phase of the step, or to the enclosing phase if there is one."""
+        """Add the time in this context to a phase of the step, or to the enclosing span if there is one."""
         with nullcontext() if self.timeline.is_inside else self.timeline.span(phase):
             yield
 
@@ -120,10 +120,10 @@ class Run:
             with self.span(name):
                 yield
             return
-        if name not in BETWEEN:
-            raise describe_unknown("phase", name, (*PHASES, *BETWEEN), where="ezpz_llm.phase")
-        self.heartbeat.beat(BETWEEN[name], self.step)
-        if not self.timeline.is_untouched:  # inside a step: counted as "other" time of the step
+        if name not in PHASES_BETWEEN_STEPS:
+            raise describe_unknown("phase", name, (*PHASES, *PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
+        self.heartbeat.beat(PHASES_BETWEEN_STEPS[name], self.step)
+        if not self.timeline.is_untouched:  # within a step, as "other" time of that step
             yield
             return
         with self.clock.span(name):
@@ -150,9 +150,9 @@ class Run:
         if figures:
             self.metrics.record_task(step, **{name: value if is_finite(value) else None
                                               for name, value in figures.items()})
-        self.step, self._waiting = step, self._waiting + 1
+        self.step, self._buffered = step, self._buffered + 1
         self.heartbeat.beat(TRAINING, step)
-        if self._waiting >= self.log_every or step == self.first_step + 1:
+        if self._buffered >= self.log_every or step == self.first_step + 1:
             self.flush()
         self.begin_step()
 
@@ -161,7 +161,7 @@ class Run:
         if self.metrics is not None:
             with self.clock.span("logging"):
                 self.metrics.flush(self.timeline)
-            self._waiting = 0
+            self._buffered = 0
 
     def finish(self) -> None:
         """See `ezpz_llm.finish`."""
@@ -177,7 +177,7 @@ class Run:
         self.dist.close()
 
     def _report(self, straggler: Straggler | None) -> None:
-        """Print plots and the closing block, and put the summary into run.json."""
+        """Print plots and the closing summary, and record the summary in run.json."""
         run_dir, side = self.dist.run_dir, self.dist.side
         side.update_record(run_dir, steps=self.step,
                            config={**read_record(run_dir).get("config", {}), "steps": self.step})
@@ -194,7 +194,7 @@ class Run:
             print(final_text(summary, run_dir), end="", flush=True)
 
     def _open(self) -> MetricsLog:
-        """Open the metrics log, to continue after the step of the loaded checkpoint if there is one."""
+        """Open the metrics log, to continue after the step of the loaded checkpoint, if any."""
         self.first_step = self.step
         world_size = self.dist.world_size
         return run_together(self.dist, lambda: MetricsLog(
@@ -205,7 +205,7 @@ class Run:
         return torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().mean()
 
     def _work(self, history: History) -> StepWork:
-        """Return the work of a typical step, from the recorded tokens."""
+        """Return the work of a step, from the median of the recorded tokens."""
         timed = steady_steps(history)
         tokens = timed.column("tokens_per_second") * timed.column("step_time_s")
         finite_tokens = tokens[np.isfinite(tokens)]
@@ -258,7 +258,8 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
         log_every: number of lines of metrics.jsonl that are reduced over ranks and written together.
 
     Raises:
-        UserError: for example invalid rank variables, a missing device, or a run directory in use by another run.
+        UserError: for example because rank variables are invalid, the device is missing, or another run uses the
+            directory.
     """
     if _CURRENT:
         return _CURRENT[0]
@@ -268,7 +269,7 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
     heartbeat.beat(RENDEZVOUS)
     with clock.span("set-up"):
         dist = set_up_rank(device=device, run_dir=None if run_dir is None else Path(run_dir),
-                           name=name or _name_of(Path(sys.argv[0]).stem), keeps_memory=False)
+                           name=name or _default_name(Path(sys.argv[0]).stem), keeps_memory=False)
         environment = run_environment(dist)
         if dist.is_main:
             dist.side.update_record(dist.run_dir, environment=environment, config={"log_every": log_every})
@@ -279,13 +280,13 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
     return run
 
 
-def _name_of(program: str) -> str:
-    """Return the default name of a run of a program."""
+def _default_name(program: str) -> str:
+    """Return the default name for a run of `program`."""
     return "notebook" if program == "ipykernel_launcher" else program or "run"
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Attribute the time inside to a phase of the step, or to a phase between steps.
+    """Add the time in this context to a phase of the step, or to a phase between steps.
 
     Args:
         name: "data", "forward", "backward" or "optimizer" within a step (a wrapped model times the last three
@@ -301,7 +302,7 @@ def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: fl
            grad_norm: float | Tensor | None = None, **figures: float) -> None:
     """Record a finished step as a line of metrics.jsonl, with the time since the last call. Collective.
 
-    Does not synchronize with the device. The loss stays there until all ranks reduce their values, every
+    Does not synchronize with the device. The loss stays on the device until all ranks reduce their values, every
     `log_every` calls.
 
     Args:
@@ -312,7 +313,8 @@ def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: fl
         figures: additional values of rank 0 for the line, such as val_loss.
 
     Raises:
-        UserError: there is no run, the step is not above the last one, or the run directory belongs to another run.
+        UserError: there is no run, the step is not above the last recorded one, or the run directory belongs to
+            another run.
     """
     current("record").record(step, loss, tokens, lr, grad_norm, figures)
 

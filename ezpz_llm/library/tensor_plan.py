@@ -1,6 +1,6 @@
-"""Tensor parallelism of a user's model by a plan, which gives the style of each linear layer.
+"""Tensor parallelism of a user's model, by a plan of how to shard each linear layer.
 
-A plan is Hugging Face's `tp_plan`, or a mapping of the same form from module names, with `*` for a number, to
+A plan is Hugging Face's `tp_plan`, or a mapping of the same form: from module names, with `*` for a number, to
 styles. Layers are sharded in pairs: the first by its outputs (`colwise`), the second by its inputs (`rowwise`),
 without communication in between (Shoeybi et al. 2019, arXiv:1909.08053).
 """
@@ -20,13 +20,13 @@ from ezpz_llm.model.tensor_parallel import RowParallelLinear, Share
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed
 
 BY_OUTPUTS, BY_INPUTS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-KEPT = ("embedding_rowwise", "colwise_gather_output", "replicated")
-"""Styles of modules that are replicated on every rank, such as embeddings and heads: the result is the same."""
+REPLICATED = ("embedding_rowwise", "colwise_gather_output", "replicated")
+"""Styles of modules that are replicated here, such as embeddings and heads, with the same result."""
 _WHERE = "ezpz_llm.wrap, tp_plan"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def divide(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, share: Share) -> None:
+def shard_model(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, share: Share) -> None:
     """Shard a model that is identical on all ranks of a group, keeping the parameter objects.
 
     Args:
@@ -38,7 +38,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None
             ranks with the same activations.
     """
     modules = dict(model.named_modules())
-    styles = {name: style for name in modules if (style := _style(name, plan)) is not None}
+    styles = {name: style for name in modules if (style := _find_style(name, plan)) is not None}
     _check(model, plan, styles, share)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -46,15 +46,15 @@ def divide(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None
     for name, style in styles.items():
         module = modules[name]
         if style == BY_OUTPUTS:
-            _by_outputs(name, module, group, share)
+            _shard_outputs(name, module, group, share)
         elif style == BY_INPUTS:
-            _by_inputs(model, name, module, group, share)
+            _shard_inputs(model, name, module, group, share)
         elif style == SUMMED:
             for parameter in module.parameters():
                 parameter.register_hook(lambda gradient: summed(gradient, group).to(gradient.dtype))
 
 
-def _style(name: str, plan: Mapping[str, str]) -> str | None:
+def _find_style(name: str, plan: Mapping[str, str]) -> str | None:
     return plan.get(name, plan.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name)))
 
 
@@ -64,9 +64,9 @@ def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str],
                         instead="names as in model.named_modules(), with * for numbers")
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
-        if style not in (BY_OUTPUTS, BY_INPUTS, SUMMED, *KEPT):
+        if style not in (BY_OUTPUTS, BY_INPUTS, SUMMED, *REPLICATED):
             raise UserError(f"{name} has the unsupported style {style!r}", where=_WHERE,
-                            instead=", ".join((BY_OUTPUTS, BY_INPUTS, SUMMED, *KEPT)))
+                            instead=", ".join((BY_OUTPUTS, BY_INPUTS, SUMMED, *REPLICATED)))
         if style not in (BY_OUTPUTS, BY_INPUTS):
             continue
         module = model.get_submodule(name)
@@ -92,28 +92,28 @@ def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str],
                             where=_WHERE, instead="dropout 0")
 
 
-def _by_outputs(name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
+def _shard_outputs(name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
     rows, columns = layer.weight.shape
     interval = start, stop = share.of(0, rows)
-    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), ((interval, (0, columns)),)))
+    _keep_shard(layer.weight, Placement(f"{name}.weight", (rows, columns), ((interval, (0, columns)),)))
     if layer.bias is not None:
-        _keep(layer.bias, Placement(f"{name}.bias", (rows,), ((interval,),)))
+        _keep_shard(layer.bias, Placement(f"{name}.bias", (rows,), ((interval,),)))
     layer.out_features = stop - start
     layer.register_forward_pre_hook(lambda _, inputs: (copy_to_tp_region(inputs[0], group), *inputs[1:]))
 
 
-def _by_inputs(model: nn.Module, name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
+def _shard_inputs(model: nn.Module, name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
     rows, columns = layer.weight.shape
     interval = start, stop = share.of(0, columns)
-    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), (((0, rows), interval),)))
+    _keep_shard(layer.weight, Placement(f"{name}.weight", (rows, columns), (((0, rows), interval),)))
     sharded = RowParallelLinear(stop - start, rows, layer.bias is not None, group)
     sharded.weight, sharded.bias = layer.weight, layer.bias
     sharded.train(layer.training)
     model.set_submodule(name, sharded)
 
 
-def _keep(parameter: nn.Parameter, at: Placement) -> None:
-    """Replace a parameter's data by this rank's shard, keeping the object that the optimizer refers to."""
-    (box,) = at.boxes
+def _keep_shard(parameter: nn.Parameter, placement: Placement) -> None:
+    """Replace a parameter's data with this rank's shard, keeping the object that the optimizer refers to."""
+    (box,) = placement.boxes
     parameter.data = parameter.data[tuple(slice(*side) for side in box)].clone()
-    set_placement(parameter, at)
+    set_placement(parameter, placement)

@@ -24,7 +24,7 @@ from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.library.run import Run, current
-from ezpz_llm.library.tensor_plan import divide
+from ezpz_llm.library.tensor_plan import shard_model
 from ezpz_llm.model.tensor_parallel import Share
 
 
@@ -63,7 +63,7 @@ class Wrapped:
         """Accumulate the gradient of a micro batch's loss (0-d), divided by the number of micro batches per step.
 
         Raises:
-            UserError: all micro batches of the step are done, and `step` was not called.
+            UserError: the step already has all its micro batches, and `step` was not called.
         """
         if self._micro_steps == self.accumulation:
             raise UserError(f"too many backward passes in a step: accumulation is {self.accumulation}",
@@ -74,7 +74,7 @@ class Wrapped:
         self._micro_steps += 1
 
     def step(self) -> Tensor | None:
-        """Clip, update and zero the gradients after the last micro batch of a step; otherwise do nothing.
+        """After the last micro batch, clip gradients, update parameters and zero gradients; otherwise do nothing.
 
         A step with a non-finite gradient norm is skipped.
 
@@ -149,8 +149,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
             the same `run.mesh.dp_rank` must get the same samples.
 
     Raises:
-        UserError: the layout shards layers and there is no plan, or it cannot run here; the parameters of model and
-            optimizer differ, or the optimizer has already made a step.
+        UserError: the layout cannot run here, or is tensor-parallel without a plan; the parameters of model and
+            optimizer differ; or the optimizer has already taken a step.
     """
     return wrap_in(current("wrap"), model, optimizer, ds_config, micro_batch, accumulation, clip, tp_plan)
 
@@ -158,8 +158,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
 def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Path,
             micro_batch: int | None, accumulation: int | None, clip: float | None,
             tp_plan: Mapping[str, str] | None = None) -> Wrapped:
-    """Wrap a model in a given run, such as a single-process reference next to the process's run. See `wrap`."""
-    resolved = _for_any_optimizer(resolve(Request(
+    """Wrap a model as in `wrap`, but in a given run, such as certify's single-process reference run."""
+    resolved = _accept_any_optimizer(resolve(Request(
         str(ds_config), run.world_size, micro_batch=micro_batch, accumulation=accumulation, clip=clip,
         precision="fp32", device=run.device.type, default_micro_batch=1, sources={"precision": DEFAULT})))
     plan = tp_plan or getattr(model, "tp_plan", None) or {}
@@ -168,7 +168,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     _broadcast_weights(model, run.dist)
     run.dist.arrange(tp=resolved.layout.tp)
     if resolved.layout.tp > 1:
-        divide(model, plan, run.mesh.group("tp"), Share(run.mesh.tp_rank, run.mesh.tp_size))
+        shard_model(model, plan, run.mesh.group("tp"), Share(run.mesh.tp_rank, run.mesh.tp_size))
     if run.is_main:
         for kind, remarks in (("note", resolved.notes), ("warning", resolved.warnings)):
             print(*(f"{kind}: {remark}\n" for remark in remarks), sep="", end="", file=sys.stderr, flush=True)
@@ -192,7 +192,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     return wrapped
 
 
-def _for_any_optimizer(resolved: Resolved) -> Resolved:
+def _accept_any_optimizer(resolved: Resolved) -> Resolved:
     """Configure DeepSpeed to accept any optimizer."""
     if resolved.deepspeed is None:
         return resolved
@@ -222,7 +222,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Check that the optimizer has exactly the model's parameters, and no state.
 
     Raises:
-        UserError: the parameters differ, one is frozen, or the optimizer has state.
+        UserError: the parameters differ, a parameter is frozen, or the optimizer has state.
     """
     where = "ezpz_llm.wrap"
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -237,7 +237,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise UserError("the optimizer has parameters that do not belong to the model", where=where,
                         instead="a model and an optimizer for each call of wrap")
     if optimizer.state:
-        raise UserError("the optimizer has already made a step", where=where,
+        raise UserError("the optimizer has already taken a step", where=where,
                         instead="wrap before the first step, and load_checkpoint to restore state")
 
 
@@ -246,10 +246,10 @@ def _broadcast_weights(model: nn.Module, dist: Dist) -> None:
     if dist.world_size == 1:
         return
     for tensor in _tensors(model):
-        on_device = tensor.to(dist.device)
-        torch.distributed.broadcast(on_device, src=0)
-        if on_device is not tensor:
-            tensor.copy_(on_device)
+        device_tensor = tensor.to(dist.device)
+        torch.distributed.broadcast(device_tensor, src=0)
+        if device_tensor is not tensor:
+            tensor.copy_(device_tensor)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -265,7 +265,7 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
 
     Args:
         step: last finished step.
-        state: data that the script needs to resume, such as an epoch, of JSON types; rank 0's is saved.
+        state: JSON values that the script needs to resume, such as the epoch; those of rank 0 are saved.
 
     Returns:
         The checkpoint's folder.
@@ -300,21 +300,21 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
         if not broadcast(run.dist, bool(complete(run.dist.run_dir.checkpoints))):
             return None
         where = run.run_dir
-    run_together(run.dist, lambda: _check_place(Path(where)), on_main=True)
+    run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)
     loaded = checkpoint.load_newest(where, model.engine, run.dist, lambda folder, state: None)
     run.step = loaded.state["step"]
     run.begin_step()
     return loaded.state
 
 
-def _check_place(where: Path) -> None:
+def _check_path(where: Path) -> None:
     if not where.is_dir():
         raise UserError(f"no run directory or checkpoint at {where}", where="ezpz_llm.load_checkpoint",
                         instead="a run directory, or a checkpoints/step-… folder in one")
 
 
 def has_known_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer's state is two moments of the gradient."""
+    """Return True for torch's Adam and AdamW without amsgrad, whose state checkpoints support."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
         group.get("amsgrad") for group in optimizer.param_groups)
 

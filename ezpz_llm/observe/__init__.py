@@ -12,7 +12,7 @@ _MODULES = {
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot"),
     "profile": ("PythonProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
-    "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarize", "where_time_went"),
+    "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarize", "breakdown_tables"),
     "terminal": ("terminal_width", "wants_ascii", "wants_color"),
     "trackers": ("Tracking",),
 }

@@ -37,7 +37,7 @@ class Spread:
 ON_EACH_LINE = ("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
                 *(f"{phase}_s" for phase in (*PHASES, OTHER)))
 ON_SOME_LINES = ("mfu", "val_loss", "val_tokens", "skipped")
-"""Fields of a line that are read, besides `step`."""
+"""Fields that are read from each line, besides `step`: fields of every line, and fields of some lines."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class History:
 
 
 def read_history(run_dir: RunDir, waiting: Iterable[Mapping[str, Any]] = ()) -> History:
-    """Return the lines of metrics.jsonl and the lines that still wait to be written. Empty without a file.
+    """Return the lines of metrics.jsonl, if it exists, and the lines in `waiting`, which are not written yet.
 
     If a step occurs twice, the later line is used.
 
@@ -73,7 +73,7 @@ def read_history(run_dir: RunDir, waiting: Iterable[Mapping[str, Any]] = ()) -> 
 
 
 def whole_history(run_dir: RunDir, side: SideFiles) -> History:
-    """Return the run's lines, including lines that could not be written yet."""
+    """Return the run's lines, including unwritten ones; only these if metrics.jsonl cannot be read."""
     waiting = side.waiting(run_dir.metrics)
     try:
         return read_history(run_dir, waiting)
@@ -82,8 +82,8 @@ def whole_history(run_dir: RunDir, side: SideFiles) -> History:
 
 
 def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
-    """Return a history of parsed lines. Errors name their source `where`."""
-    # itemgetter avoids a Python loop per value: a million lines take seconds.
+    """Return a history of parsed lines. Errors name `where`, the source of the lines."""
+    # itemgetter avoids a Python loop over the values, so a million lines take only seconds.
     steps, values, fields_of = array("q"), array("d"), itemgetter(*ON_EACH_LINE)
     optional_values: dict[str, dict[int, float]] = {name: {} for name in ON_SOME_LINES}
     for line in lines:
@@ -121,7 +121,7 @@ def _number(value: Any) -> float:
 
 
 def steady_steps(rows: Rows) -> Rows:
-    """Drop the first rows (warm-up, compilation) and the last row (work at the end). Up to three rows are kept."""
+    """Drop the first rows (warm-up, compilation) and the last row (work at the end); if at most three, none."""
     if len(rows) <= 3:
         return rows
     return rows[min(WARMUP_STEPS, max(1, len(rows) // 10)) : -1]
@@ -134,7 +134,7 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread:
 
 
 def trim_history(run_dir: RunDir, last_step: int) -> int:
-    """Drop the lines after `last_step` from metrics.jsonl before a run resumes there. Return the number of lines.
+    """Drop lines after `last_step` from metrics.jsonl before a run resumes there; return how many were dropped.
 
     Later lines exist if an earlier attempt continued after its last checkpoint. The file is replaced atomically,
     and lines up to `last_step` are kept unchanged.
@@ -154,7 +154,7 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
         step_of_line = iter(steps)
         with run_dir.metrics.open("rb") as file:
             for line in file:
-                # Like read_lines, skip blank lines and a last line that a crash has truncated.
+                # Like read_lines, skip blank lines and a last line that was truncated by a crash.
                 if line.endswith(b"\n") and line.strip() and next(step_of_line) <= last_step:
                     yield line
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _BUSY = 1.5
-"""Load average per CPU above which other programs slow down a run. An undisturbed run has 1."""
+"""Load average per CPU above which other programs probably slow down a run. A run alone on its node has 1."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class MachineLoad:
 
     @property
     def is_busy(self) -> bool:
-        """True if more threads are ready to run than the node has CPUs."""
+        """True if the load average per CPU is above 1.5."""
         return self.average > _BUSY * self.cpus
 
     def sentence(self) -> str:
-        """Return a warning that the run's times are affected by the load."""
+        """Return a warning that the load affected the run's times."""
         return (f"The machine was busy: load average {self.average:.1f} on {self.cpus} CPUs. "
                 "Compare these times with a run on an idle machine.")
 

@@ -8,7 +8,7 @@ Fields of a line:
 - `mfu` if the device's peak is known
 - `val_loss`, `val_tokens`, `hellaswag_acc`, `hellaswag_acc_norm` on steps with such an evaluation
 - `lr_G`, `grad_norm_G`, `update_ratio_G` (norm of the update / norm of the parameters) for the groups G `decayed`
-  and `others`, on steps that are flushed at once
+  and `others`, on the first step and every `--log-every` steps
 - `skipped` on steps without a parameter update
 
 A non-finite loss or norm is null, since JSON does not allow NaN.
@@ -48,9 +48,9 @@ class StepTimeline:
     A step consists of `begin_step()`, non-overlapping `span(phase)` contexts, and `end_step()`. Spans of the same
     phase (micro-steps) are summed. Work between steps (validation, checkpoints, samples) is not included.
 
-    A CPU uses wall-clock time. On an accelerator, each span and step is enclosed in two events on the current
-    stream, whose elapsed time is read later. A data span that overlaps with device work is therefore short, and the
-    step time is the execution time, not the time to enqueue kernels.
+    On a CPU, times are wall-clock times. On an accelerator, each span and step is enclosed in two events on the
+    current stream, whose elapsed time is read later. A data span that overlaps with device work is therefore short,
+    and the step time is the execution time, not the time to enqueue kernels.
 
     `end_step` waits for the previous step only, so that the device always has work queued and the CPU is at most
     one step ahead.
@@ -129,7 +129,7 @@ class StepTimeline:
             self._last.synchronize()
 
     def drain(self) -> list[StepTimes]:
-        """Return the steps that ended since the last call, oldest first. Waits for the last one."""
+        """Return the times of the steps that ended since the last call, oldest first. Waits for the last step."""
         self.wait()
         steps, self._steps = self._steps, []
         return [self._resolve(*step) for step in steps]
@@ -158,8 +158,8 @@ class StepTimeline:
 class WallClock:
     """Breakdown of a run's wall time in seconds. Time outside of all spans is "other".
 
-    `marks` holds the parts of the startup with the epoch times of their ends. These times are relative to the
-    system clock at the start, since the clock may be adjusted during the run.
+    `marks` holds the parts of the startup with the epoch times of their ends. Epoch times are computed from the
+    system clock at the start, since that clock may be adjusted during the run.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -229,20 +229,20 @@ class Measured(Protocol):
 @dataclass
 class _Step:
     """Finished step that waits to be written. `values` has this rank's loss, gradient norm, and number of tokens (0
-    unless `counts`); `figures` has other fields of the line."""
+    unless `has_tokens`); `figures` has other fields of the line."""
 
     lr: float | None
     values: torch.Tensor
     measured: Measured | None
-    counts: bool = False
+    has_tokens: bool = False
     figures: dict[str, float | None] = field(default_factory=dict)
 
 
 class MetricsLog:
     """Writer of metrics.jsonl that collects each step's loss and gradient norm on the device until a flush.
 
-    All ranks must call `record`, `flush`, and `straggler` at the same steps; rank 0 writes. `flush` is `reduce`
-    followed by `write`, and `record_task` can add to the last line between them. A run that resumes after
+    All ranks must call `record`, `flush`, `straggler`, and `bubble` at the same steps; rank 0 writes. `flush` is
+    `reduce` followed by `write`, and `record_task` can add to the last line between them. A run that resumes after
     `first_step` appends to the existing lines, after `trim_history` has dropped later ones.
 
     Args:
@@ -250,7 +250,7 @@ class MetricsLog:
         total_steps: last step of the run, for the progress line.
         flush_every: `due` is True at multiples of this number, and after the first step for early feedback.
         console: print the progress line on rank 0.
-        tracking: trackers that also get the lines of each flush, on rank 0.
+        tracking: trackers that also receive the lines of each flush, on rank 0.
 
     Raises:
         UserError: on rank 0, if a new run starts in a directory with another run's metrics.
@@ -286,7 +286,7 @@ class MetricsLog:
         """
         norm = grad_norm.detach().to(loss.device, non_blocking=True)
         values = torch.stack((loss.detach().float(), norm.float(), torch.full_like(norm, tokens or 0).float()))
-        self._pending[step] = _Step(lr, values, measured, counts=tokens is not None)
+        self._pending[step] = _Step(lr, values, measured, has_tokens=tokens is not None)
 
     def record_validation(self, step: int, val_loss: float, val_tokens: int) -> None:
         """Add a validation result to the line of `step`.
@@ -312,7 +312,7 @@ class MetricsLog:
         return step % self._flush_every == 0 or step == self._first_step + 1
 
     def tick(self, step: int) -> None:
-        """Print the progress on rank 0, if nothing has been printed for a while."""
+        """Print the progress on rank 0, unless it was printed recently."""
         if self._progress:
             self._progress.tick(step)
 
@@ -339,12 +339,12 @@ class MetricsLog:
         self.reduce(timeline)
         self.write()
 
-    def reduce(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def reduce(self, timeline: StepTimeline, observe: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Reduce the steps recorded since the last flush, and write all lines but the last. Collective.
 
         Args:
-            look: called with each line on every rank before it is written, and may add to it. Losses and norms are
-                equal on all ranks; times are those of the rank.
+            observe: called with each line on every rank before it is written, and may add to it. Losses and norms
+                are equal on all ranks; times are those of the rank.
 
         Raises:
             ValueError: the timeline did not time exactly the recorded steps.
@@ -357,9 +357,9 @@ class MetricsLog:
         lines = [self._line(step, recorded, values, step_times) for (step, recorded), values, step_times
                  in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
-        if look is not None:
+        if observe is not None:
             for line in lines:
-                look(line)
+                observe(line)
         for step_times in times:
             phases = step_times.phases
             self._before_collectives.append(phases["data"] + phases["forward"])
@@ -395,7 +395,7 @@ class MetricsLog:
             by_step[step].update(measurements.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
-        """Return the rank that is slowest before its collectives, over steady steps; None for one rank.
+        """Return the rank with the most time in data and forward, over steady steps; None for a single rank.
 
         Collective.
         """
@@ -406,11 +406,11 @@ class MetricsLog:
         return Straggler(slowest, seconds[slowest], statistics.median(seconds))
 
     def bubble(self) -> Bubble | None:
-        """Return the idle time of the pipeline stages, as medians over steady steps. Collective.
+        """Return the idle fractions of the pipeline stages, from medians over steady steps. Collective.
 
-        The first stage ends last, so that its time up to the optimizer is the pipeline's time. The other stages
-        wait for it in the optimizer phase, for the sum of gradients or their norm, so that their times do not show
-        it.
+        The first stage finishes its backward passes last, so its time up to the optimizer is the pipeline's time.
+        The times of the other stages do not show their idle time: they wait in the optimizer phase, for the sum of
+        gradients or their norm.
         """
         mesh = self._dist.mesh
         if mesh.pp_size == 1 or not self._busy:
@@ -420,16 +420,16 @@ class MetricsLog:
         if mesh.pp_rank == 0:
             sums[-1] = statistics.median(steady_steps(self._span))
         torch.distributed.all_reduce(sums)
-        *stages, whole = sums.tolist()
-        return Bubble(tuple(1 - seconds / whole for seconds in stages),
+        *stages, pipeline_s = sums.tolist()
+        return Bubble(tuple(1 - seconds / pipeline_s for seconds in stages),
                       (mesh.pp_size - 1) / (self._work.accumulation + mesh.pp_size - 1))
 
     def _reduce(self) -> list[list[float]]:
         """Return (loss, gradient norm, tokens) of every pending step, averaged over all ranks in one collective.
 
         Tensor-parallel peers have equal values, and the values of pipeline- and sequence-parallel peers average to
-        the loss. Sums are in double precision: there a sum of floats is exact, and independent of the order in
-        which a backend adds.
+        the loss. Sums are in double precision, where sums of fp32 values are exact, and so independent of the order
+        in which a backend adds.
         """
         stacked = torch.stack([recorded.values for recorded in self._pending.values()])
         if self._dist.world_size == 1:
@@ -440,7 +440,7 @@ class MetricsLog:
 
     def _line(self, step: int, recorded: _Step, values: list[float], times: StepTimes) -> dict[str, Any]:
         loss, grad_norm, tokens = values
-        rates = self._work.rates(times.step_time_s, tokens * self._work.world_size if recorded.counts else None)
+        rates = self._work.rates(times.step_time_s, tokens * self._work.world_size if recorded.has_tokens else None)
         line: dict[str, Any] = {
             "step": step,
             "loss": loss if is_finite(loss) else None,

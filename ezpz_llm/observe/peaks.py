@@ -1,8 +1,8 @@
 """Stated and measured matmul peak of a device, and the environment of a run.
 
-Stated peaks are dense rates from the vendor. Vendors that state the rate with structured sparsity get half of it.
-Devices are identified by torch's name. Unknown devices, and devices with another number of compute units than the
-listed part (a MIG slice, a partition, a special edition), have no stated peak.
+Stated peaks are dense rates from the vendor. Where the vendor states the rate with structured sparsity, half of it
+is listed. Devices are identified by torch's name. Unknown devices, and devices with another number of compute units
+than the listed part (a MIG slice, a partition, a special edition), have no stated peak.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST, _LARGEST = 256, 8192
-_LONG_ENOUGH_S = 0.01
-"""Duration of a burst of matmuls from which launch and synchronization overhead is negligible."""
+_MIN_BURST_S = 0.01
+"""Duration of a burst of matmuls above which the overhead of launch and synchronization is negligible."""
 _BUDGET_S = 0.1
 _MAX_SAMPLES = 5
 _AGREE = 0.9
-"""Two successive samples that reach this fraction of the best sample count as undisturbed."""
+"""Two successive samples above this fraction of the best sample are assumed to be undisturbed."""
 _MAX_BURSTS = 20
 
 
@@ -171,10 +171,10 @@ class Ceiling:
 
 
 def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
-    """Measure the matmul peak on all ranks at once, for about a fifth of a second. Collective.
+    """Measure the matmul peak on all ranks at once, usually for 0.2 s. Collective.
 
-    Ranks that share a node's cores slow each other down, as in training. Frees all device memory and does not
-    change random states.
+    Ranks that share a node's cores slow each other down, as in training. Frees the device memory it used, resets
+    the peak memory statistics, and does not change random states.
 
     Args:
         precision: precision of the run. fp32 matmuls use TF32 if the process has enabled it.
@@ -187,8 +187,8 @@ def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
 
 
 def best_sample(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
-    """Return the best of up to five samples of `fastest_product`. Stops when two successive samples agree, since
-    other programs can occupy the cores during a whole sample."""
+    """Return the best of up to five samples of `fastest_product`. Stops once two successive samples agree; one
+    sample is not enough, since other programs can occupy the cores during a whole sample."""
     samples = [fastest_product(device, dtype)]
     while len(samples) < _MAX_SAMPLES:
         samples.append(fastest_product(device, dtype))
@@ -200,8 +200,8 @@ def best_sample(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
 def fastest_product(device: torch.device, dtype: torch.dtype, budget_s: float = _BUDGET_S) -> tuple[float, int]:
     """Return the best rate of square matmuls on `device` in FLOP/s, and the matrix size that reached it.
 
-    Doubles the size while the next size fits a fraction of the budget, and repeats the last size for the rest of
-    it.
+    Doubles the size as long as the next size takes at most a fifth of the budget, and repeats the last size for the
+    rest of the budget.
     """
     _burst(_factors(device, dtype, _SMALLEST), 1)  # initializes the library, which may take longer than the budget
     deadline = time.perf_counter() + budget_s
@@ -214,7 +214,7 @@ def fastest_product(device: torch.device, dtype: torch.dtype, budget_s: float = 
         if size == _LARGEST or 8 * seconds > budget_s / 5 or time.perf_counter() > deadline:
             break
         size *= 2
-    products = max(1, round(min(_LONG_ENOUGH_S, budget_s / 5) / seconds))
+    products = max(1, round(min(_MIN_BURST_S, budget_s / 5) / seconds))
     for _ in range(_MAX_BURSTS):
         best = max(best, (products * _flops(size) / _burst(factors, products), size))
         if time.perf_counter() > deadline:
@@ -232,8 +232,8 @@ def _flops(size: int) -> float:
 
 
 def _factors(device: torch.device, dtype: torch.dtype, size: int) -> Factors:
-    """Return two random matrices and a buffer for their product. With zeros, devices need less power, and some are
-    faster."""
+    """Return two random matrices and a buffer for their product. Zeros would need less power, and be faster on some
+    devices."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     return left, right, torch.empty_like(left)
@@ -295,7 +295,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the CPU's model name, or the architecture if /proc/cpuinfo has none (as on Arm)."""
+    """Return the CPU's model name, or the architecture if /proc/cpuinfo does not name the model (as on Arm)."""
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
         if line.startswith("model name"):

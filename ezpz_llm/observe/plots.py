@@ -23,7 +23,7 @@ COLORS = (39, 208, 42, 170, 220, 205, 51, 250)
 """Colors of a 256-color terminal that are distinct on black and on white."""
 _HUGE = 1e300
 _IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), "│": "|", "─": "-", "█": "#", "■": "#"})
-_LOW = 9  # height in lines of a plot that only shows if a value was steady
+_LOW_HEIGHT = 9  # lines of a plot that only needs to show if a value was steady
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
 Values = Sequence[float | None] | np.ndarray
@@ -67,7 +67,7 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
     """Return a line plot of y over x; see `curves_plot`.
 
     Args:
-        label: name of the line in the heading, if there are `points`.
+        label: name of the line in the heading, used only with `points`.
         points: second series (name, x, y), drawn as unconnected marks.
     """
     curves = [Curve(label, x, y)]
@@ -117,7 +117,7 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
 
 def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = DEFAULT_WIDTH, *,
               color: bool = False) -> str:
-    """Return horizontal bars of named values, the first on top, as text that ends in a newline."""
+    """Return a horizontal bar per named value, the first on top, as text that ends in a newline."""
     figure = _figure(title, width, 2 * len(bars) + 3)
     names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
     figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
@@ -151,8 +151,8 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, 
              side: SideFiles | None = None, unit: str = "nats/token") -> str:
     """Plot the loss and tokens/s of a run, or the step time if tokens/s are unknown.
 
-    Writes plain text to `plots/<metric>.txt`, and returns both plots for the console. The second plot is lower, and
-    omits the first and last steps, which would dominate its scale.
+    Writes plain text to `plots/<metric>.txt`, and returns both plots for the console. The throughput plot has fewer
+    lines, and omits the first and last steps, which would dominate its scale.
 
     Args:
         history: lines of the run, if they have been read.
@@ -176,12 +176,12 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, 
     }
     for metric, draw in drawings.items():
         side.write(run_dir.plots / f"{metric}.txt", draw(is_ascii=False))
-    return drawings["loss"](color=color) + "\n" + drawings[speed](color=color, height=_LOW)
+    return drawings["loss"](color=color) + "\n" + drawings[speed](color=color, height=_LOW_HEIGHT)
 
 
 def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:
-    # NaN makes plotext's C++ part abort the process, so it must be removed. A range wider than a float cannot be
-    # scaled.
+    # NaN makes plotext's C++ code abort the process, so it must be removed. A range that overflows a float cannot
+    # be scaled.
     a, b = np.asarray(x, float), np.asarray(y, float)
     usable = (np.abs(a) < _HUGE) & (np.abs(b) < _HUGE)
     return a[usable], b[usable]

@@ -49,7 +49,8 @@ class StepWatch(Protocol):
 
 def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
                    skip: int = SKIP_STEPS) -> Window | None:
-    """Return the window of `steps` steps after `skip` steps, both reduced in a short run; None without steps."""
+    """Return the window of `steps` steps after `skip` steps, both reduced in a short run; None if no step
+    remains."""
     remaining = total_steps - first_step
     if remaining < 1:
         return None
@@ -88,7 +89,7 @@ class PythonProfile:
             # async_mode is for coroutines, and costs time without them.
             self._profiler = Profiler(interval=0.001, async_mode="disabled")
             self._profiler.start()
-            # The profiler must be stopped before interpreter shutdown, also if the run fails.
+            # The profiler must be stopped before interpreter shutdown, even if the run fails.
             atexit.register(self._stop)
 
     def _stop(self) -> None:
@@ -101,7 +102,7 @@ class PythonProfile:
             self.close()
 
     def close(self) -> None:
-        """Write the profile if it is running, such as in a run that ends early."""
+        """Write the profile if the profiler is running, such as in a run that ends early."""
         if self._profiler is None:
             return
         self._stop()
@@ -134,8 +135,8 @@ class TraceProfile:
 
     The trace has a mark `step N` for each step (N from 1, as in metrics.jsonl), marks for the step's phases, and
     marks for the work between steps (log lines, evaluations, checkpoints). The result of `notes` is stored under
-    "ezpz_llm". Open it in https://ui.perfetto.dev. Traced steps are slower. The profiler is initialized before the
-    first traced step begins.
+    "ezpz_llm". Open the trace in https://ui.perfetto.dev. Traced steps are slower. The profiler is initialized
+    before the first traced step begins.
     """
 
     def __init__(self, run_dir: RunDir, rank: int, window: Window,
@@ -157,7 +158,7 @@ class TraceProfile:
             self.close()
 
     def after_step(self, step: int) -> None:
-        """Attribute what comes after a step to it."""
+        """Do nothing, so that the work between steps is traced, too."""
 
     def close(self) -> None:
         """Write the trace if the profiler is running."""

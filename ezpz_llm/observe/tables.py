@@ -53,10 +53,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     return f"{title}\n{text.getvalue()}"
 
 
-def table_text(one: Table, *, rich: bool = False) -> str:
+def table_text(content: Table, *, rich: bool = False) -> str:
     """Return a table as text, followed by one line per note."""
-    return table(one.title, one.columns, one.rows, footer=one.footer, rich=rich) + "".join(
-        f"  {note}\n" for note in one.notes)
+    return table(content.title, content.columns, content.rows, footer=content.footer, rich=rich) + "".join(
+        f"  {note}\n" for note in content.notes)
 
 
 def wall_table(title: str, wall: Mapping[str, float]) -> Table:

@@ -18,14 +18,14 @@ WIDTH_LIMIT = 200
 def terminal_width() -> int:
     """Return the width of the terminal in columns, at most WIDTH_LIMIT.
 
-    The width is from COLUMNS, launch, or the terminal itself; 80 without a terminal.
+    The width is that in COLUMNS, else launch's, else the terminal's own; 80 without a terminal.
     """
     if not os.environ.get("COLUMNS") and (columns := _columns_from_launch(os.environ)) is not None:
         return min(WIDTH_LIMIT, columns)
     return min(WIDTH_LIMIT, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns or DEFAULT_WIDTH)
 
 
-def redraws(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
+def can_redraw(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:
     """Return True if `stream` (default: stdout) is a terminal whose last line can be rewritten, directly or through
     launch."""
     stream, env = sys.stdout if stream is None else stream, os.environ if env is None else env
@@ -33,7 +33,7 @@ def redraws(stream: TextIO | None = None, env: Mapping[str, str] | None = None) 
 
 
 def _columns_from_launch(env: Mapping[str, str]) -> int | None:
-    """Return the width of launch's terminal on rank 0, whose output launch shows; None on other ranks."""
+    """Return the width of launch's terminal on rank 0, whose output launch shows there; else None."""
     columns = env.get(TERMINAL_VARIABLE, "").removesuffix(IN_COLOR)
     return int(columns) if columns.isdecimal() and env.get(RANK_VARIABLE, "0") == "0" else None
 

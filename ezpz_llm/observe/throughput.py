@@ -27,7 +27,7 @@ from ezpz_llm.observe.history import (
     steady_steps,
 )
 from ezpz_llm.observe.tables import percentages, table, table_text, wall_table
-from ezpz_llm.observe.terminal import redraws, terminal_width
+from ezpz_llm.observe.terminal import can_redraw, terminal_width
 from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Rates:
     Attributes:
         flops_per_second_per_device: FLOP/s of the model, with attention counted without the causal mask.
         mfu: fraction of the stated peak; None without a stated peak.
-        mfu_causal: `mfu`, but without the attention products that the causal mask removes.
+        mfu_causal: `mfu`, but without the part of the attention matmuls that the causal mask removes.
         ceiling_share: fraction of the measured matmul peak.
     """
 
@@ -113,7 +113,7 @@ def format_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _short(value: float | None) -> str:
+def _or_empty(value: float | None) -> str:
     return "" if value is None else format_number(value)
 
 
@@ -129,20 +129,20 @@ def format_duration(seconds: float) -> str:
 _LIVE_EVERY_S = 1.0
 _PLAIN_EVERY_S = 30.0
 _RECENT_STEPS = 20
-"""Number of last steps for the estimates of the live line."""
+"""Number of most recent steps from which the live line estimates speed and remaining time."""
 
 
 class Progress:
     """Printer of one aligned line for the last step of a flush and for every step with an evaluation.
 
-    Loss, learning rate, and gradient norm are those of the step. The time is the median since the previous line,
-    and the rates use this median. The remaining time is estimated from all time since the first line, including
-    evaluations and checkpoints, and is therefore empty on the first line.
+    Loss, learning rate, and gradient norm are those of the step. The step time is the median since the previous
+    line, and the rates use this median. The remaining time is estimated from all time since the first line,
+    including evaluations and checkpoints, and is therefore empty on the first line.
 
     Args:
         width: width of the terminal in columns. The least important columns are omitted if they do not fit.
         clock: monotonic clock in seconds.
-        is_live: rewrite the terminal's last line between two lines (default: if stdout is a terminal).
+        is_live: show a live line between two regular lines (default: if stdout is a terminal).
     """
 
     _OPTIONAL_COLUMNS = ("tok/s/dev", "lr", "grad norm", "MFU", "elapsed", "tok/s")
@@ -160,13 +160,13 @@ class Progress:
         self._began = clock()
         self._first: tuple[int, float] | None = None
         self._last_step = 0
-        self._redraws = redraws() if is_live is None else is_live
+        self._redraws = can_redraw() if is_live is None else is_live
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
         self._shown_at = self._began
         self._is_live_line_shown = False
 
     def tick(self, step: int) -> None:
-        """Print the progress between two lines: every second on a terminal, every 30 s in a log.
+        """Print the progress between two regular lines: every second on a terminal, every 30 s in a log.
 
         Uses the clock of this process, without a synchronization of the device.
         """
@@ -202,14 +202,14 @@ class Progress:
         for line in lines:
             self._times.append(line["step_time_s"])
             if line is lines[-1] or "val_loss" in line:
-                columns = self._fitting(self._columns(line))
+                columns = self._fit_columns(self._columns(line))
                 if not self._legend_shown:
                     self._legend_shown = True
                     print("  ".join(name.rjust(width) for name, width, _ in columns), flush=True)
                 print("  ".join(cell.rjust(width) for _, width, cell in columns).rstrip(), flush=True)
                 self._times.clear()
 
-    def _fitting(self, columns: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    def _fit_columns(self, columns: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
         for name in self._OPTIONAL_COLUMNS:
             if sum(width + 2 for _, width, _ in columns) - 2 <= self._width:
                 break
@@ -239,8 +239,8 @@ class Progress:
             ("lr", 8, f"{line['lr']:.2e}"),
             ("grad norm", 9, _fixed(line["grad_norm"], 9, 3)),
             ("ms/step", 8, f"{seconds * 1e3:.1f}"),
-            ("tok/s", 7, _short(rates.tokens_per_second)),
-            ("tok/s/dev", 9, _short(rates.tokens_per_second_per_device)),
+            ("tok/s", 7, _or_empty(rates.tokens_per_second)),
+            ("tok/s/dev", 9, _or_empty(rates.tokens_per_second_per_device)),
             *([("MFU", 6, mfu)] if self._work.peak is not None else []),
             ("elapsed", 8, format_duration(now - self._began)),
             ("left", 8, "" if left_s is None else format_duration(left_s)),
@@ -258,7 +258,7 @@ def _fixed(value: float | None, width: int, digits: int) -> str:
 
 EVALUATION_LIMIT = 0.2
 """Fraction of wall time in evaluation above which the summary warns."""
-_ENOUGH_TO_LEARN = 20  # steps; a shorter run may end during warm-up
+_MIN_STEPS_TO_LEARN = 20  # steps; a shorter run may end during warm-up
 
 _COMMUNICATION = ("  The phases do not separate communication: it is in backward and optimizer, and in forward\n"
                   "  if layers are sharded.\n")
@@ -268,8 +268,8 @@ _COMMUNICATION = ("  The phases do not separate communication: it is in backward
 class Summary(Rates):
     """Summary of this process's steps, with the rates of the median step time.
 
-    Times are in seconds, on rank 0, over steady steps only. `phase_share` has fractions of the summed step time,
-    with the sum 1. `wall` is the breakdown of the whole run's wall time. The last loss is the mean over the last
+    Times are in seconds, on rank 0, over steady steps only. `phase_share` has fractions of the total step time,
+    which sum to 1. `wall` is the breakdown of the whole run's wall time. The last loss is the mean over the last
     tenth of the steps (at most 50). The first loss is from the first line in the run directory, which an earlier
     process of a resumed run may have written.
     """
@@ -302,7 +302,7 @@ class Summary(Rates):
                             "is wrong")
         if self.ceiling_share is not None and self.ceiling_share > 1:
             warnings.append("measured matmul peak is unreliable (machine was busy)")
-        if self.steps >= _ENOUGH_TO_LEARN and not (is_finite(self.first_loss) and is_finite(self.last_loss)
+        if self.steps >= _MIN_STEPS_TO_LEARN and not (is_finite(self.first_loss) and is_finite(self.last_loss)
                                                    and self.last_loss < self.first_loss):
             warnings.append("the loss did not decrease: the throughput of this run is not meaningful")
         return warnings
@@ -311,7 +311,7 @@ class Summary(Rates):
 def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
               unigram_entropy: float | None = None, straggler: Straggler | None = None,
               bubble: Bubble | None = None, history: History | None = None) -> Summary | None:
-    """Summarize the steps after `first_step` from metrics.jsonl; None if this process made no step.
+    """Summarize the steps after `first_step` in metrics.jsonl; return None if there are none.
 
     Args:
         wall: breakdown of the run's wall time in seconds.
@@ -327,7 +327,7 @@ def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     step_times = timed.column("step_time_s")
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
-    # The loss of an evaluation may be NaN. Its number of tokens shows that it was made.
+    # A NaN validation loss is null. Its number of tokens shows that the evaluation took place.
     evaluated = rows[np.isfinite(rows.column("val_tokens")) | np.isfinite(rows.column("val_loss"))]
     return Summary(
         steps=int(rows.steps[-1]),
@@ -348,7 +348,7 @@ def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     )
 
 
-def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) -> str:
+def breakdown_tables(summary: Summary, world_size: int, *, rich: bool = False) -> str:
     """Return two tables: the step-time breakdown and the wall-time breakdown."""
     rows = [[phase, *_milliseconds(summary.phase_s[phase]), share] for phase, share
             in zip(summary.phase_share, percentages(list(summary.phase_share.values())), strict=True)]
@@ -396,7 +396,8 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
         "step time": f"{median} ms median; {low} to {high} ms for the middle 80 %",
         "step breakdown": shares,
         "tokens/s": "" if summary.tokens_per_second is None else (
-            f"{_short(summary.tokens_per_second)}, {_short(summary.tokens_per_second_per_device)} per device"),
+            f"{_or_empty(summary.tokens_per_second)}, "
+            f"{_or_empty(summary.tokens_per_second_per_device)} per device"),
         "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the vendor's peak" + (
             "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted"),
         "FLOP/s": "" if flops is None else f"{format_number(flops)} per device" + (

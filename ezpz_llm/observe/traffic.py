@@ -1,8 +1,8 @@
 """Measured and textbook bytes on the wire of collectives (does not import torch).
 
-Each backend has a table of measurements in this folder (docs/evidence/traffic.md). They were made with one rank per
-node and one link per rank, whose counters give the traffic of a call by kind, buffer size, and number of ranks. The
-size of a buffer is always the whole buffer: the data that is reduced, gathered, scattered, or sent.
+Each measured backend has a table in this folder (docs/evidence/traffic.md). The measurements used one rank per node
+and one link per rank, whose counters give the traffic of a call by kind, buffer size, and number of ranks. Buffer
+sizes are those of the whole buffer: the data that is reduced, gathered, scattered, or sent.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 
 _NAMES = ("sent", "received", "line_bytes", "overhead_s")
 
-NEAR = 0.05
-"""Relative difference up to which a measured volume equals the textbook's."""
+TEXTBOOK_TOLERANCE = 0.05
+"""Relative difference up to which measured bytes are treated as equal to the textbook's."""
 
 _REASONS = {
     ("gloo", "reduce_scatter"): "gloo all-reduces the whole buffer, and each rank keeps its share",
     ("gloo", "broadcast"): "the root of a tree sends the whole buffer to log2(n) ranks",
     ("gloo", "reduce"): "shares are reduced in a ring and then gathered: the root receives 2 (n-1)/n of the buffer",
 }
-"""Reasons for other volumes, from the sources of gloo (broadcast.cc, reduce.cc) and torch's ProcessGroupGloo."""
+"""Reasons why measured bytes differ from the textbook's, from the source code of gloo (broadcast.cc, reduce.cc) and
+torch's ProcessGroupGloo."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Traffic:
 
     @property
     def is_textbook(self) -> bool:
-        """True if the measured bytes differ from the textbook's by at most NEAR."""
-        return abs(self.bytes - self.textbook) <= NEAR * self.textbook
+        """True if the measured bytes differ from the textbook's by at most TEXTBOOK_TOLERANCE."""
+        return abs(self.bytes - self.textbook) <= TEXTBOOK_TOLERANCE * self.textbook
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -97,16 +98,16 @@ def call_traffic(backend: str, kind: str, size: float, ranks: int) -> Traffic | 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send, or recv.
             A recv is the other end of a send.
-        size: size of the whole buffer in bytes. Linear interpolation between measured sizes and below the smallest;
-            proportional above the largest.
-        ranks: number of ranks of the group, which must have been measured.
+        size: size of the whole buffer in bytes. Results are interpolated linearly between measured sizes,
+            extrapolated linearly below the smallest, and proportional to the size above the largest.
+        ranks: number of ranks in the group.
     """
     if ranks == 1:
         return NOTHING
     rows = _rows(backend).get(("send", 2) if kind in ("send", "recv") else (kind, ranks))
     if not rows:
         return None
-    sent, received, line, overhead_s = (_between(rows, name, size) for name in _NAMES)
+    sent, received, line, overhead_s = (_interpolate(rows, name, size) for name in _NAMES)
     least = textbook_bytes(kind, size, ranks)
     if kind == "send":
         return Traffic(sent, 0.0, line, overhead_s, least, 0.0)
@@ -121,8 +122,8 @@ def traffic_per_step(backend: str, issued: Mapping[str, Mapping[str, int]], rank
     `sum(…, NOTHING)` of the values is the traffic of the step.
 
     Args:
-        issued: {kind: {"count": …, "bytes": …}}, with the bytes distributed evenly over the calls. Single numbers
-            ("scalars") are ignored, since their traffic is negligible.
+        issued: {kind: {"count": …, "bytes": …}}, where each call is assumed to have the same size. Single
+            numbers ("scalars") are ignored, since their traffic is negligible.
 
     Raises:
         KeyError: a kind was not measured with this number of ranks.
@@ -139,7 +140,7 @@ def traffic_per_step(backend: str, issued: Mapping[str, Mapping[str, int]], rank
 
 
 def reason(backend: str, kind: str) -> str | None:
-    """Return the reason why a backend's volume differs from the textbook's; None if it is equal or unknown."""
+    """Return why a backend's bytes differ from the textbook's; None if they do not, or the reason is unknown."""
     return _REASONS.get((backend, kind))
 
 
@@ -155,15 +156,15 @@ def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
     table = measured(backend)
     if table is None:
         return {}
-    return group_by_key(((row["kind"], row["ranks"]), {**row, **_times(row, table["goodput"])})
+    return group_by_key(((row["kind"], row["ranks"]), {**row, **_split_seconds(row, table["goodput"])})
                         for row in sorted(table["rows"], key=lambda row: row["bytes"]))
 
 
-def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:
+def _split_seconds(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:
     """Split the seconds measured at two bandwidths into bytes on the link and a constant overhead.
 
-    A link transfers a burst faster than its rate, so the time of a small buffer is no measure of its bytes. The
-    overhead is the smaller of the two results, since disturbances make measurements longer.
+    A link transfers a burst faster than its rate, so the time of a small buffer does not measure its bytes. The
+    overhead is the smaller of the two estimates, since disturbances only lengthen measurements.
     """
     (fast, fast_s), (slow, slow_s) = sorted(((goodput[rate], seconds) for rate, seconds in row["seconds"].items()),
                                             reverse=True)
@@ -171,7 +172,7 @@ def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, fl
     return {"line_bytes": line, "overhead_s": max(0.0, min(fast_s - line / fast, slow_s - line / slow))}
 
 
-def _between(rows: Sequence[Mapping[str, float]], name: str, size: float) -> float:
+def _interpolate(rows: Sequence[Mapping[str, float]], name: str, size: float) -> float:
     if len(rows) == 1 or size >= rows[-1]["bytes"]:
         return rows[-1][name] * size / rows[-1]["bytes"]
     upper = next(index for index, row in enumerate(rows) if index and size <= row["bytes"])

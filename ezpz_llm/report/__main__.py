@@ -15,13 +15,13 @@ from ezpz_llm.observe.plots import COLORS, LETTERS, POINTS, Curve, curves_plot
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.report.document import report_page
-from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
+from ezpz_llm.report.runs import RESULTS, Run, comparison_sentence, differences, load_runs, remarks, result_row
 from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 
-_IF_NONE = "ezpz-llm report RUN_DIR; ezpz-llm why shows how a run without steps ended"
-_LONGEST = 31  # characters of a setting's value
+_IF_NO_RUN = "ezpz-llm report RUN_DIR; ezpz-llm why shows how a run without steps ended"
+_MAX_VALUE_LENGTH = 31  # characters of a setting's value
 
-DRAWABLE = len(LETTERS)
+MAX_RUNS = len(LETTERS)
 """Maximum number of runs in a plot."""
 
 
@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:
-        UserError: a directory is not a run directory, no run has a step, or the page cannot be written.
+        UserError: a directory is not a run directory, no run has a step, there are too many runs, or a file cannot
+            be written.
     """
     parser = CommandParser("report", description=__doc__, shown=(
         "ezpz-llm report  the newest run",
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--figures", type=Path, metavar="DIR",
                         help="also write loss and throughput as PDF, SVG and PNG, for publications")
     options = parser.parse_args(argv)
-    runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _IF_NONE).path])
+    runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _IF_NO_RUN).path])
     if not any(len(run.rows) for run in runs):
         where = ", ".join(str(run.path) for run in runs)
         if all(run.record.get("exit") for run in runs):
@@ -48,9 +49,10 @@ def main(argv: Sequence[str]) -> int:
                             instead="ezpz_llm.record(step, loss=…) in the script, or lines in metrics.jsonl "
                                     "(docs/use/your_own_script.md); ezpz-llm why shows how the run ended")
         raise UserError("no step has been written yet", where=where,
-                        instead="the same command after the first line of progress; ezpz-llm why if there is none")
-    if len(runs) > DRAWABLE:
-        raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {DRAWABLE}")
+                        instead="the same command after the first progress line, or ezpz-llm why if there is no "
+                                "such line")
+    if len(runs) > MAX_RUNS:
+        raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {MAX_RUNS}")
     print(report_text(runs, terminal_width(), color=wants_color()), end="")
     if options.html:
         write_file(options.html, report_page(runs), "--html")
@@ -66,13 +68,13 @@ def report_text(runs: Sequence[Run], width: int, *, color: bool) -> str:
     """Return the report as text, with escape codes only if `color`."""
     differing = differences(runs)
     parts = [_results([result_row(run) for run in runs], width, color),
-             "".join(_wrapped(f"{name}: {text}", width) for name, text in comments(runs))]
+             "".join(_wrapped(f"{name}: {text}", width) for name, text in remarks(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
-        rows = [[name, *(_short(value) for value in values)]
+        rows = [[name, *(_abbreviate(value) for value in values)]
                 for name, values in differing.items()]
         parts.append((table("Differences", columns, rows) if differing else "")
-                     + _wrapped(verdict(differing), width))
+                     + _wrapped(comparison_sentence(differing), width))
     parts.append(_plot(runs, "loss", "loss", "nats/token", width, color))
     if any(np.isfinite(run.column("tokens_per_second")).any() for run in runs):
         parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, color))
@@ -98,9 +100,9 @@ def _wrapped(text: str, width: int) -> str:
                          break_on_hyphens=False) + "\n"
 
 
-def _short(value: str) -> str:
-    half = _LONGEST // 2
-    return value if len(value) <= _LONGEST else f"{value[:half]}…{value[-half:]}"
+def _abbreviate(value: str) -> str:
+    half = _MAX_VALUE_LENGTH // 2
+    return value if len(value) <= _MAX_VALUE_LENGTH else f"{value[:half]}…{value[-half:]}"
 
 
 def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, color: bool) -> str:

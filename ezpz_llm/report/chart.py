@@ -1,9 +1,9 @@
-"""Charts, stacked bars and tables as HTML, whose text keeps its size while lines scale with the page.
+"""Charts, stacked bars and tables as HTML. Text keeps its size, while lines scale with the page.
 
 The plot area is an SVG of 1000 x 1000 units stretched to the available space; ticks and names are HTML text around
 it. For accessibility, and for browsers without scripts, each chart has a text description and a table of its
-numbers. It also contains its points and a second scale, logarithmic or linear, for the cursor and the switches of
-`page.js`.
+numbers. Each chart also contains its points and a second scale, logarithmic or linear, for the cursor and the
+switches of `page.js`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Series:
 
     Attributes:
         y: values; None and NaN leave a gap.
-        number: selects color and dashes.
+        number: index that selects color and dashes.
         dots: draw unconnected dots.
     """
 
@@ -49,7 +49,7 @@ class Axis:
 
     Attributes:
         log: use a logarithmic scale, which omits values that are not positive.
-        marks: positions of ticks and of rows in the table of numbers, in place of round numbers.
+        marks: values for the ticks and for the rows of the table of numbers, instead of round numbers.
     """
 
     label: str
@@ -62,9 +62,9 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce
     """Return an HTML figure with title, legend, plot, and a table of selected values.
 
     Args:
-        reduce: combines neighboring values of a series with too many points.
+        reduce: function that combines neighboring values of a series with too many points.
     """
-    drawn = [thinned for thinned in (_thinned(curve, y.log, reduce) for curve in series) if thinned.x]
+    drawn = [curve for curve in (_downsampled(given, y.log, reduce) for given in series) if curve.x]
     if not drawn:
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="empty">No data yet.</p></figure>'
     x_scale = _Scale.around([value for curve in drawn for value in curve.x], x.log, margin=0, marks=x.marks)
@@ -85,13 +85,13 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce
         f'{"".join(_path(curve, x_scale, y_scale) for curve in drawn)}</svg></div>'
         f'<div class="ticks x">{_ticks(x_scale, x.form, "left")}</div>'
         f'<div class="unit x">{escape(x.label)}</div></div>'
-        f'<output aria-live="polite"></output>{_numbers(title, x, y, drawn)}</figure>')
+        f'<output aria-live="polite"></output>{_numbers_table(title, x, y, drawn)}</figure>')
 
 
 def _second_scale(values: Sequence[float], is_log: bool) -> _Scale | None:
-    """Return the scale that a switch swaps in: logarithmic for a linear axis, linear for a logarithmic one.
+    """Return the alternative scale that a switch selects: logarithmic for a linear axis, and vice versa.
 
-    Returns None if the scale can show no value.
+    Returns None if that scale cannot show any value.
     """
     fitting = values if is_log else [value for value in values if value > 0]
     return _Scale.around(fitting, not is_log, margin=0.04) if fitting else None
@@ -140,7 +140,7 @@ class _Scale:
         return ticks[:: math.ceil(len(ticks) / 8)]
 
 
-def _thinned(curve: Series, log: bool, reduce: Reduce) -> Series:
+def _downsampled(curve: Series, log: bool, reduce: Reduce) -> Series:
     x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
     usable = np.isfinite(y) & (y > 0) if log else np.isfinite(y)
     indices = np.flatnonzero(usable)
@@ -163,7 +163,7 @@ def _path(curve: Series, x: _Scale, y: _Scale) -> str:
             pen_is_down = False
             continue
         at = f"{x(a):.1f} {_UNITS - y(b):.2f}"
-        # A line of zero length shows only its round caps: a dot.
+        # A line of zero length shows only its round caps, as a dot.
         steps.append(f"M{at}h0" if curve.dots else f"{'L' if pen_is_down else 'M'}{at}")
         pen_is_down = True
     kind = "dots" if curve.dots else f"line d{_dashes(curve)}"
@@ -202,17 +202,17 @@ def _describe(curve: Series, form: Form) -> str:
             f"between {form(min(values))} and {form(max(values))}")
 
 
-def _numbers(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
+def _numbers_table(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     low, high = min(curve.x[0] for curve in series), max(curve.x[-1] for curve in series)
     places = [low + (high - low) * i / (_TABLE_ROWS - 1) for i in range(_TABLE_ROWS)] if high > low else [low]
     places = [*x.marks] or places
-    rows = [[x.form(place), *(_near(curve, place, (high - low) / (_TABLE_ROWS - 1), y.form) for curve in series)]
-            for place in places]
+    reach = (high - low) / (_TABLE_ROWS - 1)
+    rows = [[x.form(place), *(_value_near(curve, place, reach, y.form) for curve in series)] for place in places]
     return (f"<details><summary>Numbers</summary>"
             f"{table(f'{title} ({y.label})', [x.label, *(curve.name for curve in series)], rows)}</details>")
 
 
-def _near(curve: Series, place: float, reach: float, form: Form) -> str:
+def _value_near(curve: Series, place: float, reach: float, form: Form) -> str:
     candidates = [(abs(a - place), b) for a, b in zip(curve.x, curve.y, strict=True) if b is not None]
     distance, value = min(candidates)
     return form(value) if distance <= reach / 2 else "-"
@@ -220,7 +220,7 @@ def _near(curve: Series, place: float, reach: float, form: Form) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]],
           footer: Sequence[str] | None = None) -> str:
-    """Return an HTML table whose first column holds row headers. It scrolls if it is wider than the page.
+    """Return an HTML table, which scrolls if it is wider than the page. The first column holds row headers.
 
     Args:
         footer: last row, for totals.

@@ -21,12 +21,12 @@ from ezpz_llm.report.runs import (
     RESULTS,
     SETTINGS,
     Run,
-    comments,
+    comparison_sentence,
     differences,
     phase_seconds,
+    remarks,
     result_row,
     setting_row,
-    verdict,
 )
 from ezpz_llm.rundir import redact_words
 
@@ -42,7 +42,7 @@ def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
     """
     style = "\n" + (_HERE / "page.css").read_text(encoding="utf-8")
     script = "\n" + (_HERE / "page.js").read_text(encoding="utf-8")
-    # Style attributes position the ticks. Browsers with style-src-elem allow only this style element.
+    # Style attributes position the ticks. Browsers that support style-src-elem allow only this style element.
     allowed = (f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; "
                f"style-src-elem {_hash(style)}; base-uri 'none'; form-action 'none'")
     body = "".join(f"<section><h2>{escape(heading)}</h2>{text}</section>\n" for heading, text in sections)
@@ -62,13 +62,13 @@ def _hash(text: str) -> str:
 
 
 def written_by(command: str, now: float | None = None) -> str:
-    """Return the line with the page's time and command; `now` in epoch seconds."""
+    """Return the line with the time and command that wrote the page. `now` is in epoch seconds."""
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     return f'<p class="faint">Written {escape(written)} by <code>{command}</code>.</p>'
 
 
 def items(sentences: Iterable[str]) -> str:
-    """Return an HTML list; an empty string without sentences."""
+    """Return an HTML list of sentences, or an empty string if there are none."""
     text = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{text}</ul>" if text else ""
 
@@ -80,7 +80,7 @@ def table_of(content: Table) -> str:
 
 
 def views(name: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
-    """Return panels of which radio buttons select one, without a script.
+    """Return panels and radio buttons that select the visible one, without a script.
 
     Args:
         name: name of the group of buttons, unique on the page.
@@ -106,7 +106,7 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     results = table("The loss is the mean over the last tenth of the steps, at most 50; times and throughput are "
                     "medians over the steady steps", RESULTS, [result_row(run) for run in runs])
-    notes = items(f"{name}: {text}" if len(runs) > 1 else text for name, text in comments(runs))
+    notes = items(f"{name}: {text}" if len(runs) > 1 else text for name, text in remarks(runs))
     sections = [("Results", results + notes)]
     if len(runs) > 1:
         sections.append(("Differences", _differences(runs)))
@@ -124,15 +124,15 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
 
 
 def _loss_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    counted = any(run.tokens[-1] > 0 for run in runs)
-    over: list[tuple[str, str, X]] = [*([("tokens", "tokens", lambda run: run.tokens)] if counted else []),
+    has_tokens = any(run.tokens[-1] > 0 for run in runs)
+    over: list[tuple[str, str, X]] = [*([("tokens", "tokens", lambda run: run.tokens)] if has_tokens else []),
                                       ("steps", "step", lambda run: run.column("step")),
                                       ("hours of training", "hours in steps", lambda run: run.hours)]
     panels = [(name, chart("Training loss, and validation loss as dots", Axis(label), _LOSS,
                            _loss_series(runs, x, begin=0))) for name, label, x in over]
     half = max(run.tokens[-1] for run in runs) / 2
     late = _loss_series(runs, lambda run: run.tokens, begin=half)
-    if counted and any(len(curve.x) for curve in late):
+    if has_tokens and any(len(curve.x) for curve in late):
         panels.append(("tokens, second half", chart("Training loss, and validation loss as dots, in the second "
                                                     "half of the longest run", Axis("tokens"), _LOSS, late)))
     return panels
@@ -189,7 +189,7 @@ def _optimizer_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _differences(runs: Sequence[Run]) -> str:
     differing = differences(runs)
     kind = ' class="warning"' if len(differing) > 1 else ""
-    text = f"<p{kind}>{escape(verdict(differing))}</p>"
+    text = f"<p{kind}>{escape(comparison_sentence(differing))}</p>"
     if differing:
         rows = [[name, *values] for name, values in differing.items()]
         text += (f"<details{' open' if len(differing) <= _SHOWN else ''}><summary>Settings that differ</summary>"

@@ -1,6 +1,6 @@
 "use strict";
-// Each chart gets a cursor, moved by pointer or arrow keys, that says the values of every series beside it, and
-// switches. Its lines are drawn here anew only when a switch changes.
+// Adds switches to each chart, and a cursor, moved by pointer or arrow keys, that shows the value of every series at
+// its position. The lines are redrawn only when a switch changes.
 for (const plot of document.querySelectorAll(".plot")) {
   const figure = plot.closest("figure");
   const scale = text => {
@@ -52,14 +52,14 @@ for (const plot of document.querySelectorAll(".plot")) {
   });
   plot.addEventListener("focus", () => show(at));
 
-  // The exponential moving average, in which the first values count no more than others (as in Adam).
-  const keeps = 0.9;
+  // Exponential moving average with bias correction, as in Adam.
+  const decay = 0.9;
   const smoothed = points => {
     let sum = 0, weight = 0;
     return points.map(([place, value]) => {
       if (isNaN(value)) return [place, value];
-      sum = keeps * sum + (1 - keeps) * value;
-      weight = keeps * weight + (1 - keeps);
+      sum = decay * sum + (1 - decay) * value;
+      weight = decay * weight + (1 - decay);
       return [place, sum / weight];
     });
   };
@@ -118,7 +118,7 @@ for (const plot of document.querySelectorAll(".plot")) {
     switches.append(label);
     return input;
   };
-  // Over sizes, whose axis is logarithmic, an average says nothing; nor do dots have one.
+  // No average over a logarithmic x axis (sizes), where it is meaningless, or for unconnected dots.
   const hasAverage = !x.isLog && series.some(one => !one.isDots);
   const average = hasAverage && checkbox("moving average of about 10 points", false);
   const scales = plot.dataset.second && checkbox("logarithmic axis", first.isLog);

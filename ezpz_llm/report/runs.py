@@ -18,14 +18,15 @@ from ezpz_llm.observe.trackers import flatten_settings
 from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_record
 
 _SILENT_AFTER_S = 600.0
-"""Silence after which a run is no longer called running, in addition to three times the duration of the last lines.
+"""A run without new lines is shown as running for this time plus three times the duration of the last log interval.
 
-Leaves time for an evaluation or a save.
+This leaves time for an evaluation or a save.
 """
 
 
 _MAX_TOKENS = 2**53
-"""Largest number of tokens of a step: the exact range of a float. A larger value means a damaged line."""
+"""Largest number of tokens of a step, the limit of exact integers in a float. A larger value means a damaged
+line."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Run:
         name: name that is unique in the report.
         rows: lines of metrics.jsonl, by column.
         state: current state or outcome, in words.
-        notes: remarks for readers of the curves.
+        notes: remarks that readers of the curves need, such as gaps.
     """
 
     path: Path
@@ -59,7 +60,7 @@ class Run:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Cumulative tokens. Steps before the first line count with the tokens of the first line."""
+        """Cumulative tokens, assuming that steps before the first line have as many tokens as that line's step."""
         before = (float(self.rows.steps[0]) - 1) * self.step_tokens[0] if len(self.rows) else 0
         return before + np.cumsum(self.step_tokens, dtype=float)
 
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def validation(self) -> tuple[int, float] | None:
-        """Step and loss of the last evaluation."""
+        """Step and loss of the last evaluation; None without one."""
         index = np.flatnonzero(np.isfinite(self.column("val_loss")))
         return (int(self.rows.steps[index[-1]]), float(self.column("val_loss")[index[-1]])) if len(index) else None
 
@@ -116,7 +117,7 @@ def _load(path: Path, name: str, now: float) -> Run:
 
 
 def run_of(run_dir: RunDir, rows: History) -> Run:
-    """Return the run that this process has just finished, from lines it already has."""
+    """Return the run that this process has just finished, from `rows`, which it has already read."""
     return _build_run(run_dir.path, run_dir.path.name, read_record(run_dir), rows, 0.0)
 
 
@@ -137,7 +138,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumable: bool) -> str:
-    """Return the state of the run in words, ignoring an exit in run.json from an earlier attempt."""
+    """Return the state of the run in words. An exit of an earlier attempt in run.json is ignored."""
     planned = (record.get("config") or {}).get("steps")
     last = int(rows.steps[-1]) if len(rows) else 0
     reached = f"step {last} of {planned}" if planned else f"step {last}"
@@ -153,8 +154,8 @@ def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumab
         return f"finished, {reached}"
     if ended:
         return f"ended after {reached}: {ended.get('cause')}"
-    lately = rows.column("step_time_s")[-max(1, (record.get("config") or {}).get("log_every", 50)):]
-    if silent_s < _SILENT_AFTER_S + 3 * np.nansum(lately):
+    recent_s = rows.column("step_time_s")[-max(1, (record.get("config") or {}).get("log_every", 50)):]
+    if silent_s < _SILENT_AFTER_S + 3 * np.nansum(recent_s):
         return f"running, {reached} written {max(0, silent_s):.0f} s ago"
     return f"no exit recorded; {reached} was written {_ago(silent_s)} ago"
 
@@ -184,7 +185,7 @@ def _notes(run: Run) -> Iterator[str]:
     if len(changes) > 3:
         yield f"the tokens per step change {len(changes) - 3} more times"
     if missing := int(steps[-1]) - first + 1 - len(rows):
-        yield f"{count_noun(missing, 'step')} between the first and the last not recorded"
+        yield f"{count_noun(missing, 'step')} between the first and the last recorded step missing"
     skipped = steps[rows.column("skipped") > 0]
     if len(skipped):
         were = "was" if len(skipped) == 1 else "were"
@@ -230,8 +231,8 @@ def phase_seconds(run: Run) -> dict[str, float]:
     return {phase: float(np.mean(rows.column(name))) for phase, name in names.items()}
 
 
-def comments(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return (run, remark) pairs: the state of each run, then its notes."""
+def remarks(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return (name of the run, remark) pairs: the state of each run, then its notes."""
     return [(run.name, text) for run in runs for text in (run.state, *run.notes)]
 
 
@@ -249,11 +250,11 @@ _IGNORED = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every",
 """Options that do not change the curves, or whose outcome is compared instead."""
 _MAX_NAMES = 5
 _DERIVED = ("default", "a tenth of", "follows from")
-"""Prefixes of the sources of values that the user did not choose."""
+"""Prefixes of the recorded sources of values that the user did not choose."""
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the options chosen differently and the outcomes that differ, with each run's value as text.
+    """Return the chosen options and the outcomes that differ, with each run's value as text.
 
     A difference between curves has a single cause only if a single setting differs. A missing value is "-".
     """
@@ -275,8 +276,8 @@ def _is_chosen(run: Run, name: str) -> bool:
     return has_option and not (run.record.get("sources") or {}).get(name, "").startswith(_DERIVED)
 
 
-def verdict(differing: dict[str, list[str]]) -> str:
-    """Return a sentence on what differing settings mean for comparing the curves."""
+def comparison_sentence(differing: dict[str, list[str]]) -> str:
+    """Return a sentence that says if a difference between the curves can have a single cause."""
     if not differing:
         return "The runs have the same settings."
     if len(differing) == 1:

@@ -1,4 +1,4 @@
-"""Check that an allocation is healthy: test every rank's all-reduces and evaluate a short training run."""
+"""Check that an allocation is healthy: test every rank's all-reduces, and train a small MLP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.test_dist.options import check, parser, reject_used_directory
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code. torch is imported only for a run."""
+    """Run the command and return its exit code. torch is not imported with --check."""
     began = time.perf_counter()
     options = parser().parse_args(argv)
     if options.check:

@@ -25,7 +25,7 @@ Exit code 0 only if the loss decreased and every rank computed correct sums.
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     command = CommandParser("test_dist", description=_DESCRIPTION, shown=(
-        "launch python3 -m ezpz_llm.test_dist  on every rank of the reservation",
+        "launch python3 -m ezpz_llm.test_dist  on every rank of the allocation",
         "launch -n 4 python3 -m ezpz_llm.test_dist --ds-config zero2"))
     command.add_argument("--ds-config", default="ddp", metavar="NAME|PATH",
                          help="the parallel layout (%(default)s)")
@@ -47,8 +47,8 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     """Validate the options for a number of ranks.
 
     Raises:
-        UserError: an unknown layout, one that cannot run here, contradicting batch sizes, too few iterations, or
-            a seed out of range.
+        UserError: the layout is unknown or unsupported, batch sizes contradict each other, there are too few
+            iterations, or the seed is out of range.
     """
     if options.steps < MIN_STEPS:
         raise UserError(f"--steps must be at least {MIN_STEPS}, but is {options.steps}", where="--steps",
@@ -56,7 +56,7 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     if world_size < 1:
         raise UserError(f"{world_size} is not a number of ranks", where="--world-size", instead="1 or more")
     seed_for(options.seed, "init")
-    # The default; a ds_config's own precision overrides it.
+    # fp32 is the default; the ds_config's own precision overrides it.
     resolved = resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch,
                                precision="fp32", device=options.device,
                                sources={"precision": DEFAULT, "clip": DEFAULT},
@@ -70,10 +70,7 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
 
 
 def reject_used_directory(folder: Path | str) -> None:
-    """Check that the run directory has no metrics of another run.
-
-    Raises:
-        UserError: it has.
+    """Raise a UserError if the run directory contains metrics of another run.
     """
     if RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory contains another run's metrics", where=str(folder),

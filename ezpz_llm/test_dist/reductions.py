@@ -1,4 +1,4 @@
-"""Correctness and bandwidth of all-reduces, for all ranks and for pairs in and across nodes."""
+"""Correctness and bandwidth of all-reduces among all ranks, and in pairs within and across nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ezpz_llm.dist.device import synchronize
 
 ALL, SAME, ACROSS = "all ranks", "same node", "across nodes"
 MAX_PAIRS = 32
-"""Maximum number of pairs of a kind, spread evenly over the job; they are measured at the same time."""
+"""Maximum number of pairs of a kind, spread evenly over the job. All pairs are measured at the same time."""
 
 _WARM_UP, _REPEATS = 2, 5
 _BYTES = (2**12, 2**22)
@@ -30,7 +30,7 @@ _ACCELERATOR_LARGEST = 2**27
 
 @dataclass(frozen=True)
 class Reduction:
-    """Result for one message size and one kind of group, from the median group.
+    """Result for one message size and one kind of group. Times and bandwidths are those of the median group.
 
     The algorithm bandwidth is bytes / time. The bus bandwidth of n ranks is 2(n-1)/n times that, the traffic of
     each link in a ring of any size (as in NVIDIA's nccl-tests).
@@ -48,7 +48,7 @@ class Reduction:
 
 
 def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, ...]]]:
-    """Return pairs of ranks on one node and on two nodes, each rank at most once per kind.
+    """Return pairs of ranks on the same node and across nodes, each rank at most once per kind.
 
     Args:
         hosts: hostname of each rank.
@@ -68,7 +68,7 @@ def _spread(pairs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def measure_reductions(dist: Dist) -> list[Reduction]:
-    """Test and time all-reduces in groups of every kind; empty for a single rank. Collective."""
+    """Test and time all-reduces in groups of every kind. Empty for a single rank. Collective."""
     if dist.world_size == 1:
         return []
     hosts = all_gather(dist, socket.gethostname())
@@ -113,7 +113,7 @@ def _test_size(dist: Dist, kind: str, groups: int, own_group: tuple[tuple[int, .
 def _reduce(dist: Dist, ranks: tuple[int, ...], group: Any, count: int) -> tuple[bool, float]:
     """Return True if every sum was correct, and this rank's median seconds per all-reduce of `count` floats."""
     # Small integers, whose sums are exact in fp32 for up to 20,000 ranks. Each rank adds its index in the group, so
-    # that the two ranks of a pair never add the same value and a doubled own value is detected as wrong.
+    # that the ranks of a pair add different values, and a rank that adds its own value twice is detected.
     pattern = (torch.arange(count, device=dist.device) % 251).float()
     contributions = [index % 509 for index in range(len(ranks))]
     contribution = contributions[ranks.index(dist.rank)]

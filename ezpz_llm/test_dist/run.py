@@ -1,4 +1,4 @@
-"""Run of test_dist on every rank: all-reduces, a short training run, its evaluation and report."""
+"""Health check on every rank: test all-reduces, train a small MLP, evaluate and report."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Metric:
     """Printed metric: a field of metrics.jsonl in another unit."""
 
     name: str
-    member: str
+    key: str
     unit: str = ""
     scale: float = 1.0
 
     def values(self, lines: list[dict[str, Any]]) -> list[float | None]:
-        """Return one value per line, None if the loss is not finite."""
-        return [None if line[self.member] is None else line[self.member] * self.scale for line in lines]
+        """Return the value in each line, in the metric's unit; None for a non-finite loss."""
+        return [None if line[self.key] is None else line[self.key] * self.scale for line in lines]
 
 
 _METRICS = (Metric("loss", "loss"), Metric("sps", "samples_per_second"), Metric("dt", "step_time_s", "ms", 1e3),
@@ -80,7 +80,7 @@ def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
     return "\n" + "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
 
 
-def reductions(results: list[Reduction]) -> str:
+def reductions_table(results: list[Reduction]) -> str:
     """Return the table of all-reduces, one row per kind of group and size."""
     if not results:
         return "all-reduce: one rank, nothing to test"
@@ -103,25 +103,26 @@ def _binary(size: int) -> str:
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
-def iteration(line: dict[str, Any]) -> str:
-    """Return the printed line of an iteration."""
+def iteration_line(line: dict[str, Any]) -> str:
+    """Return the line to print for an iteration."""
     loss, sps, dt, dtf, dtb = (metric.values([line])[0] for metric in _METRICS)
     return (f"iter={line['step']} loss={'nan' if loss is None else format(loss, '.5f')} sps={sps:.1f} dt={dt:.2f} "
             f"dtf={dtf:.2f} dtb={dtb:.2f}")
 
 
 def metric_spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return median, 10 % and 90 % points of each metric except the loss, without the first and last iteration."""
+    """Return the median and 10 % and 90 % quantiles of each metric but the loss, without first and last
+    iteration."""
     return {metric.name: asdict(spread([value for value in metric.values(lines[1:-1]) if value is not None]))
             for metric in _METRICS if metric.name != "loss"}
 
 
 def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
                  reasons: list[str]) -> str:
-    """Return plots, the table of medians, paths of files, and the verdict.
+    """Return plots, the table of medians, paths of files, problems, and the result.
 
     Args:
-        held_out: the loss on the same samples before and after training.
+        held_out: loss before and after training, on the same held-out samples.
     """
     width, color = terminal_width(), wants_color()
     parts = []
@@ -144,7 +145,7 @@ def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[f
 
 
 WIDTHS = (128, 1024, 512, 256, 128, 128)
-_HELD_OUT = 2**24 - 1  # a data-parallel rank that does not exist
+_HELD_OUT = 2**24 - 1  # no data-parallel rank has this number
 
 
 class Mlp(nn.Module):
@@ -168,7 +169,7 @@ class Mlp(nn.Module):
 
 
 class Samples:
-    """Endless stream of (inputs, targets), different for each data-parallel rank."""
+    """Unlimited random (inputs, targets), different for each data-parallel rank."""
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(seed_for(seed, "init", 1) % 2**63)
@@ -183,7 +184,7 @@ class Samples:
 
 
 def held_out(seed: int, device: torch.device) -> Samples:
-    """Return a stream that is the same on every rank and not used for training."""
+    """Return samples that are the same on every rank and not used for training."""
     return Samples(seed, _HELD_OUT, device)
 
 
@@ -192,7 +193,7 @@ HELD_OUT_SAMPLES = 256
 MIN_LOSS_DECREASE = 0.01
 """Required relative decrease of the loss.
 
-Ten iterations give four times that, and evaluation on the same samples adds no noise.
+Ten iterations decrease it by four times as much, and evaluation on the same samples adds no noise.
 """
 
 _AGREE = 1e-3
@@ -201,7 +202,7 @@ _AGREE = 1e-3
 
 def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
           profile: PythonProfile | None) -> list[dict[str, Any]]:
-    """Train for `steps` iterations and return the lines of metrics.jsonl, on each rank with its own times."""
+    """Train for `steps` iterations and return the lines of metrics.jsonl, with this rank's times."""
     timeline = StepTimeline(dist.device)
     samples, batch = Samples(seed, dist.mesh.dp_rank, dist.device), engine.batch
     lines: list[dict[str, Any]] = []
@@ -243,7 +244,7 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, completed_steps: 
     if dist.is_main:
         for line in lines:
             append_line(dist.run_dir.metrics, line)
-            print(iteration(line), flush=True)
+            print(iteration_line(line), flush=True)
     return lines
 
 
@@ -253,15 +254,15 @@ def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
         return engine.module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
 
 
-def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
-          wrong_kinds: list[str]) -> list[str]:
-    """Return the problems of all ranks, the same list on every rank. Collective.
+def find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
+                  wrong_kinds: list[str]) -> list[str]:
+    """Return a sentence for each problem on any rank; the same list on every rank. Collective.
 
     Args:
         before, after: this rank's `held_out_loss` before and after training.
         wrong_kinds: kinds of groups in which this rank got wrong sums.
     """
-    # Not with an all-reduce, which may be broken.
+    # Do not use an all-reduce, which may be broken.
     ranks = all_gather(dist, (dist.rank, after, wrong_kinds))
     reasons = [f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})"
                for rank, _, kinds in ranks if kinds]
@@ -282,10 +283,10 @@ LR = 1e-3
 
 
 def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[str, float], began: float) -> int:
-    """Test and train. Return exit code 0 if no rank has a problem, else 1.
+    """Test all-reduces and train. Return exit code 0 if no rank has a problem, else 1.
 
     Args:
-        import_seconds: import times so far; DeepSpeed's is added.
+        import_seconds: import times so far, to which DeepSpeed's is added.
         began: start of the command, by `time.perf_counter`.
     """
     heartbeat = Heartbeat(os.environ)
@@ -305,14 +306,14 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             print(description(dist, resolved, environment, import_seconds), flush=True)
         measured = measure_reductions(dist)
         if dist.is_main:
-            print(reductions(measured), flush=True)
+            print(reductions_table(measured), flush=True)
         profile = PythonProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
-        reasons = judge(dist, lines, before, after,
-                        list(dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)))
+        wrong_kinds = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
+        reasons = find_problems(dist, lines, before, after, list(wrong_kinds))
         if dist.is_main:
             update_record(dist.run_dir, test_dist={
                 "healthy": not reasons, "reasons": reasons,

@@ -1,4 +1,4 @@
-"""Report of --check and before step 1: settings with their sources, ranks, warnings (imports no torch)."""
+"""Reports of --check and --verbose: settings with their sources, rank map, warnings (imports no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
-from ezpz_llm.trainer.schedule import ENDLESS, learning_rate
+from ezpz_llm.trainer.schedule import WITHOUT_DECAY, learning_rate
 
 _WIDTH = 110
 
@@ -35,12 +35,12 @@ def effective_settings(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
     layout, batch = resolved.layout, resolved.batch
     values = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
     for name, value in asdict(plan.model).items():
-        given = name in MODEL_OVERRIDES and getattr(config, name) is not None
-        values[name] = (value, plan.sources[name] if given else ValueSource(Origin.MODEL, config.model))
+        is_set = name in MODEL_OVERRIDES and getattr(config, name) is not None
+        values[name] = (value, plan.sources[name] if is_set else ValueSource(Origin.MODEL, config.model))
     for name in ("tp", "pp", "sp"):
-        given = getattr(config, name) is not None
+        is_set = getattr(config, name) is not None
         values[name] = (getattr(layout, name),
-                        plan.sources[name] if given else ValueSource(Origin.FILE, f"ds_config {config.ds_config}"))
+                        plan.sources[name] if is_set else ValueSource(Origin.FILE, f"ds_config {config.ds_config}"))
     for name, value in (*asdict(batch).items(), ("precision", resolved.precision), ("clip", resolved.clip)):
         if name in FIELDS:
             values[name] = (value, resolved.sources.get(name, plan.sources[name]))
@@ -53,7 +53,7 @@ def setting_warnings(plan: RunPlan) -> list[str]:
     if config.warmup_steps > config.steps:
         warnings.append(f"the learning rate never reaches its peak: the warm-up has {config.warmup_steps} steps, "
                         f"the run {config.steps}")
-    elif config.decay_steps > config.steps and config.schedule not in ENDLESS:
+    elif config.decay_steps > config.steps and config.schedule not in WITHOUT_DECAY:
         last = learning_rate(config.steps - 1, config)
         warnings.append(f"the learning rate ends at {last:.3g} instead of {config.min_lr:.3g}: the run ends after "
                         f"step {config.steps}, its {config.schedule} schedule after step {config.decay_steps}")
@@ -69,7 +69,8 @@ def _show(value: Any) -> str:
 
 
 def explain_plan(plan: RunPlan, places: Places) -> str:
-    """Return each setting with its source; if the nodes are known, also each rank's place in the layout."""
+    """Return layout, precision and batch with their sources. If the nodes are known and the layout is tensor-,
+    pipeline- or sequence-parallel, also return the map of ranks."""
     layout = plan.resolved.layout
     parts = [plan.resolved.explain()]
     if places and layout.tp * layout.pp * layout.sp > 1:
@@ -78,7 +79,7 @@ def explain_plan(plan: RunPlan, places: Places) -> str:
 
 
 def warning(plan: RunPlan, options: Options, places: Places) -> str | None:
-    """Return a warning with a remedy if the layout is slow on these nodes."""
+    """Return a warning with a remedy if tensor-parallel groups would cross nodes."""
     def can_run(world_size: int, tp: int) -> bool:
         """Return True if the same run is valid with this tensor-parallel degree."""
         try:

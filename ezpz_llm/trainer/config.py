@@ -1,7 +1,7 @@
 """Configuration of a training run: every option with its default, published recipes and presets (imports no torch).
 
-Values come, in falling precedence, from the command line, the user's own ds_config (batch numbers, clipping,
-precision; see layout/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
+Precedence, highest first: the command line, the user's own ds_config (batch sizes, clipping, precision; see
+layout/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _value(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training run. Batches are in sequences, lengths in tokens, rates per optimizer step."""
+    """Settings of a training run. Batch sizes are in sequences, lengths in tokens, intervals in optimizer steps."""
 
     model: str = _value("tiny-gpt2", "model shape by name, such as gpt2-124m or llama3-1b")
     n_layer: int | None = _value(None, "transformer blocks (default: the model's)")
@@ -28,7 +28,7 @@ class TrainConfig:
     block_size: int | None = _value(None, "context length in tokens (default: the model's)")
     vocab_multiple: int | None = _value(None, "pad the embedding to a multiple of N rows (default: the model's)")
     dropout: float | None = _value(None, "dropout probability (default: the model's)")
-    bias: bool | None = _value(None, "use biases in linear layers and norms (default: as the model)")
+    bias: bool | None = _value(None, "use biases in linear layers and norms (default: the model's)")
 
     init_from: str | None = _value(None, "initial weights, which also set the model's shape: a Hugging Face folder "
                                          "or hub id, a run directory or a checkpoint")
@@ -50,14 +50,14 @@ class TrainConfig:
     nvme_path: str | None = _value(None, "folder on each node's local disk for the files of zero3_nvme (default: "
                                          "the run directory)")
     precision: Literal["auto", "fp32", "tf32", "bf16", "bf16_autocast", "fp16", "fp16_autocast"] = _value(
-        "auto", "auto is bf16 on GPUs that have it, bf16_autocast on CPUs that have it, else fp32")
+        "auto", "auto is bf16 on GPUs that support it, bf16_autocast on CPUs that support it, else fp32")
     grad_accum_dtype: Literal["fp32", "bf16"] = _value(
         "fp32", "dtype in which micro-steps accumulate gradients; bf16 requires ZeRO and --precision bf16")
     reduce_dtype: Literal["fp32", "bf16"] = _value(
         "fp32", "dtype of the gradient all-reduce or reduce-scatter; bf16 requires --precision bf16")
     global_batch: int | None = _value(None, "sequences per step, over all ranks and micro-steps")
-    micro_batch: int | None = _value(None, "sequences per rank and micro-step (default: 4, or as the others imply)")
-    accumulation: int | None = _value(None, "micro-steps per step (default: 1, or as the others imply)")
+    micro_batch: int | None = _value(None, "sequences per rank and micro-step (default: 4, or from the other two)")
+    accumulation: int | None = _value(None, "micro-steps per step (default: 1, or from the other two)")
 
     steps: int = _value(600, "optimizer steps of the whole run")
     lr: float = _value(2e-3, "peak learning rate; the default is lower for models wider than 128 and runs "
@@ -103,7 +103,7 @@ class TrainConfig:
     hellaswag_items: int = _value(0, "score only the first N items; 0: all")
     save_every: int = _value(200, "steps between checkpoints; 0: at the end only, -1: none")
     keep_last: int = _value(2, "number of latest checkpoints to keep")
-    keep_every: int = _value(0, "also keep the checkpoint of every N-th step for good; 0: none")
+    keep_every: int = _value(0, "also keep the checkpoint of every N-th step permanently; 0: none")
     save_async: bool = _value(True, "write checkpoints in the background, from a copy in CPU memory")
     log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
 
@@ -132,7 +132,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig(TrainConfig):
-    """Complete configuration, as the run uses it (see plan.py)."""
+    """Configuration in which plan.py has replaced None in these fields."""
 
     min_lr: float = 0.0
     warmup_steps: int = 0
@@ -147,16 +147,17 @@ SECTIONS = {
     "save_every": "checkpoints", "log_every": "logging, profiles and traces", "compile": "compute",
     "seed": "seed, device and run directory",
 }
-"""Sections of `--help` by their first field; each ends where the next one begins."""
+"""Sections of `--help-all`, by the first field of each."""
 MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_multiple",
                    "dropout", "bias")
 
 
 # Sources of the recipes and presets. Learning rates, batches, and warm-up and decay in tokens: Brown et al. 2020
 # (arXiv:2005.14165), table 2.1 and appendix B. Micro batch and intervals: the GPT-2 reproduction build-nanogpt.
-# llama3-1b: batch, steps and intervals of a published run of that shape; that run states no learning rate, so it is
-# from Touvron et al. 2023 (arXiv:2302.13971). shakespeare-char: nanoGPT's configuration, on CPUs the one of its
-# readme, with the tanh form of GELU (nanoGPT uses erf). wordplay: GPT-2's 124M shape on characters.
+# llama3-1b: batch, steps and intervals of a published run of that shape, which states no learning rate; that is
+# from Touvron et al. 2023 (arXiv:2302.13971). shakespeare-char: nanoGPT's configuration; shakespeare-char-cpu: the
+# CPU configuration in nanoGPT's readme; both with the tanh form of GELU (nanoGPT uses erf). wordplay: GPT-2's 124M
+# shape on characters.
 _ADAMW = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 _GPT = {**_ADAMW, "warmup_steps": 715, "steps": 19073}
 
@@ -172,7 +173,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "shakespeare-char": {"corpus": "shakespeare", "lr": 1e-3, "beta2": 0.99, "steps": 5000,
                          "global_batch": 64, "accumulation": 1, "eval_tokens": 0},
 }
-"""Hyperparameters that a model's name implies."""
+"""Default hyperparameters by model name."""
 
 _HALF_M, _ONE_M, _G = 2**19, 2**20, 10**9
 _WARMUP_TOKENS = 375_000_000
@@ -180,14 +181,15 @@ _WARMUP_TOKENS = 375_000_000
 
 def _fineweb(model: str, micro_batch: int, *, tokens: int = 10 * _G, decay_tokens: int | None = None,
              batch_tokens: int = _HALF_M, block_size: int = 1024, **more: Any) -> dict[str, Any]:
-    """Return a preset for FineWeb-Edu with a schedule in tokens; the learning rate ends at a tenth of its peak."""
+    """Return a preset for FineWeb-Edu, whose schedule is defined in tokens. The learning rate decays to a tenth of
+    its peak."""
     schedule = {} if decay_tokens is None else {"decay_steps": round(decay_tokens / batch_tokens)}
     return {
         "model": model, **RECIPES[model], "block_size": block_size, "vocab_multiple": 128, "dropout": 0.0,
         "corpus": "fineweb-edu", "tokenizer": "gpt2", "precision": "bf16_autocast", "seed": 1337,
         "global_batch": batch_tokens // block_size, "micro_batch": micro_batch,
         "steps": round(tokens / batch_tokens), "warmup_steps": round(_WARMUP_TOKENS / batch_tokens), **schedule,
-        # 20 batches of 8 x 64 sequences of 1024.
+        # 20 batches of 8 x 64 sequences of 1024 tokens.
         "eval_every": 250, "eval_tokens": 20 * 2**19, "save_every": 5000,
         "sample_every": 250, "sample_tokens": 32, "prompt": "Hello, I'm a language model,", **more,
     }
@@ -219,7 +221,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "beta2": 0.99, "clip": 1.0, "precision": "fp32", "eval_every": 500, "eval_tokens": 0, "save_every": 0,
     },
 }
-"""Whole runs. The global batch is kept on any number of ranks; the micro batch is an upper limit."""
+"""Settings of complete runs. The global batch does not depend on the number of ranks; the micro batch is an upper
+limit."""
 
 ADOPTS_VOCABULARY = ("tiny-gpt2", "tiny-llama", "tiny-qwen3", "tiny-olmo2", "shakespeare-char")
-"""Small models that adopt the tokenizer's vocabulary size; all others keep their own."""
+"""Small models whose `vocab_size` is set to the tokenizer's; all others keep their own."""

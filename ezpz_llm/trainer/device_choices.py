@@ -15,19 +15,19 @@ from ezpz_llm.trainer.plan import RunPlan
 
 
 def with_device_choices(plan: RunPlan, dist: Dist) -> RunPlan:
-    """Return the plan with kernels that every rank supports, so that all ranks use the same. Collective."""
+    """Return the plan with compilation and attention set to what every rank supports. Collective."""
     config, model = plan.config, plan.model
     compiles = config.compile and plan.sources["compile"].origin is Origin.DERIVED
     missing = missing_compiler(dist.device.type) if compiles else None
     kernel = best_attention(read_environment(dist.device), half=RECIPES[plan.resolved.precision].is_half,
                             dropout=model.dropout, context=model.block_size, head_dim=model.head_dim)
-    if lacking := first_value(dist, missing or None):
-        plan = _with(plan, f"a node that lacks {lacking}", compile=False)
+    if lacking_package := first_value(dist, missing or None):
+        plan = _with_derived(plan, f"a node that lacks {lacking_package}", compile=False)
     if first_value(dist, None if kernel == "flash3" else "lacks flash3") is None and config.attention == "auto":
-        plan = _with(plan, "GPUs and packages", attention="flash3")
+        plan = _with_derived(plan, "GPUs and packages", attention="flash3")
     return plan
 
 
-def _with(plan: RunPlan, why: str, **values: Any) -> RunPlan:
+def _with_derived(plan: RunPlan, why: str, **values: Any) -> RunPlan:
     sources = dict.fromkeys(values, ValueSource(Origin.DERIVED, why))
     return replace(plan, config=replace(plan.config, **values), sources={**plan.sources, **sources})

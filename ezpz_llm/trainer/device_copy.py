@@ -15,9 +15,9 @@ from ezpz_llm.dist.backends import DEVICES
 def to_device(samples: Iterable[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Copy CPU tensors to the device, asynchronously from pinned memory if the device supports it.
 
-    The copies have their own stream. The CPU is ahead of the device, so the next batch has arrived when the device
-    finishes the current one; the current stream waits for the copies. torch keeps the pinned memory until the copy
-    is done, and the copy until the current stream no longer uses it.
+    The copies run on their own stream. Since the CPU is ahead of the device, the next batch has arrived when the
+    device finishes the current one. The current stream waits for the copies. torch keeps the pinned memory until
+    the copy is done, and the copy until the current stream no longer uses it.
     """
     if not DEVICES[device.type].pins:
         return tuple(tensor.to(device, non_blocking=True) for tensor in samples)

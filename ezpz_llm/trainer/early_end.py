@@ -1,4 +1,4 @@
-"""Early end of a run when the reservation ends or a signal arrives. All ranks agree on the step."""
+"""Early end of a run when the allocation ends or a signal arrives. All ranks agree on the step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-_ASK_EVERY_S = 2.0
-_MIN_RESERVE_S = 20.0
+_AGREE_EVERY_S = 2.0
+_MIN_RESERVED_S = 20.0
 _FIRST_SAVE_S = 120.0
-"""Assumed seconds per checkpoint before one has been measured, at most a tenth of the remaining time."""
+"""Assumed seconds per checkpoint until the first is measured, at most a tenth of the remaining time."""
 
 
 def _reason(name: str) -> str:
@@ -32,15 +32,15 @@ def _reason(name: str) -> str:
 class Agreed:
     """Decision of all ranks: the reason to end here (None to continue), and whether any rank is still writing."""
 
-    ends: str | None
+    reason: str | None
     busy: bool
 
 
 class EarlyEnd:
     """Collective decision, after a step, to end the run early.
 
-    Ranks may receive a signal, or pass a moment, at different steps. So they agree in a collective that all ranks
-    enter at the same step, about every two seconds. The signal handler only records the signal.
+    Ranks may receive a signal, or reach the time limit, at different steps. So they agree in a collective that all
+    ranks enter after the same step, about every two seconds. The signal handler only records the signal.
     """
 
     def __init__(self, dist: Dist, env: Mapping[str, str]) -> None:
@@ -50,23 +50,23 @@ class EarlyEnd:
         self._signal = 0
         left = self._ends_at - time.time() if self._ends_at else 0.0
         self._save_s = min(_FIRST_SAVE_S, max(0.0, left) / 10)
-        self._asked_at, self._ask_after = time.monotonic(), 0
-        # On the monotonic clock: setting the system clock must not shorten the reservation.
-        self._over_at = self._asked_at + left
+        self._agreed_at, self._agree_after = time.monotonic(), 0
+        # On the monotonic clock: setting the system clock must not change the time left.
+        self._ends_at_monotonic = self._agreed_at + left
         # None before the first agreement: a resumed run begins at any step.
-        self._asked_after: int | None = None
+        self._agreed_after: int | None = None
         self._longest_gap_s = 0.0
 
     def listen(self) -> EarlyEnd:
         """Install handlers that end the run at a step boundary on SIGTERM, SIGUSR1 and Ctrl-C; they are never
         removed."""
         for number in SIGNALS:
-            # In a background job (`… &`) the shell ignores SIGINT: Ctrl-C is for the foreground program.
+            # In a background job (`… &`) the shell sets SIGINT to ignored, since Ctrl-C is for the foreground.
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note)
+                signal.signal(number, self._handle_signal)
         return self
 
-    def _note(self, number: int, frame: object) -> None:
+    def _handle_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = number
@@ -75,50 +75,51 @@ class EarlyEnd:
             os.write(2, b"\nstopping after this step, saving; press ^C again to stop now\n")
 
     def saved(self, seconds: float) -> None:
-        """Record how long the last checkpoint took, to reserve that much time before the end."""
+        """Record the seconds that the last checkpoint took, to reserve twice that time before the end."""
         self._save_s = seconds
 
     def rolled_back(self) -> None:
-        """Agree after the next step: a rollback has set the step back."""
-        self._ask_after, self._asked_after = 0, None
+        """Agree after the next step, since a rollback has decreased the step number."""
+        self._agree_after, self._agreed_after = 0, None
 
-    def agreed(self, step: int, busy: bool = False) -> Agreed | None:
+    def agree(self, step: int, busy: bool = False) -> Agreed | None:
         """Agree on ending after `step`. Collective.
 
         Args:
             busy: this rank is still writing a checkpoint.
 
         Returns:
-            None after most steps, at which the ranks do not communicate.
+            None after most steps, since the ranks do not communicate then.
         """
-        if step < self._ask_after:
+        if step < self._agree_after:
             return None
         now = time.monotonic()
-        gap = now - self._asked_at
+        gap = now - self._agreed_at
         self._longest_gap_s = max(self._longest_gap_s, gap)
-        step_s = gap / (1 if self._asked_after is None else step - self._asked_after)
-        status = torch.tensor([float(self._signal), float(self._is_over()), float(busy), step_s])
-        number, over, anyone_busy, slowest_step_s = reduce(self._dist, status, ReduceOp.MAX).tolist()
-        self._asked_at, self._asked_after = now, step
-        self._ask_after = step + max(1, int(_ASK_EVERY_S / max(slowest_step_s, 1e-6)))
+        step_s = gap / (1 if self._agreed_after is None else step - self._agreed_after)
+        status = torch.tensor([float(self._signal), float(self._must_end()), float(busy), step_s])
+        number, must_end, anyone_busy, slowest_step_s = reduce(self._dist, status, ReduceOp.MAX).tolist()
+        self._agreed_at, self._agreed_after = now, step
+        self._agree_after = step + max(1, int(_AGREE_EVERY_S / max(slowest_step_s, 1e-6)))
         reason = None
         if number:
             reason = _reason(signal.Signals(int(number)).name if (sent := self._sent_to_launch()) is None else sent)
-        elif over:
-            reason = f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
+        elif must_end:
+            reason = f"the allocation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
         return Agreed(reason, bool(anyone_busy))
 
     def _sent_to_launch(self) -> str | None:
-        """Return the signal that launch received; launch forwards every signal as SIGTERM. Only rank 0 looks."""
+        """Return the signal that launch received; launch forwards every signal as SIGTERM. None on all ranks but
+        rank 0."""
         run_id = os.environ.get(RUN_ID_VARIABLE)
         if run_id is None or not self._dist.is_main:
             return None
         stop = stop_ordered(self._dist.run_dir, run_id)
         return stop.received or None if stop is not None else None
 
-    def _is_over(self) -> bool:
+    def _must_end(self) -> bool:
         if self._ends_at is None:
             return False
-        # The next agreement may be as far away as the longest gap so far (an evaluation in between).
-        reserve = _MIN_RESERVE_S + 2 * self._save_s + self._longest_gap_s
-        return time.monotonic() + reserve > self._over_at
+        # Until the next agreement, as much time may pass as in the longest gap so far, such as an evaluation.
+        reserved_s = _MIN_RESERVED_S + 2 * self._save_s + self._longest_gap_s
+        return time.monotonic() + reserved_s > self._ends_at_monotonic

@@ -1,6 +1,7 @@
-"""First screen of a run: model, data and expected end, in eight lines with launch's two.
+"""First screen of a run: the most important settings, and later the expected end time.
 
-All other settings are in run.json, and on the console under --verbose (run_description.py).
+The settings take six rows, after launch's two. All other settings are in run.json, and on the console under
+--verbose (run_description.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
     model, batch, config = plan.model, plan.resolved.batch, plan.config
     tokens = {split: format_number(entry["tokens"]) for split, entry in data.manifest["splits"].items()}
     per_step = batch.global_batch * model.block_size
-    times = f", {batch.accumulation} times" if batch.accumulation > 1 else ""
+    micro_steps = f" x {batch.accumulation} micro-steps" if batch.accumulation > 1 else ""
     return align_rows([
         ("model", f"{config.model}: {parameter_count(model):,} parameters ({model.n_layer} layers, {model.n_head} "
                   f"heads, width {model.n_embd})"),
-        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']}: {tokens['train']} tokens to train on, "
-                 f"{tokens['val']} to validate"),
-        ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens a step "
-                  f"({batch.micro_batch} sequences per rank{times})"),
+        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']}: {tokens['train']} training tokens, "
+                 f"{tokens['val']} validation tokens"),
+        ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens per step "
+                  f"({batch.micro_batch} sequences per rank{micro_steps})"),
         ("training", f"{config.steps} steps ({format_number(config.steps * per_step)} tokens), "
                      f"{OPTIMIZERS[plan.resolved.optimizer].printed}, peak learning rate {config.lr:.3g} "
                      f"({plan.sources['lr']})"),
@@ -41,13 +42,13 @@ def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
 
 
 def precision_words(resolved: Resolved) -> str:
-    """Return the precision recipe; with master weights, also the dtypes that gradients are added and reduced in."""
+    """Return the precision recipe; with master weights, also the dtypes of gradient accumulation and reduction."""
     gradients = resolved.gradients
     if not RECIPES[resolved.precision].has_masters:
         return resolved.precision
     if gradients.accumulated == gradients.reduced:
-        return f"{resolved.precision}, gradients added and reduced in {gradients.reduced}"
-    return f"{resolved.precision}, gradients added in {gradients.accumulated}, reduced in {gradients.reduced}"
+        return f"{resolved.precision}, gradients accumulated/reduced in {gradients.reduced}"
+    return f"{resolved.precision}, gradients accumulated in {gradients.accumulated}, reduced in {gradients.reduced}"
 
 
 def checkpoint_rule(plan: RunPlan) -> str:
@@ -61,7 +62,7 @@ def checkpoint_rule(plan: RunPlan) -> str:
 
 
 def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
-    """Return the row with the expected end of the run.
+    """Return the row with the expected end time of the run.
 
     Args:
         step_s: seconds per step, without evaluations and checkpoints.
@@ -70,8 +71,8 @@ def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
     left_s = steps_left * step_s
     clock = time.strftime("%H:%M" if left_s < 43200 else "%a %d %b %H:%M", time.localtime(now + left_s))
     return align_rows([("end",
-                        f"expected at {clock}, in {format_duration(left_s)} ({short_time(step_s)} a step, without "
-                            "evaluations)")], width)
+                        f"expected at {clock}, in {format_duration(left_s)} ({short_time(step_s)} per step, "
+                        "without evaluations)")], width)
 
 
 def short_time(seconds: float) -> str:

@@ -41,9 +41,9 @@ def train(session: Session) -> None:
             return
         if session.step == session.config.steps:
             return
-        agreed = session.early_end.agreed(session.step, session.saver.is_busy)
-        if agreed and agreed.ends:
-            end_early(session, agreed.ends)
+        agreed = session.early_end.agree(session.step, session.saver.is_busy)
+        if agreed and agreed.reason:
+            end_early(session, agreed.reason)
             return
         if agreed and not agreed.busy:
             advance_async_save(session)
@@ -53,8 +53,8 @@ def train(session: Session) -> None:
 def train_step(session: Session, step: int) -> None:
     """Run optimizer step `step` (from 0) on the next `global_batch` samples.
 
-    It waits for the device only at its end, for the previous step (`StepTimeline`). Loss and gradient norm stay on
-    the device until the next flush.
+    It waits for the device only once, at its end, until the previous step is finished (`StepTimeline`). Loss and
+    gradient norm stay on the device until the next flush.
     """
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, config)
@@ -69,9 +69,9 @@ def train_step(session: Session, step: int) -> None:
             loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
         timeline.end_step()
     if not config.overfit_one_batch:
-        session.position = session.position.advance(session.batches.global_batch, session.taken)
+        session.position = session.position.advance(session.batches.global_batch, session.step_hash)
     measured = engine.step_skip.measured()
-    session.checks.stepped(measured)
+    session.checks.record_stepped(measured)
     session.metrics.record(step + 1, loss, grad_norm, rate, measured)
 
 
@@ -79,16 +79,16 @@ def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor
     """Yield the micro batches of the next step: tokens and targets (B, T) on the device."""
     device, timeline, batches = session.engine.device, session.timeline, session.batches
     mesh = session.dist.mesh
-    # Several ranks get the same samples; the first of them hashes them.
+    # Tensor-, pipeline- and sequence-parallel peers get the same samples; only the first peer hashes them.
     owns_samples = (mesh.tp_rank, mesh.pp_rank, mesh.sp_rank) == (0, 0, 0)
-    session.taken = 0
+    session.step_hash = 0
     with timeline.span("data"):
         arrays = batches.micro_batches(session.position.consumed)
     first = session.position.consumed + batches.dp_rank * (batches.global_batch // batches.dp_size)
     for pair in arrays:
         with timeline.span("data"):
             if owns_samples:
-                session.taken += hash_samples(first, pair[0])
+                session.step_hash += hash_samples(first, pair[0])
                 first += len(pair[0])
             tokens, targets = to_device(map(torch.from_numpy, pair), device)
         yield tokens, targets

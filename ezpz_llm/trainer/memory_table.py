@@ -1,4 +1,4 @@
-"""Memory of a rank, estimated and measured."""
+"""Estimated and measured memory, as the maximum over ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ezpz_llm.trainer.plan import RunPlan
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
 SECONDARY: Kind = "secondary"
 """Second copy of the parameters, under hpZ only."""
-_WHOLE = "whole"
+_UNSHARDED = "whole"
 _NAMES: dict[str, str] = {"copy": "master weights", SECONDARY: "second copy of parameters (hpZ)",
-                          _WHOLE: "temporarily unsharded (fsdp2)"}
+                          _UNSHARDED: "temporarily unsharded (fsdp2)"}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that uses most, by kind.
+    """Bytes by kind, each on the rank that uses most of it.
 
-    `measured` omits kinds that cannot be measured on the device. `host_peak` is the largest resident size of the
-    process.
+    `measured` omits temporarily unsharded parameters, and activations on devices without memory counters.
+    `host_peak` is the largest peak resident size of a process.
     """
 
     expected: dict[str, int]
     elsewhere: dict[str, int]
-    """States in CPU memory or in files instead of on the device."""
+    """Estimated bytes in CPU memory or in files instead of on the device."""
     measured: dict[str, int]
     peak: int
     reserved: int | None
@@ -53,7 +53,8 @@ class Memory:
 
 
 class MemoryWatch:
-    """Measurement of an engine's tensors: gradients just before they are freed, all others for the result."""
+    """Measurement of an engine's tensors: gradients and hpZ's second copy in the optimizer step, which frees them,
+    and all others in `result`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -61,27 +62,28 @@ class MemoryWatch:
         engine.step_skip.at_step = self._measure
 
     def _measure(self) -> None:
-        # The optimizer step also frees hpZ's second copy.
+        # The optimizer step frees both.
         self._at_step = {"gradients": gradient_bytes(self._engine), SECONDARY: secondary_bytes(self._engine)}
 
     def result(self, plan: RunPlan, dist: Dist) -> Memory:
-        """Return the numbers of the table. Collective."""
+        """Return estimated and measured memory. Collective."""
         kinds = live_tensor_memory(self._engine, {})
-        held = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
+        live = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
                 "copy": kinds["master"], SECONDARY: 0, **self._at_step}
         resolved = plan.resolved
         parts = memory_per_rank(resolved.layout, plan.model, dist.world_size, resolved.optimizer,
                                 resolved.precision, resolved.gradients)
         shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*(held[kind] for kind in shown), peak, reserved or 0, _cpu_peak()])
+        numbers = torch.tensor([*(live[kind] for kind in shown), peak, reserved or 0, _cpu_peak()])
         *states, peak, most_reserved, host_peak = reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
         measured: dict[str, int] = dict(zip(shown, states, strict=True))
         expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in shown}
         if dist.device.type in ("cuda", "xpu"):
-            # The peak minus the states on the device, without offloaded ones.
+            # The peak minus the states on the device; offloaded states are not part of the peak.
             measured["activations"] = peak - sum(measured[kind] for kind in shown if expected[kind])
-        expected[_WHOLE] = whole_bytes(resolved.layout, plan.model, resolved.precision, resolved.batch.accumulation)
+        expected[_UNSHARDED] = whole_bytes(resolved.layout, plan.model, resolved.precision,
+                                           resolved.batch.accumulation)
         expected["activations"] = activation_bytes(resolved.layout, plan.model, _pass(plan, dist.device))
         return Memory(expected,
                       {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in shown},
@@ -89,7 +91,7 @@ class MemoryWatch:
 
 
 def memory_table(memory: Memory, rich: bool = False) -> str:
-    """Return the table as text."""
+    """Return the table of estimated and measured memory as text."""
     states = sum(memory.expected.values()) + sum(memory.elsewhere.values())
     unit, size, digits = ("GB", 1e9, 2) if states >= 1e9 else ("MB", 1e6, 1)
 
@@ -103,11 +105,11 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
         if expected or elsewhere or measured:
             rows.append([_NAMES.get(kind, kind) + (" (not on the device)" if elsewhere else ""),
                          show(expected + elsewhere), show(measured)])
-    text = table(f"Memory in {unit} on the rank that uses most", ("", "estimate", "measured"), rows,
-                 footer=("estimated sum, measured peak", show(states), show(memory.peak)), rich=rich)
+    text = table(f"Memory in {unit}, each kind on the rank that uses most of it", ("", "estimate", "measured"),
+                 rows, footer=("estimated sum, measured peak", show(states), show(memory.peak)), rich=rich)
     if memory.reserved is not None:
         return text + f"  The allocator reserved at most {show(memory.reserved)} {unit}.\n"
-    return text + "  The peak includes Python, libraries and data: it is that of the process.\n"
+    return text + "  The peak is that of the whole process, including Python, libraries and data.\n"
 
 
 def _pass(plan: RunPlan, device: torch.device) -> Pass:
@@ -123,7 +125,8 @@ def _pass(plan: RunPlan, device: torch.device) -> Pass:
 
 
 def _peak(device: torch.device) -> tuple[int, int | None]:
-    """Return peak allocated and reserved bytes; on devices without counters, the peak size of the process."""
+    """Return peak allocated and reserved bytes; on devices without counters, the peak size of the process and
+    None."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         return module.max_memory_allocated(device), module.max_memory_reserved(device)

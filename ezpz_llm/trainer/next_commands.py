@@ -1,4 +1,4 @@
-"""Commands to type after a run, one per line, ready to copy."""
+"""Commands that are printed after a run, one per line, to copy and paste."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ _PROMPTS = ("Hello, I'm a language model,", " ")
 
 
 def next_commands(session: Session) -> str:
-    """Return the commands that a user may want next, with their purposes; fewer without a checkpoint."""
-    run_dir = shlex.quote(_short(session.dist.run_dir.path))
+    """Return the commands that a user may want next, with their purposes. Some require a checkpoint."""
+    run_dir = shlex.quote(_relative_to_cwd(session.dist.run_dir.path))
     commands = [("see its curves", f"ezpz-llm report {run_dir}"),
                 ("see where the time went", f"ezpz-llm explain {run_dir}")]
     if session.saved_step is not None:
-        commands.append(("write text with it", f"ezpz-llm generate {run_dir}{_prompt(session.data.tokenizer)}"))
-        # A failed run would fail again.
+        prompt = _prompt_option(session.data.tokenizer)
+        commands.append(("write text with it", f"ezpz-llm generate {run_dir}{prompt}"))
+        # A failed run would fail again if it were resumed.
         if not (session.failed or session.spikes.last_loss_non_finite):
-            commands.append(("train it further", _resume(session, run_dir)))
+            commands.append(("train it further", _resume_command(session, run_dir)))
     width = max(len(purpose) for purpose, _ in commands)
     return "next\n" + "".join(f"  {purpose:<{width}}  {to_typable(command)}\n" for purpose, command in commands)
 
 
-def _short(path: Path) -> str:
-    """Return the path relative to the working directory if it is inside, else unchanged."""
+def _relative_to_cwd(path: Path) -> str:
+    """Return `path` relative to the working directory if it is inside, else unchanged."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
-def _prompt(tokenizer: Tokenizer) -> str:
-    """Return --prompt with a text that the tokenizer can encode; empty if generate's default is one."""
+def _prompt_option(tokenizer: Tokenizer) -> str:
+    """Return a --prompt option that the tokenizer can encode, or an empty string if no option is needed or none
+    works."""
     for prompt in _PROMPTS:
         try:
             tokenizer.encode(prompt)
@@ -48,10 +50,10 @@ def _prompt(tokenizer: Tokenizer) -> str:
     return ""
 
 
-def _resume(session: Session, run_dir: str) -> str:
+def _resume_command(session: Session, run_dir: str) -> str:
     config = session.config
     launch = f"launch -n {session.dist.world_size} " if RUN_ID_VARIABLE in os.environ else ""
     steps = f" --steps {2 * config.steps}" if session.step >= config.steps else ""
-    # --resume takes all settings from the run, except the device.
+    # --resume restores the run's settings, but not its device.
     device = "" if session.plan.sources["device"].origin is Origin.DEFAULT else f" --device {config.device}"
     return f"{launch}python3 -m ezpz_llm.train --resume {run_dir}{steps}{device}"

@@ -23,7 +23,7 @@ from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTI
 
 @dataclass(frozen=True)
 class Options:
-    """Parsed command line: the configuration, the source of each value, and what to do with it."""
+    """Parsed command line: the configuration, the source of each value, and the options of the command itself."""
 
     config: TrainConfig
     sources: dict[str, ValueSource]
@@ -31,7 +31,7 @@ class Options:
     check: bool
     world_size: int | None
     notes: tuple[str, ...] = ()
-    """Deprecated names in use, with the new ones."""
+    """A sentence for each deprecated name in use, with the new name."""
     verbose: bool = False
     """Print all settings and measurements, not only the most important ones."""
 
@@ -112,29 +112,29 @@ def parse(argv: Sequence[str]) -> Options:
     """Parse a command line.
 
     Raises:
-        UserError: an unknown or ill-typed option, an unknown preset or key, an unreadable or ill-typed YAML file.
-        SystemExit: --help (code 0).
+        UserError: an option, preset or YAML key is unknown, a value has the wrong type, or the file is unreadable.
+        SystemExit: --help or --help-all (code 0).
     """
     parser = build_parser()
     argv, notes = _with_new_options(argv)
     try:
         given = _by_field(vars(parser.parse_args(argv, defaults=False).clone()))
     except ArgumentError as error:
-        raise _unreadable(parser, argv, error) from error
+        raise _parse_error(parser, argv, error) from error
     except OverflowError as error:
         raise _too_large(argv) from error
-    bulk = {name: given.pop(name, None)
+    other_options = {name: given.pop(name, None)
             for name in ("preset", "config", "print_config", "check", "json", "world_size", "verbose")}
-    if bulk["json"] and not bulk["check"]:
+    if other_options["json"] and not other_options["check"]:
         raise UserError("--json requires --check", where="--json", instead="--check --json")
     layers: list[tuple[ValueSource, Mapping[str, Any]]] = []
-    from_file = _from_yaml(Path(bulk["config"]), notes) if bulk["config"] else {}
-    preset_name = bulk["preset"] or from_file.pop("preset", None)
+    from_file = _from_yaml(Path(other_options["config"]), notes) if other_options["config"] else {}
+    preset_name = other_options["preset"] or from_file.pop("preset", None)
     if preset_name is not None:
         if preset_name not in PRESETS:
             raise describe_unknown("preset", preset_name, PRESETS, where="--preset")
         layers.append((ValueSource(Origin.PRESET, preset_name), PRESETS[preset_name]))
-    layers += [(ValueSource(Origin.FILE, str(bulk["config"])), from_file), (COMMAND_LINE, given)]
+    layers += [(ValueSource(Origin.FILE, str(other_options["config"])), from_file), (COMMAND_LINE, given)]
 
     model = next((layer["model"] for _, layer in reversed(layers) if "model" in layer), TrainConfig.model)
     if any(layer.get("init_from") is not None for _, layer in layers):
@@ -145,8 +145,9 @@ def parse(argv: Sequence[str]) -> Options:
     for source, layer in layers:
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))
-    return Options(TrainConfig(**values), sources, bool(bulk["print_config"]), bool(bulk["check"]),
-                   bulk["world_size"], tuple(notes), bool(bulk["verbose"]))
+    return Options(TrainConfig(**values), sources, bool(other_options["print_config"]),
+                   bool(other_options["check"]), other_options["world_size"], tuple(notes),
+                   bool(other_options["verbose"]))
 
 
 def _too_large(argv: Sequence[str]) -> UserError:
@@ -157,7 +158,7 @@ def _too_large(argv: Sequence[str]) -> UserError:
 
 
 def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line with the new names of options, and a note for each deprecated one."""
+    """Replace deprecated names of options; return the command line and a note for each replaced name."""
     words, notes = [], []
     for word in argv:
         option, equals, value = word.partition("=")
@@ -178,7 +179,7 @@ def dump(config: TrainConfig) -> str:
     return build_parser().dump(Namespace(**spelled), skip_validation=True)
 
 
-def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
+def _parse_error(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
     """Return the error for a command line that jsonargparse rejected."""
     options = [option for action in parser._actions for option in action.option_strings]
     help_page = f"{parser.prog} --help-all lists all options"
@@ -186,14 +187,14 @@ def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -
         option = word.split("=")[0]
         if re.match("--?[A-Za-z]", option) and option not in options:
             return unknown_option(option, options, where=parser.prog, remark=help_page)
-    return _mistyped(error, "--", where=parser.prog)
+    return _type_error(error, "--", where=parser.prog)
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
-    """Return the error for a value that jsonargparse rejected; its own message names Python types."""
+def _type_error(error: Exception, prefix: str, where: str) -> UserError:
+    """Return the error for a value that jsonargparse rejected. It replaces a message that names Python types."""
     text = " ".join(str(error).split())
     match = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
     name = match and _NAMES.get(match[1], match[1])
@@ -237,12 +238,13 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         values = _by_field(vars(typed.parse_object(loaded).clone()))
     except Exception as error:  # jsonargparse raises several types, each with the key and the reason in its text
-        raise _mistyped(error, "", where=os.fspath(path)) from error
+        raise _type_error(error, "", where=os.fspath(path)) from error
     return {**values, **({"preset": preset} if preset is not None else {})}
 
 
 def _unknown_setting(name: str, settings: Collection[str], where: str) -> UserError:
-    """Return the error for an unknown name in a YAML file, with our name if it is another trainer's option."""
+    """Return the error for an unknown name in a YAML file; for another trainer's option, with the equivalent
+    setting."""
     programs, equivalent = synonym(f"--{name}", [f"--{setting.replace('_', '-')}" for setting in settings])
     if equivalent is None:
         return describe_unknown("setting", name, settings, where=where)

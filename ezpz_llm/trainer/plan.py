@@ -1,4 +1,4 @@
-"""Plan of a run: its model, layout and numbers, validated before anything starts (imports no torch)."""
+"""Plan of a run: configuration, model and resolved layout, validated before the run starts (imports no torch)."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, reso
 from ezpz_llm.layout.value_source import DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.observe.trackers import choose
+from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.compile_choice import check_compiler, choose_compile
 from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, RunConfig, TrainConfig
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
+from ezpz_llm.trainer.schedule import DEEPSPEED_SCHEDULES, WITHOUT_DECAY
 
 _DEFAULT_CLIP = 1.0
-_STEPS, _NONE_OR_STEPS = Range(1, MAX_STEPS), Range(0, MAX_STEPS)
-_REAL = Range(0, 1e9)
+_STEPS, _ZERO_OR_STEPS = Range(1, MAX_STEPS), Range(0, MAX_STEPS)
+_NON_NEGATIVE = Range(0, 1e9)
 RANGES = {
     **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
     **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
                      "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
-                     "loss_chunk"), _NONE_OR_STEPS),
+                     "loss_chunk"), _ZERO_OR_STEPS),
     "eval_tokens": Range(0, MAX_TOKENS), "save_every": Range(-1, MAX_STEPS),
     **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MAX_STEPS)),
     **dict.fromkeys(("tp", "pp", "sp"), Range(1, MAX_RANKS)), "shard_within": Range(2, MAX_RANKS),
     **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
-                     "clip", "min_lr", "warmup_min_lr", "z_loss"), _REAL),
+                     "clip", "min_lr", "warmup_min_lr", "z_loss"), _NON_NEGATIVE),
 }
-"""Range of each number in a configuration; `ModelConfig` checks the model's."""
+"""Range of each number in a configuration. `ModelConfig` checks the numbers of the model."""
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """Model fields that may differ between a checkpoint and the run (loading compares the embedding's rows)."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Validated run; `model` and `resolved` follow from `config` and the number of ranks."""
+    """Validated configuration of a run, with the model and layout derived from it and the number of ranks."""
 
     config: RunConfig
     sources: dict[str, ValueSource]
@@ -73,7 +73,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     """Derive the plan of a run from its options and the number of ranks.
 
     Args:
-        vocab_size: size of the tokenizer's vocabulary, once known; small models adopt it.
+        vocab_size: size of the tokenizer's vocabulary, once known; small models are set to it.
         device: type of the device, once known.
 
     Raises:
@@ -81,12 +81,12 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     """
     if world_size < 1:
         raise UserError(f"--world-size is {world_size}", where="--world-size", instead="1 or more")
-    choose(options.config.track, os.environ)
+    parse_trackers(options.config.track, os.environ)
     _check_ranges(options)
     model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:
         options = options.set(WEIGHTS, model=name)
-    options = _with_peak(options, model)
+    options = _with_peak_lr(options, model)
     config = options.config
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
@@ -118,15 +118,15 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
 
 
 _PEAK_WIDTH, _PEAK_STEPS = 128, 400
-"""The default peak learning rate is for models up to this width, and runs of at least this many steps."""
+"""The default peak learning rate is for models up to this width, and for runs of at least this many steps."""
 
 
-def _with_peak(options: Options, model: ModelConfig) -> Options:
-    """Set the default peak learning rate by the model's width and the length of the run.
+def _with_peak_lr(options: Options, model: ModelConfig) -> Options:
+    """Scale the default peak learning rate by the model's width and the length of the run.
 
-    It is proportional to the inverse of the width (Yang et al. 2022, arXiv:2203.03466). Short runs have too short a
-    warm-up for the full rate, so it is also proportional to the square root of their steps, down to half: 100 steps
-    spike by up to 2.9 nats at 0.0028, and at 0.001 none of three seeds spikes.
+    It is inversely proportional to the width (Yang et al. 2022, arXiv:2203.03466). Short runs have too short a
+    warm-up for the full rate, so it is also multiplied by sqrt(steps / 400), but at least by 0.5. In runs of 100
+    steps, the loss spikes by up to 2.9 nats at a rate of 0.0028, and with none of three seeds at 0.001.
     """
     if options.origin("lr") is not Origin.DEFAULT:
         return options
@@ -146,7 +146,7 @@ def _with_peak(options: Options, model: ModelConfig) -> Options:
 
 def _with_schedule(options: Options) -> Options:
     """Set the missing values of the schedule."""
-    options = _with_floor(options)
+    options = _with_min_lr(options)
     steps = options.config.steps
     for name, default in (("decay_steps", steps), ("warmup_steps", min(100, steps // 10))):
         given, source = getattr(options.config, name), options.sources[name]
@@ -163,10 +163,10 @@ def _with_schedule(options: Options) -> Options:
     return options
 
 
-def _with_floor(options: Options) -> Options:
-    """Set the learning rate at the end of the schedule; some schedules determine it."""
+def _with_min_lr(options: Options) -> Options:
+    """Set `min_lr`, the learning rate at the end of the schedule, which some schedules determine."""
     config = options.config
-    forced = {**dict.fromkeys(ENDLESS, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
+    forced = {**dict.fromkeys(WITHOUT_DECAY, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
     if forced is not None and config.min_lr != forced:
         if options.origin("min_lr") is Origin.COMMAND_LINE:
             raise UserError(f"schedule {config.schedule} ends at {forced:g}, not at {config.min_lr:g}",
@@ -186,15 +186,17 @@ def _check_schedule(config: RunConfig, options: Options) -> None:
         raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
                         where=options.where("min_lr"), instead=f"--min-lr {config.lr / 10:g}")
     if config.warmup_min_lr > config.lr:
-        raise UserError(f"the warm-up would fall from {config.warmup_min_lr:g} to {config.lr:g}",
+        raise UserError(f"in the warm-up, the learning rate would fall from {config.warmup_min_lr:g} to "
+                        f"{config.lr:g}",
                         where=options.where("warmup_min_lr"), instead="--warmup-min-lr 0")
-    if config.schedule in DEEPSPEEDS and config.warmup_steps < 1:
+    if config.schedule in DEEPSPEED_SCHEDULES and config.warmup_steps < 1:
         raise UserError(f"DeepSpeed rejects {config.schedule} with {config.warmup_steps} warm-up steps",
                         where=options.where("warmup_steps"),
                         instead="--warmup-steps 1, or --schedule constant or cosine")
     decay = (config.wsd_decay_steps or 0) if config.schedule == "wsd" else 0
-    # DeepSpeed's schedules may end within their warm-up; `remarks` warns about that.
-    if config.schedule not in (*DEEPSPEEDS, *ENDLESS) and config.warmup_steps + decay > config.decay_steps:
+    # DeepSpeed's schedules may end within their warm-up; `setting_warnings` warns about that.
+    if (config.schedule not in (*DEEPSPEED_SCHEDULES, *WITHOUT_DECAY)
+            and config.warmup_steps + decay > config.decay_steps):
         too_long = f"and a decay of {decay} do not fit" if decay else "does not end"
         raise UserError(f"a warm-up of {config.warmup_steps} steps {too_long} within {config.decay_steps} steps",
                         where=options.where("warmup_steps"),
@@ -203,7 +205,7 @@ def _check_schedule(config: RunConfig, options: Options) -> None:
 
 def check_run(options: Options, world_size: int, device: str | None = None, *,
               renames_old_metrics: bool = False) -> RunPlan:
-    """Validate a run before any rank starts: its numbers, layout, corpus and resume point.
+    """Validate a run before any rank starts: its options, layout, corpus and checkpoint to resume from.
 
     Args:
         device: type of the device that all ranks will have, if that is certain.
@@ -228,7 +230,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
 
 
 def _known_vocabulary(config: TrainConfig) -> int | None:
-    """Return the vocabulary size if the tokenizer's file or a prepared corpus states it, to reject small models."""
+    """Return the vocabulary size if it is known before tokenization, to reject models that are too small early."""
     if config.tokenizer is not None:
         return (choose_tokenizer(config.tokenizer).entry or {}).get("vocab_size")
     folder = prepared_folder(config.corpus)
@@ -236,7 +238,7 @@ def _known_vocabulary(config: TrainConfig) -> int | None:
 
 
 def check_resume(plan: RunPlan, where: str) -> Path:
-    """Return the checkpoint that the run will probably resume from (loading it compares hashes).
+    """Return the checkpoint that the run will resume from, unless its hashes turn out to be wrong on loading.
 
     Raises:
         UserError: there is no checkpoint, or it does not fit the run.
@@ -253,7 +255,7 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
         data: fingerprint of the run's tokens, once known.
 
     Raises:
-        UserError: the seed, data or model differs, or the checkpoint is not before the run's last step.
+        UserError: the seed, data or model differs, or the checkpoint's step is not below `--steps`.
     """
     config = plan.config
     if state["seed"] != config.seed:
@@ -261,19 +263,19 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
                         "samples would change", where=str(folder),
                         instead="the same seed, or a new run without --resume")
     if data is not None and state["data"] != data:
-        raise UserError(f"the tokens of {config.corpus} are not those of the checkpoint: the order of samples "
-                        "would change", where=str(folder),
+        raise UserError(f"the tokens of {config.corpus} are not those of the checkpoint: the training "
+                        "samples would change", where=str(folder),
                         instead="the text, tokenizer and validation split of the checkpoint's run, or a new run "
                                 "without --resume")
-    for name, ours in asdict(plan.model).items():
+    for name, value in asdict(plan.model).items():
         # Rotary embeddings have no table, so they allow any context length.
-        free = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")
-        if not free and state["model"].get(name, ours) != ours:
-            raise UserError(f"the checkpoint is of another model: {name} is {state['model'][name]} there and "
-                            f"{ours} here", where=str(folder),
+        may_differ = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")
+        if not may_differ and state["model"].get(name, value) != value:
+            raise UserError(f"the checkpoint is of another model: {name} is {state['model'][name]} in the "
+                            f"checkpoint and {value} in this run", where=str(folder),
                             instead="use the model options of the run that saved it")
     if state["step"] >= config.steps:
-        raise UserError(f"the checkpoint is of step {state['step']}, this run ends at {config.steps}",
+        raise UserError(f"the checkpoint is of step {state['step']}, but this run ends at step {config.steps}",
                         where=str(folder), instead=f"--steps {2 * state['step']}, or any number above "
                                                    f"{state['step']}")
 
@@ -301,7 +303,8 @@ def _check_numbers(options: Options) -> None:
             raise _invalid(options, name, "at least 0, less than 1")
     seed_for(config.seed, "init")  # raises for a seed out of range
     if config.on_bad_steps == "rollback" and config.save_every <= 0 and config.resume is None:
-        raise UserError(f"with save_every {config.save_every} no checkpoint exists to roll back to before the end",
+        raise UserError(f"with save_every {config.save_every}, there is no checkpoint to roll back to before the "
+                        "run ends",
                         where=f"--on-bad-steps rollback ({sources['on_bad_steps']})",
                         instead="--save-every 200, or --on-bad-steps stop")
     if config.prompt == "" and config.sample_tokens:
@@ -320,17 +323,17 @@ def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -
 
 WEIGHTS = ValueSource(Origin.WEIGHTS)
 _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
-"""Model fields that may differ between given weights and the named model."""
+"""Model fields that may differ between the initial weights and the model in `--model`."""
 
 
 def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
     """Return the model, its name, and the source of its initial weights (None for random ones).
 
     Args:
-        named: the model's name was chosen, and is not the default.
+        named: the model's name was set, by an option, file or preset.
 
     Raises:
-        UserError: the name is unknown, the shape is impossible, or it differs from the shape of the weights.
+        UserError: the name is unknown, the shape is invalid, or the shape differs from that of the weights.
     """
     overrides = {name: getattr(config, name) for name in MODEL_OVERRIDES}
     if config.init_from is None:
@@ -340,19 +343,19 @@ def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, So
         for name, value in asdict(get_model_config(config.model, **overrides)).items():
             of_weights = getattr(source.model, name)
             if name not in _NOT_SHAPE and value != of_weights:
-                raise UserError(f"{config.model} is not the model of these weights: {name} is {value}, in the "
-                                f"weights {of_weights}", where=str(source.folder),
+                raise UserError(f"{config.model} is not the model of these weights: {name} is {value} in the "
+                                f"model and {of_weights} in the weights", where=str(source.folder),
                                 instead="omit --model: the weights set the shape")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
     return with_model_changes(source.model, str(source.folder), **overrides), name, source
 
 
 def with_tokenizer(options: Options) -> Options:
-    """Set the tokenizer to that of the initial weights.
+    """Set the tokenizer to that of the initial weights, unless the user chose another one.
 
     Raises:
-        UserError: it is unknown or unsupported, or differs from a tokenizer that the user did not choose; see
-            `words_for`.
+        UserError: the tokenizer of the weights is unknown or unsupported, or differs from the tokenizer of a preset
+            or prepared corpus (see `words_for`).
     """
     config = options.config
     if config.init_from is None:

@@ -12,7 +12,7 @@ from ezpz_llm.data.samples import mix
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import reduce
 
-_WORD = 1 << 64
+_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Position:
 
     Attributes:
         agreed: hash of all samples up to the last `agree`.
-        own: sum over this rank's samples since then.
+        own: sum of the hashes of this rank's samples since then.
     """
 
     consumed: int = 0
@@ -35,18 +35,18 @@ class Position:
 
     @classmethod
     def at(cls, consumed: int, sample_hash: str) -> Position:
-        """Return the position that a checkpoint states."""
-        return cls(consumed, int(sample_hash, 16) % _WORD)
+        """Return the position recorded in a checkpoint."""
+        return cls(consumed, int(sample_hash, 16) % _MODULUS)
 
     def advance(self, samples: int, own: int) -> Position:
-        """Return the position after the next `samples` samples; `own` is the hash of this rank's."""
-        return Position(self.consumed + samples, self.agreed, (self.own + own) % _WORD)
+        """Return the position after the next `samples` samples; `own` is the hash of this rank's share."""
+        return Position(self.consumed + samples, self.agreed, (self.own + own) % _MODULUS)
 
     def agree(self, dist: Dist) -> Position:
-        """Return the same position with the hash over all ranks. Collective."""
+        """Return the same position with `own` summed over all ranks into `agreed`. Collective."""
         # torch does not reduce uint64; signed sums wrap around alike.
         own = torch.from_numpy(np.array([self.own], np.uint64).view(np.int64))
-        return Position(self.consumed, (self.agreed + int(reduce(dist, own).item())) % _WORD)
+        return Position(self.consumed, (self.agreed + int(reduce(dist, own).item())) % _MODULUS)
 
     @property
     def sample_hash(self) -> str:
@@ -66,4 +66,4 @@ def hash_samples(first: int, tokens: np.ndarray) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _weights(length: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(0)).integers(_WORD, size=length, dtype=np.uint64)
+    return np.random.Generator(np.random.PCG64(0)).integers(_MODULUS, size=length, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Profiles and traces of selected steps, as configured."""
+"""Python profile and torch traces of a few steps of a training run, as configured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ezpz_llm.trainer.plan import RunPlan
 class OptionalWatch:
     """Wrapper that disables a profile at its first failure, instead of ending the run.
 
-    After step `collective_at`, the watch makes collective calls.
+    `after_step(collective_at)` of the watch makes collective calls; all other calls of the watch are local.
     """
 
     watch: StepWatch
@@ -50,13 +50,13 @@ class OptionalWatch:
         self.watch.after_step(step)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        def done() -> bool:
+        def succeeded() -> bool:
             """Return True, since `attempt` returns None after a failure."""
             action()
             return True
 
         if not self.failed:
-            self.failed = self.optional.attempt(self.what, done) is None
+            self.failed = self.optional.attempt(self.what, succeeded) is None
 
 
 def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[OptionalWatch]:
@@ -66,22 +66,24 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
         watches.append(OptionalWatch(PythonProfile(dist.run_dir, window, dist.side), "the Python profile",
                                      dist.optional))
-    # Trace after the Python profile, so that neither measures the other. Leave one step before for StepTrace, and
-    # exclude the last step, which the end of the run follows.
+    # Trace after the Python profile, so that neither measures the other. Leave one step before the trace for
+    # StepTrace, and exclude the last step, since the work at the end of the run follows it.
     skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
     window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
     if not config.trace_steps or window is None:
         return watches
-    step_trace = StepTrace(window.first - 1, dist, engine, counts=not config.compile, products=_products(plan))
+    step_trace = StepTrace(window.first - 1, dist, engine, counts=not config.compile,
+                           products=_forward_matmul_flops(plan))
     trace = TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, step_trace), dist.side)
     return [*watches, OptionalWatch(step_trace, "the trace of one step", dist.optional, window.first - 1),
             OptionalWatch(trace, "the trace of steps", dist.optional)]
 
 
-def _products(plan: RunPlan) -> float | None:
-    """Return a rank's matmul FLOPs in the forward passes of a step; None if DeepSpeed cannot count the same.
+def _forward_matmul_flops(plan: RunPlan) -> float | None:
+    """Return a rank's matmul FLOPs in the forward passes of a step; None if DeepSpeed would count something else.
 
-    Under stage 3, DeepSpeed counts linear layers twice: its replacement for them, and the matmul inside.
+    Under stage 3, DeepSpeed counts each linear layer twice: as its replacement for the layer, and as the matmul in
+    it.
     """
     layout, batch = plan.resolved.layout, plan.resolved.batch
     if layout.engine != "deepspeed" or layout.zero.stage == 3 or layout.tp * layout.pp * layout.sp > 1:

@@ -1,6 +1,6 @@
-"""Decision of `--resume`: continue a run, start over or do nothing; and the run's settings (imports no torch).
+"""Handling of `--resume`: continue, start over or do nothing, and restore settings (imports no torch).
 
-A requeued job runs the same command each time, so this module determines how far its run has come.
+A requeued job runs the same command each time, so this module determines how far the run has progressed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from ezpz_llm.trainer.resume_data import check_data
 AUTO = "auto"
 """Value of `--resume` that continues the run directory if it has a checkpoint."""
 
-_NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING)
-"""Sources of values that the user did not choose for this run."""
-_FOLLOWED = (Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
-"""Sources of values that are derived again from other settings."""
-_OF_ONE_START = {"resume", "run_dir", "device", "trace_steps"}
+_NOT_FROM_USER = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING)
+"""Origins of values that the user did not choose for this run."""
+_REDERIVED = (Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
+"""Origins of values that are not restored, but derived again from other settings."""
+_PER_ATTEMPT = {"resume", "run_dir", "device", "trace_steps"}
+"""Settings of a single attempt, which are not restored."""
 _BATCH = ("global_batch", "micro_batch", "accumulation")
 _DEGREES = ("tp", "pp", "sp")
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Starting point of a run: its first step or a checkpoint, with its complete `options`.
+    """Starting point of a run: its first step or a checkpoint, with restored `options`.
 
-    `notes` are for the user. `complete` is a message if nothing is left to do. `renames_old_metrics` is True if the
-    run directory holds the metrics of an attempt that saved no checkpoint.
+    `notes` are for the user. If nothing is left to do, `complete` is a message that says so. `renames_old_metrics`
+    is True if the run directory holds the metrics of an attempt that saved no checkpoint.
     """
 
     options: Options
@@ -48,43 +49,43 @@ class ResumePoint:
 
 
 def find_resume_point(options: Options) -> ResumePoint:
-    """Find the starting point of the run, from its directory or from what `--resume` names.
+    """Find the starting point of the run, in its directory or in the path of `--resume`.
 
     Raises:
-        UserError: `--resume` names neither a run nor a checkpoint, or it names a damaged one, or a complete run and
-            options differ from those of that run.
+        UserError: `--resume` names neither a run nor a checkpoint; the checkpoint is damaged; the run used other
+            data; or the run is complete, and options differ from its own.
     """
     config = options.config
     if config.resume is None:
         return ResumePoint(options)
-    own = config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
-    where = own if config.resume == AUTO else config.resume
-    if where is None:
+    own_dir = config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    target = own_dir if config.resume == AUTO else config.resume
+    if target is None:
         note = "--resume auto requires --run-dir to find earlier attempts: the run starts in a new directory"
         return ResumePoint(options.set(ValueSource(Origin.FILE, "--resume auto"), resume=None), (note,))
-    run = run_of(Path(where))
+    run = run_of(Path(target))
     record = read_record(run)
     given = options
-    is_own = own is not None and Path(own).resolve() == run.path.resolve()
-    if has_any(where):
-        options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(where))
-        state, steps = read_state(find(where)), options.config.steps
+    is_own = own_dir is not None and Path(own_dir).resolve() == run.path.resolve()
+    if has_any(target):
+        options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(target))
+        state, steps = read_state(find(target)), options.config.steps
         step = state["step"]
         if step != steps:
             check_data(options, _chosen(given), run, record, state)
             return ResumePoint(options)
-        _check_same(given, run, record, step)
-        return ResumePoint(options, complete=f"{where} is complete, step {step} of {steps}: nothing is left to do")
+        _check_unchanged(given, run, record, step)
+        return ResumePoint(options, complete=f"{target} is complete, step {step} of {steps}: nothing is left to do")
     if not record and config.resume != AUTO:
-        find(where)  # raises an error that describes the problem
+        find(target)  # raises an error that describes the problem
     options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
     if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
-        _check_same(given, run, record, options.config.steps)
-        return ResumePoint(options, complete=f"{where} is complete, without checkpoints: nothing is left to do")
+        _check_unchanged(given, run, record, options.config.steps)
+        return ResumePoint(options, complete=f"{target} is complete, without checkpoints: nothing is left to do")
     has_begun = run.metrics.exists()
     notes: tuple[str, ...] = ()
     if has_begun or config.resume != AUTO:
-        notes = (f"{where} ended before its first checkpoint: the run starts over",)
+        notes = (f"{target} ended before its first checkpoint: the run starts over",)
     return ResumePoint(options, notes, renames_old_metrics=has_begun and is_own)
 
 
@@ -95,24 +96,24 @@ def rename_old_metrics(run_dir: RunDir) -> Path:
     return path
 
 
-def _check_same(given: Options, run: RunDir, record: dict[str, Any], step: int) -> None:
-    """Raise a UserError if options differ from those of a complete run, which would ignore them."""
+def _check_unchanged(given: Options, run: RunDir, record: dict[str, Any], step: int) -> None:
+    """Raise a UserError if options differ from those of a complete run, since they would be ignored."""
     saved = record.get("config") or {}
     sources = ValueSource.read_all(record.get("sources") or {})
     differing = []
     for name, value in asdict(given.config).items():
-        if name in {*_OF_ONE_START, "steps"} or name not in saved or _is_same(value, saved[name]):
+        if name in {*_PER_ATTEMPT, "steps"} or name not in saved or _is_same(value, saved[name]):
             continue
         before, origin = sources.get(name, DEFAULT), given.origin(name)
-        # The ds_config, derived settings and fewer steps may override the value of a file or preset, and the same
-        # command overrides it each time. Nothing overrides an option on the command line.
+        # A value of a file or preset may have been overridden by the ds_config, a derived setting or fewer steps,
+        # as it would be again by the same command. Nothing overrides an option on the command line.
         overridden = before != given.sources[name] and (
-            before.origin in _FOLLOWED or "in proportion to" in before.detail
+            before.origin in _REDERIVED or "in proportion to" in before.detail
             or str(saved.get("ds_config")) in before.detail)
         if origin is Origin.COMMAND_LINE or (origin in (Origin.FILE, Origin.PRESET) and not overridden):
             differing.append(name)
     if differing:
-        values = (f"{option_of(name)} {shorten_value(getattr(given.config, name))} differs from its "
+        values = (f"{option_of(name)} {shorten_value(getattr(given.config, name))} differs from the run's "
                   f"{shorten_value(saved[name])}" for name in differing)
         raise UserError(f"the run is complete, step {step} of {step}, and {', '.join(values)}",
                         where=f"{run.path}; {', '.join(given.where(name) for name in differing)}",
@@ -121,27 +122,27 @@ def _check_same(given: Options, run: RunDir, record: dict[str, Any], step: int) 
 
 
 def _is_same(value: Any, saved: Any) -> bool:
-    """Return True for equal values, and for two spellings of a path."""
+    """Return True for equal values, and for two spellings of the same path."""
     if isinstance(value, str) and isinstance(saved, str):
         return value == saved or user_path(value).resolve() == user_path(saved).resolve()
     return bool(value == saved)
 
 
-def run_of(where: Path) -> RunDir:
-    """Return the run directory of a checkpoint, of a checkpoints folder, or itself."""
-    if where.parent.name == "checkpoints":
-        return RunDir(where.parent.parent)
-    return RunDir(where.parent if where.name == "checkpoints" else where)
+def run_of(target: Path) -> RunDir:
+    """Return the run directory of a checkpoint or checkpoints folder, or of the run directory itself."""
+    if target.parent.name == "checkpoints":
+        return RunDir(target.parent.parent)
+    return RunDir(target.parent if target.name == "checkpoints" else target)
 
 
 def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Options:
-    """Set the options to the run's settings, except those that the user chose in addition to `--resume`."""
+    """Restore the run's settings, except those that the user chose in addition to `--resume`."""
     saved = record.get("config") or {}
     sources = ValueSource.read_all(record.get("sources") or {})
     chosen = _chosen(options)
     settings = {name: value for name, value in saved.items()
-                if name in FIELDS and name not in chosen | _OF_ONE_START
-                and (name not in sources or sources[name].origin not in _FOLLOWED)}
+                if name in FIELDS and name not in chosen | _PER_ATTEMPT
+                and (name not in sources or sources[name].origin not in _REDERIVED)}
     if "ds_config" in chosen and options.config.ds_config != saved.get("ds_config"):
         settings = {name: value for name, value in settings.items() if name not in _DEGREES}
     settings = {**{name: value for name, value in settings.items() if name not in _BATCH}, **_batch(run, chosen)}
@@ -152,11 +153,11 @@ def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Opt
 
 def _chosen(options: Options) -> set[str]:
     """Return the names of the settings that the user chose for this run."""
-    return {name for name in options.sources if options.origin(name) not in _NOT_CHOSEN}
+    return {name for name in options.sources if options.origin(name) not in _NOT_FROM_USER}
 
 
 def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
-    """Return the run's batch: its global batch on any number of ranks, its micro batch as the upper limit."""
+    """Return the run's batch sizes to restore: the global batch, and the micro batch as an upper limit."""
     try:
         batch = (read_plain_json(run.layout) or {}).get("batch") or {}
     except UserError:

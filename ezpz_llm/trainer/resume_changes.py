@@ -15,12 +15,12 @@ from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
 
 _SCHEDULE = ("lr", "schedule", "min_lr", "warmup_steps", "warmup_type", "warmup_min_lr", "decay_steps",
              "wsd_decay_steps")
-_OTHERS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_accum_dtype", "reduce_dtype", "z_loss",
-           "spike_norm", "spike_loss", "bad_steps", "on_bad_steps", "overfit_one_batch")
+_OTHER_SETTINGS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_accum_dtype", "reduce_dtype",
+                   "z_loss", "spike_norm", "spike_loss", "bad_steps", "on_bad_steps", "overfit_one_batch")
 
 
 def resume_warning(plan: RunPlan, step: int) -> str | None:
-    """Return a warning about changed training settings, with the options that keep them; None if none changed.
+    """Return a warning about changed training settings, with the options that restore them; None without changes.
 
     Args:
         step: step of the checkpoint.
@@ -28,7 +28,7 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
     run = run_of(Path(str(plan.config.resume)))
     record, layout = read_record(run), read_layout(run.layout) or {}
     saved, model = record.get("config") or {}, record.get("model") or {}
-    now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHERS)}
+    now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHER_SETTINGS)}
     before = {name: saved[name] for name in now if _is_usable(name, saved.get(name))}
     resolved = plan.resolved
     for name, old, new in (
@@ -45,17 +45,18 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
     rate = ""
     if before.get("schedule") in SCHEDULES and not set(changed).isdisjoint(_SCHEDULE):
         old_config = replace(plan.config, **{name: before[name] for name in _SCHEDULE if name in before})
-        rate = (f"The learning rate of step {step} was {learning_rate(step - 1, old_config):.3g}, that of step "
-                f"{step + 1} is {learning_rate(step, plan.config):.3g} and would be "
+        rate = (f"The learning rate was {learning_rate(step - 1, old_config):.3g} at step {step}. At step "
+                f"{step + 1} it is now {learning_rate(step, plan.config):.3g}; with the old settings it would be "
                 f"{learning_rate(step, old_config):.3g}. ")
     values = ", ".join(f"{name} was {shorten_value(before[name])} and is {shorten_value(now[name])} "
                        f"({resolved.sources.get(name, plan.sources[name])})" for name in changed)
     keep = " ".join(f"{option_of(name)} {shorten_value(before[name])}" for name in changed)
-    return f"resuming {run.path} with other settings: {values}. {rate}To keep the old ones, add {keep}"
+    return f"resuming {run.path} with different settings: {values}. {rate}To keep the old settings, add {keep}"
 
 
 def _is_usable(name: str, saved: Any) -> bool:
-    """Return True if a recorded value is in range; other versions may record other values, or none."""
+    """Return True if a recorded value has a usable type and, if the setting has a range, is in it. Other versions
+    may record other values, or none."""
     if name in RANGES:
         return isinstance(saved, (int, float)) and RANGES[name].beyond(saved) is None
     return isinstance(saved, (int, float, str))

@@ -1,4 +1,4 @@
-"""Comparison of a run's data with the data options given with `--resume`, by name (imports no torch)."""
+"""Check that the data options given with `--resume` still select the run's data (imports no torch)."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from ezpz_llm.trainer.options import Options
 
 def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str, Any],
                state: dict[str, Any]) -> None:
-    """Check that corpus, tokenizer and text key give the tokens that the run was trained on.
+    """Check that corpus, tokenizer and text key select the tokens that the run was trained on.
 
-    Corpora with different names may hold the same tokens. If the new corpus is prepared, compare tokens. If the
-    run's corpus is gone, the new one may be a copy, which is compared after its preparation.
+    Corpora with different names may hold the same tokens. If the new corpus is prepared, compare fingerprints
+    of the tokens. If the run's corpus is gone, accept the new one here, since it may be a copy; it is compared once
+    it is prepared.
 
     Args:
         options: complete options, with the run's settings.
         chosen: names of the settings that were given with `--resume`.
-        record: record of the run, empty if there is none.
+        record: the run's run.json, empty if it does not exist.
         state: state of the run's checkpoint.
 
     Raises:
-        UserError: the tokens would differ.
+        UserError: the tokens differ, or may differ.
     """
     config, saved = options.config, record.get("config") or {}
-    made_with = state.get("tokenizer")
-    if "tokenizer" in chosen and config.tokenizer and made_with \
-            and not choose_tokenizer(config.tokenizer).fits(made_with):
-        raise _mismatch(run, "tokenizer", describe(made_with), config.tokenizer)
+    saved_tokenizer = state.get("tokenizer")
+    if "tokenizer" in chosen and config.tokenizer and saved_tokenizer \
+            and not choose_tokenizer(config.tokenizer).fits(saved_tokenizer):
+        raise _mismatch(run, "tokenizer", describe(saved_tokenizer), config.tokenizer)
     before = saved.get("corpus")
     if not before:
         return
@@ -44,25 +45,25 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
     if "corpus" in chosen and _identity(config.corpus) not in (_identity(before), _identity(source)):
         folder = find_prepared(config.corpus, config.tokenizer, config.text_key)
         is_mixture = bool(find_mixture(config.corpus))
-        is_other = (TokenData.open(folder).fingerprint != state.get("data") if folder else
+        differs = (TokenData.open(folder).fingerprint != state.get("data") if folder else
                     is_mixture or source in CORPORA or os.path.exists(user_path(source)))
-        if is_other:
-            advice = ("" if folder or is_mixture else "; if it holds the same text, prepare it first: "
-                      f"python3 -m ezpz_llm.data prepare {shlex.quote(config.corpus)}")
+        if differs:
+            advice = ("" if folder or is_mixture else f"; if {config.corpus} holds the same text, prepare it "
+                      f"first: python3 -m ezpz_llm.data prepare {shlex.quote(config.corpus)}")
             raise _mismatch(run, "corpus", before, config.corpus, advice)
     elif "text_key" in chosen and saved.get("text_key", config.text_key) != config.text_key:
         raise _mismatch(run, "text-key", saved["text_key"], config.text_key)
 
 
 def _identity(corpus: str) -> str | list[tuple[str, float]]:
-    """Return a value that is equal for two spellings of one corpus or mixture."""
+    """Return a value that is equal for all spellings of the same corpus or mixture."""
     if parts := find_mixture(corpus):
         return [(identity(part), weight) for part, weight in parts]
     return identity(corpus)
 
 
 def _mismatch(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:
-    return UserError(f"the run was trained with --{option} {before}, not {now}: the order of samples would change",
+    return UserError(f"the run was trained with --{option} {before}, not {now}: the training samples would change",
                      where=f"{run.path}; --{option}",
-                     instead=f"omit --{option} to use the run's, or start a new run without "
+                     instead=f"omit --{option} to use the run's {option}, or start a new run without "
                              f"--resume{advice}")

@@ -35,7 +35,7 @@ from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking, WallClock
-from ezpz_llm.observe.trackers import choose
+from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import ignore_print_errors
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.device_choices import with_device_choices
@@ -81,7 +81,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
         watches: additional watches to call around each step, besides the configured profiles.
 
     Raises:
-        UserError: any error that the user can fix; the same on every rank.
+        UserError: the options, data, checkpoint or environment are invalid. The same error on every rank.
     """
     heartbeat.beat(LOADING)
     options = with_tokenizer(options)
@@ -110,7 +110,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
         first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
         spikes.restore(state.get("guard"))
         engine.step_skip.limit = spikes.limit
-    tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
+    tracking = Tracking(parse_trackers(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
     describe_run(plan, data, work, flops, dist, options.verbose)
@@ -168,10 +168,10 @@ def dropout_seed(config: TrainConfig, dist: Dist) -> int:
 
 
 def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
-    """Load the checkpoint that the run resumes from; return its state.
+    """Load the newest intact checkpoint of `--resume` and return its state.
 
     Raises:
-        UserError: every checkpoint is damaged, or it does not fit the run.
+        UserError: every checkpoint is damaged, or the checkpoint does not fit the run.
     """
     config = plan.config
 
@@ -181,8 +181,8 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     loaded = checkpoint.load_newest(config.resume, engine, dist, accept)
     state = loaded.state
     if not state["rng_restored"]:
-        # The ranks are split differently, so no saved random state fits. Seed by the step, so that dropout masks of
-        # the first steps are not repeated.
+        # With another layout or number of ranks, no saved random state fits. Seed by the step, so that the dropout
+        # masks of the first steps are not repeated.
         torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
     if dist.is_main:
         for damage in loaded.skipped:
@@ -195,10 +195,11 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
 
 
 def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
-    """Return the tokens of the prompt, (T,) int64. Called before training, so that an invalid prompt fails early.
+    """Return the tokens of the prompt, (T,) int64. Call this before training, so that an invalid prompt fails
+    early.
 
     Raises:
-        UserError: the prompt has a character that is not in the corpus.
+        UserError: the tokenizer cannot encode `--prompt`.
     """
     try:
         tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
@@ -210,7 +211,7 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
 
 
 def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> int:
-    """Train as `options` say; return the exit code. Every rank calls this.
+    """Run the training that `options` configure, and return the exit code. Every rank calls this.
 
     Args:
         watches: additional watches to call around each step, besides the configured profiles.

@@ -33,8 +33,8 @@ from ezpz_llm.trainer.plan import RunPlan
 
 def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist,
                  verbose: bool) -> None:
-    """Record the run's settings and print its first screen, or with `verbose` all of them. Collective: the record
-    lists every rank's node."""
+    """Record the run's settings, and print the first screen, or with `verbose` all settings. Collective, since the
+    record lists every rank's node."""
     environment = run_environment(dist)
     if not dist.is_main:
         return
@@ -46,7 +46,7 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))
     if "kind" in data.manifest["tokenizer"]:
-        # A checkpoint needs its tokenizer on machines without the shards.
+        # Machines without the shards need the tokenizer to use a checkpoint of this run.
         file = find_copy(data.folder, data.manifest["tokenizer"])
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
     text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
@@ -83,31 +83,32 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                       f"({config.schedule}) over {config.steps} steps, "
                       f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
-        ("attention", attention(plan, dist)),
+        ("attention", describe_attention(plan, dist)),
         ("compile", f"{'blocks' if config.compile else 'off'} ({plan.sources['compile']})"),
-        *describe(work, flops),
-        ("saves", saves(plan, dist)),
+        *flop_and_peak_rows(work, flops),
+        ("saves", describe_saves(plan, dist)),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
 
 
 def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: FlopCount,
              verbose: bool) -> list[tuple[str, str]]:
-    """Return notes and warnings, and the warnings among the rows of `description` if these are not printed."""
-    rows = [] if verbose else [("attention", attention(plan, dist)), *describe(work, flops)]
+    """Return notes and warnings; without `verbose`, also the warnings among the rows that only `description`
+    prints."""
+    rows = [] if verbose else [("attention", describe_attention(plan, dist)), *flop_and_peak_rows(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
                                           *reading_notes(data.manifest["source"], shown=0))),
-            *(("warning", remark) for remark in (*setting_warnings(plan), *_other_tokens(plan, data)))]
+            *(("warning", remark) for remark in (*setting_warnings(plan), *_tokenizer_warnings(plan, data)))]
 
 
-def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
+def _tokenizer_warnings(plan: RunPlan, data: TokenData) -> list[str]:
     if plan.init_weights_source is None:
         return []
     return [text] if (text := tokenizer_mismatch(plan.init_weights_source, data.manifest["tokenizer"])) else []
 
 
-def saves(plan: RunPlan, dist: Dist) -> str:
+def describe_saves(plan: RunPlan, dist: Dist) -> str:
     """Describe when checkpoints are written, which are kept, and the CPU memory that saving needs."""
     config, text = plan.config, checkpoint_rule(plan)
     if config.save_every <= 0 or not config.save_async or uses_nvme(plan.resolved.layout):
@@ -117,8 +118,8 @@ def saves(plan: RunPlan, dist: Dist) -> str:
     return f"{text}, in the background from a copy in CPU memory ({megabytes:,.0f} MB per rank)"
 
 
-def attention(plan: RunPlan, dist: Dist) -> str:
-    """Describe the attention kernel; for the slow one, also the memory that its scores occupy."""
+def describe_attention(plan: RunPlan, dist: Dist) -> str:
+    """Describe the attention kernel and, if it stores the scores, their memory."""
     dtype = product_dtype(plan.resolved.precision)
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
                               plan.config.attention == "explicit")
@@ -133,8 +134,8 @@ def attention(plan: RunPlan, dist: Dist) -> str:
 def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
     """Return the work of a step, and its FLOP count.
 
-    The work has no FLOPs if the formula and torch's counter differ. Call this before a model is on the device:
-    measuring the matmul peak needs the memory. Collective.
+    If the formula and torch's counter differ, `flops_per_token` of the work is None. Call this before a model is on
+    the device, since measuring the matmul peak needs memory. Collective.
     """
     batch, products = plan.resolved.batch, RECIPES[plan.resolved.precision].products
     set_products(dist.device, plan.resolved.precision)
@@ -146,7 +147,7 @@ def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
     return work, flops
 
 
-def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
+def flop_and_peak_rows(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
     """Return the FLOP count and the measured matmul peak as rows of `description`."""
     count = (f"{format_number(flops.model)} per token, forward and backward (6N + 12 L C T); "
              f"{format_number(flops.causal)} without the half of attention that the causal mask hides")
@@ -166,7 +167,8 @@ def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
 def count_flops(config: ModelConfig) -> FlopCount:
     """Return the FLOPs per token by the formula, and as torch counts them on a model without storage.
 
-    All blocks are alike, so models with one and two blocks give the count for any number, in 0.1 s.
+    All blocks are identical, so the FLOPs of one and of two blocks determine the FLOPs of any number of blocks.
+    This takes 0.1 s.
     """
     one_layer, two_layers = (counted_flops(replace(config, n_layer=layers)) for layers in (1, 2))
     counted = (one_layer + (config.n_layer - 1) * (two_layers - one_layer)) / config.block_size

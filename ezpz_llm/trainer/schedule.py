@@ -1,7 +1,7 @@
 """Learning-rate schedules, by name (imports no torch).
 
 WarmupLR, WarmupDecayLR and WarmupCosineLR compute the same learning rates as DeepSpeed's classes of these names.
-DeepSpeed sets the learning rate after each step, so its first step uses the rate at the start of the warm-up.
+DeepSpeed sets the learning rate after each step, so its first step uses `warmup_min_lr`, or 0 with WarmupCosineLR.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from ezpz_llm.trainer.config import RunConfig
 
-DEEPSPEEDS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-ENDLESS = ("constant", "WarmupLR")
-"""Schedules that keep the peak learning rate."""
+DEEPSPEED_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+WITHOUT_DECAY = ("constant", "WarmupLR")
+"""Schedules that stay at the peak learning rate after the warm-up."""
 
 
 def learning_rate(step: int, config: RunConfig) -> float:
@@ -23,12 +23,12 @@ def learning_rate(step: int, config: RunConfig) -> float:
 
 def cosine(step: int, config: RunConfig) -> float:
     """Warm-up, then half a cosine from the peak to `min_lr` at `decay_steps`, then `min_lr`."""
-    return _warmed_up(step, config, lambda share: 0.5 * (1 + math.cos(math.pi * share)))
+    return _warm_up_then_decay(step, config, lambda progress: 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def linear(step: int, config: RunConfig) -> float:
     """Warm-up, then linear decay from the peak to `min_lr` at `decay_steps`, then `min_lr`."""
-    return _warmed_up(step, config, lambda share: 1 - share)
+    return _warm_up_then_decay(step, config, lambda progress: 1 - progress)
 
 
 def constant(step: int, config: RunConfig) -> float:
@@ -48,53 +48,56 @@ def wsd(step: int, config: RunConfig) -> float:
 
 
 def _warm_up(step: int, config: RunConfig) -> float:
-    """Return the learning rate during warm-up: above its start at step 0, at the peak in its last step."""
-    done, whole = float(step + 1), float(config.warmup_steps)
+    """Return the rate in warm-up, already above `warmup_min_lr` at step 0, and at the peak in the last step."""
+    done, total = float(step + 1), float(config.warmup_steps)
     if config.warmup_type == "log":
-        done, whole = math.log(done + 1), math.log(whole + 1)
-    return config.warmup_min_lr + (config.lr - config.warmup_min_lr) * done / whole
+        done, total = math.log(done + 1), math.log(total + 1)
+    return config.warmup_min_lr + (config.lr - config.warmup_min_lr) * done / total
 
 
-def _warmed_up(step: int, config: RunConfig, shape: Callable[[float], float]) -> float:
-    """Return warm-up, decay or `min_lr`; `shape` maps progress of the decay (0 to 1) to a factor (1 to 0)."""
+def _warm_up_then_decay(step: int, config: RunConfig, decay_factor: Callable[[float], float]) -> float:
+    """Return the learning rate in warm-up, during decay, or `min_lr` afterwards.
+
+    `decay_factor` maps the progress of the decay (0 to 1) to a factor (1 to 0).
+    """
     if step < config.warmup_steps:
         return _warm_up(step, config)
     if step >= config.decay_steps:
         return config.min_lr
-    share = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
-    return config.min_lr + (config.lr - config.min_lr) * shape(share)
+    progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+    return config.min_lr + (config.lr - config.min_lr) * decay_factor(progress)
 
 
 def warmup_lr(step: int, config: RunConfig) -> float:
     """DeepSpeed's WarmupLR."""
-    return _between(config, _warm_up_share(step - 1, config))
+    return _interpolate(config, _warm_up_progress(step - 1, config))
 
 
 def warmup_decay_lr(step: int, config: RunConfig) -> float:
-    """DeepSpeed's WarmupDecayLR, which decays to the learning rate at the start of the warm-up."""
+    """DeepSpeed's WarmupDecayLR, which decays to `warmup_min_lr`."""
     iteration, warmup = step - 1, _warmup_steps(config)
     if iteration < warmup:
         return warmup_lr(step, config)
     left = (config.decay_steps - iteration) / max(1, config.decay_steps - warmup)
-    return _between(config, max(0.0, left))
+    return _interpolate(config, max(0.0, left))
 
 
 def warmup_cosine_lr(step: int, config: RunConfig) -> float:
-    """DeepSpeed's WarmupCosineLR, whose first step has learning rate 0 whatever the warm-up starts with."""
+    """DeepSpeed's WarmupCosineLR, whose first step has learning rate 0 regardless of `warmup_min_lr`."""
     iteration, warmup = step - 1, _warmup_steps(config)
     if iteration < 0:
         return 0.0
     if iteration < warmup:
-        return _between(config, _warm_up_share(iteration, config))
-    share = min(1.0, (iteration - warmup + 1) / max(1, config.decay_steps - warmup))
-    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * share)) / 2
+        return _interpolate(config, _warm_up_progress(iteration, config))
+    progress = min(1.0, (iteration - warmup + 1) / max(1, config.decay_steps - warmup))
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _warmup_steps(config: RunConfig) -> int:
     return max(2, config.warmup_steps)
 
 
-def _warm_up_share(iteration: int, config: RunConfig) -> float:
+def _warm_up_progress(iteration: int, config: RunConfig) -> float:
     """Return the progress of DeepSpeed's warm-up, 0 to 1; its iterations begin at -1."""
     steps = _warmup_steps(config)
     if iteration < 0:
@@ -104,8 +107,8 @@ def _warm_up_share(iteration: int, config: RunConfig) -> float:
     return math.log(iteration + 1) / math.log(steps) if config.warmup_type == "log" else iteration / steps
 
 
-def _between(config: RunConfig, share: float) -> float:
-    return config.warmup_min_lr + (config.lr - config.warmup_min_lr) * share
+def _interpolate(config: RunConfig, progress: float) -> float:
+    return config.warmup_min_lr + (config.lr - config.warmup_min_lr) * progress
 
 
 SCHEDULES: dict[str, Callable[[int, RunConfig], float]] = {

@@ -16,16 +16,16 @@ from ezpz_llm.model.init import decay_counts, initial_std
 from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.trainer.plan import RunPlan
 
-BAND = 0.3
-"""Tolerance of the first loss in nats; batches of a few thousand tokens differ by 0.05."""
-OVERFITTED = 0.5
-"""Fraction of the first loss below which a batch is overfitted."""
+FIRST_LOSS_TOLERANCE = 0.3
+"""Tolerance of the first loss in nats. The losses of batches of a few thousand tokens differ by 0.05."""
+OVERFIT_FRACTION = 0.5
+"""The batch is overfitted if the last loss is below this fraction of the first."""
 
 
 class SelfChecks:
     """Self-checks of a run, the same on every rank.
 
-    Call `observe` with each metrics line, and `conclude` after each flush.
+    Call `observe` with each metrics line, and `results` after each flush.
     """
 
     def __init__(self, plan: RunPlan, first_step: int) -> None:
@@ -37,21 +37,22 @@ class SelfChecks:
         self._concluded = False
         self._losses: list[float | None] = []
 
-    def stepped(self, norms: GroupNorms | None) -> None:
-        """Record the parameters that the optimizer stepped in the first step; None if the engine cannot tell."""
+    def record_stepped(self, norms: GroupNorms | None) -> None:
+        """Record what the optimizer stepped in the first step; `norms` is None if the engine cannot tell."""
         if not self._concluded and self._first_line is None:
             self._stepped = norms
 
     def observe(self, line: dict[str, Any]) -> None:
-        """Keep the first metrics line of this process, and its first and last loss."""
+        """Keep this process's first metrics line, and its first and last loss."""
         self._first_line = self._first_line or line
         self._losses = [*self._losses[:1], line["loss"]]
 
-    def conclude(self, dist: Dist) -> list[str]:
+    def results(self, dist: Dist) -> list[str]:
         """Return the results of the checks at the first flush, and nothing afterwards. Collective at that flush.
 
         Raises:
-            UserError: the optimizer does not step the model's parameters, or no gradient reaches one of them.
+            UserError: the optimizer does not step exactly the model's parameters, with the right weight decay, or
+                no gradient reaches a parameter of a new model.
         """
         if self._concluded or self._first_line is None:
             return []
@@ -66,10 +67,10 @@ class SelfChecks:
 
     def _gradients(self, stepped: GroupNorms, dist: Dist) -> list[str]:
         names = list(parameter_shapes(self._model))
-        place = {name: number for number, name in enumerate(names)}
+        index = {name: number for number, name in enumerate(names)}
         seen = torch.zeros(len(names), device=dist.device)
         for owners, norms in stepped.gradients:
-            seen.index_add_(0, torch.tensor([place[name] for name in owners], device=dist.device),
+            seen.index_add_(0, torch.tensor([index[name] for name in owners], device=dist.device),
                             (norms != 0).to(seen))
         counts = reduce(dist, seen).tolist()
         return check_reached([name for name, count in zip(names, counts, strict=True) if not count],
@@ -85,13 +86,13 @@ class SelfChecks:
     def overfit_failure(self) -> str | None:
         """Return the failure of `--overfit-one-batch`; None if the run overfitted its batch."""
         first, last = self._losses[0], self._losses[-1]
-        if first is not None and last is not None and last < OVERFITTED * first:
+        if first is not None and last is not None and last < OVERFIT_FRACTION * first:
             return None
         return (f"failed to overfit one batch: the loss was {_show(first)} in the first step and is {_show(last)} "
                 f"after {self._config.steps} steps")
 
 
-def check_reached(without: list[str], is_new: bool) -> list[str]:
+def check_reached(names: list[str], is_new: bool) -> list[str]:
     """Return warnings about parameters whose gradients are zero or missing on all ranks.
 
     Args:
@@ -101,15 +102,15 @@ def check_reached(without: list[str], is_new: bool) -> list[str]:
     Raises:
         UserError: a new model has such parameters.
     """
-    if not without:
+    if not names:
         return []
-    more = f" and {len(without) - 3} more" if len(without) > 3 else ""
-    text = (f"no gradient reaches {', '.join(without[:3])}{more} in the first step: it is zero or missing on every "
-            "rank")
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    text = (f"no gradient reaches {', '.join(names[:3])}{more} in the first step (zero or missing on every "
+            "rank)")
     if not is_new:
         return [f"warning: {text}"]
     raise UserError(text, where="the model's forward pass",
-                    instead="make the loss depend on it: it may be frozen, detached or unused",
+                    instead="make the loss depend on these parameters, which may be frozen, detached or unused",
                     exit_code=1)
 
 
@@ -118,7 +119,7 @@ def check_stepped(model: ModelConfig, elements: list[int], unknown_parameters: i
     """Compare the number of parameters that the optimizer steps, per decay group, with the model's.
 
     Raises:
-        UserError: the numbers differ.
+        UserError: the numbers or the weight decays differ.
     """
     counts = decay_counts(model)
     expected = [size for _, size in counts]
@@ -129,20 +130,20 @@ def check_stepped(model: ModelConfig, elements: list[int], unknown_parameters: i
                         instead="report this with layout.json; results of this run are invalid",
                         exit_code=1)
     if not (decays[0] <= {weight_decay} and decays[1] <= {0.0}):
-        raise UserError(f"weight decays {sorted(decays[0])} of matrices and {sorted(decays[1])} of vectors, not "
-                        f"{weight_decay:g} and 0", where="the optimizer's groups", exit_code=1)
+        raise UserError(f"weight decays are {sorted(decays[0])} for matrices and {sorted(decays[1])} for vectors, "
+                        f"not {weight_decay:g} and 0", where="the optimizer's groups", exit_code=1)
     return (f"the optimizer steps all {sum(expected):,} parameters: {counts[0][0]} tensors / {expected[0]:,} with "
             f"weight decay {weight_decay:g}, {counts[1][0]} tensors / {expected[1]:,} without")
 
 
 def first_loss(model: ModelConfig, loss: float) -> str:
-    """Describe the loss of an untrained model and the expected one; a warning if they are more than BAND apart."""
+    """Describe the actual and expected loss of an untrained model, as a warning if they differ too much."""
     expected = expected_first_loss(model)
     text = f"first loss {loss:.4f}, expected {expected:.2f} (ln V plus half the variance of the logits)"
-    if abs(loss - expected) <= BAND:
+    if abs(loss - expected) <= FIRST_LOSS_TOLERANCE:
         return text
-    return (f"warning: {text}: they differ by more than {BAND}. Check the initialization, the vocabulary "
-            f"({model.vocab_size} tokens) and the targets")
+    return (f"warning: {text}: they differ by more than {FIRST_LOSS_TOLERANCE}. Check the initialization, the "
+            f"vocabulary ({model.vocab_size} tokens) and the targets")
 
 
 def first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
@@ -155,7 +156,7 @@ def first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
 
 
 def expected_first_loss(model: ModelConfig) -> float:
-    """Return ln V + C std^2 / 2: logits of C unit-variance activations, with weights N(0, std^2), have variance
+    """Return ln V + C std^2 / 2, since logits of C unit-variance activations with weights N(0, std^2) have variance
     C std^2."""
     std = initial_std(model, "transformer.wte.weight" if model.tied else "lm_head.weight", fan_in=model.n_embd)
     return math.log(model.padded_vocab_size) + model.n_embd * std**2 / 2

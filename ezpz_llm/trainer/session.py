@@ -38,7 +38,7 @@ from ezpz_llm.trainer.spike_detector import SpikeDetector
 
 @dataclass
 class Session:
-    """State of a run in progress: `step` optimizer steps are finished, which consumed the data up to `position`.
+    """State of a run that has finished `step` optimizer steps and consumed the data up to `position`.
 
     `prompt` is None if the run generates no samples.
     """
@@ -64,18 +64,18 @@ class Session:
     spikes: SpikeDetector
     checks: SelfChecks
     memory: MemoryWatch
-    taken: int = 0
+    step_hash: int = 0
     """Hash of this rank's samples in the current step (see `Position`)."""
     saves: list[Saved] = field(default_factory=list)
     """Checkpoints that this run has written."""
     saved_step: int | None = None
     """Step of the checkpoint that was last written, or rolled back to."""
     unsaved: NotWrittenError | None = None
-    """Error of the last checkpoint; None if it was written."""
+    """Error that prevented writing the last checkpoint; None if it was written."""
     hellaswag: Sequence[Item] = ()
     """Items of `--hellaswag`; empty if the run does not score them."""
     verbose: bool = False
-    """Also print start-up, self-checks and tables (`--verbose`)."""
+    """Print the start-up phases, self-checks and tables (`--verbose`)."""
     stopped: str | None = None
     """Reason for ending before the last step; None for a complete run."""
     failed: bool = False
@@ -95,7 +95,7 @@ class Session:
 
 
 Marks = Sequence[tuple[str, float]]
-"""Ends of phases: name and epoch time."""
+"""Phases in order: name, and epoch time at which the phase ended."""
 
 
 def durations(marks: Marks, process: float, launched: float | None) -> dict[str, float]:
@@ -103,8 +103,8 @@ def durations(marks: Marks, process: float, launched: float | None) -> dict[str,
 
     Args:
         process: epoch time at which this process started.
-        launched: epoch time at which launch started the ranks, by the clock of its node; None without launch. Its
-            own planning is not included.
+        launched: epoch time at which launch started the ranks, by the clock of its node; None without launch. The
+            time that launch spent before that is not included.
     """
     before, seconds = process, {}
     if launched is not None:
@@ -114,7 +114,7 @@ def durations(marks: Marks, process: float, launched: float | None) -> dict[str,
     return seconds
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """Return the epoch time at which this process started, to 0.01 s on Linux and 1 s elsewhere."""
     try:
         ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -125,11 +125,11 @@ def process_began() -> float:
 
 
 STEPS_TIMED = 3
-"""Number of steps after the first that are timed to estimate the end of the run."""
+"""Number of steps after the first that are timed to estimate the run's end time."""
 
 
 def print_expected_end(session: Session) -> None:
-    """Print the expected end of the run, from the steps since the first one (rank 0)."""
+    """Print the expected end time of the run, from the steps since the first. Call on rank 0."""
     session.metrics.erase_live_line()
     step_s = (session.clock.now() - session.clock.marks[-1][1]) / STEPS_TIMED
     left = session.config.steps - session.step
@@ -137,23 +137,23 @@ def print_expected_end(session: Session) -> None:
 
 
 def print_startup(session: Session) -> None:
-    """Record the durations of the start-up in run.json after the first step, and print them (rank 0)."""
+    """Record the durations of the start-up in run.json, and print them or their sum. Call on rank 0 after the
+    first step."""
     session.clock.passed("first step")
     launched = None
     if RUN_ID_VARIABLE in os.environ:  # otherwise the record may be from an earlier launch
         with contextlib.suppress(UserError):  # an unreadable record
             record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
             launched = record.get("started")
-    seconds = durations(session.clock.marks, process_began(), launched)
+    seconds = durations(session.clock.marks, process_start_time(), launched)
     if session.config.compile:
         seconds["compiling"] = seconds_compiling()
         seconds["first step"] -= seconds["compiling"]
     total = sum(seconds.values())
     session.dist.side.update_record(session.dist.run_dir, startup={"seconds": seconds, "total_s": total})
     if not session.verbose:
-        print(align_rows([("started", f"the first step ended after {format_duration(total)}")], terminal_width()),
-              end="",
-              flush=True)
+        started = f"the first step finished after {format_duration(total)}"
+        print(align_rows([("started", started)], terminal_width()), end="", flush=True)
         return
     # run.json keeps the older name of this phase.
     parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {duration_s:.1f}"

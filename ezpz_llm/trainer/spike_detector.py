@@ -1,9 +1,9 @@
 """Detection of loss and gradient-norm spikes, and of too many bad steps in a row (imports no torch).
 
 Detection adds no cost to a step. It observes losses and gradient norms when they are flushed, `--log-every` steps
-at a time. They are reduced over ranks already, so all ranks decide the same at the same step without communication.
-The engine applies the resulting limit on the gradient norm to later steps, on the device (engine/gradients.py). The
-price is a delay: up to `--log-every` steps follow a bad one.
+at a time. These numbers are already reduced over ranks, so all ranks decide the same at the same step without
+communication. The engine applies the resulting limit on the gradient norm to later steps, on the device
+(engine/gradients.py). As a result, up to `--log-every` more steps run before a bad step is detected.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from ezpz_llm.trainer.config import TrainConfig
 
 WINDOW = 128
-"""Number of last steps for the medians of loss and gradient norm."""
-LEAST = 32
+"""Number of most recent steps in the medians of loss and gradient norm."""
+MIN_STEPS = 32
 """Minimum number of steps for a median."""
 
 
@@ -32,9 +32,9 @@ class SpikeDetector:
     Attributes:
         limit: largest gradient norm allowed in the next steps. It changes only after multiples of `log_every`, so
             it does not depend on other flushes, and a resumed run has the same limit.
-        streak: number of consecutive bad steps up to now.
+        streak: number of consecutive bad steps up to the last step.
         skipped: total number of skipped steps.
-        unreported: skipped steps without a warning so far, each as a sentence.
+        unreported: a warning for each skipped step that has not been printed yet.
         first_bad: first step of the streak.
         last_loss_non_finite: the last step's loss is NaN or Inf.
     """
@@ -66,24 +66,24 @@ class SpikeDetector:
                      f"{norm:.4g}, above the limit of {self.limit:.4g} (--spike-norm)")
             self.unreported.append(f"step {line['step']} was skipped and changed nothing: its gradient norm is "
                                    f"{value}")
-        if skipped or loss is None or self._spikes(loss):
+        if skipped or loss is None or self._is_spike(loss):
             self.streak += 1
             self.first_bad = line["step"] if self.streak == 1 else self.first_bad
         else:
             self.streak = 0
-        for number, window in ((norm, self._norms), (loss, self._losses)):
-            if number is not None:
-                window.append(number)
+        for value, window in ((norm, self._norms), (loss, self._losses)):
+            if value is not None:
+                window.append(value)
         if line["step"] % self._config.log_every == 0:
             self.limit = self._next_limit()
 
-    def _spikes(self, loss: float) -> bool:
+    def _is_spike(self, loss: float) -> bool:
         allowed = self._config.spike_loss
-        return allowed > 0 and len(self._losses) >= LEAST and loss > statistics.median(self._losses) + allowed
+        return allowed > 0 and len(self._losses) >= MIN_STEPS and loss > statistics.median(self._losses) + allowed
 
     def _next_limit(self) -> float:
         factor = self._config.spike_norm
-        if not factor or len(self._norms) < LEAST:
+        if not factor or len(self._norms) < MIN_STEPS:
             return math.inf
         # Round to float32 as the device does, so that both compare norms with the same limit.
         return struct.unpack("f", struct.pack("f", factor * statistics.median(self._norms)))[0]
@@ -91,9 +91,9 @@ class SpikeDetector:
     def reason(self) -> str:
         """Describe the consecutive bad steps."""
         last = self._losses[-1] if self._losses else math.nan
-        usual = statistics.median(self._losses) if self._losses else math.nan
+        median = statistics.median(self._losses) if self._losses else math.nan
         return (f"{self.streak} bad steps in a row, from step {self.first_bad} on: loss or gradient norm is NaN, "
-                f"Inf or far above the median (last loss {last:.4g}, median {usual:.4g})")
+                f"Inf or far above the median (last loss {last:.4g}, median {median:.4g})")
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""
@@ -102,7 +102,7 @@ class SpikeDetector:
                 "limit": self.limit if math.isfinite(self.limit) else None}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the state of a checkpoint; None, for a checkpoint without one, resets."""
+        """Restore the state saved in a checkpoint; reset if the checkpoint has none."""
         if state is None:
             state = SpikeDetector(self._config).state()
         self._norms, self._losses = (deque(state[name], maxlen=WINDOW) for name in ("norms", "losses"))

@@ -1,4 +1,7 @@
-"""Hooks after a step and at the end of a run: logs, validation, samples, checkpoints, result. All collective."""
+"""Hooks after a step and at the end of a run: logs, validation, samples, checkpoints, result.
+
+Functions marked Collective must be called on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from ezpz_llm.observe import (
     Bubble,
     PythonProfile,
     Straggler,
+    breakdown_tables,
     final_text,
     plot_run,
     summarize,
     wants_color,
-    where_time_went,
 )
 from ezpz_llm.observe.history import whole_history
 from ezpz_llm.observe.machine_load import load_now
@@ -41,7 +44,10 @@ from ezpz_llm.trainer.session import Session
 
 
 def after_step(session: Session) -> None:
-    """Log, validate, save and sample if due after the step just finished; after the last step, do all of them."""
+    """Log, validate, score HellaSwag, save and sample when due; after the last step, do all that are enabled.
+
+    Collective.
+    """
     config, step = session.config, session.step
     last = step == config.steps
     evaluates = last or _due(step, config.eval_every)
@@ -51,7 +57,7 @@ def after_step(session: Session) -> None:
     flushes = saves or scores or evaluates or session.metrics.due
     if flushes or samples:
         session.metrics.erase_live_line()
-        with session.clock.span("training"):  # else the time of the step would count as evaluation
+        with session.clock.span("training"):  # otherwise the step's time would be added to the evaluation's
             session.timeline.wait()
     optional = session.dist.optional
     if evaluates:
@@ -59,32 +65,32 @@ def after_step(session: Session) -> None:
             optional.attempt_together(f"the validation after step {step}", lambda: validate(session))
     # Write metrics before saving, so that a run that resumes from the checkpoint finds the earlier lines. If
     # HellaSwag is due, its scores belong on this step's line but may take minutes, so save the checkpoint first.
-    conclusions = reduce_metrics(session) if flushes else []
+    check_results = reduce_metrics(session) if flushes else []
     if flushes and not scores:
-        write_metrics(session, conclusions)
-    # Do not save during bad steps, so that the last checkpoint is good for a rollback. Save the last step in any
-    # case, unless the run rolls back or stops there.
+        write_metrics(session, check_results)
+    # Do not save during bad steps, so that a rollback can use the last checkpoint. Always save the last step,
+    # unless the run rolls back or stops there.
     if saves and (not session.spikes.streak or (last and not session.spikes.should_stop)):
         with session.clock.span("checkpoints"):
-            save(session, at_once=last)
+            save(session, blocking=last)
     if scores:
         try:
             with session.clock.span("evaluation"):
                 optional.attempt_together(f"HellaSwag after step {step}", lambda: score_hellaswag(session))
         finally:
-            write_metrics(session, conclusions)
+            write_metrics(session, check_results)
     if samples:
         with session.clock.span("sampling"):
             optional.attempt_together(f"the sample after step {step}", lambda: show_sample(session))
 
 
 def end_early(session: Session, reason: str) -> None:
-    """Write the log and, unless checkpoints are disabled, a checkpoint of this step."""
+    """Write the log and, unless checkpoints are disabled, a checkpoint of this step. Collective."""
     session.stopped = reason
     flush(session)
     if session.config.save_every >= 0:
         with session.clock.span("checkpoints"):
-            save(session, at_once=True)
+            save(session, blocking=True)
 
 
 def flush(session: Session) -> None:
@@ -100,21 +106,21 @@ def reduce_metrics(session: Session) -> list[str]:
     """
     with session.clock.span("logging"):
         session.metrics.reduce(session.timeline, session.observe)
-        conclusions = session.checks.conclude(session.dist)
+        check_results = session.checks.results(session.dist)
     session.engine.step_skip.limit = session.spikes.limit
-    return conclusions
+    return check_results
 
 
-def write_metrics(session: Session, conclusions: list[str]) -> None:
+def write_metrics(session: Session, check_results: list[str]) -> None:
     """Write the reduced lines, and print the self-checks' results and skipped steps."""
     spikes = session.spikes
     with session.clock.span("logging"):
         session.metrics.write()
-    if conclusions and session.dist.is_main:
-        shown = ["checks     " + "\n           ".join(conclusions)] if session.verbose else [
-            text for text in conclusions if text.startswith("warning: ")]
+    if check_results and session.dist.is_main:
+        shown = ["checks     " + "\n           ".join(check_results)] if session.verbose else [
+            text for text in check_results if text.startswith("warning: ")]
         print("".join(f"{text}\n" for text in shown), end="", flush=True)
-        session.dist.side.update_record(session.dist.run_dir, checks=conclusions)
+        session.dist.side.update_record(session.dist.run_dir, checks=check_results)
     if session.dist.is_main:
         for skipped in spikes.unreported:
             print(f"warning: {skipped}", flush=True)
@@ -126,7 +132,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def validate(session: Session) -> None:
-    """Measure the validation loss on a fixed set of tokens and record it on this step's line."""
+    """Measure the validation loss on a fixed set of tokens, and record it on this step's line. Collective."""
     session.heartbeat.beat(EVALUATING, session.step)
     engine, mesh = session.engine, session.dist.mesh
     with engine.evaluating(), eager():
@@ -137,7 +143,7 @@ def validate(session: Session) -> None:
 
 
 def score_hellaswag(session: Session) -> None:
-    """Score HellaSwag, record the accuracies on this step's line, and print them."""
+    """Score HellaSwag, record the accuracies on this step's line, and print them. Collective."""
     session.heartbeat.beat(EVALUATING, session.step)
     engine, dist = session.engine, session.dist
     with engine.evaluating(), eager():
@@ -169,7 +175,7 @@ def show_sample(session: Session) -> None:
 
 
 def finish(session: Session) -> int:
-    """Close the profiles, and on rank 0 plot, print and record the result.
+    """Close the profiles, and on rank 0 plot, print and record the result. Collective.
 
     Returns:
         Exit code: 1 if the run failed, its last loss is NaN or Inf, or its last checkpoint could not be written.
@@ -196,7 +202,7 @@ def finish(session: Session) -> int:
     if session.config.overfit_one_batch and not session.stopped and (failure := session.checks.overfit_failure()):
         errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or fix the model")
     if session.failed or session.spikes.last_loss_non_finite:
-        errors.append(f"the run ends after step {session.step} of {session.config.steps}: "
+        errors.append(f"the run failed after step {session.step} of {session.config.steps}: "
                       f"{session.stopped or session.spikes.reason()}\n"
                       "  instead: a lower --lr, --grad-clip 1, or --on-bad-steps rollback")
     if session.unsaved is not None:
@@ -208,7 +214,7 @@ def finish(session: Session) -> int:
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory | None) -> None:
-    """Print plots, tables and the final block, and record the summary in run.json."""
+    """Print plots, tables and the closing summary, and record the summary in run.json. Call on rank 0."""
     run_dir, side, optional = session.dist.run_dir, session.dist.side, session.dist.optional
     history = whole_history(run_dir, side)
     summary = summarize(run_dir, session.work, session.clock.split(), first_step=session.first_step,
@@ -219,11 +225,11 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
                     if isinstance(profile, OptionalWatch) and isinstance(profile.watch, PythonProfile)), None)
     charts = optional.attempt("plotting", lambda: plot_run(run_dir, color=color, history=history, side=side))
     if charts is not None and (session.stopped is None or session.failed):
-        # After an early stop, return to the prompt quickly; plots/ and report.html have the charts.
+        # Not after an early stop, to keep the output short; plots/ and report.html have the charts.
         print("\n" + charts)
     if session.verbose:
         if summary is not None:
-            print(where_time_went(summary, session.dist.world_size, rich=color))
+            print(breakdown_tables(summary, session.dist.world_size, rich=color))
         if memory is not None:
             print(memory_table(memory, rich=color))
     side.update_record(
@@ -237,8 +243,8 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         print(result, next_commands(session), sep="\n", end="", flush=True)
 
 
-def save(session: Session, *, at_once: bool = False) -> None:
-    """Start to write the checkpoint of this step; with `at_once` it is complete on return. Collective.
+def save(session: Session, *, blocking: bool = False) -> None:
+    """Start writing the checkpoint of this step; with `blocking`, return when it is complete. Collective.
 
     If it cannot be written, print a warning and continue training; the next checkpoint is written when it is due.
     At the end of a run there is no next one, so `finish` reports the error.
@@ -250,12 +256,12 @@ def save(session: Session, *, at_once: bool = False) -> None:
     session.position = session.position.agree(session.dist)
 
     def start() -> checkpoint.Saved | None:
-        """Start to save; return the checkpoint if the save is synchronous."""
-        note = session.saver.start(session.engine, _state(session), at_once=at_once)
+        """Start saving; return the checkpoint if it is complete."""
+        note = session.saver.start(session.engine, _state(session), at_once=blocking)
         if note and session.dist.is_main:
             session.metrics.erase_live_line()
             print(f"note: checkpoints are not written in the background: {note}", flush=True)
-        return session.saver.finish() if at_once or not session.saver.in_background else None
+        return session.saver.finish() if blocking or not session.saver.in_background else None
 
     _attempt(session, start)
 
@@ -266,7 +272,7 @@ def finish_save(session: Session) -> None:
 
 
 def advance_async_save(session: Session) -> None:
-    """Advance the save in progress; no rank may be busy writing. Collective."""
+    """Advance the save in progress. Call this when no rank is still writing; otherwise it waits. Collective."""
     with session.clock.span("checkpoints"):
         _attempt(session, session.saver.advance)
 
@@ -280,14 +286,14 @@ def _state(session: Session) -> dict[str, Any]:
 
 
 def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) -> None:
-    """Run a step of a save, and record the checkpoint that it completed, or its error."""
+    """Run one stage of a save, and record the checkpoint if it is complete, or the error."""
     try:
         saved = action()
     except checkpoint.NotWrittenError as error:
         session.unsaved = error
         if session.dist.is_main and session.step < session.config.steps and session.stopped is None:
             session.metrics.erase_live_line()
-            print(f"warning: {error}\n  training continues; the next checkpoint is tried when it is due",
+            print(f"warning: {error}\n  training continues; the next checkpoint will be attempted when it is due",
                   file=sys.stderr, flush=True)
         return
     if saved is not None:
@@ -297,7 +303,8 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
 
 
 def checkpoint_cost(session: Session) -> dict[str, Any]:
-    """Return the cost of checkpoints for run.json: median seconds to write one, seconds that training waited."""
+    """Return the cost of checkpoints for run.json: number, size, median seconds to write, seconds training
+    waited."""
     saves = session.saves
     return {"written": len(saves), "bytes": saves[-1].size if saves else None,
             "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,
@@ -334,13 +341,13 @@ def _stop(session: Session, reason: str) -> bool:
 
 
 def _roll_back(session: Session, source: str | Path, reason: str) -> None:
-    """Load the checkpoint and continue with new samples: the samples of the bad steps are skipped.
+    """Load the checkpoint and continue with new samples, skipping those consumed since then.
 
-    This follows Chowdhery et al. 2022 (arXiv:2204.02311, section 5.1): their spikes needed both the state and the
-    samples, and did not recur with other samples from the same state.
+    This follows Chowdhery et al. 2022 (arXiv:2204.02311, section 5.1): their spikes occurred only for a particular
+    combination of model state and samples, and did not recur with other samples from the same state.
     """
     def accept(folder: Path, state: dict[str, Any]) -> None:
-        """Reject a checkpoint of another run, or one written during bad steps if there is an older one."""
+        """Reject a checkpoint that does not fit, or that was written during bad steps if there is an older one."""
         check_state(session.plan, folder, state, session.data.fingerprint)
         # Only an early end saves during bad steps.
         if (state.get("guard") or {}).get("streak") and folder != candidates(source)[-1]:

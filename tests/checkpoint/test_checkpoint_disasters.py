@@ -66,7 +66,7 @@ def test_a_full_disk_costs_only_a_checkpoint(server: Server, small_disk: Path,
     assert wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), job), job.output
     ballast = fill(small_disk)
     try:
-        assert wait_for(lambda: "the next checkpoint is tried" in job.output, job), job.output
+        assert wait_for(lambda: "the next checkpoint will be attempted" in job.output, job), job.output
         folder = find(run_dir)
         verify(folder, read_manifest(folder))
     finally:

@@ -58,7 +58,7 @@ def save_and_go_on(argv: Sequence[str]) -> int:
     with setup(device="cpu") as dist:
         session = begin(wanted, dist)
         take_steps(session, wanted["steps"])
-        save(session, at_once=True)
+        save(session, blocking=True)
         results = take_steps(session, wanted["steps"])
         if dist.is_main:
             Path(wanted["out"]).write_text(json.dumps({**results, "folder": str(session.dist.run_dir.path)}))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ezpz_llm.base import UserError
-from ezpz_llm.library.tensor_plan import divide
+from ezpz_llm.library.tensor_plan import shard_model
 from ezpz_llm.model.parameters import placement_of
 from ezpz_llm.model.tensor_parallel import Share
 
@@ -33,7 +33,7 @@ def test_each_rank_has_its_shard_in_the_same_parameter_objects() -> None:
     for rank in range(2):
         sharded = model()
         before = dict(sharded.named_parameters())
-        divide(sharded, PLAN, None, Share(rank, 2))
+        shard_model(sharded, PLAN, None, Share(rank, 2))
         after = dict(sharded.named_parameters())
         assert {name: id(after[name]) for name in after} == {name: id(before[name]) for name in before}
         for name, parameter in after.items():
@@ -63,5 +63,5 @@ def test_invalid_plans(plan: dict[str, str], message: str) -> None:
         module.dropped = nn.Dropout(0.1)
     module.head = nn.Linear(4, 7 if message.startswith("7") else 8)
     with pytest.raises(UserError) as error:
-        divide(module, plan, None, Share(0, 2))
+        shard_model(module, plan, None, Share(0, 2))
     assert message in error.value.found

@@ -19,7 +19,7 @@ from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks,
 from ezpz_llm.observe.peaks import Ceiling, best_sample, fastest_product
 from ezpz_llm.rundir import RunDir, append_line
 from ezpz_llm.trainer import run_description
-from ezpz_llm.trainer.run_description import count_flops, counted_flops, describe
+from ezpz_llm.trainer.run_description import count_flops, counted_flops, flop_and_peak_rows
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_model_with_more_matmuls_than_the_formula_has_no_mfu(monkeypatch):
     assert not flops.is_proven
     assert flops.counted - flops.products == 6 * 4 * 128 * 128
     assert not replace(flops, counted=None).is_proven
-    (name, text), = describe(StepWork(1, 1, 1, 1, 256), flops)
+    (name, text), = flop_and_peak_rows(StepWork(1, 1, 1, 1, 256), flops)
     assert name == "FLOPs"
     assert text.startswith("warning: ")
     assert f"torch's FLOP counter reports {flops.counted:.6g}: MFU is not shown" in text
@@ -138,7 +138,7 @@ def test_rates_by_both_conventions_and_beside_the_ceiling():
     assert unknown.ceiling_share == pytest.approx(0.5)
     uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
     assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
-    lines = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
+    lines = dict(flop_and_peak_rows(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
     assert lines == {"FLOPs": "800M per token, forward and backward (6N + 12 L C T); 700M without the half of "
                              "attention that the causal mask hides; torch's FLOP counter agrees",
                      "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}

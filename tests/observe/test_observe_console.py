@@ -48,7 +48,7 @@ def console(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, i
     """Return the first lines, progress, plot, and summary of a simulated run."""
     lines, seconds = run_lines(200), iter(range(0, 100_000, 600))
     print(align_rows([("model", "tiny-gpt2: 867,072 parameters (4 layers, 4 heads, width 128)"),
-                      ("batch", "8 x 256 = 2,048 tokens a step (4 sequences per rank)")], width), end="")
+                      ("batch", "8 x 256 = 2,048 tokens per step (4 sequences per rank)")], width), end="")
     progress = Progress(200, WORK, width, clock=lambda: float(next(seconds)))
     for first in range(0, 200, 50):
         progress.show(lines[first:first + 50])
@@ -186,7 +186,7 @@ def test_short_steps_print_no_progress_in_a_log(capsys):
     ({"EZPZ_LLM_TERMINAL": "123", "COLUMNS": "60"}, True, 60), ({"EZPZ_LLM_TERMINAL": ""}, False, 80),
     ({"EZPZ_LLM_TERMINAL": "123", "EZPZ_LLM_RANK": "1"}, False, 80)])
 def test_rank_gets_its_terminal_from_launch(env, is_terminal, width):
-    code = "from ezpz_llm.observe.terminal import redraws, terminal_width; print(redraws(), terminal_width())"
+    code = "from ezpz_llm.observe.terminal import can_redraw, terminal_width; print(can_redraw(), terminal_width())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(60), check=True,
                           stdin=subprocess.DEVNULL, env={"PYTHONPATH": ":".join(sys.path), **env})
@@ -200,14 +200,14 @@ def test_format_of_durations(seconds, text):
 
 
 def test_expected_end_has_a_clock_time_and_a_step_time():
-    assert "in 57:59 (2.32 s a step" in expected_end(1500, 2.3196, 0.0, 80)
-    assert "(58.6 ms a step" in expected_end(1500, 0.0586, 0.0, 80)
+    assert "in 57:59 (2.32 s per step" in expected_end(1500, 2.3196, 0.0, 80)
+    assert "(58.6 ms per step" in expected_end(1500, 0.0586, 0.0, 80)
 
 
 @pytest.mark.parametrize(("precision", "reduced", "words"), [
     ("bf16_autocast", "fp32", "bf16_autocast"), ("fp32", "fp32", "fp32"),
-    ("bf16", "fp32", "bf16, gradients added and reduced in fp32"),
-    ("bf16", "bf16", "bf16, gradients added in fp32, reduced in bf16")])
+    ("bf16", "fp32", "bf16, gradients accumulated/reduced in fp32"),
+    ("bf16", "bf16", "bf16, gradients accumulated in fp32, reduced in bf16")])
 def test_first_screen_shows_the_gradient_precision(precision, reduced, words):
     resolved = resolve(Request("zero1", world_size=8, precision=precision, reduce_dtype=reduced))
     assert precision_words(resolved) == words

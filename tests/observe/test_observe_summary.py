@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, strategies as st
 
-from ezpz_llm.observe import StepWork, Straggler, final_text, summarize, where_time_went
+from ezpz_llm.observe import StepWork, Straggler, breakdown_tables, final_text, summarize
 from ezpz_llm.observe.tables import percentages
 from ezpz_llm.rundir import RunDir, append_line, read_record, update_record
 
@@ -38,15 +38,15 @@ def test_tables_add_up_and_exclude_outliers(tmp_path):
     assert sum(summary.phase_share.values()) == pytest.approx(1, abs=1e-9)
     assert summary.tokens_per_second == pytest.approx(2048 / 0.1055)
 
-    text = where_time_went(summary, world_size=2)
+    text = breakdown_tables(summary, world_size=2)
     steps, wall = text.split("Wall-time breakdown")
     for part, names in ((steps, ("data", "forward", "backward", "optimizer", "other")), (wall, WALL)):
         shares = {name: float(re.search(rf"^  {name} .* ([\d.]+) %$", part, re.MULTILINE)[1]) for name in names}
         assert sum(shares.values()) == pytest.approx(100, abs=1e-9)
     assert "do not separate" in text
     assert "Slowest: rank 1, 31.2 ms per step in data and forward" in text
-    assert "separate" not in where_time_went(summary, world_size=1)
-    for drawn in (text, where_time_went(summary, world_size=2, rich=True)):
+    assert "separate" not in breakdown_tables(summary, world_size=1)
+    for drawn in (text, breakdown_tables(summary, world_size=2, rich=True)):
         assert all(len(re.sub(r"\x1b\[[\d;]*m", "", line)) <= 100 for line in drawn.splitlines())
 
     update_record(run_dir, summary=asdict(summary))

@@ -16,7 +16,7 @@ from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe import trackers
-from ezpz_llm.observe.trackers import Choice, Tracking, choose
+from ezpz_llm.observe.trackers import Choice, Tracking, parse_trackers
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 NEEDS = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
@@ -109,16 +109,16 @@ def test_unreachable_server_in_online_mode_is_a_user_error(tmp_path):
 ])
 def test_invalid_track_options_are_rejected(text, found, instead):
     with pytest.raises(UserError, match=found) as error:
-        choose(text, {})
+        parse_trackers(text, {})
     assert instead in error.value.instead
 
 
 def test_missing_tracker_error_names_its_extra(monkeypatch):
     monkeypatch.setattr("ezpz_llm.observe.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match="requires mlflow and sqlalchemy and alembic") as error:
-        choose("mlflow", {})
+        parse_trackers("mlflow", {})
     assert error.value.instead == "pip install 'ezpz_llm[mlflow]'"
-    assert choose(None, {}) == choose("", {}) == ()
+    assert parse_trackers(None, {}) == parse_trackers("", {}) == ()
 
 
 class Stubborn:
@@ -145,7 +145,8 @@ class Stubborn:
 def test_slow_tracker_does_not_block_and_failing_tracker_is_dropped(tmp_path, monkeypatch, capsys):
     slow, steady = Stubborn(), Stubborn()
     steady.write = lambda rows: steady.steps.extend(row.step for row in rows)
-    monkeypatch.setattr(trackers, "_opened", lambda choice, opening: {"wandb": slow, "mlflow": steady}[choice.name])
+    monkeypatch.setattr(trackers, "_open_tracker",
+                        lambda choice, arguments: {"wandb": slow, "mlflow": steady}[choice.name])
     run_dir = RunDir(tmp_path / "run").create()
     tracking = Tracking([Choice("wandb", False), Choice("mlflow", False)])
     tracking.open(run_dir, 0)
@@ -161,8 +162,8 @@ def test_slow_tracker_does_not_block_and_failing_tracker_is_dropped(tmp_path, mo
     assert steady.steps == [1, 2, 3, 4, 5]
     assert (slow.ended, steady.ended) == (None, True)
     printed = capsys.readouterr().out
-    assert ("warning: wandb failed and gets no more numbers; metrics.jsonl has all of them: OSError: the disk is "
-            "full") in printed
+    assert ("warning: wandb failed and receives no more metrics; metrics.jsonl has all of them: OSError: the disk "
+            "is full") in printed
 
 
 def test_times_and_values_of_a_flush():

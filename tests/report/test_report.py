@@ -22,7 +22,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.report.__main__ import main, report_text
 from ezpz_llm.report.chart import Axis, Series, chart
 from ezpz_llm.report.document import report_page
-from ezpz_llm.report.runs import differences, load_runs, verdict
+from ezpz_llm.report.runs import comparison_sentence, differences, load_runs
 from ezpz_llm.rundir import RunDir, write_json
 
 
@@ -106,14 +106,14 @@ def test_several_differing_settings_are_flagged_without_derived_ones(tmp_path):
     """Trap 65: comparing runs that differ in several settings."""
     first, = load_runs([make_run(tmp_path / "a")])
     same, other = load_runs([make_run(tmp_path / "b"), make_run(tmp_path / "c", lr=0.002)])
-    assert verdict(differences([first, same])) == "The runs have the same settings."
+    assert comparison_sentence(differences([first, same])) == "The runs have the same settings."
     one_setting = differences([first, other])
     assert one_setting == {"lr": ["0.004", "0.002"]}, "min_lr is derived from lr"
-    assert verdict(one_setting) == "The runs differ in one setting: lr."
+    assert comparison_sentence(one_setting) == "The runs differ in one setting: lr."
     third, = load_runs([make_run(tmp_path / "d", lr=0.002, precision="bf16")])
     two_settings = differences([first, third])
     assert set(two_settings) == {"lr", "precision"}
-    assert verdict(two_settings).startswith("warning: the runs differ in 2 settings (lr, precision)")
+    assert comparison_sentence(two_settings).startswith("warning: the runs differ in 2 settings (lr, precision)")
     assert "warning: the runs differ in 2 settings" in report_text([first, third], 80, color=False)
     assert 'class="warning"' in report_page([first, third])
 

@@ -180,7 +180,7 @@ def test_chain_of_short_jobs_on_pbs_resumes(host_cluster: Cluster, tmp_path: Pat
     jobs = record(tmp_path / "r")["submit"]["jobs"]
     pbs.settle()
     first, second = ((tmp_path / f"r/logs/{job}.OU").read_text() for job in jobs)
-    stopped = int(re.search(r"stopped after step (\d+) of 100000: the reservation ends at", first)[1])
+    stopped = int(re.search(r"stopped after step (\d+) of 100000: the allocation ends at", first)[1])
     assert f"resuming after step {stopped} " in second
     assert record(tmp_path / "r")["steps"] > stopped
 

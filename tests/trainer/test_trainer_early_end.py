@@ -105,7 +105,7 @@ def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
     out, err = running.communicate(timeout=scaled(100))
     assert running.returncode == 0, out + err
     assert time.time() < ends_at - 5
-    check_stopped(run_dir, out, "the reservation ends at")
+    check_stopped(run_dir, out, "the allocation ends at")
 
 
 def test_setting_the_clock_does_not_shorten_the_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,25 +114,25 @@ def test_setting_the_clock_does_not_shorten_the_reservation(monkeypatch: pytest.
     clock = WallClock()
     clock.passed("one part")
     monkeypatch.setattr(time, "time", lambda: real() + 86_400)
-    assert early_end.agreed(1) == Agreed(None, busy=False)
+    assert early_end.agree(1) == Agreed(None, busy=False)
     clock.passed("the next")
     assert 0 <= clock.marks[1][1] - clock.marks[0][1] < 60
-    monkeypatch.setattr(early_end, "_ask_after", 0)
-    monkeypatch.setattr(early_end, "_over_at", time.monotonic() + scaled(10))
-    assert early_end.agreed(2).ends.startswith("the reservation ends at")
+    monkeypatch.setattr(early_end, "_agree_after", 0)
+    monkeypatch.setattr(early_end, "_ends_at_monotonic", time.monotonic() + scaled(10))
+    assert early_end.agree(2).reason.startswith("the allocation ends at")
 
 
 def test_a_resumed_run_agrees_again_soon_after_its_first_step() -> None:
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
     time.sleep(0.05)
-    assert early_end.agreed(10_001) == Agreed(None, busy=False)
-    early_end._note(signal.SIGTERM, None)
-    assert early_end.agreed(10_100) == Agreed("SIGTERM was received", busy=False)
+    assert early_end.agree(10_001) == Agreed(None, busy=False)
+    early_end._handle_signal(signal.SIGTERM, None)
+    assert early_end.agree(10_100) == Agreed("SIGTERM was received", busy=False)
 
 
 def test_a_save_is_busy_until_all_ranks_have_written() -> None:
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
-    assert early_end.agreed(1, busy=True) == Agreed(None, busy=True)
+    assert early_end.agree(1, busy=True) == Agreed(None, busy=True)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_ctrl_c_without_launch_stops_after_the_step_and_the_second_one_at_once(
     assert capfd.readouterr().err == "\nstopping after this step, saving; press ^C again to stop now\n"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-    assert listening.agreed(1) == Agreed("interrupted by Ctrl-C (SIGINT)", busy=False)
+    assert listening.agree(1) == Agreed("interrupted by Ctrl-C (SIGINT)", busy=False)
 
 
 @pytest.mark.parametrize(("received", "reason"), [
@@ -161,5 +161,5 @@ def test_the_signal_that_launch_received_is_the_reason(tmp_path: Path, monkeypat
     order_stop(run_dir, StopOrder("me", 10.0, "", received=received))
     monkeypatch.setenv(RUN_ID_VARIABLE, "me")
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1, is_main=True, run_dir=run_dir), {})
-    early_end._note(signal.SIGTERM, None)
-    assert early_end.agreed(1) == Agreed(reason, busy=False)
+    early_end._handle_signal(signal.SIGTERM, None)
+    assert early_end.agree(1) == Agreed(reason, busy=False)

@@ -29,7 +29,7 @@ from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.spike_detector import LEAST, SpikeDetector
+from ezpz_llm.trainer.spike_detector import MIN_STEPS, SpikeDetector
 
 SCRIPT = HELPERS / "poisoned_train.py"
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
@@ -85,26 +85,26 @@ def look(guard: SpikeDetector, step: int, loss: float | None = 3.0, norm: float 
 def test_a_gradient_norm_far_above_the_median_is_skipped_once_there_is_a_median():
     guard = SpikeDetector(TrainConfig(log_every=10, spike_norm=10.0))
     assert "skipped" not in look(guard, 1, norm=1e6)
-    for step in range(2, LEAST + 8):
+    for step in range(2, MIN_STEPS + 8):
         look(guard, step)
         assert guard.limit == math.inf
-    look(guard, LEAST + 8)
+    look(guard, MIN_STEPS + 8)
     assert guard.limit == 10.0
-    assert "skipped" not in look(guard, LEAST + 9, norm=9.9)
+    assert "skipped" not in look(guard, MIN_STEPS + 9, norm=9.9)
     assert guard.streak == 0
-    assert look(guard, LEAST + 10, norm=10.1)["skipped"]
-    assert (guard.streak, guard.skipped, guard.first_bad) == (1, 1, LEAST + 10)
+    assert look(guard, MIN_STEPS + 10, norm=10.1)["skipped"]
+    assert (guard.streak, guard.skipped, guard.first_bad) == (1, 1, MIN_STEPS + 10)
 
 
 def test_every_skip_is_reported_with_its_norm_and_requires_spike_norm():
     asked, unasked = (SpikeDetector(TrainConfig(log_every=1, **more)) for more in ({"spike_norm": 10.0}, {}))
-    for step in range(1, LEAST + 1):
+    for step in range(1, MIN_STEPS + 1):
         look(asked, step, norm=0.6)
         look(unasked, step, norm=0.6)
-    assert look(asked, LEAST + 1, norm=8.6)["skipped"]
-    assert asked.unreported == [f"step {LEAST + 1} was skipped and changed nothing: its gradient norm is 8.6, "
+    assert look(asked, MIN_STEPS + 1, norm=8.6)["skipped"]
+    assert asked.unreported == [f"step {MIN_STEPS + 1} was skipped and changed nothing: its gradient norm is 8.6, "
                                 "above the limit of 6 (--spike-norm)"]
-    assert "skipped" not in look(unasked, LEAST + 1, norm=8.6), "published runs take such steps"
+    assert "skipped" not in look(unasked, MIN_STEPS + 1, norm=8.6), "published runs take such steps"
     assert unasked.unreported == []
     unasked.restore(asked.state())
     assert unasked.limit == math.inf
@@ -112,7 +112,7 @@ def test_every_skip_is_reported_with_its_norm_and_requires_spike_norm():
 
 def test_the_limit_is_a_float32():
     guard = SpikeDetector(TrainConfig(log_every=1, spike_norm=3.3))
-    for step in range(1, LEAST + 1):
+    for step in range(1, MIN_STEPS + 1):
         look(guard, step, norm=0.7)
     assert guard.limit == torch.tensor(3.3 * 0.7, dtype=torch.float32).item()
 
@@ -133,12 +133,12 @@ def test_without_factors_only_nan_and_inf_are_bad():
 
 def test_losses_far_above_the_median_are_bad_but_not_skipped():
     guard = SpikeDetector(TrainConfig(log_every=1, spike_loss=1.0, bad_steps=3))
-    for step in range(1, LEAST + 1):
+    for step in range(1, MIN_STEPS + 1):
         look(guard, step)
-    for step in range(LEAST + 1, LEAST + 4):
+    for step in range(MIN_STEPS + 1, MIN_STEPS + 4):
         assert "skipped" not in look(guard, step, loss=4.1)
     assert guard.should_stop
-    assert f"from step {LEAST + 1} on" in guard.reason()
+    assert f"from step {MIN_STEPS + 1} on" in guard.reason()
 
 
 VALUES = st.one_of(st.none(), st.floats(0.1, 100.0))
@@ -159,7 +159,7 @@ def test_a_restored_detector_continues_exactly(steps, cut):
 
 
 def test_rollback_requires_checkpoints_during_the_run():
-    with pytest.raises(UserError, match="no checkpoint exists to roll back to"):
+    with pytest.raises(UserError, match="there is no checkpoint to roll back to"):
         plan_run(parse(["--on-bad-steps", "rollback", "--save-every", "0"]), 1)
     plan_run(parse(["--on-bad-steps", "rollback"]), 1)
 

@@ -152,16 +152,16 @@ def test_a_resumed_run_warns_about_changed_training_settings(six_steps, tmp_path
         assert main(["--resume", str(where), "--device", "cpu", *more, "--check"]) == 0
         return capsys.readouterr().err
 
-    assert "with other settings" not in warnings(half)
-    assert "with other settings" not in warnings(half, "--ds-config", "zero1", "--micro-batch-size", "1",
+    assert "with different settings" not in warnings(half)
+    assert "with different settings" not in warnings(half, "--ds-config", "zero1", "--micro-batch-size", "1",
                                                  "--log-every", "1", "--save-every", "1")
     longer = warnings(run_dir, "--steps", "12")
     assert "min_lr" not in longer
     assert "decay_steps was 6 and is 12 (follows from steps)" in longer
-    assert ("The learning rate of step 6 was 0.000321, that of step 7 is 0.00123 and would be 0.0002. "
-            "To keep the old ones, add --warmup-steps 0 --decay-steps 6\n") in longer
+    assert ("The learning rate was 0.000321 at step 6. At step 7 it is now 0.00123; with the old settings it would "
+            "be 0.0002. To keep the old settings, add --warmup-steps 0 --decay-steps 6\n") in longer
     kept = ["--steps", "12", "--warmup-steps", "0", "--decay-steps", "6"]
-    assert "with other settings" not in warnings(run_dir, *kept)
+    assert "with different settings" not in warnings(run_dir, *kept)
     for option, value, before in (
             ("--lr", "1e-3", "0.002"), ("--schedule", "linear", "'cosine'"), ("--min-lr", "1e-5", "0.0002"),
             ("--warmup-steps", "2", "0"), ("--decay-steps", "9", "6"), ("--beta2", "0.95", "0.9"),
@@ -230,18 +230,18 @@ def test_a_complete_run_rejects_changed_options(six_steps):
     run_dir = six_steps[-1]
     for again in (["--resume", run_dir], [*six_steps, "--resume", "auto"]):
         assert find_resume_point(parse(again)).complete
-    for more, message in ((["--lr", "1e-2"], "--lr 0.01 differs from its 0.002"),
-                          (["--corpus", "other.txt"], "--corpus 'other.txt' differs from its 'stdlib'"),
-                          (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 differs from its 6"),
+    for more, message in ((["--lr", "1e-2"], "--lr 0.01 differs from the run's 0.002"),
+                          (["--corpus", "other.txt"], "--corpus 'other.txt' differs from the run's 'stdlib'"),
+                          (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 differs from the run's 6"),
                           (["--ds-config", "zero3", "--tp", "2"],
-                           "--ds-config 'zero3' differs from its 'ddp', --tp 2"),
+                           "--ds-config 'zero3' differs from the run's 'ddp', --tp 2"),
                           (["--preset", "shakespeare-char-cpu", "--steps", "6"], "--corpus 'shakespeare'")):
         with pytest.raises(UserError) as error:
             find_resume_point(parse(["--resume", run_dir, *more]))
         assert message in str(error.value), error.value
         assert "--steps N with N above 6" in str(error.value)
     Path(six_steps[six_steps.index("--config") + 1]).write_text("beta2: 0.9\neps: 1e-6\n")
-    with pytest.raises(UserError, match="--eps 1e-06 differs from its 1e-07"):
+    with pytest.raises(UserError, match="--eps 1e-06 differs from the run's 1e-07"):
         find_resume_point(parse([*six_steps, "--resume", "auto"]))
     assert not find_resume_point(parse(["--resume", run_dir, "--lr", "1e-2", "--steps", "9"])).complete
 

@@ -176,8 +176,8 @@ def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--steps", "30", "--seed", "7"], "the checkpoint's seed is 1337, this run's is 7"),
-    (["--steps", "10"], "the checkpoint is of step 20, this run ends at 10"),
-    (["--steps", "30", "--n-head", "2"], "the checkpoint is of another model: n_head is 4 there and 2 here"),
+    (["--steps", "10"], "the checkpoint is of step 20, but this run ends at step 10"),
+    (["--steps", "30", "--n-head", "2"], "n_head is 4 in the checkpoint and 2 in this run"),
 ])
 def test_a_checkpoint_that_does_not_fit_is_rejected_before_any_rank_starts(options, message, finished, tmp_path):
     run_dir, _ = finished

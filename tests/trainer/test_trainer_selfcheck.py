@@ -115,9 +115,9 @@ def test_a_skipped_first_step_does_not_check_the_optimizer(tmp_path):
     """Resume into a spike: an optimizer on the CPU has stepped nothing."""
     plan = plan_run(parse(["--resume", str(tmp_path)]), 1)
     checks = SelfChecks(plan, first_step=5)
-    checks.stepped(SimpleNamespace(elements=[0, 0], unknown_parameters=0, decays=[set(), set()]))
+    checks.record_stepped(SimpleNamespace(elements=[0, 0], unknown_parameters=0, decays=[set(), set()]))
     checks.observe({"step": 6, "loss": 3.0, "grad_norm": 99.0, "skipped": True})
-    assert checks.conclude(SimpleNamespace(world_size=1)) == []
+    assert checks.results(SimpleNamespace(world_size=1)) == []
 
 
 def test_elements_that_are_not_model_parameters_are_counted():

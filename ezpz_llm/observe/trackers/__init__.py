@@ -1,6 +1,6 @@
-"""Experiment trackers (TensorBoard, Weights & Biases, MLflow): interface, selection by `--track`, and thread.
+"""Experiment trackers (TensorBoard, Weights & Biases, MLflow): interface, `--track`, and background thread.
 
-Each tracker is an extra of the package. A thread passes the numbers on, so that no training step waits.
+Each tracker is an extra of the package. The thread passes metrics to the trackers, so that no training step waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 @dataclass(frozen=True)
 class Row:
-    """Numbers of one step, by their names in metrics.jsonl, and the approximate epoch time of its end."""
+    """Metrics of one step, by their names in metrics.jsonl, and the approximate epoch time of its end."""
 
     step: int
     time: float
@@ -37,7 +37,7 @@ class TrackerArguments:
         folder: existing folder in the run directory for the tracker's files.
         name: name of the run.
         settings: settings of the run from run.json, with secrets redacted.
-        first_step: last step before a resumed run continues, or 0 for a new run.
+        first_step: step of the checkpoint from which the run resumes, or 0 for a new run.
         run_id: the tracker's id of this run in an earlier attempt.
         online: send to the server that the tracker's environment variables name.
     """
@@ -51,7 +51,7 @@ class TrackerArguments:
 
 
 class Tracker(Protocol):
-    """Open tracker. `run_id` is the tracker's id of the run, or None.
+    """Interface of an open tracker. `run_id` is the tracker's id of the run, or None.
 
     All methods may raise any exception of the tracker's package.
     """
@@ -80,7 +80,7 @@ def flatten_settings(settings: Mapping[str, Any], parent: str = "") -> dict[str,
 
 
 CLOSE_WITHIN_S = 60.0
-"""Maximum time in seconds that the end of a run waits for trackers."""
+"""Maximum time in seconds to wait for the trackers when the run ends."""
 
 _SETTINGS = ("config", "model", "parameters", "precision", "data", "environment")
 
@@ -88,9 +88,9 @@ _SETTINGS = ("config", "model", "parameters", "precision", "data", "environment"
 class Tracking:
     """Trackers of a run on the rank that writes metrics.jsonl; empty on other ranks.
 
-    Call `open` before the first step, `write` after each flush, and `close` at the end, also after an error. A
+    Call `open` before the first step, `write` after each flush, and `close` at the end, even after an error. A
     thread passes the lines to the trackers. A tracker that fails is dropped with a warning, since metrics.jsonl has
-    all numbers.
+    all metrics.
     """
 
     def __init__(self, choices: Sequence[Choice] = ()) -> None:
@@ -104,10 +104,11 @@ class Tracking:
         """Open the selected trackers, each in its folder of the run directory.
 
         Args:
-            first_step: last step before a resumed run continues, or 0 for a new run.
+            first_step: step of the checkpoint from which the run resumes, or 0 for a new run.
 
         Raises:
-            UserError: a tracker cannot be opened, such as without a key or a reachable server.
+            UserError: a tracker cannot be opened, for example because a key is missing or the server is
+                unreachable.
         """
         if not self._choices:
             return
@@ -117,9 +118,9 @@ class Tracking:
         if layout := read_layout(run_dir.layout):
             settings["layout"] = layout
         for choice in self._choices:
-            opening = TrackerArguments(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
+            arguments = TrackerArguments(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
                                        earlier.get(choice.name, {}).get("run_id"), choice.online)
-            self._open[choice.name] = _opened(choice, opening)
+            self._open[choice.name] = _open_tracker(choice, arguments)
         (side or SideFiles()).update_record(run_dir, trackers={
             choice.name: {"online": choice.online, "run_id": self._open[choice.name].run_id,
                           "folder": str(run_dir.tracker(choice.name))} for choice in self._choices})
@@ -158,24 +159,25 @@ class Tracking:
                     action(tracker)
                 except Exception as error:  # any error of the tracker's package: the run continues without it
                     del self._open[name]
-                    _warn(f"{name} failed and gets no more numbers; metrics.jsonl has all of them: {_words(error)}")
+                    _warn(f"{name} failed and receives no more metrics; metrics.jsonl has all of them: "
+                          f"{_describe_error(error)}")
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close(self._failed)
             except Exception as error:
-                _warn(f"{name} could not be closed: {_words(error)}")
+                _warn(f"{name} could not be closed: {_describe_error(error)}")
             del self._open[name]
 
 
-def _opened(choice: Choice, opening: TrackerArguments) -> Tracker:
+def _open_tracker(choice: Choice, arguments: TrackerArguments) -> Tracker:
     module = importlib.import_module(f"ezpz_llm.observe.trackers.{choice.name}")
     try:
-        opening.folder.mkdir(parents=True, exist_ok=True)
-        return module.open_tracker(opening)
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        return module.open_tracker(arguments)
     except UserError:
         raise
     except Exception as error:  # each package has its own exceptions for a missing key or an unreachable server
-        raise UserError(f"{choice.name} cannot be opened: {_words(error)}", where="--track",
+        raise UserError(f"{choice.name} cannot be opened: {_describe_error(error)}", where="--track",
                         instead=f"--track {choice.name} to write only to the run directory" if choice.online
                         else None) from error
 
@@ -195,7 +197,7 @@ def _numbers(line: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
             yield name, float(value)
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -204,7 +206,7 @@ def _warn(text: str) -> None:
 
 
 _NEEDS = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""Packages that each tracker imports. Its name is also the name of its extra and its module."""
+"""Packages that each tracker imports. The tracker's name is also the name of its extra and its module."""
 _ONLINE = "online"
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 
@@ -217,11 +219,11 @@ class Choice:
     online: bool
 
 
-def choose(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ...]:
+def parse_trackers(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ...]:
     """Parse `--track`: comma-separated names, each as `NAME` or `NAME:online`.
 
     Raises:
-        UserError: a tracker is unknown, not installed, or has no server.
+        UserError: a tracker is unknown, named twice, not installed, or online without a server.
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     choices = [_choice(word, env) for word in words]
@@ -237,7 +239,7 @@ def _choice(word: str, env: Mapping[str, str]) -> Choice:
     if name not in _NEEDS:
         raise describe_unknown("tracker", name, _NEEDS, where="--track")
     if colon and mode != _ONLINE:
-        raise UserError(f"unknown mode {mode!r} of a tracker", where=f"--track {word}",
+        raise UserError(f"unknown tracker mode {mode!r}", where=f"--track {word}",
                         instead=f"{name} (only in the run directory) or {name}:{_ONLINE}")
     online = bool(colon)
     if online and name == "tensorboard":
@@ -246,6 +248,6 @@ def _choice(word: str, env: Mapping[str, str]) -> Choice:
         raise UserError(f"{_MLFLOW_SERVER} is not set", where=f"--track {word}",
                         instead=f"set {_MLFLOW_SERVER}, or --track {name} to write to the run directory")
     if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
-        raise UserError(f"{name} requires {' and '.join(missing)}, not installed", where=f"--track {word}",
+        raise UserError(f"{name} requires {' and '.join(missing)} (not installed)", where=f"--track {word}",
                         instead=f"pip install 'ezpz_llm[{name}]'")
     return Choice(name, online)

@@ -16,29 +16,29 @@ _LONGEST_VALUE = 500
 
 
 class MLflow:
-    """Run in the experiment `ezpz_llm`, or MLFLOW_EXPERIMENT_NAME."""
+    """MLflow run in the experiment `ezpz_llm`, or that in MLFLOW_EXPERIMENT_NAME."""
 
-    def __init__(self, opening: TrackerArguments) -> None:
+    def __init__(self, arguments: TrackerArguments) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read on import, which would otherwise send telemetry
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        uri = None if opening.online else f"sqlite:///{opening.folder}/mlflow.db"
-        artifacts = None if opening.online else (opening.folder / "artifacts").as_uri()
+        uri = None if arguments.online else f"sqlite:///{arguments.folder}/mlflow.db"
+        artifacts = None if arguments.online else (arguments.folder / "artifacts").as_uri()
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)
-        if opening.run_id is not None:
-            self.run_id = opening.run_id
+        if arguments.run_id is not None:
+            self.run_id = arguments.run_id
             self._client.update_run(self.run_id, status="RUNNING")
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ezpz_llm")
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
-        self.run_id = self._client.create_run(number, run_name=opening.name).info.run_id
+        self.run_id = self._client.create_run(number, run_name=arguments.name).info.run_id
         params = iter([Param(name, str(value)[:_LONGEST_VALUE]) for name,
-                       value in flatten_settings(opening.settings).items()])
+                       value in flatten_settings(arguments.settings).items()])
         while batch := list(islice(params, _PARAMS_AT_ONCE)):
             self._client.log_batch(self.run_id, params=batch)
 

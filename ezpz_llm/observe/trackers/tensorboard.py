@@ -15,11 +15,11 @@ class TensorBoard:
 
     run_id = None
 
-    def __init__(self, opening: TrackerArguments) -> None:
-        self._folder = str(opening.folder)
-        self._begin(opening.first_step)
-        text = json.dumps(opening.settings, indent=2, default=str)
-        self._writer.add_text("settings", f"```json\n{text}\n```", opening.first_step)
+    def __init__(self, arguments: TrackerArguments) -> None:
+        self._folder = str(arguments.folder)
+        self._begin(arguments.first_step)
+        text = json.dumps(arguments.settings, indent=2, default=str)
+        self._writer.add_text("settings", f"```json\n{text}\n```", arguments.first_step)
         self._writer.flush()
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -35,7 +35,7 @@ class TensorBoard:
         self._begin(step)
 
     def _begin(self, first_step: int) -> None:
-        # purge_step: the first event of this file hides points after that step in earlier files.
+        # purge_step: the first event of this file hides points from that step on in earlier files.
         self._writer = SummaryWriter(self._folder, purge_step=first_step + 1 if first_step else None)
 
     def close(self, failed: bool) -> None:

@@ -12,22 +12,24 @@ from ezpz_llm.observe.trackers import Row, TrackerArguments
 class WeightsAndBiases:
     """Run with the optimizer step as x axis. A resumed attempt keeps its id."""
 
-    def __init__(self, opening: TrackerArguments) -> None:
-        # Read when wandb is imported. The location of the login is left to the user.
-        os.environ.setdefault("WANDB_CACHE_DIR", str(opening.folder))
-        os.environ.setdefault("WANDB_DATA_DIR", str(opening.folder))
+    def __init__(self, arguments: TrackerArguments) -> None:
+        # wandb reads these when it is imported. The location of the login credentials is not changed.
+        os.environ.setdefault("WANDB_CACHE_DIR", str(arguments.folder))
+        os.environ.setdefault("WANDB_DATA_DIR", str(arguments.folder))
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # Machine, code, and console are not uploaded. run.json and logs/ have them, without secrets.
+        # Do not upload facts about the machine, code, or console output; run.json and logs/ have them, without
+        # secrets.
         settings = wandb.Settings(
-            mode="online" if opening.online else "offline", root_dir=str(opening.folder), silent=True,
+            mode="online" if arguments.online else "offline", root_dir=str(arguments.folder), silent=True,
             console="off", disable_git=True, disable_code=True, save_code=False, x_disable_meta=True,
             x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False)
-        resume: Literal["allow"] | None = "allow" if opening.online and opening.run_id else None
+        resume: Literal["allow"] | None = "allow" if arguments.online and arguments.run_id else None
         self._wandb = wandb
-        self._run = wandb.init(project=os.environ.get("WANDB_PROJECT", "ezpz_llm"), name=opening.name,
-                               id=opening.run_id, resume=resume, config=dict(opening.settings), settings=settings)
+        self._run = wandb.init(project=os.environ.get("WANDB_PROJECT", "ezpz_llm"), name=arguments.name,
+                               id=arguments.run_id, resume=resume, config=dict(arguments.settings),
+                               settings=settings)
         # wandb's own step cannot decrease, but the step of a run does when it resumes from a checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
