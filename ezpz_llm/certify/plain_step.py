@@ -26,7 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a step that cannot be read off the tensors.
+    """Settings of a step that the tensors do not determine.
 
     The tensors determine the number of layers, widths and biases. They also determine whether positions are learned
     (`wpe`) or rotary, the activation (SwiGLU with `c_gate`, else GELU in tanh form), and whether the head is tied
@@ -54,14 +54,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Rounding of a precision recipe, and the error that another summation order causes.
+    """Rounding of a precision recipe, and random errors that emulate another summation order.
 
     Attributes:
         kept: dtype of the parameters in the forward pass, and of their gradients in a micro batch.
         products: dtype of the inputs and outputs of matmuls and of the elementwise operations on them.
         between: dtype of the residual stream and of the outputs of norms.
-        errors: relative error of a result in another summation order, before it is rounded.
-        seed: seed of these errors, which are uniform in [-errors, errors]; None for no errors.
+        errors: largest relative error of a result in another summation order, before it is rounded.
+        seed: seed of the random errors, which are uniform in [-errors, errors]; None for no errors.
     """
 
     kept: torch.dtype
@@ -78,7 +78,7 @@ class Arithmetic:
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64)
 """Plain fp64."""
 ARITHMETIC = {
-    # Sums of 64 to 256 terms, each addition rounded to 2^-24: a random walk of half of these roundings.
+    # Sums of 64 to 256 terms with each addition rounded to 2^-24: a random walk of these roundings.
     "fp32": Arithmetic(torch.float32, torch.float32, torch.float32, errors=2.0 ** -22),
     # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8. A sum of two rounded halves, or
     # a kernel that rounds at another place, adds one such rounding.
@@ -91,7 +91,7 @@ ARITHMETIC = {
 
 
 class _Rounding:
-    """Rounding operations of one step, with independent errors."""
+    """Rounding operations of one step, with independent random errors if the arithmetic has a seed."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self.arithmetic = arithmetic
@@ -198,7 +198,7 @@ def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) 
 
 
 def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return the mean negative log-likelihood of the targets that are not ignored, without and with the z-loss."""
+    """Return the mean negative log-likelihood over targets that are not ignored, without and with the z-loss."""
     counts = targets != IGNORED
     normalizer = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
@@ -221,7 +221,7 @@ def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: S
 
 def loss_of(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
             arithmetic: Arithmetic = EXACT) -> float:
-    """Return the loss of an evaluation: the mean over all targets of all batches that are not ignored."""
+    """Return the loss of an evaluation: the mean over all targets of all batches, except ignored targets."""
     rounding = _Rounding(arithmetic)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -269,7 +269,7 @@ def fresh(weights: Tensors) -> State:
 
 
 def averaged(state: State, clipped: Tensors, settings: Settings) -> State:
-    """Return the state with moments updated by clipped gradients and the old weights."""
+    """Return the state with moments updated by clipped gradients, and unchanged weights."""
     beta1, beta2 = settings.betas
     return replace(
         state, step=state.step + 1,

@@ -36,7 +36,7 @@ scale_gradients, init_dropout = gradients._scale, RankedDropout.__init__
 @pytest.mark.parametrize("topic", [schedule_rates, tensor_parts, loss_scaling, dropout_masks, wide_sums,
                                    pytest.param(trainer_run, marks=pytest.mark.full)])
 def test_the_code_passes_its_checks(topic: Any) -> None:
-    assert list(topic.complaints()) == []
+    assert list(topic.find_problems()) == []
 
 
 def previous_samples(session: Any) -> Iterator[Any]:
@@ -81,7 +81,7 @@ def test_a_fault_is_named(topic: Any, of: Any, name: str, fault: Callable[..., A
         monkeypatch.setitem(of, name, fault)
     else:
         monkeypatch.setattr(of, name, fault)
-    complaint = next(topic.complaints(), None)
+    complaint = next(topic.find_problems(), None)
     assert complaint is not None
     assert reason in complaint
 

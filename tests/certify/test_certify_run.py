@@ -424,7 +424,7 @@ def test_faults_are_caught_in_other_layouts(tmp_path: Path, layouts: str, dtype:
     """Inject every fault that applies to a layout, in every precision."""
     layout = layout_of(layouts.split(",")[-1])
     faults = [name for name, fault in FAULTS.items()
-              if fault.needs(layout, 2) is None and (dtype == "bf16" or not fault.of_masters)]
+              if fault.needs(layout, 2) is None and (dtype == "bf16" or not fault.needs_masters)]
     code, output, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype,
                                     "--inject-fault", ",".join(faults), timeout=1700)
     assert code == 1, output
