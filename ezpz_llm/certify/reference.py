@@ -255,7 +255,7 @@ def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[s
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
     return Noise(
         loss=max(abs(a - b) for run, _ in others
-                    for a, b in zip([*run.losses, run.held_out], [*seen.losses, seen.held_out], strict=True)),
+                 for a, b in zip([*run.losses, run.held_out], [*seen.losses, seen.held_out], strict=True)),
         norm=[max(abs(run.norms[step] - norm) for run, _ in others) for step, norm in enumerate(seen.norms)],
         gradient={name: max_difference("gradient", name) for name in names},
         weight={name: max_difference("weight", name) for name in names},

@@ -47,8 +47,8 @@ def _causes(diagnosis: Diagnosis) -> str:
     if shown:
         rows = "".join(_cause(cause, cause.seconds / shown[0].seconds) for cause in shown)
         text += f'<ol class="ranking">{rows}</ol>'
-    if diagnosis.unseen:
-        text += f'<p class="warning">{escape(diagnosis.unseen)}</p>'
+    if diagnosis.missing_traces_note:
+        text += f'<p class="warning">{escape(diagnosis.missing_traces_note)}</p>'
     return text
 
 
@@ -74,12 +74,11 @@ def _traced(split: Split) -> list[tuple[str, str]]:
 _UNITS: dict[str, tuple[float, Form]] = {
     "ms": (1e3, lambda value: f"{value:.2f}"), "s": (1.0, lambda value: f"{value:.1f}"),
     "MB": (1e-6, lambda value: f"{value:,.1f}")}
-"""Factor from base units, and format of the result, by unit."""
+"""Factor from the base unit (seconds, bytes), and format of the result, by unit."""
 
 
 def _bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
-    """Return stacked bars of values in base units, without negative and non-finite values."""
-
+    """Return stacked bars of values in base units (seconds, bytes), without negative and non-finite values."""
     scale, form = _UNITS[unit]
     drawn = [(name, {part: scale * value for part, value in parts.items() if math.isfinite(value) and value >= 0})
              for name, parts in rows]

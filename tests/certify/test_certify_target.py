@@ -259,7 +259,7 @@ def test_a_recheck_does_not_write_docs(tmp_path: Path, monkeypatch: pytest.Monke
         passed = [{**result, "passed": True} for result in KEPT["results"]]
         (options.run_dir / "certify.json").write_text(json.dumps({**KEPT, "refused": None, "results": passed}))
 
-    monkeypatch.setattr(certify_main, "_lead", lead)
+    monkeypatch.setattr(certify_main, "_run_locally", lead)
     path = tmp_path / "kept.json"
     path.write_text(json.dumps({**KEPT, "command": "ezpz-llm certify --json other.json --write-docs"}))
     (tmp_path / "run").mkdir()
