@@ -227,7 +227,8 @@ def _evaluation_findings(step: ObservedStep, dtype: str, spread: Spread) -> list
     """Compare the loss of an evaluation, with the bound of a training step's loss."""
     if step.evaluated is None:
         return []
-    expected = plain_step.loss_of(step.after.weights, step.evaluated.batches, step.settings, ARITHMETIC[dtype])
+    expected = plain_step.evaluation_loss(step.after.weights, step.evaluated.batches, step.settings,
+                                          ARITHMETIC[dtype])
     return [_loss_finding("loss of the evaluation", step.evaluated.loss, expected, spread)]
 
 
@@ -280,11 +281,11 @@ def _optimizer_findings(step: ObservedStep) -> list[Finding]:
     """
     clipped, error = _recover_clipped_gradients(step)
     before, after = step.before.to(torch.float64), step.after.to(torch.float64)
-    expected = plain_step.averaged(before, clipped, step.settings)
+    expected = plain_step.update_moments(before, clipped, step.settings)
     share = 1 - step.settings.betas[1]
     # Use the actual moments; the loop below compares the second ones.
-    moved = plain_step.moved(State(before.weights, after.first, after.second, expected.step), step.rate,
-                             step.settings)
+    updated = plain_step.update_weights(State(before.weights, after.first, after.second, expected.step), step.rate,
+                                        step.settings)
     findings = [Finding("the optimizer's step count", abs(after.step - expected.step), 0.0)]
     for name in backward_order(expected.weights):
         g, off, old = clipped[name].abs(), error[name], before.second[name]
@@ -292,7 +293,7 @@ def _optimizer_findings(step: ObservedStep) -> list[Finding]:
         allowed = share * (2 * g * off + off ** 2) + 8 * _U * (old + second) + 2 * _U * g ** 2 + _MIN_TOLERANCE
         findings.append(_worst_element(f"second moments of {name}", after.second[name], second, allowed))
     for name in backward_order(expected.weights):
-        old, new = before.weights[name], moved.weights[name]
+        old, new = before.weights[name], updated.weights[name]
         allowed = 2 * _U * (old.abs() + new.abs()) + 16 * _U * (new - old).abs() + _MIN_TOLERANCE
         findings.append(_worst_element(f"weights of {name}", after.weights[name], new, allowed))
     return findings

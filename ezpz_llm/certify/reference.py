@@ -242,21 +242,23 @@ def reordered_sums(seed: int) -> Iterator[None]:
         nn.Linear.forward = plain
 
 
-def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[str, Tensor],
-                   others: Sequence[tuple[Trajectory, dict[str, Tensor]]]) -> Noise:
+def baseline_noise(config: ModelConfig | None, trajectory: Trajectory, tensors: dict[str, Tensor],
+                   repetitions: Sequence[tuple[Trajectory, dict[str, Tensor]]]) -> Noise:
     """Return the largest differences of other runs of one process from this run; see `Reference`."""
     def max_difference(kind: str, name: str) -> float:
         """Return the largest 2-norm of the difference between a tensor in this run and in another run."""
         tensor = tensors[f"{kind}/{name}"]
         mask = compared_elements(config, name, tuple(tensor.shape))
-        differences = [run[f"{kind}/{name}"].double() - tensor.double() for _, run in others]
+        differences = [run[f"{kind}/{name}"].double() - tensor.double() for _, run in repetitions]
         return max((each if mask is None else each * mask).norm().item() for each in differences)
 
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
     return Noise(
-        loss=max(abs(a - b) for run, _ in others
-                 for a, b in zip([*run.losses, run.held_out], [*seen.losses, seen.held_out], strict=True)),
-        norm=[max(abs(run.norms[step] - norm) for run, _ in others) for step, norm in enumerate(seen.norms)],
+        loss=max(abs(a - b) for run, _ in repetitions
+                 for a, b in zip([*run.losses, run.held_out], [*trajectory.losses, trajectory.held_out],
+                                 strict=True)),
+        norm=[max(abs(run.norms[step] - norm) for run, _ in repetitions)
+              for step, norm in enumerate(trajectory.norms)],
         gradient={name: max_difference("gradient", name) for name in names},
         weight={name: max_difference("weight", name) for name in names},
     )

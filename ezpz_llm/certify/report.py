@@ -99,12 +99,12 @@ def basis(steps: int) -> dict[str, Any]:
 
 def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
            seconds: float, refused: dict[str, str] | None = None,
-           held: Sequence[Definition] = ()) -> dict[str, Any]:
+           checks: Sequence[Definition] = ()) -> dict[str, Any]:
     """Return the content of certify.json. The numbers of each parameter are only in cells.jsonl.
 
     Args:
         refused: reason why the single-process reference is unusable, from `read_reference_error`.
-        held: outcome of the definition checks, from `local_launches.definitions`.
+        checks: outcomes of the definition checks, from `local_launches.definitions`.
     """
     machine = {name: value for name, value in environment.items()
                if name in ("versions", "platform", "device", "threads")}
@@ -113,7 +113,7 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
         "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
         "passed": refused is None and all_passed(results, work.skipped),
         "refused": refused, "environment": machine,
-        **({"definitions": held} if held else {}),
+        **({"definitions": checks} if checks else {}),
         **(basis(work.steps) if work.target is None else target_file.basis(work.target, work.steps)),
         "skipped": [{**vars(skip.case), "reason": skip.reason, "illegal": skip.illegal} for skip in work.skipped],
         "references": references,
@@ -128,11 +128,11 @@ def _reference(result: Result, work: Work) -> str:
     return f"{result['model']} {result['dtype']}{ranks}"
 
 
-def as_json(kept: dict[str, Any]) -> str:
+def as_json(certificate: dict[str, Any]) -> str:
     """Format a record as JSON with one line per result, since a matrix has hundreds. NaN and Inf become null."""
-    kept = _finite(kept)
-    head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
-    lines = ",\n    ".join(map(json.dumps, kept["results"]))
+    certificate = _finite(certificate)
+    head = json.dumps({key: value for key, value in certificate.items() if key != "results"}, indent=2)
+    lines = ",\n    ".join(map(json.dumps, certificate["results"]))
     return f'{head[:-2]},\n  "results": [\n    {lines}\n  ]\n}}\n'
 
 
@@ -191,7 +191,7 @@ _HEADER = ("layout", "supports", "certified", "memory per rank, measured / estim
 _EXTRA_WORLD = 8
 
 
-def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
+def write_docs(certificate: dict[str, Any], page: Path = _PAGE) -> None:
     """Replace the table between the markers of a page, or append it with markers.
 
     Args:
@@ -207,28 +207,28 @@ def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
     head, _, tail = text.partition(BEGIN)
-    write_atomic(page, f"{head}{BEGIN}\n{certified(kept)}{END}{tail.partition(END)[2]}")
+    write_atomic(page, f"{head}{BEGIN}\n{certified(certificate)}{END}{tail.partition(END)[2]}")
 
 
-def certified(kept: dict[str, Any]) -> str:
+def certified(certificate: dict[str, Any]) -> str:
     """Return the table for the docs as Markdown, after an explanation of its numbers."""
-    results = [result for result in kept["results"] if not injected_fault(result)]
-    layouts = dict.fromkeys(each["layout"] for each in (*results, *kept["skipped"]))
-    versions = kept["environment"].get("versions", {})
+    results = [result for result in certificate["results"] if not injected_fault(result)]
+    layouts = dict.fromkeys(each["layout"] for each in (*results, *certificate["skipped"]))
+    versions = certificate["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
     passed = sum(result["passed"] for result in results)
     about = (
-        f"`{kept['command']}`, {kept['date']}, {named}: {passed} of {len(results)} cases passed in "
-        f"{kept['seconds'] / 60:.0f} minutes. Memory and collectives are measured with certify's "
+        f"`{certificate['command']}`, {certificate['date']}, {named}: {passed} of {len(results)} cases passed in "
+        f"{certificate['seconds'] / 60:.0f} minutes. Memory and collectives are measured with certify's "
         f"{recipe.MODELS[0]} in fp32, on rank 0 of the largest certified world. Memory is the peak of parameters, "
         "gradients and optimizer state (with DeepSpeed's copy of its partition) during a step. After the plus sign "
         "are full parameters that stage 3 has gathered or keeps, buckets, and other buffers. Collectives count the "
         "bytes of full buffers; the last column is what the papers give for the same step. DeepSpeed's buckets and "
         "thresholds are scaled down with the model.")
 
-    rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, kept) for name in sorted(layouts))]
+    rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, certificate) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
-             *(f"| {' | '.join(row)} |" for row in rows), "", *_sensitivity_table(kept)]
+             *(f"| {' | '.join(row)} |" for row in rows), "", *_sensitivity_table(certificate)]
     return "\n".join(lines)
 
 

@@ -114,7 +114,7 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
             middle.save(model)
 
     torch.manual_seed(recipe.SEED + 1 + dist.rank)
-    trajectory = train(model, batches, own=True, after=after_step)
+    trajectory = train(model, batches, use_own_step=True, after=after_step)
     all_ranks = all_gather(dist, trajectory)
     measured["weight"] = compare(model.engine, None, reference, "weight", "weight", dist)
     measured["copy"] = {**differing_copies(model.engine, dist), **_compare_buffers(all_ranks)}

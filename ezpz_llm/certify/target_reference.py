@@ -191,7 +191,7 @@ def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Observati
             scale, first = gradient_scale(model.optimizer, clip, trajectory), state_of(model.engine).first
             tensors.update({f"gradient/{name}": value * scale for name, value in first.items()})
 
-    trajectory = train(model, batches, own=False, after=keep_gradients)
+    trajectory = train(model, batches, use_own_step=False, after=keep_gradients)
     tensors.update({f"weight/{name}": value for name, value in state_of(model.engine).weights.items()})
     tensors.update({f"{STATISTIC}{name}": value.float().cpu()
                     for name, value in statistics_of(model.module).items()})

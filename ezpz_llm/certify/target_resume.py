@@ -37,7 +37,8 @@ WeightSlices = list[tuple[str, Tensor]]
 class MidRunCheckpoints:
     """Mid-run checkpoints: of the case, and of the last case that passed with its precision and world size.
 
-    `step` is the number of steps before the checkpoint, `loaded` the layout whose checkpoint was loaded.
+    `own` and `passed` are their folders, `step` the number of steps before the checkpoint, and `loaded` the layout
+    whose checkpoint was loaded.
     """
 
     def __init__(self, case: Case, job: Job, dist: Dist) -> None:
@@ -88,7 +89,7 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     model = wrap_target(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
     middle.load(model)
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
-    trajectory = train(model, batches, own=True, first=middle.step)
+    trajectory = train(model, batches, use_own_step=True, first=middle.step)
     return trajectory, copy_weights(model)
 
 

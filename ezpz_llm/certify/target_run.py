@@ -127,7 +127,7 @@ class Batches:
         turns = {place: iter([part for rank, part in drawn if rank == place]) for place in self.places}
         return [(place, next(turns[place])) for place, _ in shuffled]
 
-    def evaluated(self) -> list[Any]:
+    def evaluation_parts(self) -> list[Any]:
         """Return this process's parts of the evaluation batch: the first micro batch of the third epoch."""
         number = 2 * (self.target.epoch_batches or first_epoch_steps(self.steps) * ACCUMULATION)
         if len(self.places) == 1 or self.keeps_rank_order:
@@ -193,12 +193,12 @@ class Observations(Trajectory):
     buffers: dict[str, str] = field(default_factory=dict)
 
 
-def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
+def train(model: Wrapped, batches: Batches, *, use_own_step: bool, first: int = 0,
           after: Callable[[int, Observations], None] = lambda step, trajectory: None) -> Observations:
     """Train for two epochs, with an evaluation after each. Collective.
 
     Args:
-        own: True to use the target's own step function, if it has one. The reference uses certify's.
+        use_own_step: True to use the target's own step function, if it has one. The reference uses certify's.
         first: the step to begin with, from 0.
         after: called after each step.
 
@@ -213,7 +213,7 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
             group["lr"] = rate * recipe.rate_factor(step, steps)
         previous_norm = model.grad_norm
         parts = batches.of_step(step)
-        if own and target.step is not None:
+        if use_own_step and target.step is not None:
             loss = target.step(model, [part for _, part in parts])
         else:
             loss = _step(target, model, parts, statistics, trajectory)
@@ -230,7 +230,8 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
         after(step, trajectory)
         if step in (first_epoch_steps(steps) - 1, steps - 1):
             state = _state(model)
-            losses = [float((target.evaluate or _evaluate(target))(model, part)) for part in batches.evaluated()]
+            evaluate = target.evaluate or _evaluate(target)
+            losses = [float(evaluate(model, part)) for part in batches.evaluation_parts()]
             trajectory.held_out = sum(losses) / len(losses)
             state_after = _state(model)
             trajectory.changed += [part for part, content in state.items()

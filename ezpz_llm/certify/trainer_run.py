@@ -222,8 +222,8 @@ def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:
         for step, line in run.lines.items():
             if (evaluated := _evaluated(run, line)) is None:
                 continue
-            exact = plain_step.loss_of(run.after[step].weights, evaluated.batches,
-                                       settings_of(run.session.plan.model, CLIP), EXACT)
+            exact = plain_step.evaluation_loss(run.after[step].weights, evaluated.batches,
+                                               settings_of(run.session.plan.model, CLIP), EXACT)
             if not math.isclose(evaluated.loss, exact, rel_tol=1e-5):
                 yield f"an evaluation of a run with dropout gives the loss {evaluated.loss:.7g}, not {exact:.7g}"
     losses, expected = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVE_STEP, STEPS)]

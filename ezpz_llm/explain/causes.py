@@ -48,7 +48,7 @@ class Cause:
 
 
 _Candidate = tuple[str, str, float, list[str]]
-"""Kind, description, seconds that could be saved, and advice."""
+"""Kind, description, seconds (over the traced steps, or for causes between steps over the run), and advice."""
 
 
 def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str, Any],
@@ -61,14 +61,14 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
         run: facts for advice, see `diagnosis.read_run_facts`.
         deepspeed: DeepSpeed's configuration, empty for other engines.
     """
-    whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
+    run_s = sum(seconds for name, seconds in wall.items() if name != "set-up")
     candidates = _causes_between_steps(wall, run)
     if split is not None and (steps := sum(map(split.mean, IN_STEP))) > 0:
         scale = wall["training"] / steps
         candidates += [(kind, text, seconds * scale, advice)
                        for kind, text, seconds, advice in (*_waiting_causes(split, run),
                                                            *_step_causes(split, run, deepspeed))]
-    causes = [Cause(kind, text, seconds, seconds / whole, tuple(advice))
+    causes = [Cause(kind, text, seconds, seconds / run_s, tuple(advice))
               for kind, text, seconds, advice in candidates if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
@@ -81,11 +81,11 @@ def phase_causes(phases: Mapping[str, float], steps: int, wall: Mapping[str, flo
         steps: number of steps.
         wall: see `rank_causes`.
     """
-    whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
+    run_s = sum(seconds for name, seconds in wall.items() if name != "set-up")
     seconds = phases["data"] * steps
-    if not (seconds > 0 and whole > 0):
+    if not (seconds > 0 and run_s > 0):
         return []
-    return [Cause("data", "waiting for data", seconds, seconds / whole, DATA_ADVICE)]
+    return [Cause("data", "waiting for data", seconds, seconds / run_s, DATA_ADVICE)]
 
 
 def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate]:
@@ -261,17 +261,17 @@ def _can_overlap(device: str | None, layout: Layout) -> bool:
 
 
 def _zero2_advice(run: dict[str, Any]) -> list[str]:
-    """Return whether ZeRO 2 would fit, as advice with its estimated memory; nothing for layouts with offload."""
+    """Return advice that says whether ZeRO 2 fits in memory; none for layouts with offload or tiles."""
     layout: Layout = run["layout"]
     if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []
     model: ModelConfig = run["model"]
     optimizer: OptimizerName = run["optimizer"]
-    whole = layout.with_zero(stage=2)
+    zero2 = layout.with_zero(stage=2)
     # Unlike in stage 3, autocast also caches converted weights in stage 2.
-    cast = cast_per_rank(whole, model).bytes if run["precision"] in AUTOCAST else 0
+    cast = cast_per_rank(zero2, model).bytes if run["precision"] in AUTOCAST else 0
     precision = run["precision"] if run["precision"] in tuple(RECIPES) else "fp32"
-    need = total(memory_per_rank(whole, model, run["world_size"], optimizer, precision), "device") + cast
+    need = total(memory_per_rank(zero2, model, run["world_size"], optimizer, precision), "device") + cast
     more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer, precision), "device")
     memory = run["memory_bytes"]
     if memory is None:

@@ -224,8 +224,8 @@ def diagnose(run_dir: Path) -> Diagnosis:
     spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)
     causes = rank_causes(split, spent, run, deepspeed)
     if split is None:
-        whole = sum(seconds for name, seconds in spent.items() if name != "set-up")
-        of_steps = step_time_causes(rows, whole, ranks=run["world_size"], can_trace=run["model"] is not None)
+        run_s = sum(seconds for name, seconds in spent.items() if name != "set-up")
+        of_steps = step_time_causes(rows, run_s, ranks=run["world_size"], can_trace=run["model"] is not None)
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
     share = (record.get("summary") or {}).get("ceiling_share")

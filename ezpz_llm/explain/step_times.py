@@ -90,8 +90,8 @@ def _find_causes(rows: History, steady_rows: History, ranks: int,
     first = first[np.isfinite(first)]
     yield ("first_steps", f"the first {len(first)} steps are slower than the median step",
            float(np.sum(first - median)) if len(first) else 0.0,
-           ("nothing in a long run: libraries, kernels and caches are set up once; ignore these steps when you "
-            "compare runs",))
+           ("ignore these steps when you compare runs; a long run needs no change, because libraries, kernels and "
+            "caches are set up once",))
     paused = times > _PAUSE * median
     if count := int(paused.sum()):
         yield ("pauses", f"{count} steps took more than {_PAUSE:g} times the median step",
