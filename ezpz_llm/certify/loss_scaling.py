@@ -44,20 +44,20 @@ def find_problems() -> Iterator[str]:
     for settings in (DynamicScale(window=5, least=MIN_SCALE), DynamicScale(window=4, hysteresis=3, least=MIN_SCALE),
                      DynamicScale(window=4, hysteresis=2, consecutive=True, least=MIN_SCALE)):
         yield from _check_scale_updates(settings)
-    with single_cpu_rank() as me:
+    with single_cpu_rank() as single:
         for optimizer in ("adamw", "adamw_unfused"):
             for clip in CLIPS:
-                yield from _check_steps(optimizer, clip, me)
+                yield from _check_steps(optimizer, clip, single)
 
 
 @contextmanager
 def single_cpu_rank() -> Iterator[Dist]:
     """Yield the Dist of a single CPU rank, with a temporary run directory."""
     with tempfile.TemporaryDirectory() as folder:
-        me = Dist(RankInfo(0, 1, 0, 1, 0, "certify"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
-                  RunDir(Path(folder)))
-        yield me
-        me.close()
+        single = Dist(RankInfo(0, 1, 0, 1, 0, "certify"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
+                      RunDir(Path(folder)))
+        yield single
+        single.close()
 
 
 def _check_scale_updates(settings: DynamicScale) -> Iterator[str]:
@@ -111,12 +111,12 @@ def micro_batches(seed: int) -> list[MicroBatch]:
                                           strict=True)]
 
 
-def _check_steps(optimizer: str, clip: float, me: Dist) -> Iterator[str]:
+def _check_steps(optimizer: str, clip: float, single: Dist) -> Iterator[str]:
     config = small_config()
     resolved = resolve(Request("ddp", world_size=1, global_batch=BATCH, accumulation=ACCUMULATION, clip=clip,
-                               precision="fp32", device=me.device.type, optimizer=optimizer))
-    engine = make_engine(config, resolved, me)
-    yield from _check_resume(engine, make_engine(config, resolved, me), me)
+                               precision="fp32", device=single.device.type, optimizer=optimizer))
+    engine = make_engine(config, resolved, single)
+    yield from _check_resume(engine, make_engine(config, resolved, single), single)
     configure_head(engine.module, CHUNK, recipe.Z_LOSS)
     title = f"{optimizer}, {f'clipped to {clip:g}' if clip else 'not clipped'}"
 
@@ -152,13 +152,13 @@ def _check_steps(optimizer: str, clip: float, me: Dist) -> Iterator[str]:
         yield f"{title}: a valid step after skipped steps was skipped too"
 
 
-def _check_resume(engine: Engine, fresh: Engine, me: Dist) -> Iterator[str]:
+def _check_resume(engine: Engine, fresh: Engine, single: Dist) -> Iterator[str]:
     """Check that a checkpoint restores the scale and the number of steps without overflow."""
     engine._scale, fresh._scale = (LossScale(DynamicScale(start=start)) for start in (SCALE, 2 * SCALE))
     for _ in range(3):
         engine._scale.update(True)
-    checkpoint.save(engine, me, me.run_dir, {"step": 1})
-    checkpoint.load(checkpoint.find(me.run_dir.path), fresh, me)
+    checkpoint.save(engine, single, single.run_dir, {"step": 1})
+    checkpoint.load(checkpoint.find(single.run_dir.path), fresh, single)
     loaded, saved = fresh._scale.state_dict(), engine._scale.state_dict()
     if loaded != saved:
         yield f"after a resume the loss scale is {loaded}, not {saved}"

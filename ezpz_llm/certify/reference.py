@@ -99,8 +99,9 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     numbers = reference_file(root, model, dtype, steps)
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
-    config, me = recipe.model_config(model), single_rank_world(dist)
-    trajectory, tensors, observed = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
+    config, single = recipe.model_config(model), single_rank_world(dist)
+    trajectory, tensors, observed = _run(config, dtype, steps, single, recipe.ACCUMULATION,
+                                         seed_folder=folder / "seed")
     comparisons, spread = one_process.compare_steps(observed, dtype)
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
@@ -111,7 +112,7 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     repetitions = []
     for number, accumulation in enumerate(_NOISE_ACCUMULATIONS):
         with reordered_sums(number):
-            repetition, values, observed = _run(config, dtype, steps, me, accumulation, order=number + 1)
+            repetition, values, observed = _run(config, dtype, steps, single, accumulation, order=number + 1)
         repetitions.append((repetition, values))
         # The tolerances come from the noise of these runs, which must not exceed rounding.
         reordered, _ = one_process.compare_steps(observed, dtype, spread)
@@ -171,19 +172,19 @@ def compared_elements(config: ModelConfig | None, name: str, shape: tuple[int, .
     return mask
 
 
-def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: int, order: int = 0,
+def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation: int, order: int = 0,
          seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor], list[ObservedStep]]:
     resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
-                               clip=recipe.CLIP, precision=dtype, device=me.device.type))
-    engine = make_engine(config, resolved, me, loss_chunk=0)
+                               clip=recipe.CLIP, precision=dtype, device=single.device.type))
+    engine = make_engine(config, resolved, single, loss_chunk=0)
     if seed_folder is not None:
-        checkpoint.save(engine, me, RunDir(seed_folder), {"step": 0})
+        checkpoint.save(engine, single, RunDir(seed_folder), {"step": 0})
     data: list[np.ndarray] = []
     states: list[State] = [state_of(engine)]
 
     def permuted(batch: np.ndarray, step: int) -> np.ndarray:
         """Return this rank's rows of a step, shuffled unless `order` is 0, and append them to `data`."""
-        rows = own_rows(me)(batch, step)
+        rows = own_rows(single)(batch, step)
         data.append(rows[np.random.default_rng((order, step)).permutation(len(rows))] if order else rows)
         return data[-1]
 
@@ -193,7 +194,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: in
         yield
         states.append(state_of(engine))
 
-    trajectory = train(engine, config, me, permuted, steps, around=keep_state)
+    trajectory = train(engine, config, single, permuted, steps, around=keep_state)
     scale = 1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor
     tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
                **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},

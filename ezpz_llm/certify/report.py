@@ -195,7 +195,7 @@ def write_docs(certificate: dict[str, Any], page: Path = _PAGE) -> None:
     """Replace the table between the markers of a page, or append it with markers.
 
     Args:
-        kept: certificate, from `report.record` or certify.json.
+        certificate: content of certify.json, from `report.record`.
 
     Raises:
         UserError: the page does not exist.

@@ -53,8 +53,8 @@ def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     reference = read_reference(job.root, case.model, case.dtype, job.steps, case.world)
     path = reference_file(job.root, case.model, case.dtype, job.steps, case.world).with_name("about.json")
     about: TargetProperties = as_type(TargetProperties, read_json(path), str(path))
-    middle = MidRunCheckpoints(case, job, dist)
-    run = _train(case, job, dist, reference, about, middle)
+    checkpoints = MidRunCheckpoints(case, job, dist)
+    run = _train(case, job, dist, reference, about, checkpoints)
     free_memory(dist.device)
     measured, expected = run.numbers, expected_numbers(reference, None)
     findings = {"data": _data_findings(run.drawn, about["batches"]),
@@ -62,14 +62,14 @@ def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
                 "statistics": _statistics_findings(run.statistics, reference, about),
                 "random": _random_findings(run.all_ranks, about["drops"]),
                 "evaluation": _evaluation_findings(run.all_ranks)}
-    resumed = resume(case, job, dist, run.ds_config, about["clip"], middle)
+    resumed = resume(case, job, dist, run.ds_config, about["clip"], checkpoints)
     free_memory(dist.device)
     findings["resume"] = compare_resumed(dist, reference, (run.seen, run.weights), resumed)
     failures = [*verdict.failures(findings, PHASES),
                 *_likely_causes(findings, measured, expected, dist.mesh.dp_size)]
-    middle.close(passed=not failures)
+    checkpoints.close(passed=not failures)
     return {**make_result(case, findings, failures, measured, expected, reference),
-            "parameters": about["parameters"], "clip": about["clip"], "resumed_from": middle.loaded,
+            "parameters": about["parameters"], "clip": about["clip"], "resumed_from": checkpoints.loaded,
             "seconds": time.perf_counter() - began}
 
 
@@ -95,7 +95,7 @@ class _Run:
 
 
 def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: TargetProperties,
-           middle: MidRunCheckpoints) -> _Run:
+           checkpoints: MidRunCheckpoints) -> _Run:
     assert job.target is not None
     target = load(job.target)
     file = write_ds_config(job.root / "ds_configs", case.layout, case.dtype, about["parameters"],
@@ -110,8 +110,8 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
         if step == 0:
             measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
                                            scale=gradient_scale(model.optimizer, about["clip"], trajectory))
-        if step == middle.step - 1:
-            middle.save(model)
+        if step == checkpoints.step - 1:
+            checkpoints.save(model)
 
     torch.manual_seed(recipe.SEED + 1 + dist.rank)
     trajectory = train(model, batches, use_own_step=True, after=after_step)

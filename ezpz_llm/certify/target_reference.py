@@ -51,23 +51,23 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     """Train one process, compare its first gradients with a plain loop, and write tensors and numbers.
 
     Call on one rank. If the module uses batch statistics (BatchNorm), this process computes the parts of each micro
-    batch for the ranks one after the other, like the ranks do.
+    batch for the ranks one after the other, as the ranks do.
 
     Raises:
         UserError: a parameter gets no gradient, or starts as an untied copy of an embedding; the process disagrees
             with the plain loop or, with split micro batches, with itself; `wrap` rejects the module.
     """
     assert job.target is not None
-    target, me = load(job.target), single_rank_world(dist)
+    target, single = load(job.target), single_rank_world(dist)
     path = reference_file(job.root, model, dtype, job.steps, dist.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     module, drops = fresh_module(target)
     check_ties(module)
     in_parts, size = normalizes_over_batch(module), max(2, dist.world_size)
 
-    def batches(places: int, order: int = 0) -> Batches:
-        """Return the batches of a process that computes the parts of all of `places` ranks."""
-        return Batches(target, job.steps, dist.device, range(places), places, order, in_parts)
+    def batches(dp_size: int, order: int = 0) -> Batches:
+        """Return the batches of a process that computes the parts of all `dp_size` ranks."""
+        return Batches(target, job.steps, dist.device, range(dp_size), dp_size, order, in_parts)
 
     _check_parts(batches(1), batches(size))
     whole = batches(dist.world_size if in_parts else 1)
@@ -75,13 +75,13 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     plain = _plain_gradients(whole)
     clip = CLIP_SHARE * _norm(plain)
     check_gradients(plain, _plain_gradients(divided))
-    whole_run, tensors = _run(whole, me, dtype, clip)
+    whole_run, tensors = _run(whole, single, dtype, clip)
     if dtype == "fp32":
         _check_against_plain_loop(plain, tensors)
     repetitions = []
-    for order, (places, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
+    for order, (dp_size, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
         with reordered_sums(order) if shuffled else nullcontext():
-            repetitions.append(_run(batches(whole.size if in_parts else places, order), me, dtype, clip))
+            repetitions.append(_run(batches(whole.size if in_parts else dp_size, order), single, dtype, clip))
     noise = baseline_noise(None, whole_run, tensors, repetitions)
     if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
         noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses)))
@@ -178,11 +178,11 @@ def _norm(gradients: dict[str, Tensor]) -> float:
     return torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
 
 
-def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
+def _run(batches: Batches, single: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
     """Train one process; return its trajectory and the tensors of `reference.Reference`."""
-    accumulation = ACCUMULATION * len(batches.places)
-    file = write_ds_config(me.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
-    model = wrap_target(batches.target, me, file, accumulation, clip)
+    accumulation = ACCUMULATION * len(batches.dp_ranks)
+    file = write_ds_config(single.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
+    model = wrap_target(batches.target, single, file, accumulation, clip)
     tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
 
     def keep_gradients(step: int, trajectory: Observations) -> None:

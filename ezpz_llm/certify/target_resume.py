@@ -78,7 +78,7 @@ def copy_weights(model: Wrapped) -> WeightSlices:
 
 
 def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
-           middle: MidRunCheckpoints) -> tuple[Observations, WeightSlices]:
+           checkpoints: MidRunCheckpoints) -> tuple[Observations, WeightSlices]:
     """Load the checkpoint into a module with other initial weights and make the remaining steps. Collective.
 
     Returns:
@@ -87,9 +87,9 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     assert job.target is not None
     target = load(job.target)
     model = wrap_target(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
-    middle.load(model)
+    checkpoints.load(model)
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
-    trajectory = train(model, batches, use_own_step=True, first=middle.step)
+    trajectory = train(model, batches, use_own_step=True, first=checkpoints.step)
     return trajectory, copy_weights(model)
 
 

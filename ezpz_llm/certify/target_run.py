@@ -22,7 +22,7 @@ from ezpz_llm.certify import recipe
 from ezpz_llm.certify.copies import whole_parameters
 from ezpz_llm.certify.reference import Trajectory
 from ezpz_llm.certify.target_file import ACCUMULATION, EPS_SHARE
-from ezpz_llm.certify.target_statistics import StatisticsByPlace
+from ezpz_llm.certify.target_statistics import StatisticsByRank
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice
@@ -94,7 +94,7 @@ def micro_batch_numbers(target: Target, steps: int) -> list[range]:
 
 @dataclass
 class Batches:
-    """Parts of micro batches that one process computes: the parts of data-parallel ranks `places` out of `size`.
+    """Parts of micro batches that one process computes: those of the data-parallel ranks `dp_ranks` out of `size`.
 
     Attributes:
         order: seed for shuffling the parts of a step; 0 for no shuffling.
@@ -106,7 +106,7 @@ class Batches:
     target: Target
     steps: int
     device: torch.device
-    places: Sequence[int] = (0,)
+    dp_ranks: Sequence[int] = (0,)
     size: int = 1
     order: int = 0
     keeps_rank_order: bool = False
@@ -116,26 +116,26 @@ class Batches:
         """Return the parts of a step's micro batches, each with its data-parallel rank."""
         drawn: list[tuple[int, Any]] = []
         for number in micro_batch_numbers(self.target, self.steps)[step]:
-            parts = [self._part(number, place) for place in self.places]
+            parts = [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
             self.seen[number] = [sample for part in parts for sample in samples(part)]
-            drawn += zip(self.places, parts, strict=True)
+            drawn += zip(self.dp_ranks, parts, strict=True)
         if not self.order:
             return drawn
         shuffled = [drawn[index] for index in np.random.default_rng((self.order, step)).permutation(len(drawn))]
         if not self.keeps_rank_order:
             return shuffled
-        turns = {place: iter([part for rank, part in drawn if rank == place]) for place in self.places}
-        return [(place, next(turns[place])) for place, _ in shuffled]
+        turns = {dp_rank: iter([part for rank, part in drawn if rank == dp_rank]) for dp_rank in self.dp_ranks}
+        return [(dp_rank, next(turns[dp_rank])) for dp_rank, _ in shuffled]
 
     def evaluation_parts(self) -> list[Any]:
         """Return this process's parts of the evaluation batch: the first micro batch of the third epoch."""
         number = 2 * (self.target.epoch_batches or first_epoch_steps(self.steps) * ACCUMULATION)
-        if len(self.places) == 1 or self.keeps_rank_order:
-            return [self._part(number, place) for place in self.places]
+        if len(self.dp_ranks) == 1 or self.keeps_rank_order:
+            return [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
         return [self._part(number, 0, 1)]
 
-    def _part(self, number: int, place: int, size: int | None = None) -> Any:
-        batch = self.target.batch(recipe.DATA_SEED, number, place, size or self.size)
+    def _part(self, number: int, dp_rank: int, size: int | None = None) -> Any:
+        batch = self.target.batch(recipe.DATA_SEED, number, dp_rank, size or self.size)
         return on_tensors(batch, lambda tensor: tensor.to(self.device))
 
 
@@ -206,7 +206,7 @@ def train(model: Wrapped, batches: Batches, *, use_own_step: bool, first: int = 
         UserError: the target's step function does not return a loss, or makes no optimizer step.
     """
     trajectory, target, steps = Observations(), batches.target, batches.steps
-    statistics = StatisticsByPlace(model.module, batches.places)
+    statistics = StatisticsByRank(model.module, batches.dp_ranks)
     rates = [group["lr"] for group in model.optimizer.param_groups]
     for step in range(first, steps):
         for group, rate in zip(model.optimizer.param_groups, rates, strict=True):
@@ -251,12 +251,12 @@ def mean_held_out(ranks: Sequence[Observations]) -> float:
     return sum(rank.held_out for rank in ranks) / len(ranks)
 
 
-def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByPlace,
+def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByRank,
           trajectory: Observations) -> Tensor:
     """Make a step, and return the mean of the micro batches' losses."""
     losses = []
-    for place, batch in parts:
-        with statistics.of(place):
+    for dp_rank, batch in parts:
+        with statistics.of(dp_rank):
             loss = target.loss(model, batch)
             model.backward(loss)
         model.step()

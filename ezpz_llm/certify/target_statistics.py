@@ -18,7 +18,7 @@ def normalizes_over_batch(module: nn.Module) -> bool:
     return any(isinstance(part, _BATCH_NORMS) for part in module.modules())
 
 
-class StatisticsByPlace:
+class StatisticsByRank:
     """Running statistics of each emulated rank: separate during a step, averaged after it.
 
     `ezpz_llm.wrap` averages the statistics of real ranks in the same way. With a single rank, this does nothing.
@@ -28,14 +28,15 @@ class StatisticsByPlace:
         places: the emulated data-parallel ranks.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[int]) -> None:
+    def __init__(self, module: nn.Module, dp_ranks: Sequence[int]) -> None:
         self._live = list(statistics_of(module).values())
-        self._sets = {place: [value.clone() for value in self._live] for place in places} if len(places) > 1 else {}
+        self._sets = ({dp_rank: [value.clone() for value in self._live] for dp_rank in dp_ranks}
+                      if len(dp_ranks) > 1 else {})
 
     @contextmanager
-    def of(self, place: int) -> Iterator[None]:
+    def of(self, dp_rank: int) -> Iterator[None]:
         """Use the statistics of one emulated rank in the module, and save them afterwards."""
-        saved = self._sets.get(place, [])
+        saved = self._sets.get(dp_rank, [])
         _copy(saved, self._live)
         yield
         _copy(self._live, saved)

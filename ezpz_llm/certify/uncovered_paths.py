@@ -75,22 +75,22 @@ def one_process_with(case: Case, dist: Dist) -> dict[str, Any]:
 def observe(model: str, dtype: str, dist: Dist, fault: Fault | None = None,
             seed: int = recipe.SEED) -> list[ObservedStep]:
     """Make the steps of both runs, optionally with a shared fault, and return them."""
-    me = single_rank_world(dist)
+    single = single_rank_world(dist)
     config = replace(recipe.model_config(model), block_size=recipe.LONG, vocab_size=recipe.ODD_VOCABULARY)
-    return [step for run in _RUNS for step in _observe(run, config, dtype, me, fault, seed)]
+    return [step for run in _RUNS for step in _observe(run, config, dtype, single, fault, seed)]
 
 
-def _observe(run: _Run, config: ModelConfig, dtype: str, me: Dist, fault: Fault | None,
+def _observe(run: _Run, config: ModelConfig, dtype: str, single: Dist, fault: Fault | None,
              seed: int) -> list[ObservedStep]:
     resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.LONG_BATCH, accumulation=run.accumulation,
-                               clip=run.clip, precision=dtype, device=me.device.type))
+                               clip=run.clip, precision=dtype, device=single.device.type))
 
     def new_engine() -> Engine:
         """Build an engine with this configuration and the fault, if there is one."""
-        engine = make_engine(config, resolved, me, seed=seed)
+        engine = make_engine(config, resolved, single, seed=seed)
         configure_head(engine.module, run.loss_chunk, run.z_loss)
         if fault is not None and fault.engine is not None:
-            fault.engine(engine, me)
+            fault.engine(engine, single)
         return engine
 
     engine, steps = new_engine(), []
@@ -99,32 +99,32 @@ def _observe(run: _Run, config: ModelConfig, dtype: str, me: Dist, fault: Fault 
         saved = None
         if step == recipe.LONG_STEPS - 1:
             saved = state_of(engine)
-            engine = _resume(engine, new_engine(), me, step)
+            engine = _resume(engine, new_engine(), single, step)
         before = state_of(engine)
         rate = cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, recipe.LONG_STEPS)
-        batches = list(_micro_batches(config, run.accumulation, seed, step, me.device))
+        batches = list(_micro_batches(config, run.accumulation, seed, step, single.device))
         loss, norm = engine.train_step(batches, rate, lambda phase: nullcontext())
         steps.append(ObservedStep(f"step {step + 1} of long sequences, {run.title}", before, state_of(engine),
                                   on_cpu(batches), rate, settings, loss.item(), norm.item(), saved))
-    steps[-1] = replace(steps[-1], evaluated=_evaluate(engine, config, run.accumulation, seed, me))
+    steps[-1] = replace(steps[-1], evaluated=_evaluate(engine, config, run.accumulation, seed, single))
     return steps
 
 
-def _evaluate(engine: Engine, config: ModelConfig, accumulation: int, seed: int, me: Dist) -> Evaluation:
+def _evaluate(engine: Engine, config: ModelConfig, accumulation: int, seed: int, single: Dist) -> Evaluation:
     """Evaluate the engine on held-out batches, some of whose targets are ignored."""
-    batches = on_cpu(_micro_batches(config, accumulation, seed, recipe.LONG_STEPS, me.device))
+    batches = on_cpu(_micro_batches(config, accumulation, seed, recipe.LONG_STEPS, single.device))
     with engine.evaluating():
         loss, _ = validation_loss(
-            engine.loss_sum, [(tokens.numpy(), targets.numpy()) for tokens, targets in batches], device=me.device,
-            mesh=me.mesh)
+            engine.loss_sum, [(tokens.numpy(), targets.numpy()) for tokens, targets in batches],
+            device=single.device, mesh=single.mesh)
     return Evaluation(batches, loss)
 
 
-def _resume(engine: Engine, fresh: Engine, me: Dist, step: int) -> Engine:
+def _resume(engine: Engine, fresh: Engine, single: Dist, step: int) -> Engine:
     """Save a checkpoint of `engine`, load it into `fresh`, and return `fresh`."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(engine, me, RunDir(Path(folder)), {"step": step})
-        checkpoint.load(checkpoint.find(Path(folder)), fresh, me)
+        checkpoint.save(engine, single, RunDir(Path(folder)), {"step": step})
+        checkpoint.load(checkpoint.find(Path(folder)), fresh, single)
     return fresh
 
 

@@ -44,11 +44,11 @@ def find_problems() -> Iterator[str]:
         yield from _check_lookup(tied)
     yield from _check_head()
     yield from _check_attention()
-    with single_cpu_rank() as me:
+    with single_cpu_rank() as single:
         for name in DTYPES:
-            yield from _check_recipe(name, me)
-        yield from _check_micro_steps(me)
-        yield from _check_sums_over_ranks(me)
+            yield from _check_recipe(name, single)
+        yield from _check_micro_steps(single)
+        yield from _check_sums_over_ranks(single)
 
 
 def norm_width(name: str) -> int:
@@ -132,18 +132,18 @@ def _check_attention() -> Iterator[str]:
             yield f"{name} of blockwise attention over {length} tokens has a relative error of {error:.2g} in fp32"
 
 
-def _engine(precision: str, me: Dist) -> MicroStepEngine:
+def _engine(precision: str, single: Dist) -> MicroStepEngine:
     resolved = resolve(Request("ddp", world_size=1, global_batch=BATCH, accumulation=ACCUMULATION, clip=recipe.CLIP,
-                               precision=precision, device=me.device.type))
-    engine = make_engine(small_config(), resolved, me)
+                               precision=precision, device=single.device.type))
+    engine = make_engine(small_config(), resolved, single)
     assert isinstance(engine, MicroStepEngine)
     return engine
 
 
-def _check_recipe(name: str, me: Dist) -> Iterator[str]:
+def _check_recipe(name: str, single: Dist) -> Iterator[str]:
     """Check the dtypes of parameters, matmuls, master weights, moments and loss, and the initial master weights."""
     parameters, products = DTYPES[name]
-    engine = _engine(name, me)
+    engine = _engine(name, single)
     start = {piece.name: piece.tensors["weight"].clone() for piece in engine.training_state().slices()}
     output_dtypes: list[torch.dtype] = []
     for module in engine.module.modules():
@@ -169,9 +169,9 @@ def _check_recipe(name: str, me: Dist) -> Iterator[str]:
         yield f"{name}: initial weights are not rounded to {parameters}, as they are in every other layout"
 
 
-def _check_micro_steps(me: Dist) -> Iterator[str]:
+def _check_micro_steps(single: Dist) -> Iterator[str]:
     """Check that gradients of bf16 parameters are accumulated over micro-steps in fp32, bit by bit."""
-    engine = _engine("bf16", me)
+    engine = _engine("bf16", single)
     sums: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
@@ -192,9 +192,9 @@ def _check_micro_steps(me: Dist) -> Iterator[str]:
             return
 
 
-def _check_sums_over_ranks(me: Dist) -> Iterator[str]:
+def _check_sums_over_ranks(single: Dist) -> Iterator[str]:
     """Check that sums over tensor-parallel ranks have the dtype of the residual stream: fp32 under autocast."""
-    me.ensure_group()
+    single.ensure_group()
     for casts, expected in ((True, torch.float32), (False, torch.bfloat16)):
         x = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):

@@ -98,8 +98,8 @@ def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate
     other_ranks = [rank for rank in split.ranks if rank is not slow]
     saved = 0.0
     if other_ranks and waited:
-        usual = statistics.median(rank.own_s for rank in other_ranks)
-        if waited_by_rank[slow.rank] > _MIN_BLAMED_SHARE * waited and slow.own_s > (1 + _MIN_EXCESS) * usual:
+        median_own_s = statistics.median(rank.own_s for rank in other_ranks)
+        if waited_by_rank[slow.rank] > _MIN_BLAMED_SHARE * waited and slow.own_s > (1 + _MIN_EXCESS) * median_own_s:
             # Without the slow rank, the other ranks would still wait for the second slowest.
             saved = (slow.own_s - max(rank.own_s for rank in other_ranks)) * slow.steps
             description, advice = _describe_slow_rank(slow, other_ranks)
@@ -112,7 +112,7 @@ def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate
 def _describe_slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[str, list[str]]:
     def excess(name: str) -> float:
         # Median over steps, so that a single stalled step does not decide which phase is slow.
-        return slow.usual(name) - statistics.median(rank.usual(name) for rank in other_ranks)
+        return slow.median_s(name) - statistics.median(rank.median_s(name) for rank in other_ranks)
 
     by_phase = {phase: excess(phase) for phase in _PHASES}
     phase = max(by_phase, key=by_phase.__getitem__)
@@ -136,12 +136,12 @@ def _step_causes(split: Split, run: Mapping[str, Any],
     count = len(split.ranks)
     by_label = {label: [exposed for _, exposed in members] for label, members in split.by_label.items()}
     slow = slow_link(split.ranks[0].notes.get("links") or ())
-    lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
+    lost = 0.0 if slow is None else 1 - slow.rate / slow.median_rate
     crossing = {label for label, members in by_label.items() if any(map(split.crosses_nodes, members))}
     moving = sum(exposed.seconds - exposed.waited_s for label in crossing for exposed in by_label[label]) / count
     if slow is not None:
-        yield ("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, the other nodes {slow.usual / 1e6:.4g} MB/s; "
-               "this slows down collectives between nodes", moving * lost,
+        yield ("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, the other nodes "
+               f"{slow.median_rate / 1e6:.4g} MB/s; this slows down collectives between nodes", moving * lost,
                [f"launch --preflight, and an allocation without {slow.host}",
                 f"check which network interface {slow.host} uses: launch --interface"])
     for label, members in by_label.items():

@@ -129,7 +129,7 @@ def _format_value(value: Any) -> str:
 def read_steps_without_collectives(run_dir: Path, split: Split | None) -> list[StepsWithoutCollectives]:
     """Read the step times with and without collectives, by rank. Empty if the run did not measure them."""
     ranks = () if split is None else split.ranks
-    exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
+    exposed = {rank.rank: rank.median_s("exposed_communication") for rank in ranks}
     times = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = as_type(schemas.StepTimes, read_json(path), str(path))

@@ -84,7 +84,7 @@ class RankSplit:
         """Seconds of HOST over all steps."""
         return sum(step[HOST] for step in self.by_step)
 
-    def usual(self, name: str) -> float:
+    def median_s(self, name: str) -> float:
         """Return the seconds of a part of a step, median over steps."""
         return statistics.median(step[name] for step in self.by_step)
 
@@ -267,7 +267,7 @@ def find_waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     rank. If ranks take part in several collectives, one of these must come first. This time is not included.
     """
     called_on = group_by_key((key, (trace.rank, i, trace.flights[i])) for trace in traces
-                             for i, key in enumerate(_keys(trace.rank, trace.flights)) if key is not None)
+                             for i, key in enumerate(_flight_keys(trace.rank, trace.flights)) if key is not None)
     whole = [collective for key, collective in called_on.items() if len(collective) == len(key[1])]
     clock = common_clock(traces, [[(rank, flight) for rank, _, flight in collective] for collective in whole])
     # Times below are on the common clock.
@@ -287,7 +287,7 @@ def find_waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     return by_rank
 
 
-def _keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
+def _flight_keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
     """Yield a key for each flight that identifies its collective on all ranks, or None if the ranks are unknown."""
     counts: Counter[Any] = Counter()
     for flight in flights:
@@ -307,12 +307,12 @@ _SLOW_SHARE = 0.5
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Node that sends or receives slowly: its rate, and the median rate of the others (`usual`), in bytes/s."""
+    """Node that sends or receives slowly: its rate, and the median rate of the others, in bytes/s."""
 
     what: str
     host: str
     rate: float
-    usual: float
+    median_rate: float
 
 
 def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
@@ -333,7 +333,7 @@ def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
             other_rates = [other_rate for name, other_rate in rates.items() if name != hostname]
             if other_rates and rate < _SLOW_SHARE * statistics.median(other_rates):
                 slow.append(SlowLink(f"{hostname} {verb}", hostname, rate, statistics.median(other_rates)))
-    return min(slow, key=lambda link: link.rate / link.usual, default=None)
+    return min(slow, key=lambda link: link.rate / link.median_rate, default=None)
 
 
 Collective = Sequence[tuple[int, "Flight"]]

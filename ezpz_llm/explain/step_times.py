@@ -120,7 +120,7 @@ def _find_causes(rows: History, steady_rows: History, ranks: int,
             *(["--trace-steps 10, to find a slow rank or link"] if can_trace and ranks > 1 else []))
         reason = "the machine is shared" + (", or ranks wait for a slow rank" if ranks > 1 else "")
         yield ("unsteady", f"steps vary by a factor of {high / low:.2g} ({low * 1e3:.3g} to {high * 1e3:.3g} ms), "
-               f"mostly in {phase}: {reason}", _seconds_beyond_fast(times) - drifted, advice)
+               f"mostly in {phase}; perhaps {reason}", _seconds_beyond_fast(times) - drifted, advice)
 
 
 def _seconds_beyond_fast(seconds: np.ndarray) -> float:
