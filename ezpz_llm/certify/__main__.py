@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, read_json, run_command
 from ezpz_llm.certify.cases import Work, parser, plan
-from ezpz_llm.certify.local_launches import read_reference_error, results, run_cases
+from ezpz_llm.certify.local_launches import read_reference_error, read_results, run_cases
 from ezpz_llm.certify.recheck import compare, read_certificate
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 def _run_locally(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     """Run the cases in launches that certify starts, and return the exit code."""
     run_dir = RunDir((options.run_dir or default_run_dir("certify").path).absolute()).create()
-    if results(run_dir.path) or read_reference_error(run_dir.path):
+    if read_results(run_dir.path) or read_reference_error(run_dir.path):
         raise UserError("the run directory already has results of certify", where=str(run_dir.path),
                         instead="another --run-dir")
     signal.signal(signal.SIGTERM, _exit_on_signal)

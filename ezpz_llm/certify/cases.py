@@ -65,14 +65,14 @@ class Skipped:
     illegal: bool
 
 
-def layout_of(name: str) -> Layout:
+def load_layout(name: str) -> Layout:
     """Load the layout of a ds_config, by name or path."""
     return read_layout(ds_config.load(name))
 
 
 def natural_worlds(name: str) -> tuple[int, ...]:
     """Return the world sizes to certify by default: 1, 2 or 4 data-parallel ranks, at most 4 ranks (3d: 8)."""
-    layout = layout_of(name)
+    layout = load_layout(name)
     unit = layout.tp * layout.pp * layout.sp
     return _WORLDS.get(layout.name) or tuple(unit * size for size in _DP_SIZES if unit * size <= _MAX_RANKS)
 
@@ -83,7 +83,7 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
     Raises:
         UserError: the case cannot run.
     """
-    pipeline = layout_of(case.layout).pp > 1
+    pipeline = load_layout(case.layout).pp > 1
     resolved = resolve(Request(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH,
                                clip=recipe.CLIP,
                                accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
@@ -290,7 +290,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
     layouts = list(LAYOUTS) if options.layouts == "all" else _split_list(options.layouts, "--layouts")
     _check_layouts(layouts)
     for name in layouts:
-        layout = layout_of(name)
+        layout = load_layout(name)
         if layout.pp * layout.sp > 1 or layout.zero.tiled:
             raise UserError(f"{name} splits layers, which certify supports only for the trainer's own models",
                             where="--layouts", instead=f"--layouts {','.join(LAYOUTS)}")
@@ -318,7 +318,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
 def _check_layouts(layouts: Sequence[str]) -> None:
     for name in layouts:
         try:
-            layout_of(name)
+            load_layout(name)
         except UserError as error:
             raise UserError(error.found, where="--layouts", instead=error.instead) from None
 
@@ -349,7 +349,7 @@ def _with_faults(names: Sequence[str], cases: Sequence[Case]) -> list[Case]:
         fault = find_fault(name)
         reasons = {case: f"{case.dtype} has no master weights"
                    if fault.needs_masters and not RECIPES[case.dtype].has_masters
-                   else fault.needs(layout_of(case.layout), case.world) for case in cases}
+                   else fault.needs(load_layout(case.layout), case.world) for case in cases}
         faulty += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
         if None not in reasons.values():
             text = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"

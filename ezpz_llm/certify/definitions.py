@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ezpz_llm.base import EXIT_IDLE, UserError
-from ezpz_llm.certify.local_launches import Definition, definitions, definitions_file
+from ezpz_llm.certify.local_launches import Definition, definitions_file, read_definition_outcomes
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.rundir import write_json
 
@@ -49,7 +49,8 @@ def check_definitions(root: Path) -> None:
             code = EXIT_IDLE
         output.seek(0)
         lines = output.read().strip().splitlines()
-    problems = [f"{topic['what']}: {topic['wrong']}" for topic in definitions(root) if topic["wrong"] is not None]
+    problems = [f"{topic['what']}: {topic['wrong']}" for topic in read_definition_outcomes(root)
+                if topic["wrong"] is not None]
     if code and not problems:
         last = lines[-1] if lines else "startup"
         problems = [f"the checks did not finish within {LIMIT_S} s (last: {last})" if code == EXIT_IDLE

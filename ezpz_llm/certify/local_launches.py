@@ -36,12 +36,12 @@ def run_cases(work: Work, root: Path) -> dict[str, Any]:
             attempt += 1
             references = _missing_references(work, root, world)
             folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
-            finished = len(results(root))
+            finished = len(read_results(root))
             job = Job(root, references, tuple(cases), work.steps, work.device, work.target)
             code = _launch(job, world, folder)
             environment_of_ranks = read_record(RunDir(folder)).get("environment", {})
             environment = environment or environment_of_ranks
-            cases = cases[len(results(root)) - finished:]
+            cases = cases[len(read_results(root)) - finished:]
             reason = _collect_failure(root, code, folder)
             # Without an environment the ranks failed in setup, before any reference was computed.
             if code and environment_of_ranks and _missing_references(work, root, world):
@@ -164,13 +164,13 @@ def definitions_file(root: Path) -> Path:
     return root / "reference" / "definitions.json"
 
 
-def definitions(root: Path) -> list[Definition]:
+def read_definition_outcomes(root: Path) -> list[Definition]:
     """Return the outcomes of the definition checks in order, or an empty list if they have not run."""
     path = definitions_file(root)
     return as_type(list[Definition], read_json(path), str(path)) if path.is_file() else []
 
 
-def results(root: Path) -> list[dict[str, Any]]:
+def read_results(root: Path) -> list[dict[str, Any]]:
     """Return the results of the cases that have run."""
     return list(read_lines(results_file(root)))
 

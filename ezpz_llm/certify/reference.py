@@ -182,7 +182,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
     data: list[np.ndarray] = []
     states: list[State] = [state_of(engine)]
 
-    def permuted(batch: np.ndarray, step: int) -> np.ndarray:
+    def draw_rows(batch: np.ndarray, step: int) -> np.ndarray:
         """Return this rank's rows of a step, shuffled unless `order` is 0, and append them to `data`."""
         rows = own_rows(single)(batch, step)
         data.append(rows[np.random.default_rng((order, step)).permutation(len(rows))] if order else rows)
@@ -194,7 +194,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
         yield
         states.append(state_of(engine))
 
-    trajectory = train(engine, config, single, permuted, steps, around=keep_state)
+    trajectory = train(engine, config, single, draw_rows, steps, around=keep_state)
     scale = 1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor
     tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
                **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},
@@ -222,7 +222,7 @@ def reordered_sums(seed: int) -> Iterator[None]:
     Inputs are halved in the forward pass and outputs in the backward pass, as in layouts that partition a layer by
     rows or columns over ranks or tiles. The shuffle depends on `seed` and the layer's shape.
     """
-    def shuffled(self: nn.Linear, x: Tensor) -> Tensor:
+    def shuffled_forward(self: nn.Linear, x: Tensor) -> Tensor:
         """Forward pass of the layer with shuffled and halved inputs and outputs."""
         generator = torch.Generator().manual_seed(seed)
         columns, rows = (torch.randperm(size, generator=generator).to(x.device)
@@ -236,7 +236,7 @@ def reordered_sums(seed: int) -> Iterator[None]:
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     plain = nn.Linear.forward
-    nn.Linear.forward = shuffled
+    nn.Linear.forward = shuffled_forward
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from typing import Any
 
 from ezpz_llm.base import UserError, group_by_key
 from ezpz_llm.certify import recipe, target_file, verdict
-from ezpz_llm.certify.cases import Skipped, Work, layout_of, omitted_cases
-from ezpz_llm.certify.local_launches import Definition, definitions, read_reference_error, results
+from ezpz_llm.certify.cases import Skipped, Work, load_layout, omitted_cases
+from ezpz_llm.certify.local_launches import Definition, read_definition_outcomes, read_reference_error, read_results
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
@@ -104,7 +104,7 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
 
     Args:
         refused: reason why the single-process reference is unusable, from `read_reference_error`.
-        checks: outcomes of the definition checks, from `local_launches.definitions`.
+        checks: outcomes of the definition checks, from `local_launches.read_definition_outcomes`.
     """
     machine = {name: value for name, value in environment.items()
                if name in ("versions", "platform", "device", "threads")}
@@ -164,7 +164,8 @@ def _short(label: str) -> str:
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
     """Print and write the outcome, and return the exit code. Call on one rank only."""
-    outcome, refused, checks = results(run_dir.path), read_reference_error(run_dir.path), definitions(run_dir.path)
+    outcome, refused = read_results(run_dir.path), read_reference_error(run_dir.path)
+    checks = read_definition_outcomes(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
     certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused, checks)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
@@ -207,10 +208,10 @@ def write_docs(certificate: dict[str, Any], page: Path = _PAGE) -> None:
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
     head, _, tail = text.partition(BEGIN)
-    write_atomic(page, f"{head}{BEGIN}\n{certified(certificate)}{END}{tail.partition(END)[2]}")
+    write_atomic(page, f"{head}{BEGIN}\n{certified_table(certificate)}{END}{tail.partition(END)[2]}")
 
 
-def certified(certificate: dict[str, Any]) -> str:
+def certified_table(certificate: dict[str, Any]) -> str:
     """Return the table for the docs as Markdown, after an explanation of its numbers."""
     results = [result for result in certificate["results"] if not injected_fault(result)]
     layouts = dict.fromkeys(each["layout"] for each in (*results, *certificate["skipped"]))
@@ -249,14 +250,14 @@ def _docs_row(name: str, results: list[dict[str, Any]], certificate: dict[str, A
     shown = [result for result in layout_results
              if result["dtype"] == "fp32" and result["model"] == recipe.MODELS[0] and result["worst"]]
     best = max(shown, key=lambda result: result["world"], default=None)
-    return (f"`{name}`", supported_axes(name), _certified(name, layout_results, certificate),
+    return (f"`{name}`", supported_axes(name), _certified_cell(name, layout_results, certificate),
             *(("-", "-", "-") if best is None else
               (_memory(best), _collectives(best), _expected_collectives(best["textbook"]))))
 
 
 def supported_axes(name: str) -> str:
     """Return the axes (dp, tp, pp, sp) that can have degree 2 in a layout whose ds_config leaves them at 1."""
-    layout = layout_of(name)
+    layout = load_layout(name)
     axes = ["dp"]
     for axis in ("tp", "pp", "sp"):
         if getattr(layout, axis) > 1:
@@ -272,7 +273,7 @@ def supported_axes(name: str) -> str:
     return ", ".join(axes)
 
 
-def _certified(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> str:
+def _certified_cell(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> str:
     if not results:
         reason = next((skip["reason"] for skip in certificate["skipped"] if skip["layout"] == name), "not run")
         return f"no: {reason}"

@@ -22,7 +22,7 @@ def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:
         [f"layout {diagnosis.layout}, {count_noun(diagnosis.ranks, 'rank')}", str(diagnosis.run_dir)])
     sections = [("Causes of lost time", _causes(diagnosis))]
     if diagnosis.split is not None:
-        sections += _traced(diagnosis.split)
+        sections += _trace_sections(diagnosis.split)
     else:
         sections.append(("Step time", _bars("Steady step on rank 0", [("rank 0", diagnosis.phases)], "ms")
                          + table_of(tables.phases_table(diagnosis.phases))))
@@ -58,7 +58,7 @@ def _cause(cause: Cause, length: float) -> str:
             f"{items(f'Try: {to_typable_text(line)}' for line in cause.advice)}</li>")
 
 
-def _traced(split: Split) -> list[tuple[str, str]]:
+def _trace_sections(split: Split) -> list[tuple[str, str]]:
     """Return the sections that require traces."""
     sections = [("Traced steps", _bars("Parts of a traced step", tables.step_bars(split), "ms")
                  + table_of(tables.window_table(split)))]

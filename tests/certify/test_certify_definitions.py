@@ -18,7 +18,7 @@ from ezpz_llm.certify import (
     trainer_run,
     wide_sums,
 )
-from ezpz_llm.certify.local_launches import definitions as lead_definitions
+from ezpz_llm.certify.local_launches import read_definition_outcomes
 from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.engine import build, gradients
@@ -96,5 +96,5 @@ def test_checks_that_hang_are_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.full
 def test_a_separate_process_checks_all_topics(tmp_path: Path) -> None:
     definitions.check_definitions(tmp_path)
-    assert [topic["what"] for topic in lead_definitions(tmp_path)] == [
+    assert [topic["what"] for topic in read_definition_outcomes(tmp_path)] == [
         "rates", "parts", "loss scale", "dropout", "sums", "trainer"]
