@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, read_json, run_command
 from ezpz_llm.certify.cases import Work, parser, plan
-from ezpz_llm.certify.local_launches import read_reference_error, results, run_cases
+from ezpz_llm.certify.local_launches import read_reference_error, read_results, run_cases
 from ezpz_llm.certify.recheck import compare, read_certificate
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
@@ -38,15 +38,16 @@ def main(argv: Sequence[str]) -> int:
         from ezpz_llm.certify.worker import run_on_launched_ranks
 
         return run_on_launched_ranks(work, options, argv, began)
-    return _lead(plan(options), options, argv, began)
+    return _run_locally(plan(options), options, argv, began)
 
 
-def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
+def _run_locally(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
+    """Run the cases in launches that certify starts, and return the exit code."""
     run_dir = RunDir((options.run_dir or default_run_dir("certify").path).absolute()).create()
-    if results(run_dir.path) or read_reference_error(run_dir.path):
+    if read_results(run_dir.path) or read_reference_error(run_dir.path):
         raise UserError("the run directory already has results of certify", where=str(run_dir.path),
                         instead="another --run-dir")
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     environment = run_cases(work, run_dir.path)
     return conclude(work, options, argv, began, run_dir, environment)
 
@@ -54,17 +55,17 @@ def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> 
 def _recheck(options: Namespace, began: float) -> int:
     """Run a certificate's command again; return 0 if the certificate holds on this machine."""
     certificate = read_certificate(options.recheck)
-    again = parser().parse_args(certificate.words)
-    run_dir = again.run_dir = (options.run_dir or default_run_dir("recheck").path).absolute()
-    again.json, again.write_docs = options.json, False
-    _lead(plan(again), again, certificate.words, began)
+    rerun_options = parser().parse_args(certificate.arguments)
+    run_dir = rerun_options.run_dir = (options.run_dir or default_run_dir("recheck").path).absolute()
+    rerun_options.json, rerun_options.write_docs = options.json, False
+    _run_locally(plan(rerun_options), rerun_options, certificate.arguments, began)
     holds, message = compare(certificate, read_json(run_dir / "certify.json"))
     print(message, flush=True)
     return 0 if holds else 1
 
 
-def _end(number: int, frame: object) -> None:
-    """Exit through `finally` blocks, so that the running launch is stopped too."""
+def _exit_on_signal(number: int, frame: object) -> None:
+    """Raise SystemExit, so that `finally` blocks run and stop the running launch."""
     raise SystemExit(128 + number)
 
 

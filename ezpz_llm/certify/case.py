@@ -22,10 +22,10 @@ from ezpz_llm.certify.reference import (
     Trajectory,
     compare,
     compared_elements,
+    free_memory,
     make_engine,
     own_rows,
     read_reference,
-    release,
     seed_checkpoint,
     train,
 )
@@ -44,18 +44,18 @@ from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
-_STEADY = 1
-"""Step (from 0) at which memory is measured; collectives are counted one step later. Step 0 includes setup."""
+_STEADY_STEP = 1
+"""Step (from 0) whose memory is measured. Step 0 includes setup. Collectives are counted in the step after it."""
 
 
 def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, Any]:
     """Run a case and compare it with the reference. Collective; every rank gets the same result.
 
     Args:
-        root: where `make_reference` wrote the reference of this model, dtype and number of steps.
+        root: directory below which `make_reference` wrote the reference of this model, dtype and number of steps.
 
     Returns:
-        The case with its numbers, `failures` (one sentence each) and `passed`.
+        The case with its numbers, `failures` (one line per kind of finding that failed) and `passed`.
     """
     if case.fault and find_fault(case.fault).shared:
         return one_process_with(case, dist)
@@ -65,19 +65,19 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     reference = read_reference(root, case.model, case.dtype, steps)
     seed = seed_checkpoint(root, case.model, case.dtype, steps)
-    measured, watch = _run(case, config, resolved, dist, reference, seed, steps)
-    release(dist.device)
-    expected = numbers_of(reference, config)
+    measured, observed = _run(case, config, resolved, dist, reference, seed, steps)
+    free_memory(dist.device)
+    expected = expected_numbers(reference, config)
     findings = {**verdict.findings(measured, expected, config.n_layer, case.dtype),
-                "format": formats(resolved, config, case.world, watch)}
-    return {**result_of(case, findings, verdict.failures(findings), measured, expected, reference),
-            "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
-            **computed(resolved, config, case.world), "seconds": time.perf_counter() - began}
+                "format": dtype_findings(resolved, config, case.world, observed)}
+    return {**make_result(case, findings, verdict.failures(findings), measured, expected, reference),
+            "batch": asdict(resolved.batch), "parameters": parameter_count(config), **observed,
+            **theoretical_numbers(resolved, config, case.world), "seconds": time.perf_counter() - began}
 
 
-def result_of(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str],
-              measured: verdict.Numbers, expected: verdict.Numbers, reference: Reference) -> dict[str, Any]:
-    """Return the case with its verdict and the compared numbers."""
+def make_result(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str],
+                measured: verdict.Numbers, expected: verdict.Numbers, reference: Reference) -> dict[str, Any]:
+    """Return the result of a case: its verdict and the compared numbers."""
     return {
         **asdict(case), "passed": not failures, "failures": failures,
         "kinds": [kind for kind, entries in findings.items() if any(finding.failed for finding in entries)],
@@ -98,11 +98,11 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     if fault is not None and fault.settings is not None:
         resolved = fault.settings(resolved)
     storages = live_storages()
-    spoil = None if fault is None else fault.model
+    inject = None if fault is None else fault.model
     engine = make_engine(config, resolved, dist,
-                         None if spoil is None else lambda model: spoil(model, dist, resolved.layout))
+                         None if inject is None else lambda model: inject(model, dist, resolved.layout))
     measured: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
-    _spoil(engine)
+    _fill_with_nan(engine)
     checkpoint.load(seed, engine, dist)
     if fault is not None and fault.engine is not None:
         fault.engine(engine, dist)
@@ -126,46 +126,50 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     return measured, {"collectives": by_ranks([rank[2] for rank in ranks]), "memory": [rank[3] for rank in ranks]}
 
 
-def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
-    """Return the computed part of a result: estimated memory and the traffic that the papers give."""
+def theoretical_numbers(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
+    """Return the unmeasured numbers of a result: estimated memory, and traffic according to the papers."""
     precision, gradients = resolved.precision, resolved.gradients
     return {"arithmetic": [asdict(part) for part in memory_per_rank(resolved.layout, config, world,
                                                                     precision=precision, gradients=gradients)],
             "textbook": published_traffic(resolved.layout, config, resolved.batch, precision, gradients)}
 
 
-def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[str, Any]) -> list[verdict.Finding]:
+def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
+                   observed: Mapping[str, Any]) -> list[verdict.Finding]:
     """Check that gradients are reduced and held in at least as many bytes as the requested dtypes need.
 
-    Only for recipes with master weights: there, a sum in bf16 instead of fp32 is hidden by the noise of bf16
-    matmuls.
+    Only recipes with master weights have these findings: there, the noise of bf16 matmuls would hide a sum in bf16
+    instead of fp32.
+
+    Args:
+        observed: measured "collectives" and "memory", by rank.
     """
     layout, batch, gradients = resolved.layout, resolved.batch, resolved.gradients
     if not RECIPES[resolved.precision].has_masters:
         return []
     expected = published_traffic(layout, config, batch, resolved.precision, gradients)
-    # `published_traffic` uses stage 2's settings for stages 1 and 2, which reduce in each micro-step. Pipelines
-    # reduce once.
+    # `published_traffic` counts one reduction per step, but stages 1 and 2 run with stage 2's settings, which
+    # reduce in each micro-step. Pipelines reduce once.
     times = batch.accumulation if layout.zero.stage in (1, 2) and layout.pp == 1 else 1
     by_kind: Counter[str] = Counter()
     for name, size in expected.items():
         by_kind[name.partition(" (")[0]] += size  # "reduce_scatter (2 ranks)" among others
     reduced = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
     sent = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
-               for group in watch["collectives"])
+               for group in observed["collectives"])
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
     requested = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
-    actual = max(rank["gradients"] for rank in watch["memory"])
+    actual = max(rank["gradients"] for rank in observed["memory"])
     return [verdict.Finding(f"bytes of gradients that {label}", max(0, need - count), 0.0, f": {count} of {need}")
             for label, count, need in (("are reduced", sent, reduced), ("are held", actual, requested))]
 
 
 @torch.no_grad()
-def _spoil(engine: Engine) -> None:
+def _fill_with_nan(engine: Engine) -> None:
     """Set every weight to NaN, so that certify notices a weight that the checkpoint does not restore.
 
-    This includes the parameters that ranks compute with. An engine that does not copy the loaded master weights
-    into them would otherwise train from the initial weights, which equal the checkpoint's.
+    This includes the parameters that ranks compute with. Otherwise, an engine that does not copy the loaded master
+    weights into them would go unnoticed, because the initial weights equal the checkpoint's.
     """
     for part in engine.training_state().slices():
         part.tensors["weight"].fill_(torch.nan)
@@ -182,34 +186,34 @@ class _Watcher:
         self.engine, self.storages = engine, storages
         self.counter = CollectiveCounter()
         self.memory: dict[str, int] = {}
-        self._measures = False
+        self._measuring = False
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Count the collectives of one step; see `around` of `reference.train`."""
-        self._measures = step == _STEADY
-        # Measuring memory touches many tensors, which is slow under a dispatch mode: count on the step after.
-        with self.counter if step == _STEADY + 1 else nullcontext():
+        """Count the collectives of the step after the steady-state step; see `around` of `reference.train`."""
+        self._measuring = step == _STEADY_STEP
+        # Measuring memory touches many tensors, which is slow under a dispatch mode: count in the next step.
+        with self.counter if step == _STEADY_STEP + 1 else nullcontext():
             yield
 
     def span(self, phase: str) -> AbstractContextManager[None]:
         """Measure memory at the start of the backward and optimizer phases of the steady-state step."""
-        if self._measures and phase in ("backward", "optimizer"):
+        if self._measuring and phase in ("backward", "optimizer"):
             # Full gradients may live until they are reduced and shards afterwards, so take the maximum per kind.
-            # "other" is taken before the optimizer only: when a backward pass begins, it includes activations.
+            # For "other", keep the value before the optimizer: before the backward pass, it includes activations.
             sizes = live_tensor_memory(self.engine, self.storages)
             self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
                            for kind, size in sizes.items()}
         return nullcontext()
 
 
-def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numbers:
-    """Return the numbers of a reference to compare with; `config` is None for a user's module."""
+def expected_numbers(reference: Reference, config: ModelConfig | None) -> verdict.Numbers:
+    """Return the reference numbers that a case is compared with; `config` is None for a user's module."""
     tensors = {key: value.double() for key, value in reference.tensors.items()}
     names = [key.removeprefix("weight/") for key in tensors if key.startswith("weight/")]
 
     def movement(name: str) -> float:
-        """Distance from the initial to the last weights, without elements that are zero by symmetry."""
+        """Return the 2-norm of the weights' change over the run, without elements that are zero by symmetry."""
         moved = tensors[f"weight/{name}"] - tensors[f"first/{name}"]
         mask = compared_elements(config, name, tuple(moved.shape))
         return (moved if mask is None else moved * mask).norm().item()
@@ -223,28 +227,29 @@ def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numb
     }
 
 
-_FP32 = 4
+_FP32_BYTES = 4
 
 
 def published_traffic(layout: Layout, model: ModelConfig, batch: Batch, precision: str = "fp32",
                       gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
     """Return the bytes of communication buffers per step, by kind, according to the papers.
 
-    The rank with the most parameters. Parameters and activations have 4 bytes, or 2 in recipes with master weights.
+    The bytes are those of the rank with the most parameters. Parameters and activations have 4 bytes, or 2 in
+    recipes with master weights.
 
-    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced; in ZeRO stages 1 and 2 reduce-scattered, and
-    the new parameters all-gathered; in stage 3 (and FSDP) parameters are all-gathered in both passes of each
-    micro-step. Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the activations per
-    layer and pass, one after the embedding, one before the head. Pipeline (Huang et al. 2019, arXiv:1811.06965):
-    activations and their gradients, sent and received between stages. Sequence parallel (Jacobs et al. 2023,
-    arXiv:2309.14509): all-to-all of queries, keys, values and attention output in each pass.
+    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced. In ZeRO stages 1 and 2, gradients are
+    reduce-scattered and the new parameters all-gathered. In stage 3 and FSDP, parameters are all-gathered in both
+    passes of each micro-step. Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the
+    activations per layer and pass, one after the embedding, one before the head. Pipeline (Huang et al. 2019,
+    arXiv:1811.06965): activations and their gradients, sent and received between stages. Sequence parallel (Jacobs
+    et al. 2023, arXiv:2309.14509): all-to-all of queries, keys, values and attention output in each pass.
     """
     traffic: Counter[str] = Counter()
     parameters = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
-    itemsize = 2 if RECIPES[precision].has_masters else _FP32
+    itemsize = 2 if RECIPES[precision].has_masters else _FP32_BYTES
     peers = batch.dp_size * layout.sp
     if peers > 1:
-        reduced = 2 if gradients.reduced == "bf16" else _FP32
+        reduced = 2 if gradients.reduced == "bf16" else _FP32_BYTES
         volume: Mapping[str, int] = {"all_reduce": reduced * parameters, "all_gather": itemsize * parameters}
         for knob in KNOBS:
             if knob.traffic is not None:

@@ -1,4 +1,4 @@
-"""Cases to certify (layout, model, precision, world size) and the command-line options (imports no torch)."""
+"""Cases to certify (layout, model, precision, world size), and command-line options (imports no torch)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ezpz_llm.model.config import MODELS
 _DP_SIZES = (1, 2, 4)
 _MAX_RANKS = 4
 _WORLDS = {"3d": (8,), "zero3_hpz2": (4,), "fsdp2_within2": (4,)}
-"""Exceptions to `natural_worlds`: the third dimension of 3d is data-parallel, and subgroups of two ranks need more
-than two ranks to differ from the whole group."""
+"""World sizes of layouts that are exceptions to `natural_worlds`. The third dimension of 3d is data-parallel.
+Subgroups of two ranks differ from the whole group only on more than two ranks."""
 
-_ROUNDED = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1", "tp2_zero3", "sp2",
-            "pp2", "pp2_tp2")
-"""Layouts that --quick also certifies in bf16, one of each kind."""
+_ALSO_BF16 = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1", "tp2_zero3", "sp2",
+              "pp2", "pp2_tp2")
+"""Layouts that --quick also certifies in the last dtype (bf16 by default), one of each kind."""
 
-_NEVER_ON = "dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks"
-"""Code paths that no case exercises, with --quick or without."""
+_UNCOVERED_PATHS = "dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks"
+"""Code paths that no case exercises, even without --quick."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Case:
 class Skipped:
     """A case that cannot run, and why.
 
-    `illegal` means that no machine can run it. Otherwise this machine lacks something, and `reason` has a command.
+    `illegal` means that no machine can run it. Otherwise this machine lacks a compiled op, and `reason` names the
+    command that builds it.
     """
 
     case: Case
@@ -64,14 +65,14 @@ class Skipped:
     illegal: bool
 
 
-def layout_of(name: str) -> Layout:
-    """Return the layout of a ds_config, by name or path."""
+def load_layout(name: str) -> Layout:
+    """Load the layout of a ds_config, by name or path."""
     return read_layout(ds_config.load(name))
 
 
 def natural_worlds(name: str) -> tuple[int, ...]:
     """Return the world sizes to certify by default: 1, 2 or 4 data-parallel ranks, at most 4 ranks (3d: 8)."""
-    layout = layout_of(name)
+    layout = load_layout(name)
     unit = layout.tp * layout.pp * layout.sp
     return _WORLDS.get(layout.name) or tuple(unit * size for size in _DP_SIZES if unit * size <= _MAX_RANKS)
 
@@ -82,7 +83,7 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
     Raises:
         UserError: the case cannot run.
     """
-    pipeline = layout_of(case.layout).pp > 1
+    pipeline = load_layout(case.layout).pp > 1
     resolved = resolve(Request(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH,
                                clip=recipe.CLIP,
                                accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
@@ -107,7 +108,7 @@ def scaled_down(zero: dict[str, Any], stage: int | None,
 
 def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
               dtypes: Sequence[str]) -> list[Case]:
-    """Return every combination, sorted by world size; without `worlds`, each layout in its natural world sizes."""
+    """Return every combination, sorted by world size. Without `worlds`, each layout has its natural world sizes."""
     cases = [Case(layout, world, model, dtype) for layout in layouts
              for world in worlds or natural_worlds(layout) for model in models for dtype in dtypes]
     return sorted(cases, key=lambda case: case.world)
@@ -118,19 +119,20 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
     """Return the cases of --quick.
 
     Each layout runs in its smallest multi-rank world (among `worlds`, if given) with the first dtype and each
-    model. One layout of each kind also runs in the last dtype that it supports, with the first model. By default
-    this is `tiny-gpt2`, because rounding to bf16 changes its gradients by a sixth as much as those of `tiny-llama`.
+    model. One layout of each kind also runs in the last dtype that it supports, with the first model. The default
+    first model is `tiny-gpt2`, because rounding to bf16 changes its gradients by a sixth as much as those of
+    `tiny-llama`.
     """
     cases = []
     for layout in layouts:
         sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
         world = next((size for size in sizes if size > 1), sizes[0])
         cases += [Case(layout, world, model, dtypes[0]) for model in models]
-        if layout in _ROUNDED:
+        if layout in _ALSO_BF16:
             rounded = [Case(layout, world, models[0], dtype) for dtype in reversed(dtypes[1:])]
             # Keep a case that only lacks a compiled op: it must be reported as missing, not replaced by another
             # dtype.
-            illegal = {skipped.case for skipped in divide(rounded, None)[1] if skipped.illegal}
+            illegal = {skipped.case for skipped in split_runnable(rounded, None)[1] if skipped.illegal}
             cases += [case for case in rounded if case not in illegal][:1]
     return sorted(cases, key=lambda case: case.world)
 
@@ -138,19 +140,20 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
 def omitted_cases(work: Work) -> str:
     """Return lines that name the cases omitted by --quick and the code paths that no case exercises."""
     layouts = list(dict.fromkeys(case.layout for case in work.cases))
-    whole, _ = divide(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
+    whole, _ = split_runnable(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
     omitted = [case for case in whole if case not in work.cases]
-    tail = (f"not covered by any layout: {_NEVER_ON}\n"
-            "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
+    uncovered = (f"not covered by any layout: {_UNCOVERED_PATHS}\n"
+                 "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped "
+                 "steps")
     if not work.quick or not omitted:
-        return tail
+        return uncovered
     worlds = ", ".join(map(str, sorted({case.world for case in omitted})))
     dtypes = ", ".join(dict.fromkeys(case.dtype for case in omitted))
     return (f"--quick omits {len(omitted)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
-            f"in {dtypes} (omit --quick to run them)\n{tail}")
+            f"in {dtypes} (omit --quick to run them)\n{uncovered}")
 
 
-def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
+def split_runnable(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
     """Split cases into those that can run on this machine and those that cannot."""
     legal: list[Case] = []
     skipped: list[Skipped] = []
@@ -158,13 +161,13 @@ def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[
         try:
             resolve_case(case, device)
         except UserError as error:
-            skipped.append(_skipped(case, error))
+            skipped.append(_make_skipped(case, error))
         else:
             legal.append(case)
     return legal, skipped
 
 
-def _skipped(case: Case, error: UserError) -> Skipped:
+def _make_skipped(case: Case, error: UserError) -> Skipped:
     # A missing op depends on the machine, and has a command that builds it.
     illegal = not (error.instead or "").startswith("ezpz-llm doctor")
     fix = "" if illegal or not error.instead else f" (type: {error.instead})"
@@ -182,7 +185,7 @@ Exit code 0 only if every case passes.
 
 @dataclass(frozen=True)
 class Work:
-    """The cases to run, those skipped with the reason, and how to run them."""
+    """Cases to run, skipped cases, and settings of the run."""
 
     cases: tuple[Case, ...]
     skipped: tuple[Skipped, ...]
@@ -192,8 +195,8 @@ class Work:
     target: TargetFile | None = None
 
 
-class _OldName(argparse.Action):
-    """Deprecated name of an option: prints the new name to stderr and works otherwise."""
+class _DeprecatedOption(argparse.Action):
+    """Action for the deprecated name of an option: prints a note to stderr and sets the option."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
@@ -228,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
                            "world; and one layout of each kind in bf16")
     parser.add_argument("--inject-fault", metavar="NAME,…",
                         help=f"inject faults, one at a time; certify must then fail: {', '.join(FAULTS)}")
-    parser.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
+    parser.add_argument("--plant", dest="inject_fault", action=_DeprecatedOption, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
     parser.add_argument("--write-docs", action="store_true",
                         help="write the table into benchmarks/results/certified.md")
@@ -248,7 +251,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
         world_size: world size under launch; only cases with this world size are kept.
 
     Raises:
-        UserError: an unknown name, an invalid number, a fault that cannot be injected, or no case left.
+        UserError: a name is unknown, an option is invalid, a fault applies to no case, or no case is left.
     """
     steps = options.steps
     if steps is None:
@@ -265,7 +268,8 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     _check_known(models, tuple(MODELS), "model", "--model")
     worlds = _worlds(options.world, world_size)
     device = "cpu" if options.device == "auto" else options.device
-    cases, skipped = divide((quick_cases if options.quick else all_cases)(layouts, worlds, models, dtypes), device)
+    select_cases = quick_cases if options.quick else all_cases
+    cases, skipped = split_runnable(select_cases(layouts, worlds, models, dtypes), device)
     if not cases and not any(not each.illegal for each in skipped):
         reasons = "; ".join(dict.fromkeys(f"{each.case.layout}: {each.reason}" for each in skipped))
         natural = sorted({world for name in layouts for world in natural_worlds(name)})
@@ -277,7 +281,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
 
 
 def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int) -> Work:
-    """Return the cases of a target: each layout in the requested worlds, or in its smallest multi-rank world."""
+    """Return the cases of a target: each layout in the requested world sizes, or in its smallest above 1."""
     file = find_target(options.target)
     for name, is_set in {"--model": options.model != ",".join(recipe.MODELS), "--quick": options.quick,
                          "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
@@ -286,7 +290,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
     layouts = list(LAYOUTS) if options.layouts == "all" else _split_list(options.layouts, "--layouts")
     _check_layouts(layouts)
     for name in layouts:
-        layout = layout_of(name)
+        layout = load_layout(name)
         if layout.pp * layout.sp > 1 or layout.zero.tiled:
             raise UserError(f"{name} splits layers, which certify supports only for the trainer's own models",
                             where="--layouts", instead=f"--layouts {','.join(LAYOUTS)}")
@@ -301,7 +305,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
             resolve(Request(case.layout, world_size=case.world, micro_batch=1, accumulation=ACCUMULATION,
                             precision=case.dtype, device="cpu" if options.device == "auto" else options.device))
         except UserError as error:
-            skipped.append(_skipped(case, error))
+            skipped.append(_make_skipped(case, error))
         else:
             legal.append(case)
     if not cases or not legal:
@@ -314,7 +318,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
 def _check_layouts(layouts: Sequence[str]) -> None:
     for name in layouts:
         try:
-            layout_of(name)
+            load_layout(name)
         except UserError as error:
             raise UserError(error.found, where="--layouts", instead=error.instead) from None
 
@@ -344,8 +348,8 @@ def _with_faults(names: Sequence[str], cases: Sequence[Case]) -> list[Case]:
     for name in names:
         fault = find_fault(name)
         reasons = {case: f"{case.dtype} has no master weights"
-                   if fault.of_masters and not RECIPES[case.dtype].has_masters
-                   else fault.needs(layout_of(case.layout), case.world) for case in cases}
+                   if fault.needs_masters and not RECIPES[case.dtype].has_masters
+                   else fault.needs(load_layout(case.layout), case.world) for case in cases}
         faulty += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
         if None not in reasons.values():
             text = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"
@@ -363,7 +367,7 @@ def _split_list(text: str, where: str) -> list[str]:
 
 
 def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
-    """Return the world sizes of `--world`, or under launch the actual one."""
+    """Return the world sizes in `--world`, the actual one under launch, or None for each layout's default."""
     sizes = [] if text is None else _split_list(text, "--world")
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise UserError(f"{text!r} is not a list of world sizes", where="--world", instead="--world 2,4")

@@ -20,13 +20,13 @@ from ezpz_llm.model.parameters import placement_of, size
 _BLOCK = 64
 """Elements per checksum."""
 Blocks = dict[tuple[str, str, Any, int, int], int]
-"""Checksums of a rank, by kind, parameter, its box, and the first and last element of the block."""
+"""Checksums of a rank, by kind, parameter, its box, and the block's start and stop in the box."""
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Integer type to view elements as, by element size in bytes."""
+"""Integer dtype with which to view elements, by element size in bytes."""
 
 
 def whole_parameters(engine: Engine) -> Iterator[Slice]:
-    """Yield the parameters that this rank computes with, of any dtype, if they are not partitioned at the moment.
+    """Yield the parameters, of any dtype, that this rank computes with and that are not partitioned at the moment.
 
     Under ZeRO, the slices of the training state are master weights, which are not replicated. Under stage 3 and
     FSDP2, only parameters that the last pass left gathered are yielded.
@@ -41,15 +41,15 @@ def differing_copies(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
     """Compare the replicas of each parameter and of its optimizer state bit by bit. Collective.
 
     Returns:
-        By "KIND of NAME": "compared", the number of blocks that several ranks hold; "apart", the number of blocks
-        that differ; "where", text that names the first two ranks that differ. Tensors on a single rank are left
-        out.
+        By "KIND of NAME": "compared", the number of comparisons of a replica's block with that of the first rank;
+        "apart", the number of them that differ; "where", text that names the first two ranks that differ. Tensors
+        on a single rank are left out.
     """
     checksums: Blocks = {}
     for pieces in (engine.training_state().slices(), whole_parameters(engine)):
         for piece in pieces:
             for kind, tensor in piece.tensors.items():
-                checksums.update(_blocks(kind, piece, tensor.detach().cpu()))
+                checksums.update(_checksum_blocks(kind, piece, tensor.detach().cpu()))
     differences: dict[str, dict[str, Any]] = {}
     first: dict[Any, tuple[int, int]] = {}
     for rank, blocks in enumerate(all_gather(dist, checksums)):
@@ -65,10 +65,10 @@ def differing_copies(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _blocks(kind: str, piece: Slice, tensor: Tensor) -> Blocks:
-    """Return a checksum of each block of a slice, which changes if a single element does.
+def _checksum_blocks(kind: str, piece: Slice, tensor: Tensor) -> Blocks:
+    """Return a checksum of each block of a slice. A change of a single element changes the checksum.
 
-    Blocks begin at multiples of their size within the box, so that they match on ranks with other slice boundaries.
+    Blocks begin at multiples of _BLOCK within the box, so that they match on ranks with other slice boundaries.
     """
     odd = np.arange(1, 2 * _BLOCK, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
     bits = tensor.contiguous().view(_BITS[tensor.element_size()]).numpy().astype(np.uint64)

@@ -1,7 +1,8 @@
-"""Checks of the code around and beneath a training step, against its definition, before any layout is certified.
+"""Checks of the trainer and of the parts of a training step against their definitions.
 
-They run in a separate process, because the trainer's loop sets signal handlers, seeds and global settings that must
-not reach the ranks; and always on CPU. Cheap checks come first, and the first failure ends the run.
+The checks run before any layout is certified. They use the CPU and a separate process, because the trainer's loop
+sets signal handlers, seeds and global settings that must not affect the ranks. Cheap checks come first, and the
+first failure ends the checks.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from importlib import import_module
 from pathlib import Path
 
 from ezpz_llm.base import EXIT_IDLE, UserError
-from ezpz_llm.certify.local_launches import Definition, definitions, definitions_file
+from ezpz_llm.certify.local_launches import Definition, definitions_file, read_definition_outcomes
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.rundir import write_json
 
 TOPICS = {"rates": "schedule_rates", "parts": "tensor_parts", "loss scale": "loss_scaling",
           "dropout": "dropout_masks", "sums": "wide_sums", "trainer": "trainer_run"}
-"""Modules by topic name; `complaints` of a module yields what is wrong."""
+"""Modules by topic. `find_problems` of a module yields a message for each failed check."""
 LIMIT_S = 200
-"""Time limit: ten times the duration on two cores, and less than the timeout of collectives."""
+"""Time limit of all checks: ten times their duration on two cores, and less than the timeout of collectives."""
 
 
 def check_definitions(root: Path) -> None:
-    """Check all topics and write the outcome below `root`. Call on one rank.
+    """Check the topics up to the first failure, and write the outcome below `root`. Call on one rank.
 
     Raises:
-        UserError: a topic disagrees with its definition.
+        UserError: a check failed, or the checks crashed or exceeded their time limit.
     """
-    from ezpz_llm.certify.one_process import DISAGREES  # imports torch, which the first topic does not need
+    from ezpz_llm.certify.one_process import DISAGREES  # imports torch
 
     path = definitions_file(root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without this, the small training runs would stop early when the allocation is about to end.
+    # Remove the allocation's end time: near it, the small training runs would stop early.
     env = {name: value for name, value in os.environ.items() if name != ENDS_AT_VARIABLE}
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -48,7 +49,8 @@ def check_definitions(root: Path) -> None:
             code = EXIT_IDLE
         output.seek(0)
         lines = output.read().strip().splitlines()
-    problems = [f"{topic['what']}: {topic['wrong']}" for topic in definitions(root) if topic["wrong"] is not None]
+    problems = [f"{topic['what']}: {topic['wrong']}" for topic in read_definition_outcomes(root)
+                if topic["wrong"] is not None]
     if code and not problems:
         last = lines[-1] if lines else "startup"
         problems = [f"the checks did not finish within {LIMIT_S} s (last: {last})" if code == EXIT_IDLE
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print(topic, flush=True)  # names the topic if the check hangs
         began = time.monotonic()
         try:
-            problem = next(import_module(f"ezpz_llm.certify.{name}").complaints(), None)
+            problem = next(import_module(f"ezpz_llm.certify.{name}").find_problems(), None)
         except Exception as error:  # broken code may raise anything
             traceback.print_exc()
             problem = f"{type(error).__name__}: {error}"

@@ -2,8 +2,8 @@
 
 Each element is dropped with the same probability p, and kept elements are scaled by 1/(1 - p). Every forward pass
 draws new masks; evaluation uses no dropout. Tensor-parallel peers draw equal masks for replicated activations and
-different masks for different heads. All other ranks draw different masks. A recomputed block uses the masks of its
-first forward pass, and gradients are bitwise equal with and without recomputation.
+different masks for different heads. All other pairs of ranks draw different masks. A recomputed block uses the
+masks of its first forward pass, and gradients are bitwise equal with and without recomputation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.run import dropout_seed
 
 P = 0.25
+"""Drop probability."""
 DEGREES = Degrees(dp=2, tp=2, pp=2, sp=2)
 
 
-def complaints() -> Iterator[str]:
-    """Yield what is wrong with dropout."""
+def find_problems() -> Iterator[str]:
+    """Yield a message for each failed check of dropout."""
     yield from _check_rates()
     yield from _check_attention(CausalProduct(P), "attention")
     yield from _check_passes()
@@ -76,27 +77,31 @@ def _check_rates() -> Iterator[str]:
 
 
 def _check_mask(name: str, kept: Tensor) -> Iterator[str]:
-    """Check the share of dropped elements, to six standard deviations: a false alarm in 5e8 masks."""
+    """Check the share of dropped elements, to six standard deviations: about one false alarm in 5e8 masks."""
     dropped, number = 1 - kept.float().mean().item(), kept.numel()
     if abs(dropped - P) > 6 * math.sqrt(P * (1 - P) / number):
         yield f"{name} drops {dropped:.3f} of {number} elements, not {P:g}"
 
 
 def _check_attention(product: nn.Module, name: str) -> Iterator[str]:
-    """Check the dropout of attention probabilities, which equal scores and an identity as values expose."""
+    """Check the dropout of attention probabilities.
+
+    With equal scores and the identity matrix as values, the output of attention is the probabilities.
+    """
     torch.manual_seed(2)
     product.train()
     rows = _probabilities(product)
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    whole = (1 / torch.arange(1, LENGTH + 1.0))[:, None].expand(LENGTH, LENGTH)
+    undropped = (1 / torch.arange(1, LENGTH + 1.0))[:, None].expand(LENGTH, LENGTH)
     kept = rows[..., visible] != 0
     yield from _check_mask(name, kept)
-    if not torch.allclose(rows[..., visible][kept], (whole[visible] / (1 - P)).expand_as(kept)[kept], rtol=1e-5):
+    scaled = (undropped[visible] / (1 - P)).expand_as(kept)
+    if not torch.allclose(rows[..., visible][kept], scaled[kept], rtol=1e-5):
         yield f"{name}: kept probabilities are not scaled by {1 / (1 - P):.4g}"
     if rows[..., ~visible].any():
         yield f"{name} attends to later tokens"
     product.eval()
-    if not torch.allclose(_probabilities(product), whole * visible, rtol=1e-5):
+    if not torch.allclose(_probabilities(product), undropped * visible, rtol=1e-5):
         yield f"{name} applies dropout in evaluation mode"
     product.train()
 
@@ -132,7 +137,7 @@ def _check_heads_of_ranks() -> Iterator[str]:
 
 
 def _check_ranks() -> Iterator[str]:
-    """Check that tensor-parallel peers, and no other ranks, have the same dropout seed."""
+    """Check that tensor-parallel peers have the same dropout seed, and other ranks have different ones."""
     world = range(DEGREES.dp * DEGREES.tp * DEGREES.pp * DEGREES.sp)
 
     def seed_of(rank: int) -> int:

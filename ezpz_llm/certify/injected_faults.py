@@ -1,7 +1,8 @@
-"""Faults to inject into a layout, to test that certify catches them. Each has occurred in parallel training.
+"""Faults to inject into a layout, to test that certify detects them. Each has occurred in parallel training.
 
-Faults affect the layout under test, never the reference. Shared faults are injected into a single process, which is
-then checked against the step definition. Importing this module imports no torch.
+Faults affect the layout under test, never the reference. Shared faults are in code that the reference uses too.
+They are injected into a single process, which is then compared with the step definition. Importing this module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Fault:
     """An injected fault.
 
     Attributes:
-        shows: the kinds of findings (see verdict.py) that must fail; for a shared fault, the phases
-            (one_process.py).
-        shared: the fault is in code that every layout uses, and the reference too.
-        needs: returns the reason why a layout on a number of ranks cannot have the fault, or None if it can.
-        of_masters: the fault concerns master weights, which recipes with fp32 parameters do not have.
+        shows: kinds of findings that must fail (`verdict.PHASES`); for a shared fault, phases
+            (`one_process.PHASES`).
+        shared: the fault is in code that every layout and the reference use.
+        needs: function that returns why a layout on a number of ranks cannot have the fault, or None if it can.
+        needs_masters: the fault requires a recipe with master weights.
         settings, model, engine, rows: functions that inject the fault into the settings of the run, the model
             before the engine wraps it, the engine, and the choice of this rank's sequences.
     """
@@ -44,7 +45,7 @@ class Fault:
     model: Callable[[Any, Dist, Layout], None] | None = None
     engine: Callable[[Engine, Dist], None] | None = None
     rows: Callable[[Rows, Dist], Rows] | None = None
-    of_masters: bool = False
+    needs_masters: bool = False
     shared: bool = False
 
 
@@ -66,8 +67,8 @@ def _scale_gradients(engine: Engine, factor: float) -> None:
             lambda module, inputs, loss: loss.detach() + factor * (loss - loss.detach()))
 
 
-def _dropped_bucket(engine: Engine, dist: Dist) -> None:
-    """Drop one block's gradients on all data-parallel ranks but the first."""
+def _drop_bucket(engine: Engine, dist: Dist) -> None:
+    """Set one block's gradients to zero on all data-parallel ranks but the first."""
     if dist.mesh.place("dp", "sp")[0] == 0:
         return
     for name, parameter in engine.module.named_parameters():
@@ -75,7 +76,7 @@ def _dropped_bucket(engine: Engine, dist: Dist) -> None:
             parameter.register_hook(lambda gradient: gradient * 0)
 
 
-def _early_sync(engine: Any, dist: Dist) -> None:
+def _sync_early(engine: Any, dist: Dist) -> None:
     inner, calls = engine.forward, [0]
 
     def forward(*inputs: Any, last_micro_step: bool) -> Any:
@@ -87,7 +88,7 @@ def _early_sync(engine: Any, dist: Dist) -> None:
     engine.forward = forward
 
 
-def _unmarked_tp(engine: Any, dist: Dist) -> None:
+def _unmark_tp(engine: Any, dist: Dist) -> None:
     """Mix up partitioned and replicated tensor-parallel parameters in the gradient norm."""
     from ezpz_llm.model.parameters import placement_of, set_placement
 
@@ -96,14 +97,14 @@ def _unmarked_tp(engine: Any, dist: Dist) -> None:
         parameter.tensor_model_parallel = False  # read by DeepSpeed's gradient norm
     if engine.layout.zero.stage != 0:
         return
-    # Read by ezpz_llm's gradient norm, and by the comparison, so the fault is undone after each step.
+    # ezpz_llm's gradient norm and the comparison read the placements, so restore them after each step.
     correct = [placement_of(name, parameter) for name, parameter in named]
     # Partitioned parameters count on the first rank only, replicated ones on every rank.
     swapped = [replace(placement, primary=dist.mesh.tp_rank == 0 or not placement.primary) for placement in correct]
     inner = engine.step
 
     def step(lr: float) -> Any:
-        """Make a step with swapped marks, so that the gradient norm is wrong."""
+        """Make a step with swapped placements, so that the gradient norm is wrong."""
         for (_, parameter), placement in zip(named, swapped, strict=True):
             set_placement(parameter, placement)
         norm = inner(lr)
@@ -114,7 +115,7 @@ def _unmarked_tp(engine: Any, dist: Dist) -> None:
     engine.step = step
 
 
-def _stale_masters(engine: Any, dist: Dist) -> None:
+def _undo_master_updates(engine: Any, dist: Dist) -> None:
     """Undo each step's update in the master weights, from which the next step starts, but not in the parameters."""
     inner = engine.train_step
 
@@ -129,13 +130,13 @@ def _stale_masters(engine: Any, dist: Dist) -> None:
     engine.train_step = train_step
 
 
-def _stale_second_copy(engine: Any, dist: Dist) -> None:
+def _keep_second_copy(engine: Any, dist: Dist) -> None:
     """Keep hpZ's secondary copy of the parameters valid after the optimizer step."""
     engine._engine.optimizer.invalidate_secondary_tensor = lambda: None
 
 
-def _drifting_copy(engine: Any, dist: Dist) -> None:
-    """Change the last rank's replicas by 1e-6 in every step, or by the machine epsilon of their dtype.
+def _let_copy_drift(engine: Any, dist: Dist) -> None:
+    """Change the last rank's replicas in every step, by 1e-6 or the epsilon of their dtype if that is larger.
 
     Affects replicated master weights, or else the replicated parameters that the rank computes with.
     """
@@ -158,7 +159,7 @@ def _drifting_copy(engine: Any, dist: Dist) -> None:
     engine.train_step = train_step
 
 
-def _wrong_mask(engine: Engine, dist: Dist) -> None:
+def _remove_mask(engine: Engine, dist: Dist) -> None:
     from torch.nn import functional
 
     from ezpz_llm.model.gpt import CausalProduct
@@ -171,7 +172,7 @@ def _wrong_mask(engine: Engine, dist: Dist) -> None:
             module.forward = forward  # type: ignore[method-assign]
 
 
-def _untied_head(model: Any, dist: Dist, layout: Layout) -> None:
+def _untie_head(model: Any, dist: Dist, layout: Layout) -> None:
     """Drop the head's contribution to the gradient of the tied table, as for an untied head."""
     from torch.nn import functional
 
@@ -191,13 +192,13 @@ def _untied_head(model: Any, dist: Dist, layout: Layout) -> None:
         head.forward = forward
 
 
-def _shifted_targets(engine: Engine, dist: Dist) -> None:
+def _shift_targets(engine: Engine, dist: Dist) -> None:
     if hasattr(engine.module, "lm_head"):
         engine.module.lm_head.register_forward_pre_hook(
             lambda module, inputs: (inputs[0], inputs[1].roll(-1, dims=-1), *inputs[2:]))
 
 
-def _duplicated_data(rows: Rows, dist: Dist) -> Rows:
+def _duplicate_data(rows: Rows, dist: Dist) -> Rows:
     def duplicated(batch: np.ndarray, step: int) -> np.ndarray:
         """Return a rank's rows of a batch; the last data-parallel rank gets the first rank's.""" 
         size = dist.mesh.dp_size
@@ -205,11 +206,11 @@ def _duplicated_data(rows: Rows, dist: Dist) -> Rows:
     return duplicated
 
 
-def _half_of_the_micro_batches(engine: Any, dist: Dist) -> None:
+def _repeat_half_of_micro_batches(engine: Any, dist: Dist) -> None:
     inner = engine.train_step
 
     def train_step(micro_batches: Any, lr: float, span: Any) -> Any:
-        """Make a step with the first half of the micro batches twice and without the second half."""
+        """Make a step that uses the first half of the micro batches twice, and not the second half."""
         batches = list(micro_batches)
         half = batches[:len(batches) // 2]
         return inner([*half, *half], lr, span)
@@ -217,7 +218,7 @@ def _half_of_the_micro_batches(engine: Any, dist: Dist) -> None:
     engine.train_step = train_step
 
 
-def _last_loss(engine: Any, dist: Dist) -> None:
+def _report_last_loss(engine: Any, dist: Dist) -> None:
     forward, train_step = engine.forward, engine.train_step
     last: list[Any] = []
 
@@ -235,7 +236,7 @@ def _last_loss(engine: Any, dist: Dist) -> None:
     engine.forward, engine.train_step = watched, last_loss_step
 
 
-def _mask_beyond(engine: Engine, dist: Dist) -> None:
+def _unmask_beyond_64(engine: Engine, dist: Dist) -> None:
     """Let queries from position 64 on attend to later tokens."""
     import torch
     from torch.nn import functional
@@ -254,22 +255,22 @@ def _mask_beyond(engine: Engine, dist: Dist) -> None:
 
 
 def _change_before_step(change: Callable[[Any, Any], None]) -> Callable[[Engine, Dist], None]:
-    """Call `change` with the engine and the optimizer before each optimizer step."""
+    """Return a function that injects `change`, which is called before each optimizer step."""
     def inject(engine: Engine, dist: Dist) -> None:
         engine.training_state().optimizer.register_step_pre_hook(
             lambda optimizer, args, kwargs: change(engine, optimizer))
     return inject
 
 
-def _in_groups(first: int = 0, **values: Callable[[Any], Any]) -> Callable[[Engine, Dist], None]:
-    """Change hyperparameters of the optimizer's parameter groups, from group `first` on."""
+def _change_groups(first: int = 0, **values: Callable[[Any], Any]) -> Callable[[Engine, Dist], None]:
+    """Return a function that injects changed hyperparameters into the optimizer's groups, from group `first` on."""
     def change(engine: Any, optimizer: Any) -> None:
         for group in optimizer.param_groups[first:]:
             group.update({key: new(group[key]) for key, new in values.items()})
     return _change_before_step(change)
 
 
-def _clip_scales_up(engine: Any, optimizer: Any) -> None:
+def _scale_up_to_clip(engine: Any, optimizer: Any) -> None:
     factor = engine._clip / engine.step_skip.norm.item()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -282,7 +283,7 @@ def _count_ignored(engine: Any, dist: Dist) -> None:
         lambda module, inputs, loss: loss * (inputs[1] >= 0).float().mean())
 
 
-def _evaluate_less(engine: Any, dist: Dist) -> None:
+def _shorten_evaluation(engine: Any, dist: Dist) -> None:
     inner = engine.loss_sum
 
     def loss_sum(tokens: Any, targets: Any) -> Any:
@@ -294,103 +295,105 @@ def _evaluate_less(engine: Any, dist: Dist) -> None:
     engine.loss_sum = loss_sum
 
 
-def _needs_one_process(layout: Layout, world: int) -> str | None:
+def _reason_unless_single_process(layout: Layout, world: int) -> str | None:
     if layout.engine == "ddp" and world == 1:
         return None
     return "the fault is in code that all layouts share, so it is injected into ddp on 1 rank only"
 
 
-def _needs_replicas(layout: Layout, world: int) -> str | None:
+def _reason_without_replicas(layout: Layout, world: int) -> str | None:
     return None if layout.dp_size(world) > 1 else "the layout has no second data-parallel rank"
 
 
-def _needs_copies(layout: Layout, world: int) -> str | None:
+def _reason_without_copies(layout: Layout, world: int) -> str | None:
     has_whole = layout.engine != "fsdp2" and layout.zero.stage != 3
     if layout.tp > 1 or (has_whole and world > layout.pp):
         return None
     return "nothing is replicated on several ranks"
 
 
-def _needs_leaf_gradients(layout: Layout, world: int) -> str | None:
+def _reason_without_leaf_gradients(layout: Layout, world: int) -> str | None:
     if layout.engine == "fsdp2":
         return "FSDP2 does not expose gradients before they are reduced"
-    return _needs_replicas(layout, world)
+    return _reason_without_replicas(layout, world)
 
 
-def _needs_ddp_replicas(layout: Layout, world: int) -> str | None:
+def _reason_without_ddp_replicas(layout: Layout, world: int) -> str | None:
     if layout.engine != "ddp":
         return "only ddp lets the caller decide when gradients are reduced"
-    return _needs_replicas(layout, world)
+    return _reason_without_replicas(layout, world)
 
 
-_ALL = (
+_FAULTS = (
     Fault("gradients-x2", "all gradients are twice as large", ("gradient", "norm"),
           engine=lambda engine, dist: _scale_gradients(engine, 2.0)),
     # The norm is not listed: one block contributes too little to exceed bf16 noise.
-    Fault("dropped-bucket", "a bucket of gradients is not reduced over ranks", ("gradient",), _needs_leaf_gradients,
-          engine=_dropped_bucket),
+    Fault("dropped-bucket", "a bucket of gradients is not reduced over ranks", ("gradient",),
+          _reason_without_leaf_gradients, engine=_drop_bucket),
     Fault("accumulation-not-divided", "gradients are not divided by the number of micro-steps",
           ("gradient", "norm"), engine=lambda engine, dist: _scale_gradients(engine, engine.batch.accumulation)),
     Fault("early-sync", "gradients are reduced after the first micro-step only", ("gradient", "norm"),
-          _needs_ddp_replicas, engine=_early_sync),
+          _reason_without_ddp_replicas, engine=_sync_early),
     Fault("unmarked-tp", "the gradient norm mixes up partitioned and replicated parameters", ("norm",),
           lambda layout, world: None if layout.tp > 1 else "the layout is not tensor-parallel",
-          engine=_unmarked_tp),
+          engine=_unmark_tp),
     # Adam then skips the bias correction of its first steps.
     Fault("stale-optimizer", "the optimizer's step count is from an earlier run", ("loss", "weight"),
           engine=lambda engine, dist: engine.training_state().loaded(1000)),
     Fault("stale-masters", "the master weights are not updated", ("weight",),
           lambda layout, world: "FSDP2's parameters are the master weights" if layout.engine == "fsdp2" else None,
-          engine=_stale_masters, of_masters=True),
+          engine=_undo_master_updates, needs_masters=True),
     Fault("bf16-reduction", "gradients are reduced in bf16 instead of fp32", ("format",),
           lambda layout, world: None if layout.dp_size(world) * layout.sp > 1
           else "there is no second rank to reduce gradients with",
-          settings=lambda run: replace(run, gradients=replace(run.gradients, reduced="bf16")), of_masters=True),
+          settings=lambda run: replace(run, gradients=replace(run.gradients, reduced="bf16")), needs_masters=True),
     Fault("bf16-accumulation", "gradients are accumulated in bf16 instead of fp32", ("format",),
           lambda layout, world: None if layout.zero.stage and layout.pp == 1 and not layout.zero.offload_optimizer
           else "its engine always accumulates in fp32",
-          settings=lambda run: replace(run, gradients=replace(run.gradients, accumulated="bf16")), of_masters=True),
+          settings=lambda run: replace(run, gradients=replace(run.gradients, accumulated="bf16")),
+          needs_masters=True),
     Fault("stale-second-copy", "parameters are gathered from an earlier step", ("loss", "weight"),
           lambda layout, world: None if layout.zero.hpz_partition_size > 1
           else "the layout has no second copy of the parameters (zero_hpz_partition_size)",
-          engine=_stale_second_copy),
+          engine=_keep_second_copy),
     Fault("drifting-copy", "replicas on the last rank drift by 1e-6 a step, in bf16 by one epsilon",
-          ("copy",), _needs_copies, engine=_drifting_copy),
-    Fault("wrong-mask", "attention sees later tokens", ("loss", "gradient"), engine=_wrong_mask),
+          ("copy",), _reason_without_copies, engine=_let_copy_drift),
+    Fault("wrong-mask", "attention sees later tokens", ("loss", "gradient"), engine=_remove_mask),
     Fault("shifted-targets", "targets are shifted by one position", ("loss", "gradient"),
-          engine=_shifted_targets),
-    Fault("duplicated-data", "one rank trains on the sequences of another", ("loss", "gradient"), _needs_replicas,
-          rows=_duplicated_data),
+          engine=_shift_targets),
+    Fault("duplicated-data", "one rank trains on the sequences of another", ("loss", "gradient"),
+          _reason_without_replicas, rows=_duplicate_data),
     Fault("untied-head", "the head's gradient does not reach the tied table", ("gradient",),
           lambda layout, world: "its head is partitioned over tensor-parallel ranks"
-          if layout.pp == 1 and layout.tp > 1 else None, model=_untied_head),
+          if layout.pp == 1 and layout.tp > 1 else None, model=_untie_head),
     Fault("wrong-sp-scale", "gradients are summed, not averaged, over sequence-parallel ranks",
           ("gradient", "norm"),
           lambda layout, world: None if layout.sp > 1 else "the layout is not sequence-parallel",
           engine=lambda engine, dist: _scale_gradients(engine, dist.mesh.sp_size)),
-    *(Fault(name, description, shows, _needs_one_process, engine=engine, shared=True)
+    *(Fault(name, description, shows, _reason_unless_single_process, engine=engine, shared=True)
       for name, description, shows, engine in (
           ("half-the-micro-batches", "half of a step's micro batches are skipped", ("forward", "backward"),
-           _half_of_the_micro_batches),
+           _repeat_half_of_micro_batches),
           ("rate-of-one-group", "the learning rate reaches the first group only", ("optimizer",),
-           _in_groups(1, lr=lambda lr: 2e-3)),
+           _change_groups(1, lr=lambda lr: 2e-3)),
           ("decay-on-norms", "weight decay is applied to norms and biases", ("optimizer",),
-           _in_groups(1, weight_decay=lambda none: 0.1)),
+           _change_groups(1, weight_decay=lambda none: 0.1)),
           ("clip-scales-up", "clipping scales small gradients up to the clip", ("reduction",),
-           _change_before_step(_clip_scales_up)),
+           _change_before_step(_scale_up_to_clip)),
           ("mask-beyond-64", "attention sees later tokens, from position 64 on", ("forward", "backward"),
-           _mask_beyond),
-          ("last-loss", "the loss is that of the last micro-step", ("forward",), _last_loss),
+           _unmask_beyond_64),
+          ("last-loss", "the loss is that of the last micro-step", ("forward",), _report_last_loss),
           ("beta2", "beta2 is 0.99 instead of 0.95", ("optimizer",),
-           _in_groups(betas=lambda betas: (betas[0], 0.99))),
-          ("eps-x10", "Adam's epsilon is ten times as large", ("optimizer",), _in_groups(eps=lambda eps: 10 * eps)),
+           _change_groups(betas=lambda betas: (betas[0], 0.99))),
+          ("eps-x10", "Adam's epsilon is ten times as large", ("optimizer",),
+           _change_groups(eps=lambda eps: 10 * eps)),
           ("rate-1-percent-off", "the learning rate is 1 % too large", ("optimizer",),
-           _in_groups(lr=lambda lr: lr * 1.01)),
+           _change_groups(lr=lambda lr: lr * 1.01)),
           ("ignored-counted", "the mean loss counts ignored targets", ("forward", "reduction"),
            _count_ignored),
           ("evaluation-cut-short", "an evaluation omits the last target of a sequence", ("evaluation",),
-           _evaluate_less),
+           _shorten_evaluation),
       )),
 )
 
-FAULTS = {fault.name: fault for fault in _ALL}
+FAULTS = {fault.name: fault for fault in _FAULTS}

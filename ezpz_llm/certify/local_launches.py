@@ -17,14 +17,16 @@ from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
+"""Time limits: the start of a launch, each reference, each case."""
 _IDLE_S = 240
 
 
 def run_cases(work: Work, root: Path) -> dict[str, Any]:
     """Run all cases and return the `run_environment` of the ranks.
 
-    Results go to `results_file(root)`. If the single-process reference is wrong or cannot be computed,
-    `write_reference_error` records the reason and no further case runs.
+    Results are appended to `results_file(root)`. If the single-process reference is wrong or cannot be computed,
+    `write_reference_error` records the reason and no further case runs. A case that ends its launch fails, and a
+    new launch runs the remaining cases.
     """
     environment: dict[str, Any] = {}
     for world in sorted({case.world for case in work.cases}):
@@ -34,13 +36,13 @@ def run_cases(work: Work, root: Path) -> dict[str, Any]:
             attempt += 1
             references = _missing_references(work, root, world)
             folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
-            finished = len(results(root))
+            finished = len(read_results(root))
             job = Job(root, references, tuple(cases), work.steps, work.device, work.target)
             code = _launch(job, world, folder)
             environment_of_ranks = read_record(RunDir(folder)).get("environment", {})
             environment = environment or environment_of_ranks
-            cases = cases[len(results(root)) - finished:]
-            reason = _take_failure(root, code, folder)
+            cases = cases[len(read_results(root)) - finished:]
+            reason = _collect_failure(root, code, folder)
             # Without an environment the ranks failed in setup, before any reference was computed.
             if code and environment_of_ranks and _missing_references(work, root, world):
                 write_reference_error(root, UserError(f"the reference could not be computed: {reason}",
@@ -58,12 +60,12 @@ def run_cases(work: Work, root: Path) -> dict[str, Any]:
 
 
 def _missing_references(work: Work, root: Path, world: int) -> tuple[tuple[str, str], ...]:
-    """Return the references still to be computed: all of them, or for a target those for this world size."""
+    """Return the references that are still to be computed. A target has a separate one for each world size."""
     if work.target is None:
-        return tuple(reference for reference in references_of(work.cases)
-                     if not reference_numbers(root, *reference, work.steps).is_file())
-    return tuple(reference for reference in references_of([case for case in work.cases if case.world == world])
-                 if not reference_numbers(root, *reference, work.steps, world).is_file())
+        return tuple(reference for reference in needed_references(work.cases)
+                     if not reference_file(root, *reference, work.steps).is_file())
+    return tuple(reference for reference in needed_references([case for case in work.cases if case.world == world])
+                 if not reference_file(root, *reference, work.steps, world).is_file())
 
 
 def _launch(job: Job, world: int, folder: Path) -> int:
@@ -84,8 +86,8 @@ class _Failure(TypedDict):
     error: str
 
 
-def _take_failure(root: Path, code: int, folder: Path) -> str:
-    """Return why a job ended early: the error of the lowest failed rank, or else the exit code.
+def _collect_failure(root: Path, code: int, folder: Path) -> str:
+    """Return why a job ended early: the error of the lowest rank that recorded one, or else the exit code.
 
     Moves the failure records into `folder`.
     """
@@ -120,27 +122,27 @@ class Job:
 
 
 def results_file(root: Path) -> Path:
-    """Return the path of the results, which has one JSON object per line."""
+    """Return the path of the results file, which has one JSON object per case and line."""
     return root / "cells.jsonl"
 
 
 def write_reference_error(root: Path, why: UserError) -> None:
     """Record why the single-process reference is not usable, so that no layout is compared with it."""
-    write_json(_refusal_file(root), {"why": why.found, "instead": why.instead or ""})
+    write_json(_reference_error_file(root), {"why": why.found, "instead": why.instead or ""})
 
 
 def read_reference_error(root: Path) -> dict[str, str] | None:
-    """Return what `write_reference_error` wrote ("why", and in "instead" what to do), or None."""
-    path = _refusal_file(root)
+    """Return the recorded error of the reference ("why") and its fix ("instead"), or None if there is none."""
+    path = _reference_error_file(root)
     return as_type(dict[str, str], read_json(path), str(path)) if path.is_file() else None
 
 
-def _refusal_file(root: Path) -> Path:
+def _reference_error_file(root: Path) -> Path:
     return root / "refused.json"
 
 
-def reference_numbers(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Path:
-    """Return the path of a reference's numbers, the file that is written last.
+def reference_file(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Path:
+    """Return the path of reference.json, which is written last, so that its existence marks a complete reference.
 
     Args:
         world: for a target, the world size of the cases that are compared with the reference.
@@ -150,7 +152,7 @@ def reference_numbers(root: Path, model: str, dtype: str, steps: int, world: int
 
 
 class Definition(TypedDict):
-    """Outcome for a topic of `definitions.TOPICS`: the error, or None, and the duration."""
+    """Outcome of a topic of `definitions.TOPICS`: the error (or None), and the duration."""
 
     what: str
     wrong: str | None
@@ -158,26 +160,25 @@ class Definition(TypedDict):
 
 
 def definitions_file(root: Path) -> Path:
-    """Return the path of the outcome of the topics, in the order in which they were checked."""
+    """Return the path of the file with the outcomes of the definition checks."""
     return root / "reference" / "definitions.json"
 
 
-def definitions(root: Path) -> list[Definition]:
-    """Return the outcome of the topics, or an empty list if they were not checked."""
+def read_definition_outcomes(root: Path) -> list[Definition]:
+    """Return the outcomes of the definition checks in order, or an empty list if they have not run."""
     path = definitions_file(root)
     return as_type(list[Definition], read_json(path), str(path)) if path.is_file() else []
 
 
-def results(root: Path) -> list[dict[str, Any]]:
-    """Return the results so far."""
+def read_results(root: Path) -> list[dict[str, Any]]:
+    """Return the results of the cases that have run."""
     return list(read_lines(results_file(root)))
 
 
-def references_of(cases: Sequence[Case]) -> tuple[tuple[str, str], ...]:
+def needed_references(cases: Sequence[Case]) -> tuple[tuple[str, str], ...]:
     """Return (model, dtype) of every reference that the cases need.
 
-    A case with a shared fault needs none: it is compared with the step definition.
+    A case with a shared fault needs no reference: it is compared with the step definition.
     """
-
     return tuple(dict.fromkeys((case.model, case.dtype) for case in cases
                                if not (case.fault and find_fault(case.fault).shared)))

@@ -18,7 +18,7 @@ import torch
 
 from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, recipe
-from ezpz_llm.certify.one_process import Observed, settings_of, state_of
+from ezpz_llm.certify.one_process import ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State
 from ezpz_llm.certify.reference import make_engine
 from ezpz_llm.dist import Degrees, Dist, Mesh
@@ -34,37 +34,38 @@ from ezpz_llm.rundir import RunDir
 LENGTH, BATCH, ACCUMULATION, CHUNK = 32, 4, 2, 24
 CLIPS = (recipe.CLIP, 0.0)
 SCALE, TOO_LARGE = 1024.0, 2.0 ** 90
-VERDICTS, RESUMED, LEAST = 400, 201, 2.0 ** -400
-"""Number of steps, the step before which a checkpoint is loaded, and a minimum scale that the overflows do not
-reach (a run ends at the minimum)."""
+STEPS, RESUMED_STEP, MIN_SCALE = 400, 201, 2.0 ** -400
+"""Number of scale updates, the update before which the scale's state is reloaded, and a minimum scale too low to be
+reached (a run ends at the minimum)."""
 
 
-def complaints() -> Iterator[str]:
-    """Yield what is wrong with the loss scale and with steps under it."""
-    for settings in (DynamicScale(window=5, least=LEAST), DynamicScale(window=4, hysteresis=3, least=LEAST),
-                     DynamicScale(window=4, hysteresis=2, consecutive=True, least=LEAST)):
-        yield from _check_rule(settings)
-    with alone_on_cpu() as me:
+def find_problems() -> Iterator[str]:
+    """Yield a message for each failed check of the loss scale and of steps under it."""
+    for settings in (DynamicScale(window=5, least=MIN_SCALE), DynamicScale(window=4, hysteresis=3, least=MIN_SCALE),
+                     DynamicScale(window=4, hysteresis=2, consecutive=True, least=MIN_SCALE)):
+        yield from _check_scale_updates(settings)
+    with single_cpu_rank() as single:
         for optimizer in ("adamw", "adamw_unfused"):
             for clip in CLIPS:
-                yield from _check_steps(optimizer, clip, me)
+                yield from _check_steps(optimizer, clip, single)
 
 
 @contextmanager
-def alone_on_cpu() -> Iterator[Dist]:
-    """Yield a world of one CPU process with a temporary run directory."""
+def single_cpu_rank() -> Iterator[Dist]:
+    """Yield the Dist of a single CPU rank, with a temporary run directory."""
     with tempfile.TemporaryDirectory() as folder:
-        me = Dist(RankInfo(0, 1, 0, 1, 0, "certify"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
-                  RunDir(Path(folder)))
-        yield me
-        me.close()
+        single = Dist(RankInfo(0, 1, 0, 1, 0, "certify"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
+                      RunDir(Path(folder)))
+        yield single
+        single.close()
 
 
-def _check_rule(settings: DynamicScale) -> Iterator[str]:
-    finite = np.random.default_rng(settings.hysteresis).random(VERDICTS) < 0.8
+def _check_scale_updates(settings: DynamicScale) -> Iterator[str]:
+    finite = np.random.default_rng(settings.hysteresis).random(STEPS) < 0.8
     scale = LossScale(settings)
-    for number, (verdict, expected) in enumerate(zip(finite, scales(finite.tolist(), settings), strict=True)):
-        if number == RESUMED:
+    expected_history = expected_scales(finite.tolist(), settings)
+    for number, (verdict, expected) in enumerate(zip(finite, expected_history, strict=True)):
+        if number == RESUMED_STEP:
             state, scale = scale.state_dict(), LossScale(settings)
             scale.load_state_dict(state)
         scale.update(bool(verdict))
@@ -74,11 +75,11 @@ def _check_rule(settings: DynamicScale) -> Iterator[str]:
             return
 
 
-def scales(finite: Iterable[bool], settings: DynamicScale) -> list[float]:
+def expected_scales(finite: Iterable[bool], settings: DynamicScale) -> list[float]:
     """Return the scale after each step, by the rule of DeepSpeed's DynamicLossScaler."""
     scale, overflow, tolerated, history = settings.start, -1, settings.hysteresis, []
     for number, verdict in enumerate(finite):
-        calm = number - overflow - 1
+        since_overflow = number - overflow - 1
         if not verdict:
             overflow = number
             if tolerated == 1:
@@ -86,7 +87,7 @@ def scales(finite: Iterable[bool], settings: DynamicScale) -> list[float]:
             else:
                 tolerated -= 1
         else:
-            rises = calm > 0 and calm % settings.window == 0
+            rises = since_overflow > 0 and since_overflow % settings.window == 0
             scale *= 2 if rises else 1
             if rises or settings.consecutive:
                 tolerated = settings.hysteresis
@@ -105,17 +106,17 @@ def micro_batches(seed: int) -> list[MicroBatch]:
     tokens = np.random.default_rng(seed).integers(recipe.ODD_VOCABULARY, size=(BATCH, LENGTH + 1))
     targets = tokens[:, 1:].copy()
     targets[::3, :5] = -100
-    return [(torch.from_numpy(part.copy()), torch.from_numpy(aims.copy()))
-            for part, aims in zip(np.split(tokens[:, :-1], ACCUMULATION), np.split(targets, ACCUMULATION),
-                                  strict=True)]
+    return [(torch.from_numpy(part.copy()), torch.from_numpy(part_targets.copy()))
+            for part, part_targets in zip(np.split(tokens[:, :-1], ACCUMULATION), np.split(targets, ACCUMULATION),
+                                          strict=True)]
 
 
-def _check_steps(optimizer: str, clip: float, me: Dist) -> Iterator[str]:
+def _check_steps(optimizer: str, clip: float, single: Dist) -> Iterator[str]:
     config = small_config()
     resolved = resolve(Request("ddp", world_size=1, global_batch=BATCH, accumulation=ACCUMULATION, clip=clip,
-                               precision="fp32", device=me.device.type, optimizer=optimizer))
-    engine = make_engine(config, resolved, me)
-    yield from _check_resume(engine, make_engine(config, resolved, me), me)
+                               precision="fp32", device=single.device.type, optimizer=optimizer))
+    engine = make_engine(config, resolved, single)
+    yield from _check_resume(engine, make_engine(config, resolved, single), single)
     configure_head(engine.module, CHUNK, recipe.Z_LOSS)
     title = f"{optimizer}, {f'clipped to {clip:g}' if clip else 'not clipped'}"
 
@@ -129,34 +130,35 @@ def _check_steps(optimizer: str, clip: float, me: Dist) -> Iterator[str]:
     observed = []
     for number, scale in enumerate((SCALE, None)):
         before, loss, norm = step(number, scale)
-        observed.append(Observed(f"{title}, a step {'without' if scale is None else 'under'} a loss scale", before,
-                                 state_of(engine), micro_batches(number), recipe.PEAK_LR,
-                                 settings_of(config, clip, recipe.Z_LOSS), loss, norm))
-    if (problem := one_process.complaint(one_process.judge(observed, "fp32")[0])) is not None:
+        name = f"{title}, a step {'without' if scale is None else 'under'} a loss scale"
+        observed.append(ObservedStep(name, before,
+                                     state_of(engine), micro_batches(number), recipe.PEAK_LR,
+                                     settings_of(config, clip, recipe.Z_LOSS), loss, norm))
+    if (problem := one_process.describe_failures(one_process.compare_steps(observed, "fp32")[0])) is not None:
         yield problem
     yield from _check_skipped_steps(engine, title, step(2, TOO_LARGE))
     hook = engine.module.transformer["ln_f"].weight.register_hook(lambda gradient: gradient * math.nan)
     before, _, norm = step(3, None)
     hook.remove()
-    if math.isfinite(norm) or not _same(before, state_of(engine)):
+    if math.isfinite(norm) or not _equal_states(before, state_of(engine)):
         yield f"{title}: a step with NaN gradients (reported norm {norm:g}) changed the state"
     engine.step_skip.limit = 1e-9
     before, _, norm = step(4, None)
     engine.step_skip.limit = math.inf
-    if not _same(before, state_of(engine)):
+    if not _equal_states(before, state_of(engine)):
         yield f"{title}: a step with gradient norm {norm:g}, above the limit of 1e-9, changed the state"
     before, *_ = step(5, None)
-    if _same(before, state_of(engine)) or state_of(engine).step != before.step + 1:
+    if _equal_states(before, state_of(engine)) or state_of(engine).step != before.step + 1:
         yield f"{title}: a valid step after skipped steps was skipped too"
 
 
-def _check_resume(engine: Engine, fresh: Engine, me: Dist) -> Iterator[str]:
-    """Check that a checkpoint keeps the scale and the number of steps without overflow."""
+def _check_resume(engine: Engine, fresh: Engine, single: Dist) -> Iterator[str]:
+    """Check that a checkpoint restores the scale and the number of steps without overflow."""
     engine._scale, fresh._scale = (LossScale(DynamicScale(start=start)) for start in (SCALE, 2 * SCALE))
     for _ in range(3):
         engine._scale.update(True)
-    checkpoint.save(engine, me, me.run_dir, {"step": 1})
-    checkpoint.load(checkpoint.find(me.run_dir.path), fresh, me)
+    checkpoint.save(engine, single, single.run_dir, {"step": 1})
+    checkpoint.load(checkpoint.find(single.run_dir.path), fresh, single)
     loaded, saved = fresh._scale.state_dict(), engine._scale.state_dict()
     if loaded != saved:
         yield f"after a resume the loss scale is {loaded}, not {saved}"
@@ -165,7 +167,7 @@ def _check_resume(engine: Engine, fresh: Engine, me: Dist) -> Iterator[str]:
 def _check_skipped_steps(engine: Engine, title: str, step: tuple[State, float, float]) -> Iterator[str]:
     before, _, norm = step
     scale = engine._scale
-    if norm != math.inf or not _same(before, state_of(engine)):
+    if norm != math.inf or not _equal_states(before, state_of(engine)):
         yield f"{title}: a step with overflow (reported norm {norm:g}) changed the state"
     if engine.skipped_steps != 1 or scale is None or scale.scale != TOO_LARGE / 2:
         yield (f"{title}: after one overflow under a scale of {TOO_LARGE:g} the scale is "
@@ -173,7 +175,7 @@ def _check_skipped_steps(engine: Engine, title: str, step: tuple[State, float, f
 
 
 
-def _same(first: State, second: State) -> bool:
+def _equal_states(first: State, second: State) -> bool:
     return first.step == second.step and all(
         torch.equal(tensor, tensors[name]) for kind, tensors in
         ((first.weights, second.weights), (first.first, second.first), (first.second, second.second))

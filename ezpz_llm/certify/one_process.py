@@ -1,7 +1,7 @@
 """Comparison of the steps of a single process with the step definition (`plain_step`).
 
-Each phase is compared given the actual output of the phase before it, so that its bound covers the rounding of one
-phase only. The loss and the gradients are recomputed from the weights before the step, the moments from the
+Each phase is recomputed from the process's own output of the phase before it, so that its bound covers the rounding
+of one phase only. The loss and the gradients are recomputed from the weights before the step, the moments from the
 gradients, and the new weights from the moments.
 """
 
@@ -22,33 +22,34 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.model.config import ModelConfig
 
 DISAGREES = "one process disagrees with the definition of the step"
-WITH_ITSELF = "one process disagrees with itself"
+INCONSISTENT = "one process disagrees with itself"
 PHASES = ("resume", "forward", "backward", "reduction", "optimizer", "evaluation")
-"""In the order of computation. Only some steps follow a resume or are followed by an evaluation."""
+"""Phases of a step in the order of computation. Only some steps follow a resume or precede an evaluation."""
 
 FACTOR = 2.0
 """Bound of gradients, as a multiple of the difference between two plain steps with different summation orders."""
 SCALAR_FACTOR = 6.0
-"""Like FACTOR, for scalars (loss, gradient norm, clip factor), whose differences are pooled over the steps."""
+"""Like FACTOR, for scalars (loss, gradient norm, clip factor). Their spread is the root mean square over steps."""
 _U = 2.0 ** -24
-_LEAST = 2.0 ** -120
-"""Absolute tolerance: smaller second moments may be denormal."""
+"""Unit roundoff of fp32."""
+_MIN_TOLERANCE = 2.0 ** -120
+"""Minimum absolute tolerance of an element: smaller second moments may be denormal."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """Held-out batches, and the loss that the process computed for them."""
+class Evaluation:
+    """Evaluation of a process: the batches, and the loss that the process computed for them."""
 
     batches: Sequence[MicroBatch]
     loss: float
 
 
 @dataclass(frozen=True)
-class Observed:
-    """A step of a process: its input, the states before and after it, and the reported loss and gradient norm.
+class ObservedStep:
+    """Recorded step of a process: input, states before and after it, and the reported loss and gradient norm.
 
     Attributes:
-        title: "step 2", for example.
+        title: name of the step in messages, for example "step 2".
         resumed: the saved state, if `before` was loaded from a checkpoint.
         evaluated: an evaluation with the weights after the step, if there was one.
     """
@@ -62,12 +63,12 @@ class Observed:
     loss: float
     norm: float
     resumed: State | None = None
-    evaluated: Evaluated | None = None
+    evaluated: Evaluation | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of one step in one phase."""
+    """Comparison of a quantity, with its step and phase."""
 
     step: str
     phase: str
@@ -108,41 +109,43 @@ def state_of(engine: Engine) -> State:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _Recomputed:
     loss: float
     norm: float
     gradients: Tensors
 
 
-def _plain(step: Observed, dtype: str, seed: int | None = None) -> _Plain:
+def _recompute(step: ObservedStep, dtype: str, seed: int | None = None) -> _Recomputed:
     """Recompute a step by definition, in the arithmetic of the precision recipe."""
     arithmetic = ARITHMETIC[dtype] if seed is None else ARITHMETIC[dtype].reordered(seed)
     loss, gradients = plain_step.gradients(step.before.weights, step.micro_batches, step.settings, arithmetic)
-    return _Plain(loss, plain_step.global_norm(gradients), gradients)
+    return _Recomputed(loss, plain_step.global_norm(gradients), gradients)
 
 
-def judge(steps: Sequence[Observed], dtype: str, spread: Spread | None = None) -> tuple[list[Comparison], Spread]:
+def compare_steps(steps: Sequence[ObservedStep], dtype: str,
+                  spread: Spread | None = None) -> tuple[list[Comparison], Spread]:
     """Compare the steps of one process with the plain step.
 
     Args:
-        spread: spread of the plain step for this shape and dtype; by default, measured on these steps.
+        spread: spread of the plain step for this model and dtype; by default, it is measured on these steps.
 
     Returns:
-        The comparisons in the order of steps, phases and modules; and the spread.
+        The comparisons, ordered by step, phase and module, and the spread.
     """
-    plain = [_plain(step, dtype) for step in steps]
+    plain = [_recompute(step, dtype) for step in steps]
     if spread is None:
-        spread = _spread(plain, [_plain(step, dtype, seed) for seed, step in enumerate(steps, 1)])
+        spread = _measure_spread(plain, [_recompute(step, dtype, seed) for seed, step in enumerate(steps, 1)])
     comparisons: list[Comparison] = []
-    for step, plain_step_run in zip(steps, plain, strict=True):
-        by_phase = {"resume": _resumed(step), "forward": [_loss("loss", step.loss, plain_step_run.loss, spread)],
-                    **_backward(step, plain_step_run, spread), "optimizer": _optimizer(step),
-                    "evaluation": _evaluation(step, dtype, spread)}
+    for step, recomputed_step in zip(steps, plain, strict=True):
+        by_phase = {"resume": _resume_findings(step),
+                    "forward": [_loss_finding("loss", step.loss, recomputed_step.loss, spread)],
+                    **_gradient_findings(step, recomputed_step, spread), "optimizer": _optimizer_findings(step),
+                    "evaluation": _evaluation_findings(step, dtype, spread)}
         comparisons += [Comparison(step.title, phase, finding) for phase in PHASES for finding in by_phase[phase]]
     return comparisons, spread
 
 
-def complaint(comparisons: Sequence[Comparison]) -> str | None:
+def describe_failures(comparisons: Sequence[Comparison]) -> str | None:
     """Return the first failure and the number of failures as text, or None."""
     failed = [comparison for comparison in comparisons if comparison.finding.failed]
     if not failed:
@@ -152,34 +155,34 @@ def complaint(comparisons: Sequence[Comparison]) -> str | None:
 
 
 def raise_if_failed(comparisons: Sequence[Comparison], what: str, which: str) -> None:
-    """Raise an error if a comparison failed.
+    """Raise an error if any comparison failed.
 
     Args:
-        what: DISAGREES or WITH_ITSELF.
-        which: name of the run that was compared.
+        what: DISAGREES or INCONSISTENT.
+        which: name of the compared run.
 
     Raises:
         UserError: names the phase, the step and the module.
     """
-    if (failure := complaint(comparisons)) is not None:
+    if (failure := describe_failures(comparisons)) is not None:
         raise UserError(f"{what}: {which}: {failure}", where="certify", exit_code=1,
                         instead="fix this first: every layout is compared with the single process")
 
 
 def worst_by_phase(comparisons: Sequence[Comparison]) -> dict[str, dict[str, object]]:
-    """Return the comparison with the largest ratio of each phase, for certify.json."""
+    """Return each phase's comparison with the largest ratio, for certify.json."""
     return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(part)}
             for phase in PHASES if (part := [comparison for comparison in comparisons if comparison.phase == phase])
             for top in (max(part, key=lambda comparison: comparison.finding.ratio),)}
 
 
-def _spread(plain: Sequence[_Plain], reordered: Sequence[_Plain]) -> Spread:
+def _measure_spread(plain: Sequence[_Recomputed], reordered: Sequence[_Recomputed]) -> Spread:
     pairs = list(zip(plain, reordered, strict=True))
     return Spread(
         _rms([second.loss / first.loss - 1 for first, second in pairs]),
         _rms([second.norm / first.norm - 1 for first, second in pairs]),
-        _rms([_scale(second.gradients, first.gradients) - 1 for first, second in pairs]),
-        {name: max(_apart(second.gradients[name], first.gradients[name]) for first, second in pairs)
+        _rms([_common_factor(second.gradients, first.gradients) - 1 for first, second in pairs]),
+        {name: max(_relative_difference(second.gradients[name], first.gradients[name]) for first, second in pairs)
          for name in plain[0].gradients})
 
 
@@ -187,7 +190,7 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value ** 2 for value in values) / len(values))
 
 
-def _apart(value: Tensor, expected: Tensor) -> float:
+def _relative_difference(value: Tensor, expected: Tensor) -> float:
     return _ratio((value - expected).norm().item(), expected.norm().item())
 
 
@@ -195,13 +198,13 @@ def _ratio(value: float, scale: float) -> float:
     return value / scale if scale else (0.0 if value == 0 else math.inf)
 
 
-def _scale(values: Tensors, expected: Tensors) -> float:
-    """Return the common factor between two sets of gradients: the median over parameters, robust to a wrong one."""
+def _common_factor(values: Tensors, expected: Tensors) -> float:
+    """Return the common factor between two sets of gradients: the median over parameters, robust to outliers."""
     each = [(values[name] * value).sum() / value.square().sum() for name, value in expected.items() if value.any()]
     return torch.stack(each).median().item()
 
 
-def _resumed(step: Observed) -> list[Finding]:
+def _resume_findings(step: ObservedStep) -> list[Finding]:
     """Check that the loaded state equals the saved one bitwise."""
     if step.resumed is None:
         return []
@@ -214,51 +217,52 @@ def _resumed(step: Observed) -> list[Finding]:
                      for title, saved, loaded in kinds for name, value in saved.items())]
 
 
-def _loss(label: str, loss: float, expected: float, spread: Spread) -> Finding:
+def _loss_finding(label: str, loss: float, expected: float, spread: Spread) -> Finding:
     # The losses of tokens and their sum are computed in fp32.
     bound = (SCALAR_FACTOR * spread.loss + 16 * _U) * abs(expected)
-    return Finding(label, _finite(abs(loss - expected)), bound, f": {loss:.7g}, not {expected:.7g}")
+    return Finding(label, _nan_to_inf(abs(loss - expected)), bound, f": {loss:.7g}, not {expected:.7g}")
 
 
-def _evaluation(step: Observed, dtype: str, spread: Spread) -> list[Finding]:
+def _evaluation_findings(step: ObservedStep, dtype: str, spread: Spread) -> list[Finding]:
     """Compare the loss of an evaluation, with the bound of a training step's loss."""
     if step.evaluated is None:
         return []
-    expected = plain_step.loss_of(step.after.weights, step.evaluated.batches, step.settings, ARITHMETIC[dtype])
-    return [_loss("loss of the evaluation", step.evaluated.loss, expected, spread)]
+    expected = plain_step.evaluation_loss(step.after.weights, step.evaluated.batches, step.settings,
+                                          ARITHMETIC[dtype])
+    return [_loss_finding("loss of the evaluation", step.evaluated.loss, expected, spread)]
 
 
-def _backward(step: Observed, plain: _Plain, spread: Spread) -> dict[str, list[Finding]]:
+def _gradient_findings(step: ObservedStep, plain: _Recomputed, spread: Spread) -> dict[str, list[Finding]]:
     """Compare gradients up to a common factor ("backward"), and the norm and that factor ("reduction")."""
-    clipped, error = _clipped(step)
+    clipped, error = _recover_clipped_gradients(step)
     factor = plain_step.clip_factor(step.norm, step.settings.clip)
-    scale = _scale(clipped, plain.gradients)
+    scale = _common_factor(clipped, plain.gradients)
     each = []
     for name in backward_order(plain.gradients):
         length = plain.gradients[name].norm().item()
         recovery_error = _ratio(error[name].norm().item(), abs(scale) * length)
         apart = _ratio((clipped[name] - scale * plain.gradients[name]).norm().item(), abs(scale) * length)
-        each.append(Finding(f"gradient of {name}", _finite(apart), FACTOR * spread.gradient[name] + recovery_error,
-                            " (relative)"))
-    norm = Finding("gradient norm", _finite(abs(step.norm / plain.norm - 1)),
+        each.append(Finding(f"gradient of {name}", _nan_to_inf(apart),
+                            FACTOR * spread.gradient[name] + recovery_error, " (relative)"))
+    norm = Finding("gradient norm", _nan_to_inf(abs(step.norm / plain.norm - 1)),
                    SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {plain.norm:.7g}")
     recovery_error = _ratio(math.sqrt(sum(value.square().sum().item() for value in error.values())),
                             plain_step.global_norm(clipped))
-    # A skipped step leaves the moments unchanged or reports an infinite norm: both divide by 0 without `_ratio`.
+    # `_ratio`, because a skipped step leaves the moments unchanged or reports an infinite norm: both divide by 0.
     scaled = Finding("factor of the gradients that the optimizer gets",
-                     _finite(_ratio(abs(scale - factor), factor)),
+                     _nan_to_inf(_ratio(abs(scale - factor), factor)),
                      SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + recovery_error,
                      f" (relative): {scale:.7g}, where clipping a norm of {step.norm:.7g} to "
                      f"{step.settings.clip:g} gives {factor:.7g}")
     return {"backward": each, "reduction": [norm, scaled]}
 
 
-def _clipped(step: Observed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _recover_clipped_gradients(step: ObservedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Recover the clipped gradients from the optimizer's first moments.
 
     Returns:
-        The gradients, and the error bound of each element: a first moment is two rounded products and a rounded
-        sum, and 1 - beta1 is rounded to fp32.
+        The gradients, and the error bound of each element. A first moment is computed with two rounded products
+        and a rounded sum, and 1 - beta1 is rounded to fp32.
     """
     share = 1 - step.settings.betas[0]
     gradients, error = {}, {}
@@ -269,36 +273,38 @@ def _clipped(step: Observed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return gradients, error
 
 
-def _optimizer(step: Observed) -> list[Finding]:
+def _optimizer_findings(step: ObservedStep) -> list[Finding]:
     """Compare second moments and weights element by element, to a few fp32 roundings (_U) of the terms.
 
     Second moments are recomputed from the gradients, weights from the moments after the step. The bounds hold for
     gradients near Adam's epsilon too, because an element's update depends on its own gradient only.
     """
-    clipped, error = _clipped(step)
+    clipped, error = _recover_clipped_gradients(step)
     before, after = step.before.to(torch.float64), step.after.to(torch.float64)
-    due = plain_step.averaged(before, clipped, step.settings)
+    expected = plain_step.update_moments(before, clipped, step.settings)
     share = 1 - step.settings.betas[1]
-    # From the actual moments: the loop below checks those.
-    moved = plain_step.moved(State(before.weights, after.first, after.second, due.step), step.rate, step.settings)
-    findings = [Finding("the optimizer's step count", abs(after.step - due.step), 0.0)]
-    for name in backward_order(due.weights):
+    # Use the actual moments; the loop below compares the second ones.
+    updated = plain_step.update_weights(State(before.weights, after.first, after.second, expected.step), step.rate,
+                                        step.settings)
+    findings = [Finding("the optimizer's step count", abs(after.step - expected.step), 0.0)]
+    for name in backward_order(expected.weights):
         g, off, old = clipped[name].abs(), error[name], before.second[name]
-        allowed = share * (2 * g * off + off ** 2) + 8 * _U * (old + due.second[name]) + 2 * _U * g ** 2 + _LEAST
-        findings.append(_elements(f"second moments of {name}", after.second[name], due.second[name], allowed))
-    for name in backward_order(due.weights):
-        old, new = before.weights[name], moved.weights[name]
-        allowed = 2 * _U * (old.abs() + new.abs()) + 16 * _U * (new - old).abs() + _LEAST
-        findings.append(_elements(f"weights of {name}", after.weights[name], new, allowed))
+        second = expected.second[name]
+        allowed = share * (2 * g * off + off ** 2) + 8 * _U * (old + second) + 2 * _U * g ** 2 + _MIN_TOLERANCE
+        findings.append(_worst_element(f"second moments of {name}", after.second[name], second, allowed))
+    for name in backward_order(expected.weights):
+        old, new = before.weights[name], updated.weights[name]
+        allowed = 2 * _U * (old.abs() + new.abs()) + 16 * _U * (new - old).abs() + _MIN_TOLERANCE
+        findings.append(_worst_element(f"weights of {name}", after.weights[name], new, allowed))
     return findings
 
 
-def _elements(label: str, actual: Tensor, expected: Tensor, allowed: Tensor) -> Finding:
-    """Return a finding for the element with the largest ratio of difference to bound."""
+def _worst_element(label: str, actual: Tensor, expected: Tensor, allowed: Tensor) -> Finding:
+    """Return the finding of the element whose ratio of difference to bound is largest."""
     apart = torch.nan_to_num((actual - expected).abs(), nan=math.inf)
     worst = int((apart / allowed).flatten().argmax())
     return Finding(label, apart.flatten()[worst].item(), allowed.flatten()[worst].item(), f" at element {worst}")
 
 
-def _finite(value: float) -> float:
+def _nan_to_inf(value: float) -> float:
     return value if math.isfinite(value) else math.inf

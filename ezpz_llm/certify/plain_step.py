@@ -26,7 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a step that cannot be read off the tensors.
+    """Settings of a step that the tensors do not determine.
 
     The tensors determine the number of layers, widths and biases. They also determine whether positions are learned
     (`wpe`) or rotary, the activation (SwiGLU with `c_gate`, else GELU in tanh form), and whether the head is tied
@@ -54,19 +54,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Rounding of a precision recipe, and the error that another summation order causes.
+    """Rounding of a precision recipe, and random errors that emulate another summation order.
 
     Attributes:
-        kept: dtype of the parameters in the forward pass, and of their gradients in a micro batch.
-        products: dtype of the inputs and outputs of matmuls and of the elementwise operations on them.
-        between: dtype of the residual stream and of the outputs of norms.
-        errors: relative error of a result in another summation order, before it is rounded.
-        seed: seed of these errors, which are uniform in [-errors, errors]; None for no errors.
+        parameters: dtype of parameters in the forward pass, and of their gradients within a micro batch.
+        products: dtype of the inputs and outputs of matmuls, and of elementwise operations on them.
+        residual: dtype of the residual stream and of the outputs of norms.
+        errors: largest relative error of a result in another summation order, before it is rounded.
+        seed: seed of the random errors, which are uniform in [-errors, errors]; None for no errors.
     """
 
-    kept: torch.dtype
+    parameters: torch.dtype
     products: torch.dtype
-    between: torch.dtype
+    residual: torch.dtype
     errors: float = 0.0
     seed: int | None = None
 
@@ -78,7 +78,7 @@ class Arithmetic:
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64)
 """Plain fp64."""
 ARITHMETIC = {
-    # Sums of 64 to 256 terms, each addition rounded to 2^-24: a random walk of half of these roundings.
+    # Sums of 64 to 256 terms with each addition rounded to 2^-24: a random walk of these roundings.
     "fp32": Arithmetic(torch.float32, torch.float32, torch.float32, errors=2.0 ** -22),
     # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8. A sum of two rounded halves, or
     # a kernel that rounds at another place, adds one such rounding.
@@ -91,22 +91,22 @@ ARITHMETIC = {
 
 
 class _Rounding:
-    """Rounding operations of one step, with independent errors."""
+    """Rounding operations of one step, with independent random errors if the arithmetic has a seed."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self.arithmetic = arithmetic
         self._noise = None if arithmetic.seed is None else torch.Generator().manual_seed(arithmetic.seed)
 
-    def kept(self, x: Tensor) -> Tensor:
-        return _Rounded.apply(x, self.arithmetic.kept, self)
+    def parameters(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.arithmetic.parameters, self)
 
     def product(self, x: Tensor) -> Tensor:
         return _Rounded.apply(x, self.arithmetic.products, self)
 
-    def between(self, x: Tensor) -> Tensor:
-        return _Rounded.apply(x, self.arithmetic.between, self)
+    def residual(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.arithmetic.residual, self)
 
-    def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Round a value to `dtype` and return it in fp64."""
         if self._noise is not None:
             # In recipes with bf16 products, fp32 values have the smaller errors of fp32.
@@ -121,11 +121,11 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, rounding: _Rounding) -> Tensor:
         ctx.dtype, ctx.rounding = dtype, rounding
-        return rounding.of(x, dtype)
+        return rounding.round(x, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.rounding.of(grad, ctx.dtype), None, None
+        return ctx.rounding.round(grad, ctx.dtype), None, None
 
 
 def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
@@ -135,17 +135,17 @@ def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
     return r.product(y)
 
 
-def _normalized(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
+def _normalize(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
     if settings.norm == "layernorm":  # Ba et al. 2016, arXiv:1607.06450
         x = x - x.mean(-1, keepdim=True)
     # RMSNorm does not subtract the mean: Zhang and Sennrich 2019, arXiv:1910.07467.
     y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + settings.norm_eps) * weights[f"{name}.weight"]
     if (bias := weights.get(f"{name}.bias")) is not None:
         y = y + bias
-    return r.between(y)
+    return r.residual(y)
 
 
-def _rotated(x: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, theta: float) -> Tensor:
     """Rotate the pair (i, i + D/2) at position t by t theta^(-2i/D) (arXiv:2104.09864). (B, H, T, D)."""
     length, half = x.shape[-2], x.shape[-1] // 2
     angles = (torch.arange(length, dtype=torch.float64)[:, None]
@@ -160,7 +160,7 @@ def _attention(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _R
     parts = _linear(x, weights, f"{name}.c_attn", r).view(batch, length, heads + 2 * kv_heads, dim).transpose(1, 2)
     q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
     if "transformer.wpe.weight" not in weights:
-        q, k = (r.product(_rotated(part, settings.rope_theta)) for part in (q, k))
+        q, k = (r.product(_rotate(part, settings.rope_theta)) for part in (q, k))
     # Query head h reads key/value head h H_kv/H (Ainslie et al. 2023, arXiv:2305.13245).
     k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
     scores = r.product(r.product(q @ k.transpose(-1, -2)) / math.sqrt(dim))
@@ -183,22 +183,22 @@ def _mlp(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
 
 def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) -> Tensor:
     """Compute logits (B, T, V) from tokens (B, T)."""
-    weights = {name: r.kept(value.double()) for name, value in weights.items()}
+    weights = {name: r.parameters(value.double()) for name, value in weights.items()}
     x = weights["transformer.wte.weight"][tokens]
     if "transformer.wpe.weight" in weights:
-        x = r.between(x + weights["transformer.wpe.weight"][:tokens.shape[1]])
+        x = r.residual(x + weights["transformer.wpe.weight"][:tokens.shape[1]])
     for layer in range(len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})):
         block = f"transformer.h.{layer}"
-        x = r.between(x + _attention(_normalized(x, weights, f"{block}.ln_1", settings, r), weights,
-                                     f"{block}.attn", settings, r))
-        x = r.between(x + _mlp(_normalized(x, weights, f"{block}.ln_2", settings, r), weights, f"{block}.mlp", r))
-    x = _normalized(x, weights, "transformer.ln_f", settings, r)
+        x = r.residual(x + _attention(_normalize(x, weights, f"{block}.ln_1", settings, r), weights,
+                                      f"{block}.attn", settings, r))
+        x = r.residual(x + _mlp(_normalize(x, weights, f"{block}.ln_2", settings, r), weights, f"{block}.mlp", r))
+    x = _normalize(x, weights, "transformer.ln_f", settings, r)
     head = weights.get("lm_head.weight", weights["transformer.wte.weight"])
     return r.product(r.product(x) @ r.product(head).T)
 
 
 def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return the mean negative log-likelihood of the targets that are not ignored, without and with the z-loss."""
+    """Return the mean negative log-likelihood over targets that are not ignored, without and with the z-loss."""
     counts = targets != IGNORED
     normalizer = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
@@ -219,9 +219,9 @@ def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: S
     return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def loss_of(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
-            arithmetic: Arithmetic = EXACT) -> float:
-    """Return the loss of an evaluation: the mean over all targets of all batches that are not ignored."""
+def evaluation_loss(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
+                    arithmetic: Arithmetic = EXACT) -> float:
+    """Return the loss of an evaluation: the mean over all targets of all batches, except ignored targets."""
     rounding = _Rounding(arithmetic)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -262,14 +262,14 @@ class State:
         return State(weights, first, second, self.step)
 
 
-def fresh(weights: Tensors) -> State:
+def initial_state(weights: Tensors) -> State:
     """Return the state before the first step."""
     zeros = {name: torch.zeros_like(value) for name, value in weights.items()}
     return State(weights, zeros, zeros, 0)
 
 
-def averaged(state: State, clipped: Tensors, settings: Settings) -> State:
-    """Return the state with moments updated by clipped gradients and the old weights."""
+def update_moments(state: State, clipped: Tensors, settings: Settings) -> State:
+    """Return the state with moments updated by clipped gradients, and unchanged weights."""
     beta1, beta2 = settings.betas
     return replace(
         state, step=state.step + 1,
@@ -277,7 +277,7 @@ def averaged(state: State, clipped: Tensors, settings: Settings) -> State:
         second={name: beta2 * old + (1 - beta2) * clipped[name].square() for name, old in state.second.items()})
 
 
-def moved(state: State, rate: float, settings: Settings) -> State:
+def update_weights(state: State, rate: float, settings: Settings) -> State:
     """Return the state with weights updated by its moments, which must already include this step's gradients."""
     beta1, beta2 = settings.betas
     weights = {}
@@ -289,9 +289,9 @@ def moved(state: State, rate: float, settings: Settings) -> State:
     return replace(state, weights=weights)
 
 
-def updated(state: State, clipped: Tensors, rate: float, settings: Settings) -> State:
+def apply_adamw(state: State, clipped: Tensors, rate: float, settings: Settings) -> State:
     """Return the state after an optimizer step with clipped gradients."""
-    return moved(averaged(state, clipped, settings), rate, settings)
+    return update_weights(update_moments(state, clipped, settings), rate, settings)
 
 
 def cosine_rate(step: int, peak: float, floor: float, warmup: int, decay: int) -> float:
@@ -311,6 +311,6 @@ def train_step(state: State, micro_batches: Sequence[MicroBatch], rate: float, s
     loss, raw = gradients(state.weights, micro_batches, settings, arithmetic)
     norm = global_norm(raw)
     factor = clip_factor(norm, settings.clip)
-    return loss, norm, updated(state.to(torch.float64), {name: value * factor for name, value in raw.items()},
-                               rate, settings)
+    return loss, norm, apply_adamw(state.to(torch.float64), {name: value * factor for name, value in raw.items()},
+                                   rate, settings)
 

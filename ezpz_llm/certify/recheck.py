@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 from ezpz_llm.base import UserError, as_type, is_own, read_json
 from ezpz_llm.certify.target_file import find_target
 
-_OWN = ("--json", "--run-dir", "--recheck")
-"""Options that say where to write a certificate, not what to certify."""
+_OUTPUT_OPTIONS = ("--json", "--run-dir", "--recheck")
+"""Options about files. They do not affect what is certified, so they are removed from the command."""
 
 
 class _Target(TypedDict):
@@ -32,7 +32,7 @@ class _Result(TypedDict):
     losses: list[float]
 
 
-class _Kept(TypedDict):
+class _RequiredMembers(TypedDict):
     command: str
     date: str
     passed: bool
@@ -40,36 +40,36 @@ class _Kept(TypedDict):
     results: list[_Result]
 
 
-class _Certificate(_Kept, total=False):
+class _Certificate(_RequiredMembers, total=False):
     target: _Target
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate: its file, its content, and the arguments of the command that wrote it."""
+    """Certificate: its file, its content, and the arguments of the command that wrote it."""
 
     path: Path
-    kept: _Certificate
-    words: list[str]
+    content: _Certificate
+    arguments: list[str]
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read a certificate and find its target.
+    """Read a certificate, and check that its target file is unchanged.
 
     Raises:
         UserError: the file is not a certificate, the certificate did not pass, its target file has changed, or
             other users can write the target file.
     """
     content = read_json(path)
-    if not isinstance(content, dict) or not content.keys() >= _Kept.__required_keys__:
-        raise _no_certificate(path)
+    if not isinstance(content, dict) or not content.keys() >= _RequiredMembers.__required_keys__:
+        raise _not_a_certificate(path)
     certificate: _Certificate = as_type(_Certificate, content, str(path))
     arguments = _command(certificate)
     if not certificate["passed"]:
         raise UserError("not every case of this certificate passed, so it cannot be re-checked",
                         where=str(path), instead="ezpz-llm certify --json FILE.json for a new certificate")
     if arguments is None or not certificate["results"]:
-        raise _no_certificate(path)
+        raise _not_a_certificate(path)
     if "target" in certificate:
         place = arguments.index("--target") + 1
         file = find_target(arguments[place], (Path(), path.parent))
@@ -84,7 +84,7 @@ def read_certificate(path: Path) -> Certificate:
     return Certificate(path, certificate, arguments)
 
 
-def _no_certificate(path: Path) -> UserError:
+def _not_a_certificate(path: Path) -> UserError:
     return UserError("not a certificate", where=str(path), instead="a file that certify --json wrote")
 
 
@@ -94,13 +94,13 @@ def _command(certificate: _Certificate) -> list[str] | None:
         argv = shlex.split(certificate["command"])
     except ValueError:
         return None
-    arguments = _without(argv[2:], _OWN)
+    arguments = _remove_options(argv[2:], _OUTPUT_OPTIONS)
     if argv[:2] != ["ezpz-llm", "certify"] or {"-h", "--help"} & set(arguments) or arguments[-1:] == ["--target"]:
         return None
     return arguments if ("target" in certificate) == ("--target" in arguments) else None
 
 
-def _without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+def _remove_options(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
     """Remove options and their values from a command line, and split `--option=value` into two words."""
     result: list[str] = []
     parts = iter(part for argument in arguments
@@ -119,7 +119,7 @@ def compare(certificate: Certificate, here: dict[str, Any]) -> tuple[bool, str]:
     Args:
         here: the new certificate, as returned by `report.record`.
     """
-    original = certificate.kept
+    original = certificate.content
     again = {_key(result): result for result in here["results"]}
     lines = []
     for result in original["results"]:
@@ -131,7 +131,8 @@ def compare(certificate: Certificate, here: dict[str, Any]) -> tuple[bool, str]:
     differences = [abs(a - b) for result in original["results"] if _key(result) in again
                    for a, b in zip(result["losses"], again[_key(result)].get("losses", []), strict=False)]
     first, second = (_versions(record["environment"]) for record in (original, here))
-    lines.append(f"certificate of {original['date']}: {_named(first)}; this machine: {_named(second)}")
+    lines.append(f"certificate of {original['date']}: {_versions_text(first)}; "
+                 f"this machine: {_versions_text(second)}")
     if differences:
         lines.append(f"losses differ from those in the certificate by at most {max(differences):.2g}")
     lines.append(f"the certificate {'holds' if holds else 'does NOT hold'} on this machine: {certificate.path}")
@@ -146,5 +147,5 @@ def _versions(environment: _Environment) -> dict[str, str]:
     return environment.get("versions", {})
 
 
-def _named(versions: dict[str, str]) -> str:
+def _versions_text(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)

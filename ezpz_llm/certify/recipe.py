@@ -1,8 +1,8 @@
 """Training recipe of all layouts: model, batch, optimizer and tokens (imports no torch).
 
-The models are small, so that the whole matrix runs on two cores, and still have everything that a layout may get
-wrong: four layers and heads, grouped-query attention without biases in one of them, tied embeddings in both, at
-least two micro-steps, weight decay, active clipping on every step, and a changing learning rate.
+The models are small, so that the whole matrix runs on two cores, but have everything that a layout may get wrong:
+four layers and heads, grouped-query attention without biases in one of them, tied embeddings in both, at least two
+micro-steps, weight decay, active clipping on every step, and a changing learning rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ezpz_llm.model.config import ModelConfig, get_model_config
 MODELS = ("tiny-gpt2", "tiny-llama")
 DTYPES = ("fp32", "bf16_autocast", "bf16")
 STEPS, QUICK_STEPS = 8, 3
-"""Optimizer steps. Three include a steady-state step, and reveal the faults of benchmarks/mutations.py."""
+"""Optimizer steps. Three include a steady-state step, and detect the faults of benchmarks/mutations.py."""
 GLOBAL_BATCH = 16
 ACCUMULATION, PIPELINE_ACCUMULATION = 2, 4
 SEED = 1337
@@ -32,31 +32,32 @@ PEAK_LR, FLOOR_LR = 2e-3, 2e-4
 
 _SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size": 96, "vocab_multiple": 32}
 _PADDED = {"tiny-llama": {"vocab_size": 91}}
-"""Vocabulary that is padded to 96, as that of tiny-gpt2: the last tensor-parallel rank has five padding rows."""
+"""Vocabulary sizes that are padded to 96, the size of tiny-gpt2, so that the last tensor-parallel rank has five
+padding rows."""
 SCALED = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000,
           "stage3_param_persistence_threshold": 1_000, "stage3_prefetch_bucket_size": 20_000,
           "stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 20_000, "sub_group_size": 100_000}
 """Upper limits of DeepSpeed's buckets and thresholds, in elements. The defaults exceed the size of these models, so
 gradients would never fill several buckets and stage 3 would never release parameters."""
 SCALED_FOR = 210_304
-"""Number of parameters that SCALED is meant for: the smaller of these models."""
+"""Number of parameters of the smaller model, for which SCALED is meant."""
 SMALLEST_FILE = 4096
 """Minimum size in bytes of tensors that are offloaded to files. DeepSpeed's 1 MiB exceeds every tensor here."""
 
 LOSS_CHUNK = 48
-"""Tokens per chunk of the loss in layouts: several chunks and a remainder. The reference does not use chunks."""
+"""Tokens per chunk of the loss in layouts: several chunks and a remainder. The reference has no chunks."""
 
 LONG, ODD_VOCABULARY = 160, 90
-"""Sequence length and vocabulary size of the single-process runs in `paths`: more rows than a block of the
-attention kernel, and a padded vocabulary."""
+"""Sequence length and vocabulary size of the single-process runs in `uncovered_paths`: more rows than a block of
+the attention kernel, and a padded vocabulary."""
 LONG_BATCH, LONG_STEPS = 4, 3
 IGNORED_SHARE = 0.125
-"""Mean share of ignored targets in `paths`; it differs between micro batches."""
+"""Mean share of ignored targets in `uncovered_paths`; it differs between micro batches."""
 WIDE_CLIP, Z_LOSS = 100.0, 1e-3
-"""Settings of the second run in `paths`; no gradient norm reaches this clip."""
+"""Settings of the second run in `uncovered_paths`; no gradient norm reaches this clip."""
 
 HELD_OUT = 2 ** 20
-"""Step number of the held-out batch."""
+"""Step number that seeds the held-out batch; no run has as many steps."""
 
 
 def model_config(name: str) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Single-process reference in the same precision, its baseline noise, and the comparison with it."""
+"""Single-process reference in the precision of a case, its baseline noise, and the comparison with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.nn import functional
 from ezpz_llm import checkpoint
 from ezpz_llm.base import UserError, as_type, read_json
 from ezpz_llm.certify import one_process, recipe
-from ezpz_llm.certify.local_launches import reference_numbers
-from ezpz_llm.certify.one_process import DISAGREES, WITH_ITSELF, Evaluated, Observed, settings_of, state_of
+from ezpz_llm.certify.local_launches import reference_file
+from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agreement import all_gather
@@ -39,8 +39,8 @@ from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.parameters import parameter_named, parameter_shapes
 from ezpz_llm.rundir import RunDir, write_json
 
-_SPLITS = (8, 1, 4)
-"""Micro-steps of the runs that measure noise; the reference uses ACCUMULATION."""
+_NOISE_ACCUMULATIONS = (8, 1, 4)
+"""Micro-steps of each run that measures noise. The reference has recipe.ACCUMULATION."""
 
 
 class Noise(TypedDict):
@@ -66,10 +66,10 @@ class Reference:
     Attributes:
         tensors: "first/NAME" (initial weights), "gradient/NAME" (first step, before clipping) and "weight/NAME"
             (after the last step), each in the parameter's shape, fp32.
-        noise: largest difference between runs with other summation orders: of "loss" (any step or held out), of
-            each step's "norm", and by parameter of "gradient" and "weight" (2-norms of differences, without the
-            elements that are zero by symmetry).
-        symmetric: for elements that are zero by symmetry, their gradient norm relative to that of the parameter.
+        noise: largest difference of runs with other summation orders from this run: of "loss" (over all steps
+            and the held-out batch), of each step's "norm", and for each parameter of "gradient" and "weight"
+            (2-norms of differences, without the elements that are zero by symmetry).
+        symmetric: gradient norm of elements that are zero by symmetry, relative to that of their parameter.
         one_process: by phase, the comparison with the step definition that has the largest ratio.
     """
 
@@ -83,7 +83,7 @@ class Reference:
 
 
 def single_rank_world(dist: Dist) -> Dist:
-    """Return a world that consists of this rank only."""
+    """Return a Dist whose world consists of this rank only."""
     return Dist(RankInfo(0, 1, 0, 1, 0, "certify"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)
 
 
@@ -93,15 +93,16 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     Writes the seed checkpoint, the tensors and the numbers. Call on one rank.
 
     Raises:
-        UserError: the process disagrees with the step definition or, with another summation order, with itself;
-            clipping is not active on every step; or a parameter has no gradient.
+        UserError: the process, or a run of it with another summation order, disagrees with the step definition;
+            clipping is not active on every step; or a part of a parameter has no gradient.
     """
-    numbers = reference_numbers(root, model, dtype, steps)
+    numbers = reference_file(root, model, dtype, steps)
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
-    config, me = recipe.model_config(model), single_rank_world(dist)
-    trajectory, tensors, observed = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
-    comparisons, spread = one_process.judge(observed, dtype)
+    config, single = recipe.model_config(model), single_rank_world(dist)
+    trajectory, tensors, observed = _run(config, dtype, steps, single, recipe.ACCUMULATION,
+                                         seed_folder=folder / "seed")
+    comparisons, spread = one_process.compare_steps(observed, dtype)
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
     if min(trajectory.norms) <= recipe.CLIP:
@@ -109,23 +110,24 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
                         f"{recipe.CLIP}, so clipping is not tested", where="certify",
                         instead="another --model, or fewer --steps")
     repetitions = []
-    for number, accumulation in enumerate(_SPLITS):
+    for number, accumulation in enumerate(_NOISE_ACCUMULATIONS):
         with reordered_sums(number):
-            repetition, values, observed = _run(config, dtype, steps, me, accumulation, order=number + 1)
+            repetition, values, observed = _run(config, dtype, steps, single, accumulation, order=number + 1)
         repetitions.append((repetition, values))
         # The tolerances come from the noise of these runs, which must not exceed rounding.
-        reordered, _ = one_process.judge(observed, dtype, spread)
-        one_process.raise_if_failed(reordered, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
+        reordered, _ = one_process.compare_steps(observed, dtype, spread)
+        one_process.raise_if_failed(reordered, INCONSISTENT, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, {
         **asdict(trajectory), "noise": baseline_noise(config, trajectory, tensors, repetitions),
-        "symmetric": _symmetric(config, tensors), "one_process": one_process.worst_by_phase(comparisons)})
+        "symmetric": _symmetric_shares(config, tensors), "one_process": one_process.worst_by_phase(comparisons)})
 
 
 def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Check that every parameter and each of its parts (queries, keys, values) has a nonzero gradient.
 
-    The loss of a zero gradient by a layout would go unnoticed. `recipe.zero_by_symmetry` lists the exceptions.
+    If the gradient is zero in the reference, a layout that loses it goes unnoticed. `recipe.zero_by_symmetry` lists
+    the exceptions.
 
     Args:
         tensors: "gradient/NAME" of every parameter.
@@ -146,15 +148,15 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_reference(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Reference:
-    """Read what `make_reference` wrote, or with `world` what `make_target_reference` wrote for that world size."""
-    path = reference_numbers(root, model, dtype, steps, world)
+    """Read the reference of `make_reference`, or with `world` that of `make_target_reference` for this size."""
+    path = reference_file(root, model, dtype, steps, world)
     numbers: _Numbers = as_type(_Numbers, read_json(path), str(path))
     return Reference(**numbers, tensors=load_file(path.with_name("tensors.safetensors")))
 
 
 def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
     """Return the checkpoint that every layout starts from."""
-    return checkpoint.find(reference_numbers(root, model, dtype, steps).with_name("seed"))
+    return checkpoint.find(reference_file(root, model, dtype, steps).with_name("seed"))
 
 
 def compared_elements(config: ModelConfig | None, name: str, shape: tuple[int, ...]) -> Tensor | None:
@@ -170,19 +172,19 @@ def compared_elements(config: ModelConfig | None, name: str, shape: tuple[int, .
     return mask
 
 
-def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: int, order: int = 0,
-         seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor], list[Observed]]:
+def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation: int, order: int = 0,
+         seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor], list[ObservedStep]]:
     resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
-                               clip=recipe.CLIP, precision=dtype, device=me.device.type))
-    engine = make_engine(config, resolved, me, loss_chunk=0)
+                               clip=recipe.CLIP, precision=dtype, device=single.device.type))
+    engine = make_engine(config, resolved, single, loss_chunk=0)
     if seed_folder is not None:
-        checkpoint.save(engine, me, RunDir(seed_folder), {"step": 0})
+        checkpoint.save(engine, single, RunDir(seed_folder), {"step": 0})
     data: list[np.ndarray] = []
     states: list[State] = [state_of(engine)]
 
-    def permuted(batch: np.ndarray, step: int) -> np.ndarray:
+    def draw_rows(batch: np.ndarray, step: int) -> np.ndarray:
         """Return this rank's rows of a step, shuffled unless `order` is 0, and append them to `data`."""
-        rows = own_rows(me)(batch, step)
+        rows = own_rows(single)(batch, step)
         data.append(rows[np.random.default_rng((order, step)).permutation(len(rows))] if order else rows)
         return data[-1]
 
@@ -192,19 +194,19 @@ def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: in
         yield
         states.append(state_of(engine))
 
-    trajectory = train(engine, config, me, permuted, steps, around=keep_state)
+    trajectory = train(engine, config, single, draw_rows, steps, around=keep_state)
     scale = 1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor
     tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
                **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},
                **{f"weight/{name}": value for name, value in states[-1].weights.items()}}
     settings = settings_of(config, recipe.CLIP)
-    observed = [Observed(f"step {step + 1}", states[step], states[step + 1],
-                         on_cpu(micro_batches(engine, data[step])),
-                         cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings,
-                         trajectory.losses[step], trajectory.norms[step])
+    observed = [ObservedStep(f"step {step + 1}", states[step], states[step + 1],
+                             on_cpu(micro_batches(engine, data[step])),
+                             cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings,
+                             trajectory.losses[step], trajectory.norms[step])
                 for step in range(steps)]
     held_out = on_cpu(micro_batches(engine, recipe.sequences(config, recipe.HELD_OUT)))
-    observed[-1] = replace(observed[-1], evaluated=Evaluated(held_out, trajectory.held_out))
+    observed[-1] = replace(observed[-1], evaluated=Evaluation(held_out, trajectory.held_out))
     return trajectory, tensors, observed
 
 
@@ -215,12 +217,12 @@ def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
 
 @contextmanager
 def reordered_sums(seed: int) -> Iterator[None]:
-    """Change the summation order of every linear layer: shuffle, and add two halves that are rounded separately.
+    """Change the summation order of every linear layer: shuffle the terms, and round two halves separately.
 
-    The halves are of the inputs in the forward pass and of the outputs in the backward pass, as in layouts that
-    partition a layer by rows or columns over ranks or tiles. The shuffle depends on the layer's shape.
+    Inputs are halved in the forward pass and outputs in the backward pass, as in layouts that partition a layer by
+    rows or columns over ranks or tiles. The shuffle depends on `seed` and the layer's shape.
     """
-    def shuffled(self: nn.Linear, x: Tensor) -> Tensor:
+    def shuffled_forward(self: nn.Linear, x: Tensor) -> Tensor:
         """Forward pass of the layer with shuffled and halved inputs and outputs."""
         generator = torch.Generator().manual_seed(seed)
         columns, rows = (torch.randperm(size, generator=generator).to(x.device)
@@ -234,34 +236,36 @@ def reordered_sums(seed: int) -> Iterator[None]:
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     plain = nn.Linear.forward
-    nn.Linear.forward = shuffled
+    nn.Linear.forward = shuffled_forward
     try:
         yield
     finally:
         nn.Linear.forward = plain
 
 
-def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[str, Tensor],
-                   others: Sequence[tuple[Trajectory, dict[str, Tensor]]]) -> Noise:
-    """Return the largest differences of other runs of one process from this one; see `Reference`."""
-    def apart(kind: str, name: str) -> float:
-        """Return the largest 2-norm of the difference between a tensor in this run and in another."""
+def baseline_noise(config: ModelConfig | None, trajectory: Trajectory, tensors: dict[str, Tensor],
+                   repetitions: Sequence[tuple[Trajectory, dict[str, Tensor]]]) -> Noise:
+    """Return the largest differences of other runs of one process from this run; see `Reference`."""
+    def max_difference(kind: str, name: str) -> float:
+        """Return the largest 2-norm of the difference between a tensor in this run and in another run."""
         tensor = tensors[f"{kind}/{name}"]
         mask = compared_elements(config, name, tuple(tensor.shape))
-        differences = [run[f"{kind}/{name}"].double() - tensor.double() for _, run in others]
+        differences = [run[f"{kind}/{name}"].double() - tensor.double() for _, run in repetitions]
         return max((each if mask is None else each * mask).norm().item() for each in differences)
 
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
     return Noise(
-        loss=max(abs(a - b) for run, _ in others
-                    for a, b in zip([*run.losses, run.held_out], [*seen.losses, seen.held_out], strict=True)),
-        norm=[max(abs(run.norms[step] - norm) for run, _ in others) for step, norm in enumerate(seen.norms)],
-        gradient={name: apart("gradient", name) for name in names},
-        weight={name: apart("weight", name) for name in names},
+        loss=max(abs(a - b) for run, _ in repetitions
+                 for a, b in zip([*run.losses, run.held_out], [*trajectory.losses, trajectory.held_out],
+                                 strict=True)),
+        norm=[max(abs(run.norms[step] - norm) for run, _ in repetitions)
+              for step, norm in enumerate(trajectory.norms)],
+        gradient={name: max_difference("gradient", name) for name in names},
+        weight={name: max_difference("weight", name) for name in names},
     )
 
 
-def _symmetric(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, float]:
+def _symmetric_shares(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, float]:
     shares = {}
     for name, (start, stop) in recipe.zero_by_symmetry(config).items():
         gradient = tensors[f"gradient/{name}"]
@@ -269,8 +273,8 @@ def _symmetric(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, flo
     return shares
 
 
-Row = list[float]
-"""Owned elements of a parameter on a rank; their squared difference; that of all elements that the rank holds."""
+_Sums = list[float]
+"""Sums over a parameter on a rank: owned elements, their squared difference, squared difference of all elements."""
 
 
 def compare(engine: Engine, config: ModelConfig | None, reference: Reference, kind: str, against: str, dist: Dist,
@@ -280,13 +284,13 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
     Each rank compares its slices locally; only scalars are gathered.
 
     Args:
-        kind: tensor to read from the engine ("weight" or "exp_avg"); it is multiplied by `scale`.
+        kind: tensor to read from the engine ("weight" or "exp_avg"), which is then multiplied by `scale`.
         against: tensor of the reference to compare with: "first", "gradient" or "weight".
 
     Returns:
         By parameter: "elements", the number of elements over all ranks, each counted on its owner; "difference",
-        the 2-norm over the whole parameter; "ranks", by rank the 2-norm over all elements that the rank holds.
-        Infinite if a value is NaN.
+        the 2-norm of the difference over the whole parameter; "ranks", for each rank the 2-norm over all elements
+        that it holds. Norms are infinite if a value is NaN.
     """
     def squared(part: Slice, whole: torch.Tensor) -> float:
         """Return the squared difference of a slice from the reference; inf if either has NaN."""
@@ -298,7 +302,7 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
         return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
 
     state = engine.training_state()
-    rows: dict[str, Row] = {}
+    rows: dict[str, _Sums] = {}
     for piece, owned_piece in owned_parts(state.slices(), state.raw_slices()):
         row = rows.setdefault(piece.name, [0.0, 0.0, 0.0])
         whole = reference.tensors[f"{against}/{piece.name}"]
@@ -306,14 +310,14 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
         if owned_piece is not None:
             row[0] += owned_piece.numel
             row[1] += squared(owned_piece, whole)
-    return _of_all_ranks(all_gather(dist, rows))
+    return _combine_ranks(all_gather(dist, rows))
 
 
 def _slice_of(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tensor:
     return whole[box].flatten()[part.start:part.stop]
 
 
-def _of_all_ranks(ranks: list[dict[str, Row]]) -> dict[str, dict[str, Any]]:
+def _combine_ranks(ranks: list[dict[str, _Sums]]) -> dict[str, dict[str, Any]]:
     parameters: dict[str, dict[str, Any]] = {}
     for rank, rows in enumerate(ranks):
         for name, (elements, owned_square, local_square) in rows.items():
@@ -332,7 +336,7 @@ Rows = Callable[[np.ndarray, int], np.ndarray]
 
 @dataclass
 class Trajectory:
-    """Losses and gradient norms of this rank. The loss of a step is the mean of `losses` over the ranks."""
+    """Losses and gradient norms of each step on this rank; averaged over ranks, `losses` are the steps' losses."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -346,20 +350,24 @@ class Trajectory:
 
 
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
-                sabotage: Callable[[torch.nn.Module], None] | None = None,
+                change_model: Callable[[torch.nn.Module], None] | None = None,
                 loss_chunk: int = recipe.LOSS_CHUNK, seed: int = recipe.SEED) -> Engine:
-    """Build the engine of a layout around a model with initial weights; `sabotage` may change the model first."""
+    """Build the engine of a layout around a model with initial weights.
+
+    Args:
+        change_model: called with the model before the engine wraps it.
+    """
     model = assemble(config, resolved.layout, dist.mesh, seed, dist.device.type)
     configure_head(model, loss_chunk)
-    if sabotage is not None:
-        sabotage(model)
-    with _small_files(dist) if uses_nvme(resolved.layout) else nullcontext():
+    if change_model is not None:
+        change_model(model)
+    with _lower_min_file_size(dist) if uses_nvme(resolved.layout) else nullcontext():
         return build_engine(model, resolved, dist, lr=recipe.PEAK_LR, betas=recipe.BETAS, eps=recipe.EPS,
                             param_groups=decay_groups(model, recipe.WEIGHT_DECAY))
 
 
 @contextmanager
-def _small_files(dist: Dist) -> Iterator[None]:
+def _lower_min_file_size(dist: Dist) -> Iterator[None]:
     """Lower DeepSpeed's minimum file size, so that it swaps the parameters of these small models."""
     import_deepspeed(dist.device.type)
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
@@ -417,9 +425,8 @@ def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: in
     return trajectory
 
 
-def release(device: torch.device) -> None:
-    """Free memory that a dropped engine still holds in reference cycles."""
-
+def free_memory(device: torch.device) -> None:
+    """Free memory that a deleted engine still holds in reference cycles, and the device's cache."""
     gc.collect()
     if DEVICES[device.type].own:
         torch.get_device_module(device).empty_cache()

@@ -16,8 +16,8 @@ from typing import Any
 
 from ezpz_llm.base import UserError, group_by_key
 from ezpz_llm.certify import recipe, target_file, verdict
-from ezpz_llm.certify.cases import Skipped, Work, layout_of, omitted_cases
-from ezpz_llm.certify.local_launches import Definition, definitions, read_reference_error, results
+from ezpz_llm.certify.cases import Skipped, Work, load_layout, omitted_cases
+from ezpz_llm.certify.local_launches import Definition, read_definition_outcomes, read_reference_error, read_results
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
@@ -36,8 +36,9 @@ def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
 def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
     """Format the verdict table, with one row per case.
 
-    Gradients and weights are in units of their bounds. Two columns show the sensitivity: the bound of the loss
-    relative to its decrease, and the bound of weights relative to their movement (median over parameters).
+    Differences of gradients and weights are in units of their bounds. Two columns show the sensitivity: the bound
+    of the loss relative to its decrease, and the bound of weights relative to their movement (median over
+    parameters).
     """
     return table("certify", _COLUMNS, [_row(result) for result in results], rich=rich, width=_WIDTH,
                  marked=[number for number, result in enumerate(results) if not result["passed"]])
@@ -45,10 +46,10 @@ def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
 
 def closing_text(results: Sequence[Result], skipped: Sequence[Skipped],
                  refused: dict[str, str] | None = None) -> str:
-    """Return the failures, the skipped cases and the overall verdict as text.
+    """Return the failures, skipped cases and overall verdict as text.
 
     Args:
-        refused: reason why the single-process reference is unusable, from `lead.refusal`.
+        refused: reason why the single-process reference is unusable, from `read_reference_error`.
     """
     lines = [refused["why"], f"    {refused['instead']}"] if refused else []
     for result in results:
@@ -58,10 +59,10 @@ def closing_text(results: Sequence[Result], skipped: Sequence[Skipped],
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
-    quiet = dict.fromkeys(name for result in results
-                          for name in result.get("reference", {}).get("zero_by_symmetry", ()))
-    if quiet:
-        lines.append(f"gradient is zero by symmetry, so only the losses were compared: {', '.join(quiet)}")
+    symmetric = dict.fromkeys(name for result in results
+                              for name in result.get("reference", {}).get("zero_by_symmetry", ()))
+    if symmetric:
+        lines.append(f"gradient is zero by symmetry, so only the losses were compared: {', '.join(symmetric)}")
     failed = sum(not result["passed"] for result in results)
     missing = sum(not skip.illegal for skip in skipped)
     compared = (f"{len(results) - failed} of {len(results)} case{'s' * (len(results) != 1)} passed: "
@@ -72,18 +73,18 @@ def closing_text(results: Sequence[Result], skipped: Sequence[Skipped],
 
 
 def injected_fault(result: Result) -> str | None:
-    """Return the name of the fault injected into a result's layout. Results of older releases call it `plant`."""
+    """Return the name of a result's injected fault, or None. In results of older releases, the key is `plant`."""
     return result["fault"] if "fault" in result else result["plant"]
 
 
 def title(result: Result) -> str:
-    """Return the description of a result for a line of output."""
+    """Return the title of a result for a line of output."""
     fault = f" with {name}" if (name := injected_fault(result)) else ""
     return f"{result['layout']} {result['model']} {result['dtype']} on {result['world']} ranks{fault}"
 
 
 def basis(steps: int) -> dict[str, Any]:
-    """Return the recipe and the constants of the bounds, which are the same for all cases of a certificate."""
+    """Return the recipe and the constants of the bounds, which all cases of a certificate share."""
     return {
         "recipe": {"steps": steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
                    "pipeline_accumulation": recipe.PIPELINE_ACCUMULATION, "clip": recipe.CLIP,
@@ -98,12 +99,12 @@ def basis(steps: int) -> dict[str, Any]:
 
 def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
            seconds: float, refused: dict[str, str] | None = None,
-           held: Sequence[Definition] = ()) -> dict[str, Any]:
-    """Return the content of certify.json: everything but the numbers of each parameter, which are in cells.jsonl.
+           checks: Sequence[Definition] = ()) -> dict[str, Any]:
+    """Return the content of certify.json. The numbers of each parameter are only in cells.jsonl.
 
     Args:
-        refused: reason why the single-process reference is unusable, from `lead.refusal`.
-        held: outcome of the definition checks, from `lead.definitions`.
+        refused: reason why the single-process reference is unusable, from `read_reference_error`.
+        checks: outcomes of the definition checks, from `local_launches.read_definition_outcomes`.
     """
     machine = {name: value for name, value in environment.items()
                if name in ("versions", "platform", "device", "threads")}
@@ -112,7 +113,7 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
         "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
         "passed": refused is None and all_passed(results, work.skipped),
         "refused": refused, "environment": machine,
-        **({"definitions": held} if held else {}),
+        **({"definitions": checks} if checks else {}),
         **(basis(work.steps) if work.target is None else target_file.basis(work.target, work.steps)),
         "skipped": [{**vars(skip.case), "reason": skip.reason, "illegal": skip.illegal} for skip in work.skipped],
         "references": references,
@@ -122,16 +123,16 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
 
 
 def _reference(result: Result, work: Work) -> str:
-    """Return the name of a result's reference; targets have one per world size."""
+    """Return the name of a result's reference. A target has a separate reference for each world size."""
     ranks = "" if work.target is None else f" for {result['world']} ranks"
     return f"{result['model']} {result['dtype']}{ranks}"
 
 
-def as_json(kept: dict[str, Any]) -> str:
+def as_json(certificate: dict[str, Any]) -> str:
     """Format a record as JSON with one line per result, since a matrix has hundreds. NaN and Inf become null."""
-    kept = _finite(kept)
-    head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
-    lines = ",\n    ".join(map(json.dumps, kept["results"]))
+    certificate = _finite(certificate)
+    head = json.dumps({key: value for key, value in certificate.items() if key != "results"}, indent=2)
+    lines = ",\n    ".join(map(json.dumps, certificate["results"]))
     return f'{head[:-2]},\n  "results": [\n    {lines}\n  ]\n}}\n'
 
 
@@ -162,8 +163,9 @@ def _short(label: str) -> str:
 
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
-    """Print and write the outcome and return the exit code. Call in one process."""
-    outcome, refused, checks = results(run_dir.path), read_reference_error(run_dir.path), definitions(run_dir.path)
+    """Print and write the outcome, and return the exit code. Call on one rank only."""
+    outcome, refused = read_results(run_dir.path), read_reference_error(run_dir.path)
+    checks = read_definition_outcomes(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
     certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused, checks)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
@@ -190,11 +192,11 @@ _HEADER = ("layout", "supports", "certified", "memory per rank, measured / estim
 _EXTRA_WORLD = 8
 
 
-def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
+def write_docs(certificate: dict[str, Any], page: Path = _PAGE) -> None:
     """Replace the table between the markers of a page, or append it with markers.
 
     Args:
-        kept: certificate, from `report.record` or certify.json.
+        certificate: content of certify.json, from `report.record`.
 
     Raises:
         UserError: the page does not exist.
@@ -206,32 +208,32 @@ def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
     head, _, tail = text.partition(BEGIN)
-    write_atomic(page, f"{head}{BEGIN}\n{certified(kept)}{END}{tail.partition(END)[2]}")
+    write_atomic(page, f"{head}{BEGIN}\n{certified_table(certificate)}{END}{tail.partition(END)[2]}")
 
 
-def certified(kept: dict[str, Any]) -> str:
-    """Format the table as Markdown, with an explanation of its numbers."""
-    results = [result for result in kept["results"] if not injected_fault(result)]
-    layouts = dict.fromkeys(each["layout"] for each in (*results, *kept["skipped"]))
-    versions = kept["environment"].get("versions", {})
+def certified_table(certificate: dict[str, Any]) -> str:
+    """Return the table for the docs as Markdown, after an explanation of its numbers."""
+    results = [result for result in certificate["results"] if not injected_fault(result)]
+    layouts = dict.fromkeys(each["layout"] for each in (*results, *certificate["skipped"]))
+    versions = certificate["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
     passed = sum(result["passed"] for result in results)
     about = (
-        f"`{kept['command']}`, {kept['date']}, {named}: {passed} of {len(results)} cases passed in "
-        f"{kept['seconds'] / 60:.0f} minutes. Memory and collectives are measured with certify's "
+        f"`{certificate['command']}`, {certificate['date']}, {named}: {passed} of {len(results)} cases passed in "
+        f"{certificate['seconds'] / 60:.0f} minutes. Memory and collectives are measured with certify's "
         f"{recipe.MODELS[0]} in fp32, on rank 0 of the largest certified world. Memory is the peak of parameters, "
         "gradients and optimizer state (with DeepSpeed's copy of its partition) during a step. After the plus sign "
         "are full parameters that stage 3 has gathered or keeps, buckets, and other buffers. Collectives count the "
         "bytes of full buffers; the last column is what the papers give for the same step. DeepSpeed's buckets and "
         "thresholds are scaled down with the model.")
 
-    rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, kept) for name in sorted(layouts))]
+    rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, certificate) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
-             *(f"| {' | '.join(row)} |" for row in rows), "", *_sights(kept)]
+             *(f"| {' | '.join(row)} |" for row in rows), "", *_sensitivity_table(certificate)]
     return "\n".join(lines)
 
 
-def _sights(record: dict[str, Any]) -> list[str]:
+def _sensitivity_table(record: dict[str, Any]) -> list[str]:
     """Format the sensitivity table: the bounds relative to the decrease of the loss and the movement of weights."""
     sights = {name: reference["sight"] for name, reference in record["references"].items() if "sight" in reference}
     if not sights:
@@ -244,17 +246,18 @@ def _sights(record: dict[str, Any]) -> list[str]:
 
 
 def _docs_row(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> tuple[str, ...]:
-    of_layout = [result for result in results if result["layout"] == name]
-    shown = [result for result in of_layout
+    layout_results = [result for result in results if result["layout"] == name]
+    shown = [result for result in layout_results
              if result["dtype"] == "fp32" and result["model"] == recipe.MODELS[0] and result["worst"]]
     best = max(shown, key=lambda result: result["world"], default=None)
-    return (f"`{name}`", legal_with(name), _certified(name, of_layout, certificate),
-            *(("-", "-", "-") if best is None else (_memory(best), _issued(best), _volume(best["textbook"]))))
+    return (f"`{name}`", supported_axes(name), _certified_cell(name, layout_results, certificate),
+            *(("-", "-", "-") if best is None else
+              (_memory(best), _collectives(best), _expected_collectives(best["textbook"]))))
 
 
-def legal_with(name: str) -> str:
-    """Return the axes along which a layout can be combined with a degree of 2."""
-    layout = layout_of(name)
+def supported_axes(name: str) -> str:
+    """Return the axes (dp, tp, pp, sp) that can have degree 2 in a layout whose ds_config leaves them at 1."""
+    layout = load_layout(name)
     axes = ["dp"]
     for axis in ("tp", "pp", "sp"):
         if getattr(layout, axis) > 1:
@@ -270,7 +273,7 @@ def legal_with(name: str) -> str:
     return ", ".join(axes)
 
 
-def _certified(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> str:
+def _certified_cell(name: str, results: list[dict[str, Any]], certificate: dict[str, Any]) -> str:
     if not results:
         reason = next((skip["reason"] for skip in certificate["skipped"] if skip["layout"] == name), "not run")
         return f"no: {reason}"
@@ -289,10 +292,10 @@ def _memory(result: dict[str, Any]) -> str:
     return f"{sum(measured.values()) - extra:,} / {estimated:,} (+{extra:,}) on {result['world']}"
 
 
-def _issued(result: dict[str, Any]) -> str:
+def _collectives(result: dict[str, Any]) -> str:
     kinds = result["collectives"][0]["kinds"]
     return "; ".join(f"{kind} {entry['count']} x, {entry['bytes']:,} B" for kind, entry in kinds.items()) or "none"
 
 
-def _volume(kinds: dict[str, int]) -> str:
+def _expected_collectives(kinds: dict[str, int]) -> str:
     return "; ".join(f"{kind} {size:,} B" for kind, size in kinds.items()) or "none"

@@ -1,6 +1,6 @@
 """Checks of the data reader: properties of the sample order that hold for every seed.
 
-A step has the same samples for every split into ranks and micro batches. A sample is a window of T consecutive
+A step has the same samples however it is split over ranks and micro batches. A sample is a window of T consecutive
 tokens, with the next token of each as its target. An epoch has each window exactly once, in an order that depends
 on the seed and the epoch. Each stream of a mixture contributes its share to every block, from its own epochs. An
 evaluation has each prediction exactly once.
@@ -27,16 +27,17 @@ from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
 LENGTH = 16
 """Tokens per sample (T)."""
 EPOCH, ODD_EPOCH = 128, 100
-"""Windows per epoch. The first divides a stream's share of a block; the second is not a power of 2."""
+"""Windows per epoch. EPOCH divides a stream's share of a block; ODD_EPOCH is not a power of 2."""
 SECOND = 2500 * LENGTH
-"""First token of the second stream."""
+"""First token of the second stream. All tokens of the first stream are smaller."""
 COUNTS = (3 * BLOCK // 4, BLOCK // 4)
+"""Samples of each stream of the mixture in a block."""
 STEP = 24
-"""Samples per step; divides neither an epoch nor a block."""
+"""Samples per step. Neither an epoch nor a block is a multiple of it."""
 DIVISIONS = ((1, 24), (1, 4), (2, 3), (3, 8), (4, 2))
 """Pairs of data-parallel size and micro batch size."""
 EVALUATED = 100
-"""Predictions of a short evaluation, which ends within a window."""
+"""Predictions of the short evaluation. It ends within a window."""
 
 
 @functools.cache
@@ -44,15 +45,15 @@ def check_reader() -> None:
     """Check the samples of training and evaluation.
 
     Raises:
-        UserError: the first property that does not hold.
+        UserError: names the first property that does not hold.
     """
-    if (problem := next(complaints(), None)) is not None:
+    if (problem := next(find_problems(), None)) is not None:
         raise UserError(f"{DISAGREES}: data: {problem}", where="certify", exit_code=1,
                         instead="fix this first: every layout is compared with the single process")
 
 
-def complaints() -> Iterator[str]:
-    """Yield what is wrong with the readers in `ezpz_llm/data/`."""
+def find_problems() -> Iterator[str]:
+    """Yield a message for each failed check of the readers in `ezpz_llm/data/`."""
     with tempfile.TemporaryDirectory() as folder:
         alone, first, second = (_stream(Path(folder), windows, begin)
                                 for windows, begin in ((ODD_EPOCH, 0), (EPOCH, 0), (EPOCH, SECOND)))
@@ -63,7 +64,7 @@ def complaints() -> Iterator[str]:
 
 
 def _stream(folder: Path, windows: int, begin: int) -> TokenStream:
-    """Create a stream that counts from `begin`, long enough for `windows` windows at any shift."""
+    """Create a stream that counts from `begin`, with `windows` windows at any shift of their start."""
     tokens = np.arange(begin, begin + (windows + 1) * LENGTH + 5, dtype="<u2")
     shards = []  # several, so that windows cross file boundaries
     for number, part in enumerate(np.array_split(tokens, 3)):
@@ -74,11 +75,12 @@ def _stream(folder: Path, windows: int, begin: int) -> TokenStream:
 
 
 def _check_steps(stream: TokenStream) -> Iterator[str]:
-    """Check that a step's samples do not depend on ranks, micro batches, or reading ahead."""
+    """Check that a step's samples do not depend on the number of ranks, the micro batches, or reading ahead."""
     for consumed in (0, ODD_EPOCH - STEP // 2, BLOCK - STEP // 2):
         whole = _step(stream, consumed)
         if whole.shape != (STEP, LENGTH + 1):
-            yield f"the step of {STEP} samples from sample {consumed} has {whole.shape[0]} of {whole.shape[1] - 1}"
+            yield (f"the step of {STEP} samples from sample {consumed} has {whole.shape[0]} samples of "
+                   f"{whole.shape[1] - 1} tokens")
             return
         for ranks, micro in DIVISIONS:
             if not np.array_equal(_step(stream, consumed, ranks, micro), whole):
@@ -87,7 +89,7 @@ def _check_steps(stream: TokenStream) -> Iterator[str]:
     ahead = ReadAhead(stream, block_size=LENGTH, seed=1, global_batch=STEP, micro_batch=STEP, dp_rank=0, dp_size=1)
     for consumed in (0, STEP, STEP, 5 * STEP, 0):
         (batch,) = ahead.micro_batches(consumed)
-        if not np.array_equal(_joined(*batch), _step(stream, consumed)):
+        if not np.array_equal(_join(*batch), _step(stream, consumed)):
             yield f"the step from sample {consumed} has different samples with reading ahead than without"
 
 
@@ -109,7 +111,7 @@ def _check_epochs(stream: TokenStream) -> Iterator[str]:
 
 
 def _check_mixture(mixture: Mixture) -> Iterator[str]:
-    """Check that each block has every stream's share, in whole epochs, which differ by block and stream."""
+    """Check that each block has every stream's share, in whole epochs that differ by block and by stream."""
     samples = _samples(mixture, 2 * BLOCK, seed=1)
     yield from _not_windows(samples)
     shifts: list[list[Counter[int]]] = []
@@ -127,8 +129,8 @@ def _check_mixture(mixture: Mixture) -> Iterator[str]:
             shifts[-1].append(shift)
     if shifts[0] == shifts[1]:
         yield "the second block repeats the epochs of the first"
-    alike = _samples(Mixture(mixture.streams, (BLOCK // 2, BLOCK // 2)), BLOCK, seed=1)[:, 0]
-    if Counter((alike[alike < SECOND] % LENGTH).tolist()) == Counter((alike[alike >= SECOND] % LENGTH).tolist()):
+    mixed = _samples(Mixture(mixture.streams, (BLOCK // 2, BLOCK // 2)), BLOCK, seed=1)[:, 0]
+    if Counter((mixed[mixed < SECOND] % LENGTH).tolist()) == Counter((mixed[mixed >= SECOND] % LENGTH).tolist()):
         yield "two streams of equal length have the same epochs"
 
 
@@ -150,7 +152,7 @@ def _check_evaluation(stream: TokenStream) -> Iterator[str]:
 
 
 def _not_windows(samples: np.ndarray) -> Iterator[str]:
-    """Check that samples are consecutive tokens, with the next tokens as targets."""
+    """Yield a problem if a sample is not consecutive tokens, with the next tokens as targets."""
     bad = np.flatnonzero((samples != samples[:, :1] + np.arange(LENGTH + 1)).any(axis=1))
     if bad.size:
         yield (f"sample {bad[0]} is not {LENGTH} consecutive tokens with the next token of each as its target: "
@@ -158,20 +160,20 @@ def _not_windows(samples: np.ndarray) -> Iterator[str]:
 
 
 def _samples(stream: TokenStream | Mixture, count: int, seed: int) -> np.ndarray:
-    """Return the first `count` samples of a training as tokens and last target, (count, T + 1)."""
+    """Return the first `count` training samples, each as its tokens and last target: (count, T + 1)."""
     steps = [_step(stream, consumed, seed=seed) for consumed in range(0, count, STEP)]
     return np.concatenate(steps)[:count]
 
 
 def _step(stream: TokenStream | Mixture, consumed: int, ranks: int = 1, micro: int = STEP,
           seed: int = 1) -> np.ndarray:
-    """Return the samples of a step over all ranks, as `_joined` returns them."""
-    return np.concatenate([_joined(*batch) for rank in range(ranks) for batch in Batches(
+    """Return the samples of a step over all ranks, as `_join` returns them."""
+    return np.concatenate([_join(*batch) for rank in range(ranks) for batch in Batches(
         stream, block_size=LENGTH, seed=seed, global_batch=STEP, micro_batch=micro, dp_rank=rank,
         dp_size=ranks).micro_batches(consumed)])
 
 
-def _joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def _join(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Append the last target to the tokens, (B, T + 1); -1 marks targets that are not the next token."""
     whole = np.concatenate([tokens, targets[:, -1:]], axis=1)
     whole[:, 1:][whole[:, 1:] != targets] = -1

@@ -1,8 +1,8 @@
 """Checks of the trainer's learning rate schedules, at every step.
 
 The trainer's own schedules warm up for W steps, the last of which has the peak, follow their curve to the floor at
-step D, and stay there. DeepSpeed's schedulers set the rate after each step, so a step has the rate of the iteration
-before it, and the first step has the initial rate of the warm-up.
+step D, and stay there. DeepSpeed's schedulers set the learning rate after each step, so each step uses the rate of
+the iteration before it. The first step uses the initial rate of the warm-up, or 0 under WarmupCosineLR.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any, Literal
 from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
 
-PEAK, FLOOR, BEGIN = 4e-3, 5e-4, 1e-4
-DECAY, LAST = 40, 9
-"""Step D, and the number of decay steps of wsd before it."""
+PEAK, FLOOR, INITIAL = 4e-3, 5e-4, 1e-4
+"""Learning rates at the peak, at the end, and at the start of the warm-up."""
+DECAY, WSD_DECAY = 40, 9
+"""Step D at which the floor is reached, and the number of steps before D in which wsd decays."""
 WARMUPS = (0, 1, 7)
 STEPS = DECAY + 5
 
 
-def complaints() -> Iterator[str]:
-    """Yield what is wrong with the learning rates of `ezpz_llm/trainer/schedule.py`."""
+def find_problems() -> Iterator[str]:
+    """Yield a message for each failed check of the learning rates in `ezpz_llm/trainer/schedule.py`."""
     if unknown := SCHEDULES.keys() - _CURVES.keys() - _DEEPSPEED_CURVES.keys():
         yield f"{', '.join(sorted(unknown))}: certify has no definition of this learning rate schedule"
     names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEED_CURVES)
     shapes: tuple[Literal["linear", "log"], ...] = ("linear", "log")
-    for name, warmup, shape, begin in itertools.product(names, WARMUPS, shapes, (0.0, BEGIN)):
+    for name, warmup, shape, begin in itertools.product(names, WARMUPS, shapes, (0.0, INITIAL)):
         if name in _DEEPSPEED_CURVES and not warmup:
             continue  # DeepSpeed's schedulers require a warm-up
         config = RunConfig(schedule=name, lr=PEAK, min_lr=FLOOR, warmup_steps=warmup, decay_steps=DECAY,
-                           wsd_decay_steps=LAST, warmup_type=shape, warmup_min_lr=begin)
+                           wsd_decay_steps=WSD_DECAY, warmup_type=shape, warmup_min_lr=begin)
         rate = _deepspeed_rate if name in _DEEPSPEED_CURVES else _trainer_rate
         for step in range(STEPS):
             actual, expected = learning_rate(step, config), rate(name, step, warmup, shape, begin)
@@ -51,9 +52,9 @@ _CURVES = {
     "cosine": lambda step, progress: math.cos(math.pi / 2 * progress) ** 2,
     "linear": lambda step, progress: 1 - progress,
     "constant": lambda step, progress: 1.0,
-    "wsd": lambda step, progress: min(1.0, max(0.0, (DECAY - step) / LAST)),
+    "wsd": lambda step, progress: min(1.0, max(0.0, (DECAY - step) / WSD_DECAY)),
 }
-"""Curves by name: height above the floor (0 to 1) at a step; `progress` is the completed share of the decay."""
+"""Height of each curve above the floor (0 to 1) at a step. `progress` is the completed share of the decay."""
 
 
 def _trainer_rate(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
@@ -76,7 +77,6 @@ _DEEPSPEED_CURVES = {
 
 def _deepspeed_rate(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
     """Return the learning rate of a step (from 0) under one of DeepSpeed's schedulers."""
-
     iteration, warmup = step - 1, max(2, warmup)
     if iteration < 0:
         return 0.0 if name == "WarmupCosineLR" else begin

@@ -13,15 +13,15 @@ import torch
 
 from ezpz_llm.base import as_type, read_json
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.case import numbers_of, result_of
+from ezpz_llm.certify.case import expected_numbers, make_result
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.copies import differing_copies
-from ezpz_llm.certify.local_launches import Job, reference_numbers
-from ezpz_llm.certify.reference import Reference, compare, read_reference, release
+from ezpz_llm.certify.local_launches import Job, reference_file
+from ezpz_llm.certify.reference import Reference, compare, free_memory, read_reference
 from ezpz_llm.certify.target_file import ACCUMULATION, SAME, load
 from ezpz_llm.certify.target_reference import STATISTIC, TargetProperties, gradient_scale, write_ds_config
-from ezpz_llm.certify.target_resume import HeldWeights, MidRunCheckpoints, compare_resumed, held_weights, resume
-from ezpz_llm.certify.target_run import Batches, Observations, mean_held_out, mean_losses, train, wrapped
+from ezpz_llm.certify.target_resume import MidRunCheckpoints, WeightSlices, compare_resumed, copy_weights, resume
+from ezpz_llm.certify.target_run import Batches, Observations, mean_held_out, mean_losses, train, wrap_target
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
@@ -29,9 +29,9 @@ from ezpz_llm.engine.running_statistics import statistics_of
 
 PHASES = {"data": "data", **verdict.PHASES, "statistics": "running statistics", "random": "random numbers",
           "evaluation": "evaluation", "resume": "resume"}
-"""Phases by kind of finding, like `verdict.PHASES`, with the checks that only targets have."""
+"""Phase by kind of finding: `verdict.PHASES` and the checks that only targets have."""
 _MIN_STATISTIC = verdict.K * verdict.ROUNDING["fp32"]
-"""Minimum bound of running statistics, relative; they are fp32 in every precision."""
+"""Minimum relative bound of running statistics, which are fp32 in every precision."""
 
 
 class _Count(Finding):
@@ -47,26 +47,30 @@ def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     Collective; every rank gets the same result.
 
     Returns:
-        Like `certify_case`, with `resumed_from`: the layout that saved the loaded checkpoint.
+        A result like that of `certify_case`, with `resumed_from`: the layout that saved the loaded checkpoint.
     """
     began = time.perf_counter()
     reference = read_reference(job.root, case.model, case.dtype, job.steps, case.world)
-    path = reference_numbers(job.root, case.model, case.dtype, job.steps, case.world).with_name("about.json")
+    path = reference_file(job.root, case.model, case.dtype, job.steps, case.world).with_name("about.json")
     about: TargetProperties = as_type(TargetProperties, read_json(path), str(path))
-    middle = MidRunCheckpoints(case, job, dist)
-    run = _train(case, job, dist, reference, about, middle)
-    release(dist.device)
-    measured, expected = run.numbers, numbers_of(reference, None)
-    findings = {"data": _data(run.drawn, about["batches"]), **verdict.findings(measured, expected, 0, case.dtype),
-                "statistics": _statistics(run.statistics, reference, about),
-                "random": _random(run.everyone, about["drops"]), "evaluation": _evaluation(run.everyone)}
-    resumed = resume(case, job, dist, run.ds_config, about["clip"], middle)
-    release(dist.device)
+    checkpoints = MidRunCheckpoints(case, job, dist)
+    run = _train(case, job, dist, reference, about, checkpoints)
+    free_memory(dist.device)
+    measured, expected = run.numbers, expected_numbers(reference, None)
+    findings = {"data": _data_findings(run.drawn, about["batches"]),
+                **verdict.findings(measured, expected, 0, case.dtype),
+                "statistics": _statistics_findings(run.statistics, reference, about),
+                "random": _random_findings(run.all_ranks, about["drops"]),
+                "evaluation": _evaluation_findings(run.all_ranks)}
+    resumed = resume(case, job, dist, run.ds_config, about["clip"], checkpoints)
+    free_memory(dist.device)
     findings["resume"] = compare_resumed(dist, reference, (run.seen, run.weights), resumed)
-    failures = [*verdict.failures(findings, PHASES), *_likely(findings, measured, expected, dist.mesh.dp_size)]
-    middle.close(passed=not failures)
-    return {**result_of(case, findings, failures, measured, expected, reference), "parameters": about["parameters"],
-            "clip": about["clip"], "resumed_from": middle.loaded, "seconds": time.perf_counter() - began}
+    failures = [*verdict.failures(findings, PHASES),
+                *_likely_causes(findings, measured, expected, dist.mesh.dp_size)]
+    checkpoints.close(passed=not failures)
+    return {**make_result(case, findings, failures, measured, expected, reference),
+            "parameters": about["parameters"], "clip": about["clip"], "resumed_from": checkpoints.loaded,
+            "seconds": time.perf_counter() - began}
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ class _Run:
 
     Attributes:
         numbers: numbers to compare with the reference.
-        seen, everyone: trajectory of this rank, and of every rank.
-        drawn: samples of each micro batch, by data-parallel rank.
+        seen, all_ranks: trajectory of this rank, and those of all ranks.
+        drawn: for each data-parallel rank, the sample hashes of each micro batch.
         weights: this rank's weights after the last step.
         statistics: by running statistic, the largest difference from the reference over the ranks.
     """
@@ -84,20 +88,20 @@ class _Run:
     ds_config: Path
     numbers: verdict.Numbers
     seen: Observations
-    everyone: list[Observations]
+    all_ranks: list[Observations]
     drawn: list[dict[int, list[str]]]
-    weights: HeldWeights
+    weights: WeightSlices
     statistics: dict[str, float]
 
 
 def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: TargetProperties,
-           middle: MidRunCheckpoints) -> _Run:
+           checkpoints: MidRunCheckpoints) -> _Run:
     assert job.target is not None
     target = load(job.target)
     file = write_ds_config(job.root / "ds_configs", case.layout, case.dtype, about["parameters"],
                            write=dist.is_main)
     dist.barrier()
-    model = wrapped(target, dist, file, ACCUMULATION, about["clip"])
+    model = wrap_target(target, dist, file, ACCUMULATION, about["clip"])
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
     measured: verdict.Numbers = {"first": compare(model.engine, None, reference, "weight", "first", dist)}
 
@@ -106,26 +110,26 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
         if step == 0:
             measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
                                            scale=gradient_scale(model.optimizer, about["clip"], trajectory))
-        if step == middle.step - 1:
-            middle.save(model)
+        if step == checkpoints.step - 1:
+            checkpoints.save(model)
 
     torch.manual_seed(recipe.SEED + 1 + dist.rank)
-    trajectory = train(model, batches, own=True, after=after_step)
-    everyone = all_gather(dist, trajectory)
+    trajectory = train(model, batches, use_own_step=True, after=after_step)
+    all_ranks = all_gather(dist, trajectory)
     measured["weight"] = compare(model.engine, None, reference, "weight", "weight", dist)
-    measured["copy"] = {**differing_copies(model.engine, dist), **_buffers_apart(everyone)}
-    measured["losses"] = mean_losses(everyone)
-    measured["norms"] = list(zip(*(rank.norms for rank in everyone), strict=True))
-    measured["held_out"] = mean_held_out(everyone)
+    measured["copy"] = {**differing_copies(model.engine, dist), **_compare_buffers(all_ranks)}
+    measured["losses"] = mean_losses(all_ranks)
+    measured["norms"] = list(zip(*(rank.norms for rank in all_ranks), strict=True))
+    measured["held_out"] = mean_held_out(all_ranks)
     apart = {name: (value.float().cpu() - reference.tensors[f"{STATISTIC}{name}"]).norm().item()
              for name, value in statistics_of(model.module).items()}
     statistics = {name: max(rank[name] for rank in ranks) for ranks in [all_gather(dist, apart)] for name in apart}
     drawn = dict(all_gather(dist, (dist.mesh.dp_rank, batches.seen)))  # tensor-parallel peers draw the same samples
-    return _Run(file, measured, trajectory, everyone, list(drawn.values()), held_weights(model), statistics)
+    return _Run(file, measured, trajectory, all_ranks, list(drawn.values()), copy_weights(model), statistics)
 
 
-def _buffers_apart(ranks: Sequence[Observations]) -> dict[str, dict[str, Any]]:
-    """Compare buffers over the ranks bit by bit, like `differing_copies`: a checkpoint only saves rank 0's."""
+def _compare_buffers(ranks: Sequence[Observations]) -> dict[str, dict[str, Any]]:
+    """Compare buffers across ranks bit by bit, because a checkpoint saves only rank 0's. See `differing_copies`."""
     differences = {}
     for name, content in ranks[0].buffers.items():
         differing = [rank for rank, trajectory in enumerate(ranks) if trajectory.buffers[name] != content]
@@ -134,8 +138,8 @@ def _buffers_apart(ranks: Sequence[Observations]) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _statistics(apart: dict[str, float], reference: Reference, about: TargetProperties) -> list[Finding]:
-    """Compare running statistics after the last step with one process's."""
+def _statistics_findings(apart: dict[str, float], reference: Reference, about: TargetProperties) -> list[Finding]:
+    """Compare running statistics after the last step with those of a single process."""
     findings = []
     for name, value in apart.items():
         size = reference.tensors[f"{STATISTIC}{name}"].norm().item() or 1.0
@@ -144,8 +148,8 @@ def _statistics(apart: dict[str, float], reference: Reference, about: TargetProp
     return findings
 
 
-def _data(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]]) -> list[Finding]:
-    """Check that the ranks together have the samples of one process, and that no micro batch is repeated."""
+def _data_findings(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]]) -> list[Finding]:
+    """Check that all ranks together draw the samples of one process, and that no rank repeats a micro batch."""
     wrong, first_wrong = 0, ""
     repeated: set[int] = set()
     first_repeated = ""
@@ -166,24 +170,24 @@ def _data(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]])
             _Count("micro batches are repeated", len(repeated), 0.0, first_repeated)]
 
 
-def _random(ranks: Sequence[Observations], drops: bool) -> list[Finding]:
-    """Check that ranks have different random states, if the module uses dropout."""
+def _random_findings(ranks: Sequence[Observations], drops: bool) -> list[Finding]:
+    """Check that ranks have different random states after each step, if the module has dropout."""
     alike = [step for step, states in enumerate(zip(*(trajectory.random for trajectory in ranks), strict=True), 1)
              if drops and len(set(states)) < len(states)]
     return [_Count("steps end with the same random state on several ranks, so their dropout masks are equal",
                    len(alike), 0.0, f"; first after step {alike[0]}" if alike else "")]
 
 
-def _evaluation(ranks: Sequence[Observations]) -> list[Finding]:
+def _evaluation_findings(ranks: Sequence[Observations]) -> list[Finding]:
     """Check that an evaluation does not change the training state."""
     changed = list(dict.fromkeys(part for trajectory in ranks for part in trajectory.changed))
     return [_Count("parts of the state were changed by an evaluation", len(changed), 0.0,
                    f": {', '.join(changed[:3])}" if changed else "")]
 
 
-def _likely(findings: dict[str, list[Finding]], measured: verdict.Numbers, expected: verdict.Numbers,
-            world: int) -> Iterator[str]:
-    """Name the likely cause, if the first gradient norm is wrong by a factor with a common cause."""
+def _likely_causes(findings: dict[str, list[Finding]], measured: verdict.Numbers, expected: verdict.Numbers,
+                   world: int) -> Iterator[str]:
+    """Yield the likely cause if a gradient norm fails and the first one is off by a factor with a known cause."""
     if not any(finding.failed for finding in findings["norm"]):
         return
     ratio = measured["norms"][0][0] / expected["norms"][0]

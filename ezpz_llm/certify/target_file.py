@@ -1,4 +1,4 @@
-"""Target file of `--target FILE.py:FUNCTION`: find, hash and load it (imports torch only if the file does)."""
+"""Find, hash and load the target file of `--target FILE.py:FUNCTION` (imports torch only if the file does)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.library.target import Target
 
 ACCUMULATION = 3
-"""Micro batches per step. Unlike 2 or 4, a factor of 3 cannot be confused with the number of ranks."""
+"""Micro batches per step. An error by a factor of 3 cannot be confused with one by the number of ranks (2 or 4)."""
 CLIP_SHARE = 0.5
-"""Clip, relative to the norm of the first gradient, because the scale of a target's gradients is unknown."""
+"""Gradient clip as a share of the first gradient norm, because the scale of a target's gradients is unknown."""
 EPS_SHARE = 0.5
 """Epsilon of the default optimizer, relative to the root mean square of the elements of a clipped gradient. With a
 much smaller epsilon, Adam turns the rounding of tiny gradients into full-size steps."""
@@ -25,11 +25,11 @@ SAME = 2.0 ** -10
 """Relative tolerance between first gradients of one process in fp32 that differ only in summation order. Rounding
 gives 1e-6; a different mean, mask or statistic exceeds the tolerance."""
 RESUMED = 5e-7
-"""Relative tolerance of losses, gradient norms and weights of a resumed run. The bound is higher if the baseline
-noise is, as in bf16."""
+"""Minimum relative tolerance of losses, gradient norms and weights of a resumed run. Larger baseline noise, as in
+bf16, raises the tolerance."""
 DTYPES = ("fp32", "bf16")
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "fsdp2")
-"""Shipped layouts that work with any module, without those that offload."""
+"""Shipped layouts that work with any module, except those with offload."""
 _MAX_BYTES = 1 << 20
 
 
@@ -54,7 +54,7 @@ def find_target(text: str, folders: tuple[Path, ...] = (Path(),)) -> TargetFile:
         folders: directories in which to look for a relative path.
 
     Raises:
-        UserError: the file or function does not exist, or the file has a syntax error.
+        UserError: `text` has another form, the file or function does not exist, or the file has a syntax error.
     """
     name, colon, function = text.rpartition(":")
     if not colon or not name.endswith(".py") or not function.isidentifier():

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import verdict
 from ezpz_llm.certify.cases import scaled_down
-from ezpz_llm.certify.local_launches import Job, reference_numbers
-from ezpz_llm.certify.one_process import DISAGREES, WITH_ITSELF, state_of
+from ezpz_llm.certify.local_launches import Job, reference_file
+from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, state_of
 from ezpz_llm.certify.reference import baseline_noise, reordered_sums, single_rank_world
 from ezpz_llm.certify.target_file import ACCUMULATION, CLIP_SHARE, SAME, load
-from ezpz_llm.certify.target_run import Batches, Observations, fresh_module, train, wrapped
+from ezpz_llm.certify.target_run import Batches, Observations, fresh_module, train, wrap_target
 from ezpz_llm.certify.target_statistics import normalizes_over_batch
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.running_statistics import statistics_of
@@ -30,7 +30,7 @@ from ezpz_llm.rundir import write_json
 STATISTIC = "statistic/"
 """Prefix of running statistics (after the last step) in the tensors of a reference."""
 _ROUNDING_ALONE = 1e-6
-"""Share of the global gradient norm below which a gradient that depends on the summation order is only rounding."""
+"""Share of the global gradient norm. A smaller gradient that depends on the summation order is only rounding."""
 
 
 class TargetProperties(TypedDict):
@@ -50,24 +50,24 @@ class TargetProperties(TypedDict):
 def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     """Train one process, compare its first gradients with a plain loop, and write tensors and numbers.
 
-    Call on one rank. If the module uses batch statistics (BatchNorm), the process computes the ranks' parts of each
-    micro batch one after the other.
+    Call on one rank. If the module uses batch statistics (BatchNorm), this process computes the parts of each micro
+    batch for the ranks one after the other, as the ranks do.
 
     Raises:
         UserError: a parameter gets no gradient, or starts as an untied copy of an embedding; the process disagrees
             with the plain loop or, with split micro batches, with itself; `wrap` rejects the module.
     """
     assert job.target is not None
-    target, me = load(job.target), single_rank_world(dist)
-    path = reference_numbers(job.root, model, dtype, job.steps, dist.world_size)
+    target, single = load(job.target), single_rank_world(dist)
+    path = reference_file(job.root, model, dtype, job.steps, dist.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     module, drops = fresh_module(target)
     check_ties(module)
     in_parts, size = normalizes_over_batch(module), max(2, dist.world_size)
 
-    def batches(places: int, order: int = 0) -> Batches:
-        """Return all parts of the micro batches for `places` ranks."""
-        return Batches(target, job.steps, dist.device, range(places), places, order, in_parts)
+    def batches(dp_size: int, order: int = 0) -> Batches:
+        """Return the batches of a process that computes the parts of all `dp_size` ranks."""
+        return Batches(target, job.steps, dist.device, range(dp_size), dp_size, order, in_parts)
 
     _check_parts(batches(1), batches(size))
     whole = batches(dist.world_size if in_parts else 1)
@@ -75,13 +75,13 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     plain = _plain_gradients(whole)
     clip = CLIP_SHARE * _norm(plain)
     check_gradients(plain, _plain_gradients(divided))
-    whole_run, tensors = _run(whole, me, dtype, clip)
+    whole_run, tensors = _run(whole, single, dtype, clip)
     if dtype == "fp32":
-        _hold_to(plain, tensors)
+        _check_against_plain_loop(plain, tensors)
     repetitions = []
-    for order, (places, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
+    for order, (dp_size, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
         with reordered_sums(order) if shuffled else nullcontext():
-            repetitions.append(_run(batches(whole.size if in_parts else places, order), me, dtype, clip))
+            repetitions.append(_run(batches(whole.size if in_parts else dp_size, order), single, dtype, clip))
     noise = baseline_noise(None, whole_run, tensors, repetitions)
     if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
         noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses)))
@@ -118,8 +118,8 @@ def _check_parts(whole: Batches, divided: Batches) -> None:
     for number, expected in whole.seen.items():
         drawn, complete = Counter(divided.seen[number]), Counter(expected)
         if odd := sum(((drawn - complete) + (complete - drawn)).values()):
-            raise UserError(f"{WITH_ITSELF}: the parts of micro batch {number} for {divided.size} ranks have {odd} "
-                            "samples more or less often than the full micro batch", where="Target.batch",
+            raise UserError(f"{INCONSISTENT}: the parts of micro batch {number} for {divided.size} ranks have "
+                            f"{odd} samples more or less often than the full micro batch", where="Target.batch",
                             exit_code=1,
                             instead="split the batch of dp_size 1 into dp_size equal parts and return part dp_rank")
 
@@ -158,14 +158,14 @@ def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> Non
                             "that loses it", where="--target",
                             instead="a module without this parameter, or a loss that depends on it")
         if not apart <= SAME * gradient.norm():
-            raise UserError(f"{WITH_ITSELF}: the gradient of {name} changes by {apart / gradient.norm():.2g} "
+            raise UserError(f"{INCONSISTENT}: the gradient of {name} changes by {apart / gradient.norm():.2g} "
                             "(relative) when micro batches are split over ranks", where="--target",
                             instead="a loss that is the mean over samples, parts of equal size, nn.Dropout for "
                                     "dropout, and torch's BatchNorm for batch statistics",
                             exit_code=1)
 
 
-def _hold_to(plain: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+def _check_against_plain_loop(plain: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name, gradient in plain.items():
         apart = ((tensors[f"gradient/{name}"] - gradient).norm() / gradient.norm()).item()
         if not apart <= SAME:
@@ -178,11 +178,11 @@ def _norm(gradients: dict[str, Tensor]) -> float:
     return torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
 
 
-def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
+def _run(batches: Batches, single: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
     """Train one process; return its trajectory and the tensors of `reference.Reference`."""
-    accumulation = ACCUMULATION * len(batches.places)
-    file = write_ds_config(me.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
-    model = wrapped(batches.target, me, file, accumulation, clip)
+    accumulation = ACCUMULATION * len(batches.dp_ranks)
+    file = write_ds_config(single.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
+    model = wrap_target(batches.target, single, file, accumulation, clip)
     tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
 
     def keep_gradients(step: int, trajectory: Observations) -> None:
@@ -191,7 +191,7 @@ def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Observati
             scale, first = gradient_scale(model.optimizer, clip, trajectory), state_of(model.engine).first
             tensors.update({f"gradient/{name}": value * scale for name, value in first.items()})
 
-    trajectory = train(model, batches, own=False, after=keep_gradients)
+    trajectory = train(model, batches, use_own_step=False, after=keep_gradients)
     tensors.update({f"weight/{name}": value for name, value in state_of(model.engine).weights.items()})
     tensors.update({f"{STATISTIC}{name}": value.float().cpu()
                     for name, value in statistics_of(model.module).items()})
@@ -199,13 +199,12 @@ def _run(batches: Batches, me: Dist, dtype: str, clip: float) -> tuple[Observati
 
 
 def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Observations) -> float:
-    """Return the factor from the first moments after step 1 to the gradients before clipping."""
+    """Return the factor that turns the first moments after step 1 into the gradients before clipping."""
     return 1 / (1 - optimizer.param_groups[0]["betas"][0]) / min(1.0, clip / (seen.norms[0] + 1e-6))
 
 
 def write_ds_config(folder: Path, layout: str, dtype: str, parameters: int, *, write: bool) -> Path:
-    """Return the path of a ds_config in a precision, scaled down to a small model; one rank writes the file."""
-
+    """Return the path of a ds_config in a precision, scaled down to a small model; if `write`, write the file."""
     path = folder / f"{Path(layout).stem}-{dtype}.json"
     if not write:
         return path

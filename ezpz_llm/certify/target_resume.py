@@ -22,7 +22,7 @@ from ezpz_llm.certify.target_run import (
     mean_held_out,
     mean_losses,
     train,
-    wrapped,
+    wrap_target,
 )
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
@@ -30,14 +30,15 @@ from ezpz_llm.dist.agreement import all_gather, broadcast
 from ezpz_llm.library.wrapping import Wrapped
 from ezpz_llm.rundir import RunDir
 
-HeldWeights = list[tuple[str, Tensor]]
-"""Weights on a rank: parameter names and slices."""
+WeightSlices = list[tuple[str, Tensor]]
+"""Slices of weights on a rank, with parameter names."""
 
 
 class MidRunCheckpoints:
-    """Checkpoints of a case and of the last case that passed with the same precision and world size.
+    """Mid-run checkpoints: of the case, and of the last case that passed with its precision and world size.
 
-    `loaded` is the layout whose checkpoint was loaded.
+    `own` and `passed` are their folders, `step` the number of steps before the checkpoint, and `loaded` the layout
+    whose checkpoint was loaded.
     """
 
     def __init__(self, case: Case, job: Job, dist: Dist) -> None:
@@ -52,12 +53,12 @@ class MidRunCheckpoints:
         checkpoint.save(model.engine, self._dist, RunDir(self.own), {"step": self.step, "case": self._layout})
 
     def load(self, model: Wrapped) -> None:
-        """Load the previous case's checkpoint, or the case's own if there is none. Collective."""
+        """Load the checkpoint of the last case that passed, or the case's own if there is none. Collective."""
         where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
         self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist)["case"]
 
     def close(self, *, passed: bool) -> None:
-        """Hand the case's checkpoint over to the next case if the case passed, else delete it. Collective."""
+        """Keep the case's checkpoint for the next case if the case passed, else delete it. Collective."""
         self._dist.barrier()
         if self._dist.is_main and passed:
             shutil.rmtree(self.passed, ignore_errors=True)
@@ -70,14 +71,14 @@ class MidRunCheckpoints:
         self._dist.barrier()
 
 
-def held_weights(model: Wrapped) -> HeldWeights:
+def copy_weights(model: Wrapped) -> WeightSlices:
     """Copy this rank's slices of the weights to the CPU."""
     return [(piece.name, piece.tensors["weight"].detach().cpu().clone())
             for piece in model.engine.training_state().slices()]
 
 
 def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
-           middle: MidRunCheckpoints) -> tuple[Observations, HeldWeights]:
+           checkpoints: MidRunCheckpoints) -> tuple[Observations, WeightSlices]:
     """Load the checkpoint into a module with other initial weights and make the remaining steps. Collective.
 
     Returns:
@@ -85,22 +86,22 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     """
     assert job.target is not None
     target = load(job.target)
-    model = wrapped(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
-    middle.load(model)
+    model = wrap_target(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
+    checkpoints.load(model)
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
-    trajectory = train(model, batches, own=True, first=middle.step)
-    return trajectory, held_weights(model)
+    trajectory = train(model, batches, use_own_step=True, first=checkpoints.step)
+    return trajectory, copy_weights(model)
 
 
-def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Observations, HeldWeights],
-                    resumed: tuple[Observations, HeldWeights]) -> list[Finding]:
+def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Observations, WeightSlices],
+                    resumed: tuple[Observations, WeightSlices]) -> list[Finding]:
     """Compare the resumed run with the uninterrupted run of the same layout. Collective."""
     noise = reference.noise
     again, full = (all_gather(dist, trajectory) for trajectory, _ in (resumed, whole))
     first = len(full[0].losses) - len(again[0].losses)
 
     def finding(label: str, apart: float, size: float, noise: float) -> Finding:
-        """Return a finding for a difference relative to `size`, with a bound of at least FACTOR x `noise`."""
+        """Return a finding for a difference relative to `size`; its bound is RESUMED or FACTOR x `noise`."""
         size = size or 1.0
         bound = max(RESUMED, verdict.FACTOR * noise / size)
         return Finding(f"{label} after a resume", apart / size, bound, " (relative)")

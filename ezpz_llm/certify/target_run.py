@@ -22,7 +22,7 @@ from ezpz_llm.certify import recipe
 from ezpz_llm.certify.copies import whole_parameters
 from ezpz_llm.certify.reference import Trajectory
 from ezpz_llm.certify.target_file import ACCUMULATION, EPS_SHARE
-from ezpz_llm.certify.target_statistics import StatisticsByPlace
+from ezpz_llm.certify.target_statistics import StatisticsByRank
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice
@@ -37,7 +37,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def fresh_module(target: Target, seed: int = recipe.SEED) -> tuple[nn.Module, bool]:
     """Return the module with initial weights and without dropout, and True if it had dropout.
 
-    With dropout, ranks draw different masks, and no layout computes the same as a single process.
+    With dropout, ranks would draw different masks, and no layout would compute the same as a single process.
     """
     torch.manual_seed(seed)
     module = target.module()
@@ -50,8 +50,8 @@ def fresh_module(target: Target, seed: int = recipe.SEED) -> tuple[nn.Module, bo
     return module, drops
 
 
-def wrapped(target: Target, dist: Dist, ds_config: str | Path, accumulation: int, clip: float,
-            seed: int = recipe.SEED) -> Wrapped:
+def wrap_target(target: Target, dist: Dist, ds_config: str | Path, accumulation: int, clip: float,
+                seed: int = recipe.SEED) -> Wrapped:
     """Wrap the target's module in a layout, as `ezpz_llm.wrap` does. Collective.
 
     Raises:
@@ -75,10 +75,10 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
     return optimizer
 
 
-def numbers(target: Target, steps: int) -> list[range]:
-    """Return the micro batch numbers of each step: the first ones of two epochs, half of the steps each.
+def micro_batch_numbers(target: Target, steps: int) -> list[range]:
+    """Return the micro batch numbers of each step. Steps use the first micro batches of two epochs.
 
-    The numbers are for one process; each rank has a part of each micro batch.
+    The first epoch has half of the steps, rounded up. Each rank computes a part of each micro batch.
 
     Raises:
         UserError: an epoch has too few micro batches.
@@ -94,47 +94,48 @@ def numbers(target: Target, steps: int) -> list[range]:
 
 @dataclass
 class Batches:
-    """Parts of micro batches that one process computes: the parts of data-parallel ranks `places` out of `size`.
+    """Parts of micro batches that one process computes: those of the data-parallel ranks `dp_ranks` out of `size`.
 
     Attributes:
         order: seed for shuffling the parts of a step; 0 for no shuffling.
-        in_turn: keep the order of each rank's parts, on which its running statistics depend.
+        keeps_rank_order: keep the order of each rank's parts when shuffling, since its running statistics depend
+            on the order.
         seen: sample hashes of each drawn micro batch, by its number.
     """
 
     target: Target
     steps: int
     device: torch.device
-    places: Sequence[int] = (0,)
+    dp_ranks: Sequence[int] = (0,)
     size: int = 1
     order: int = 0
-    in_turn: bool = False
+    keeps_rank_order: bool = False
     seen: dict[int, list[str]] = field(default_factory=dict)
 
     def of_step(self, step: int) -> list[tuple[int, Any]]:
         """Return the parts of a step's micro batches, each with its data-parallel rank."""
         drawn: list[tuple[int, Any]] = []
-        for number in numbers(self.target, self.steps)[step]:
-            parts = [self._part(number, place) for place in self.places]
+        for number in micro_batch_numbers(self.target, self.steps)[step]:
+            parts = [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
             self.seen[number] = [sample for part in parts for sample in samples(part)]
-            drawn += zip(self.places, parts, strict=True)
+            drawn += zip(self.dp_ranks, parts, strict=True)
         if not self.order:
             return drawn
         shuffled = [drawn[index] for index in np.random.default_rng((self.order, step)).permutation(len(drawn))]
-        if not self.in_turn:
+        if not self.keeps_rank_order:
             return shuffled
-        turns = {place: iter([part for rank, part in drawn if rank == place]) for place in self.places}
-        return [(place, next(turns[place])) for place, _ in shuffled]
+        turns = {dp_rank: iter([part for rank, part in drawn if rank == dp_rank]) for dp_rank in self.dp_ranks}
+        return [(dp_rank, next(turns[dp_rank])) for dp_rank, _ in shuffled]
 
-    def evaluated(self) -> list[Any]:
-        """Return this process's parts of the evaluation batch, the first micro batch of the third epoch."""
+    def evaluation_parts(self) -> list[Any]:
+        """Return this process's parts of the evaluation batch: the first micro batch of the third epoch."""
         number = 2 * (self.target.epoch_batches or first_epoch_steps(self.steps) * ACCUMULATION)
-        if len(self.places) == 1 or self.in_turn:
-            return [self._part(number, place) for place in self.places]
+        if len(self.dp_ranks) == 1 or self.keeps_rank_order:
+            return [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
         return [self._part(number, 0, 1)]
 
-    def _part(self, number: int, place: int, size: int | None = None) -> Any:
-        batch = self.target.batch(recipe.DATA_SEED, number, place, size or self.size)
+    def _part(self, number: int, dp_rank: int, size: int | None = None) -> Any:
+        batch = self.target.batch(recipe.DATA_SEED, number, dp_rank, size or self.size)
         return on_tensors(batch, lambda tensor: tensor.to(self.device))
 
 
@@ -152,7 +153,7 @@ def samples(batch: Any) -> list[str]:
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
-        """Collect a tensor unless it is a scalar."""
+        """Append a tensor to `tensors` unless it is a scalar; return it unchanged."""
         if tensor.dim():
             tensors.append(tensor.detach().cpu())
         return tensor
@@ -180,7 +181,7 @@ class Observations(Trajectory):
     """Trajectory of a run on one rank.
 
     Attributes:
-        random: hash of the random state that dropout uses, after each step.
+        random: hash of the random state of the device (used by dropout) after each step.
         changed: names of the parts of the training state that an evaluation changed.
         rounded: True if a loss was computed in a two-byte dtype.
         buffers: hash of each buffer after the last step, by name.
@@ -192,12 +193,12 @@ class Observations(Trajectory):
     buffers: dict[str, str] = field(default_factory=dict)
 
 
-def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
+def train(model: Wrapped, batches: Batches, *, use_own_step: bool, first: int = 0,
           after: Callable[[int, Observations], None] = lambda step, trajectory: None) -> Observations:
     """Train for two epochs, with an evaluation after each. Collective.
 
     Args:
-        own: use the target's own step function, if it has one. The reference does not.
+        use_own_step: True to use the target's own step function, if it has one. The reference uses certify's.
         first: the step to begin with, from 0.
         after: called after each step.
 
@@ -205,14 +206,14 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
         UserError: the target's step function does not return a loss, or makes no optimizer step.
     """
     trajectory, target, steps = Observations(), batches.target, batches.steps
-    statistics = StatisticsByPlace(model.module, batches.places)
+    statistics = StatisticsByRank(model.module, batches.dp_ranks)
     rates = [group["lr"] for group in model.optimizer.param_groups]
     for step in range(first, steps):
         for group, rate in zip(model.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * recipe.rate_factor(step, steps)
         previous_norm = model.grad_norm
         parts = batches.of_step(step)
-        if own and target.step is not None:
+        if use_own_step and target.step is not None:
             loss = target.step(model, [part for _, part in parts])
         else:
             loss = _step(target, model, parts, statistics, trajectory)
@@ -229,7 +230,8 @@ def train(model: Wrapped, batches: Batches, *, own: bool, first: int = 0,
         after(step, trajectory)
         if step in (first_epoch_steps(steps) - 1, steps - 1):
             state = _state(model)
-            losses = [float((target.evaluate or _evaluate(target))(model, part)) for part in batches.evaluated()]
+            evaluate = target.evaluate or _evaluate(target)
+            losses = [float(evaluate(model, part)) for part in batches.evaluation_parts()]
             trajectory.held_out = sum(losses) / len(losses)
             state_after = _state(model)
             trajectory.changed += [part for part, content in state.items()
@@ -245,16 +247,16 @@ def mean_losses(ranks: Sequence[Observations]) -> list[float]:
 
 
 def mean_held_out(ranks: Sequence[Observations]) -> float:
-    """Return the loss of the last evaluation, averaged over the ranks."""
+    """Return the loss of the last evaluation, averaged over ranks."""
     return sum(rank.held_out for rank in ranks) / len(ranks)
 
 
-def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByPlace,
+def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByRank,
           trajectory: Observations) -> Tensor:
-    """Make a step with the mean of the micro batches' losses."""
+    """Make a step, and return the mean of the micro batches' losses."""
     losses = []
-    for place, batch in parts:
-        with statistics.of(place):
+    for dp_rank, batch in parts:
+        with statistics.of(dp_rank):
             loss = target.loss(model, batch)
             model.backward(loss)
         model.step()
@@ -281,7 +283,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _state(model: Wrapped) -> dict[str, str]:
-    """Hash the training state on this rank: parameters, moments, buffers, training mode of modules."""
+    """Return the training state on this rank by name: hashes of tensors and buffers, training mode of modules."""
     pieces: dict[str, Any] = defaultdict(hashlib.sha256)
     for piece in _pieces(model):
         for kind, tensor in piece.tensors.items():

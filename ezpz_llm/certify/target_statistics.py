@@ -10,32 +10,33 @@ from torch import Tensor, nn
 
 from ezpz_llm.engine.running_statistics import statistics_of
 
-_OF_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def normalizes_over_batch(module: nn.Module) -> bool:
     """Return True if a module uses batch statistics, so that its output depends on the split of a batch."""
-    return any(isinstance(part, _OF_THE_BATCH) for part in module.modules())
+    return any(isinstance(part, _BATCH_NORMS) for part in module.modules())
 
 
-class StatisticsByPlace:
-    """Running statistics per emulated rank: separate during a step, averaged after it.
+class StatisticsByRank:
+    """Running statistics of each emulated rank: separate during a step, averaged after it.
 
-    `ezpz_llm.wrap` does the same over real ranks. With a single rank, this does nothing.
+    `ezpz_llm.wrap` averages the statistics of real ranks in the same way. With a single rank, this does nothing.
 
     Args:
         module: module in training mode, with the initial statistics of all ranks.
         places: the emulated data-parallel ranks.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[int]) -> None:
+    def __init__(self, module: nn.Module, dp_ranks: Sequence[int]) -> None:
         self._live = list(statistics_of(module).values())
-        self._sets = {place: [value.clone() for value in self._live] for place in places} if len(places) > 1 else {}
+        self._sets = ({dp_rank: [value.clone() for value in self._live] for dp_rank in dp_ranks}
+                      if len(dp_ranks) > 1 else {})
 
     @contextmanager
-    def of(self, place: int) -> Iterator[None]:
-        """Use the statistics of one rank."""
-        saved = self._sets.get(place, [])
+    def of(self, dp_rank: int) -> Iterator[None]:
+        """Use the statistics of one emulated rank in the module, and save them afterwards."""
+        saved = self._sets.get(dp_rank, [])
         _copy(saved, self._live)
         yield
         _copy(self._live, saved)

@@ -1,9 +1,9 @@
 """Checks of tensor slices, sequence-parallel losses, background checkpoints, and tied weights.
 
 Loading a checkpoint into another layout relies on the intersection of two slices of a tensor. Rows are assigned to
-ranks as torch.chunk does. A checkpoint that is written in the background must keep the state of the time at which
-it was copied. The losses of sequence-parallel ranks add up to that of the full sequence, and tied weights stay one
-tensor.
+ranks as torch.chunk does. A checkpoint that is written in the background must keep the state at the time of the
+copy. The losses of sequence-parallel ranks must add up to the loss of the full sequence, and tied weights must stay
+one tensor.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SHAPE = (4, 3)
 BOXES: tuple[Box, ...] = (((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 3), (0, 3)))
 
 
-def complaints() -> Iterator[str]:
-    """Yield what is wrong."""
+def find_problems() -> Iterator[str]:
+    """Yield a message for each failed check."""
     yield from _check_boxes()
     yield from _check_rows()
     yield from _check_sequences()
     yield from _check_tie()
-    yield from _check_copy()
+    yield from _check_background_copy()
 
 
 def _check_boxes() -> Iterator[str]:
-    """Check the intersections of slices of boxes; one of the two covers a box, or all but its end elements."""
+    """Check the intersections of slices of boxes. One slice is a box, or all but its first and last element."""
     parts = [(box, start, stop) for box in BOXES for start in range(size(box))
              for stop in range(start + 1, size(box) + 1)]
     elements = {part: _elements(part) for part in parts}
@@ -69,8 +69,8 @@ def _check_rows() -> Iterator[str]:
                 return
 
 
-def _check_copy() -> Iterator[str]:
-    """Check that a checkpoint's copy does not change with the weights and moments."""
+def _check_background_copy() -> Iterator[str]:
+    """Check that the copy of the state for a checkpoint does not change when weights and moments change."""
     model = nn.Linear(30, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(8, 30)).sum().backward()

@@ -1,9 +1,9 @@
 """Checks of the trainer's loop against the step definition: a run, its resume, and both with dropout.
 
-Every step is compared like the reference's steps, from the state before it: with the samples and the learning rate
-that it should have, and with the logged loss and gradient norm. One step overflows at first and must be repeated on
-the same samples. In the middle of the run there are an evaluation on the validation split and a checkpoint, from
-which a second run resumes. With dropout, the losses of both runs must be bitwise equal.
+Every step is compared with the step definition, which starts from the state before the step and uses the correct
+samples and learning rate. The logged loss and gradient norm are compared too. One step overflows at first and must
+be repeated on the same samples. In the middle of the run there are an evaluation on the validation split and a
+checkpoint, from which a second run resumes. With dropout, the losses of both runs must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ezpz_llm.certify import one_process, plain_step, recipe
-from ezpz_llm.certify.one_process import Evaluated, Observed, settings_of, state_of
+from ezpz_llm.certify.one_process import Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import EXACT, MicroBatch, State, cosine_rate
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import sample_windows
@@ -40,23 +40,23 @@ from ezpz_llm.trainer.run import broadcast_resume_point, dropout_seed, start
 from ezpz_llm.trainer.session import Session
 
 LENGTH, MICRO, GLOBAL, EVALUATED, SEED = 32, 2, 4, 64, 11
-STEPS, SAVED, WARMUP, OVERFLOWS = 5, 3, 2, 1
-"""Number of steps, step of the checkpoint and evaluation, warm-up steps, and the step (from 0) that overflows."""
+STEPS, SAVE_STEP, WARMUP, OVERFLOW_STEP = 5, 3, 2, 1
+"""Number of steps; step of the checkpoint and evaluation; warm-up steps; step (from 0) that overflows at first."""
 CLIP, SPIKE_LIMIT, CHUNK = 0.5, 50.0, 24
 TOO_LARGE = 2.0 ** 70
 """Loss scale under which the squares of gradients overflow fp32."""
 _OPTIONS = {
     "model": "tiny-gpt2", "n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "block_size": LENGTH,
     "tokenizer": "bytes", "precision": "fp32", "device": "cpu", "ds_config": "ddp", "profile": "false",
-    "sample_tokens": 0, "log_every": 100, "eval_every": SAVED, "eval_tokens": EVALUATED, "save_every": SAVED,
-    "steps": STEPS, "micro_batch_size": MICRO, "global_batch_size": GLOBAL, "seed": SEED, "lr": recipe.PEAK_LR,
-    "min_lr": recipe.FLOOR_LR, "warmup_steps": WARMUP, "grad_clip": CLIP, "weight_decay": recipe.WEIGHT_DECAY,
-    "eps": recipe.EPS, "beta1": recipe.BETAS[0], "beta2": recipe.BETAS[1], "spike_norm": 1e6,
-    "loss_chunk": CHUNK, "z_loss": recipe.Z_LOSS}
+    "sample_tokens": 0, "log_every": 100, "eval_every": SAVE_STEP, "eval_tokens": EVALUATED,
+    "save_every": SAVE_STEP, "steps": STEPS, "micro_batch_size": MICRO, "global_batch_size": GLOBAL, "seed": SEED,
+    "lr": recipe.PEAK_LR, "min_lr": recipe.FLOOR_LR, "warmup_steps": WARMUP, "grad_clip": CLIP,
+    "weight_decay": recipe.WEIGHT_DECAY, "eps": recipe.EPS, "beta1": recipe.BETAS[0], "beta2": recipe.BETAS[1],
+    "spike_norm": 1e6, "loss_chunk": CHUNK, "z_loss": recipe.Z_LOSS}
 
 
-def complaints() -> Iterator[str]:
-    """Yield what is wrong with the trainer's loop."""
+def find_problems() -> Iterator[str]:
+    """Yield a message for each failed check of the trainer's loop."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         text = folder / "text.txt"
@@ -66,7 +66,7 @@ def complaints() -> Iterator[str]:
         yield from _check_start(first)
         yield from _check_steps(first, 0, None)
         resumed = _train(folder / "resumed", tokens, 0.0, resume=first.checkpoint)
-        yield from _check_steps(resumed, SAVED, first.after[SAVED - 1])
+        yield from _check_steps(resumed, SAVE_STEP, first.after[SAVE_STEP - 1])
         if resumed.limit != SPIKE_LIMIT:
             yield (f"a resumed run skips steps with a gradient norm above {resumed.limit:g}, not above "
                    f"{SPIKE_LIMIT:g} as before")
@@ -75,7 +75,11 @@ def complaints() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A finished run: log lines and the states before and after each step (from 0), and initial settings."""
+    """Finished run: log lines and states before and after each step (from 0).
+
+    `limit` is the gradient norm above which it skips steps, `seed` the initial torch seed, and `is_training` is
+    True if all modules were in training mode before every step.
+    """
 
     session: Session
     lines: dict[int, dict[str, Any]]
@@ -94,10 +98,10 @@ class _Run:
     @property
     def checkpoint(self) -> Path:
         """Checkpoint of step SAVED."""
-        return self.session.dist.run_dir.checkpoints / f"step-{SAVED:08d}"
+        return self.session.dist.run_dir.checkpoints / f"step-{SAVE_STEP:08d}"
 
 
-class _Recorder:
+class _StateRecorder:
     """Step hook that records the states before and after each step."""
 
     def __init__(self, session: Session, at: Callable[[Session, int], None]) -> None:
@@ -121,8 +125,8 @@ class _Recorder:
 
 
 def _overflow_once(session: Session, step: int) -> None:
-    """Set a loss scale for one step, as in fp16; at step 0, set a limit as with --spike-norm."""
-    scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOWS else None
+    """Set a loss scale too large for one step, as in fp16; at step 0, set the limit of the gradient norm."""
+    scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOW_STEP else None
     session.engine._scale = scale
     if step == 0:
         session.spikes.restore({**session.spikes.state(), "limit": SPIKE_LIMIT})
@@ -144,7 +148,7 @@ def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, in
         options = broadcast_resume_point(parse(arguments), dist).options
         session = start(options, dist, WallClock(), Heartbeat({}))
         seed, limit = torch.initial_seed(), session.engine.step_skip.limit
-        recorder = _Recorder(session, at)
+        recorder = _StateRecorder(session, at)
         session.profiles.append(recorder)
         train(session)
         dist.side.close()
@@ -158,13 +162,13 @@ def _pairs(windows: np.ndarray) -> list[MicroBatch]:
             for part in torch.from_numpy(windows.astype(np.int64)).split(MICRO)]
 
 
-def _evaluated(run: _Run, line: dict[str, Any]) -> Evaluated | None:
-    """Return the evaluated part of the validation split, if a log line has its loss."""
+def _evaluated(run: _Run, line: dict[str, Any]) -> Evaluation | None:
+    """Return the evaluation whose loss is in a log line, or None if there is none."""
     if "val_loss" not in line:
         return None
     held_out = run.split("val")
     windows = np.stack([held_out[place:place + LENGTH + 1] for place in range(0, EVALUATED, LENGTH)])
-    return Evaluated(_pairs(windows), line["val_loss"])
+    return Evaluation(_pairs(windows), line["val_loss"])
 
 
 def _check_start(run: _Run) -> Iterator[str]:
@@ -192,14 +196,14 @@ def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
         windows = text.windows(sample_windows(len(text), LENGTH, SEED, numbers), LENGTH + 1)
         loss, norm = (math.inf if line[name] is None else line[name] for name in ("loss", "grad_norm"))
         title = f"step {step + 1} of a {'run' if saved is None else 'resumed run'}"
-        observed.append(Observed(title, run.before[step], run.after[step], _pairs(windows), rate,
-                                 settings_of(config, CLIP, recipe.Z_LOSS), loss, norm,
-                                 saved if step == first else None, _evaluated(run, line)))
-    if (problem := one_process.complaint(one_process.judge(observed, "fp32")[0])) is not None:
+        observed.append(ObservedStep(title, run.before[step], run.after[step], _pairs(windows), rate,
+                                     settings_of(config, CLIP, recipe.Z_LOSS), loss, norm,
+                                     saved if step == first else None, _evaluated(run, line)))
+    if (problem := one_process.describe_failures(one_process.compare_steps(observed, "fp32")[0])) is not None:
         yield problem
     if [step for step in range(first, STEPS) if observed[step - first].evaluated] != [
-            step - 1 for step in (SAVED, STEPS) if step > first]:
-        yield f"evaluations do not follow steps {SAVED} and {STEPS}"
+            step - 1 for step in (SAVE_STEP, STEPS) if step > first]:
+        yield f"evaluations do not follow steps {SAVE_STEP} and {STEPS}"
     if first == 0 and not run.session.engine.skipped_steps:
         yield f"no gradient overflows under a loss scale of {TOO_LARGE:g}"
     if run.session.position.consumed != GLOBAL * STEPS:
@@ -208,21 +212,21 @@ def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
 
 def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:
     """Check that dropout is on in steps and off in evaluations, and that a resume restores the random state."""
-    unbroken = _train(folder / "masks", tokens, 0.2)
-    if unbroken.seed != dropout_seed(unbroken.session.config, unbroken.session.dist):
+    uninterrupted = _train(folder / "masks", tokens, 0.2)
+    if uninterrupted.seed != dropout_seed(uninterrupted.session.config, uninterrupted.session.dist):
         yield "a run does not start with its dropout seed"
-    resumed = _train(folder / "masks-resumed", tokens, 0.2, resume=unbroken.checkpoint)
-    for run in (unbroken, resumed):
+    resumed = _train(folder / "masks-resumed", tokens, 0.2, resume=uninterrupted.checkpoint)
+    for run in (uninterrupted, resumed):
         if not run.is_training:
             yield "a step has no dropout: a module is in evaluation mode"
         for step, line in run.lines.items():
             if (evaluated := _evaluated(run, line)) is None:
                 continue
-            exact = plain_step.loss_of(run.after[step].weights, evaluated.batches,
-                                       settings_of(run.session.plan.model, CLIP), EXACT)
+            exact = plain_step.evaluation_loss(run.after[step].weights, evaluated.batches,
+                                               settings_of(run.session.plan.model, CLIP), EXACT)
             if not math.isclose(evaluated.loss, exact, rel_tol=1e-5):
                 yield f"an evaluation of a run with dropout gives the loss {evaluated.loss:.7g}, not {exact:.7g}"
-    losses, expected = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVED, STEPS)]
-                        for run in (resumed, unbroken))
+    losses, expected = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVE_STEP, STEPS)]
+                        for run in (resumed, uninterrupted))
     if losses != expected:
         yield f"a resumed run with dropout has the losses {losses}, the uninterrupted run {expected}"

@@ -1,6 +1,6 @@
-"""Checks of code paths that the layouts' recipe does not use, in one process against the step definition.
+"""Comparison of one process with the step definition, on code paths that the layouts' recipe does not use.
 
-Two short runs with sequences longer than a block of the attention kernel, a padded vocabulary, a different number
+Two short runs have sequences longer than a block of the attention kernel, a padded vocabulary, a different number
 of ignored targets in each micro batch, a resume before the last step, and an evaluation after it. The first run
 clips gradients and computes the loss in chunks. The second does not clip, computes all logits at once, and has a
 z-loss.
@@ -22,7 +22,7 @@ from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.injected_faults import Fault, find_fault
-from ezpz_llm.certify.one_process import DISAGREES, Evaluated, Observed, settings_of, state_of
+from ezpz_llm.certify.one_process import DISAGREES, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import IGNORED, MicroBatch, cosine_rate
 from ezpz_llm.certify.reference import make_engine, on_cpu, single_rank_world
 from ezpz_llm.certify.sample_order import check_reader
@@ -55,16 +55,16 @@ def check_paths(model: str, dtype: str, dist: Dist) -> None:
         UserError: names the phase, the step and the module.
     """
     check_reader()
-    comparisons, _ = one_process.judge(observe(model, dtype, dist), dtype)
+    comparisons, _ = one_process.compare_steps(observe(model, dtype, dist), dtype)
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
 
 
 def one_process_with(case: Case, dist: Dist) -> dict[str, Any]:
-    """Return the result of a case with a shared fault: a single process with the fault, against the definition."""
+    """Compare a single process that has the case's fault with the step definition, and return the case's result."""
     began = time.perf_counter()
     fault = find_fault(case.fault) if case.fault else None
-    comparisons, _ = one_process.judge(observe(case.model, case.dtype, dist, fault), case.dtype)
-    text = one_process.complaint(comparisons)
+    comparisons, _ = one_process.compare_steps(observe(case.model, case.dtype, dist, fault), case.dtype)
+    text = one_process.describe_failures(comparisons)
     return {**asdict(case), "passed": text is None, "failures": [] if text is None else [f"{DISAGREES}: {text}"],
             "kinds": [phase for phase in one_process.PHASES
                       if any(each.phase == phase and each.finding.failed for each in comparisons)],
@@ -73,24 +73,24 @@ def one_process_with(case: Case, dist: Dist) -> dict[str, Any]:
 
 
 def observe(model: str, dtype: str, dist: Dist, fault: Fault | None = None,
-            seed: int = recipe.SEED) -> list[Observed]:
-    """Make the steps of both runs, optionally with a shared fault."""
-    me = single_rank_world(dist)
+            seed: int = recipe.SEED) -> list[ObservedStep]:
+    """Make the steps of both runs, optionally with a shared fault, and return them."""
+    single = single_rank_world(dist)
     config = replace(recipe.model_config(model), block_size=recipe.LONG, vocab_size=recipe.ODD_VOCABULARY)
-    return [step for run in _RUNS for step in _observe(run, config, dtype, me, fault, seed)]
+    return [step for run in _RUNS for step in _observe(run, config, dtype, single, fault, seed)]
 
 
-def _observe(run: _Run, config: ModelConfig, dtype: str, me: Dist, fault: Fault | None,
-             seed: int) -> list[Observed]:
+def _observe(run: _Run, config: ModelConfig, dtype: str, single: Dist, fault: Fault | None,
+             seed: int) -> list[ObservedStep]:
     resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.LONG_BATCH, accumulation=run.accumulation,
-                               clip=run.clip, precision=dtype, device=me.device.type))
+                               clip=run.clip, precision=dtype, device=single.device.type))
 
     def new_engine() -> Engine:
         """Build an engine with this configuration and the fault, if there is one."""
-        engine = make_engine(config, resolved, me, seed=seed)
+        engine = make_engine(config, resolved, single, seed=seed)
         configure_head(engine.module, run.loss_chunk, run.z_loss)
         if fault is not None and fault.engine is not None:
-            fault.engine(engine, me)
+            fault.engine(engine, single)
         return engine
 
     engine, steps = new_engine(), []
@@ -99,32 +99,32 @@ def _observe(run: _Run, config: ModelConfig, dtype: str, me: Dist, fault: Fault 
         saved = None
         if step == recipe.LONG_STEPS - 1:
             saved = state_of(engine)
-            engine = _resumed(engine, new_engine(), me, step)
+            engine = _resume(engine, new_engine(), single, step)
         before = state_of(engine)
         rate = cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, recipe.LONG_STEPS)
-        batches = list(_micro_batches(config, run.accumulation, seed, step, me.device))
+        batches = list(_micro_batches(config, run.accumulation, seed, step, single.device))
         loss, norm = engine.train_step(batches, rate, lambda phase: nullcontext())
-        steps.append(Observed(f"step {step + 1} of long sequences, {run.title}", before, state_of(engine),
-                              on_cpu(batches), rate, settings, loss.item(), norm.item(), saved))
-    steps[-1] = replace(steps[-1], evaluated=_evaluated(engine, config, run.accumulation, seed, me))
+        steps.append(ObservedStep(f"step {step + 1} of long sequences, {run.title}", before, state_of(engine),
+                                  on_cpu(batches), rate, settings, loss.item(), norm.item(), saved))
+    steps[-1] = replace(steps[-1], evaluated=_evaluate(engine, config, run.accumulation, seed, single))
     return steps
 
 
-def _evaluated(engine: Engine, config: ModelConfig, accumulation: int, seed: int, me: Dist) -> Evaluated:
+def _evaluate(engine: Engine, config: ModelConfig, accumulation: int, seed: int, single: Dist) -> Evaluation:
     """Evaluate the engine on held-out batches, some of whose targets are ignored."""
-    batches = on_cpu(_micro_batches(config, accumulation, seed, recipe.LONG_STEPS, me.device))
+    batches = on_cpu(_micro_batches(config, accumulation, seed, recipe.LONG_STEPS, single.device))
     with engine.evaluating():
         loss, _ = validation_loss(
-            engine.loss_sum, [(tokens.numpy(), targets.numpy()) for tokens, targets in batches], device=me.device,
-            mesh=me.mesh)
-    return Evaluated(batches, loss)
+            engine.loss_sum, [(tokens.numpy(), targets.numpy()) for tokens, targets in batches],
+            device=single.device, mesh=single.mesh)
+    return Evaluation(batches, loss)
 
 
-def _resumed(engine: Engine, fresh: Engine, me: Dist, step: int) -> Engine:
+def _resume(engine: Engine, fresh: Engine, single: Dist, step: int) -> Engine:
     """Save a checkpoint of `engine`, load it into `fresh`, and return `fresh`."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(engine, me, RunDir(Path(folder)), {"step": step})
-        checkpoint.load(checkpoint.find(Path(folder)), fresh, me)
+        checkpoint.save(engine, single, RunDir(Path(folder)), {"step": step})
+        checkpoint.load(checkpoint.find(Path(folder)), fresh, single)
     return fresh
 
 
@@ -132,10 +132,9 @@ def _micro_batches(config: ModelConfig, accumulation: int, seed: int, step: int,
                    device: torch.device) -> list[MicroBatch]:
     rows = recipe.sequences(config, (seed - recipe.SEED) * recipe.HELD_OUT + step)[:recipe.LONG_BATCH]
     ignored = np.random.default_rng((seed, step)).random((len(rows), config.block_size))
-    # From none in the first row to twice the share in the last.
-
+    # From 0 in the first row to twice the mean share in the last.
     share = 2 * recipe.IGNORED_SHARE * np.arange(len(rows))[:, None] / (len(rows) - 1)
     targets = np.where(ignored < share, IGNORED, rows[:, 1:])
-    return [(torch.from_numpy(tokens).contiguous().to(device), torch.from_numpy(aims).to(device))
-            for tokens, aims in zip(np.split(rows[:, :-1], accumulation), np.split(targets, accumulation),
-                                    strict=True)]
+    return [(torch.from_numpy(tokens).contiguous().to(device), torch.from_numpy(part_targets).to(device))
+            for tokens, part_targets in zip(np.split(rows[:, :-1], accumulation), np.split(targets, accumulation),
+                                            strict=True)]

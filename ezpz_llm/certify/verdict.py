@@ -1,4 +1,4 @@
-"""Verdict on a case: every measured difference with its bound (imports no torch)."""
+"""Differences between a case and the reference, with their bounds (imports no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """A measured difference and its bound. A `ratio` above 1 or NaN is a failure."""
+    """A measured difference and its bound. It failed if `ratio` is above 1 or NaN."""
 
     what: str
     value: float
@@ -28,14 +28,14 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """True if the difference exceeds the bound."""
+        """True if the difference exceeds the bound or is NaN."""
         return not self.ratio <= 1
 
     def __str__(self) -> str:
         return f"{self.what} differs by {self.value:.2g}, allowed {self.bound:.2g}{self.detail}"
 
 
-class _Copies(Finding):
+class _CopyFinding(Finding):
     """Number of blocks whose replicas differ."""
 
     def __str__(self) -> str:
@@ -56,24 +56,25 @@ PHASES = {"cover": "coverage", "first": "start", "loss": "forward", "gradient": 
 
 
 def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> dict[str, list[Finding]]:
-    """Return every comparison by kind, in the order of computation: all kinds of PHASES but "format"."""
+    """Return all comparisons by kind, for all kinds of PHASES except "format", in the order of computation."""
     return {
-        "cover": _cover(measured, expected),
+        "cover": _coverage_findings(measured, expected),
         "first": [Finding(f"initial weights of {name}", value, 0.0, f" on rank {rank}")
                   for name, entry in measured["first"].items()
-                  for rank, value in (_first_beyond(entry["ranks"], 0.0),)],
-        "loss": _losses(measured, expected),
-        "gradient": _parameters("gradient", measured, expected,
-                                lambda name: gradient_bound(name, n_layer, dtype) * expected["gradient"][name]),
-        "norm": _norms(measured, expected, n_layer, dtype),
-        "weight": _parameters("weight", measured, expected, _min_weight_bound(expected)),
-        "copy": [_Copies(f"the {label}{entry['where']}", entry["apart"], 0.0, f"{entry['compared']} blocks")
+                  for rank, value in (_first_exceeding(entry["ranks"], 0.0),)],
+        "loss": _loss_findings(measured, expected),
+        "gradient": _parameter_findings("gradient", measured, expected,
+                                        lambda name: (gradient_bound(name, n_layer, dtype)
+                                                      * expected["gradient"][name])),
+        "norm": _norm_findings(measured, expected, n_layer, dtype),
+        "weight": _parameter_findings("weight", measured, expected, _min_weight_bound(expected)),
+        "copy": [_CopyFinding(f"the {label}{entry['where']}", entry["apart"], 0.0, f"{entry['compared']} blocks")
                  for label, entry in measured["copy"].items()],
     }
 
 
 def sensitivity(expected: Numbers) -> dict[str, float]:
-    """Return the sensitivity of certify: bounds relative to the effect of all steps.
+    """Return the sensitivity of certify: bounds relative to the change over all steps.
 
     "loss" is relative to the decrease of the loss; "weights" and "weights_largest" are the median and the maximum
     over parameters, relative to the movement of their weights.
@@ -95,9 +96,9 @@ def worst(entries: list[Finding]) -> Finding:
 
 
 def failures(by_kind: dict[str, list[Finding]], phases: Mapping[str, str] = PHASES) -> list[str]:
-    """Return one line per kind with failures: the first failure in the order of computation, and how many follow.
+    """Return a line for each kind with failures: its first failure, and the number of other failures.
 
-    The first failure is closer to the bug than the failure with the largest ratio.
+    "First" is in the order of computation, which is closer to the bug than the failure with the largest ratio.
     """
     lines = []
     for kind, entries in by_kind.items():
@@ -108,38 +109,39 @@ def failures(by_kind: dict[str, list[Finding]], phases: Mapping[str, str] = PHAS
 
 
 def as_json(by_kind: dict[str, list[Finding]]) -> dict[str, Any]:
-    """Return the comparison with the largest ratio of each kind, with the number of comparisons."""
+    """Return each kind's comparison with the largest ratio, and its number of comparisons, for certify.json."""
     return {kind: {**asdict(worst(entries)), "ratio": worst(entries).ratio, "compared": len(entries)}
             for kind, entries in by_kind.items() if entries}
 
 
-def _cover(measured: Numbers, expected: Numbers) -> list[Finding]:
+def _coverage_findings(measured: Numbers, expected: Numbers) -> list[Finding]:
     return [Finding(f"the number of compared elements of {name} ({kind})",
                     abs(measured[kind].get(name, {"elements": 0})["elements"] - numel), 0.0,
                     f": {measured[kind].get(name, {'elements': 0})['elements']} of {numel}")
             for kind in ("gradient", "weight") for name, numel in expected["numel"].items()]
 
 
-def _losses(measured: Numbers, expected: Numbers) -> list[Finding]:
+def _loss_findings(measured: Numbers, expected: Numbers) -> list[Finding]:
     bound = _loss_bound(expected)
-    steps = [Finding(f"loss at step {step}", _apart(actual, loss), bound)
+    steps = [Finding(f"loss at step {step}", _difference(actual, loss), bound)
              for step, (actual, loss) in enumerate(zip(measured["losses"], expected["losses"], strict=True), 1)]
-    return [*steps, Finding("loss after the last step", _apart(measured["held_out"], expected["held_out"]), bound)]
+    held_out = _difference(measured["held_out"], expected["held_out"])
+    return [*steps, Finding("loss after the last step", held_out, bound)]
 
 
 def _loss_bound(expected: Numbers) -> float:
     return max(MIN_LOSS, FACTOR * expected["noise"]["loss"])
 
 
-def _norms(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> list[Finding]:
-    """Compare gradient norms; their relative bound is the largest bound of a parameter's gradient."""
+def _norm_findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> list[Finding]:
+    """Compare gradient norms. Their relative bound is at least the largest gradient bound of a parameter."""
     rounding = max(gradient_bound(name, n_layer, dtype) for name in expected["gradient"])
     findings = []
     for step, (norms, norm, noise) in enumerate(
             zip(measured["norms"], expected["norms"], expected["noise"]["norm"], strict=True), 1):
         bound = max(rounding, FACTOR * noise / norm)
-        apart = {rank: _apart(value, norm) / norm for rank, value in enumerate(norms)}
-        rank, value = _first_beyond(apart, bound)
+        apart = {rank: _difference(value, norm) / norm for rank, value in enumerate(norms)}
+        rank, value = _first_exceeding(apart, bound)
         findings.append(Finding(f"gradient norm at step {step}", value, bound,
                                 f" (relative): {norms[rank]:.6g} on rank {rank}, {norms[rank] / norm:.4g} times "
                                 "the reference's"))
@@ -147,10 +149,10 @@ def _norms(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> li
 
 
 def _min_weight_bound(expected: Numbers) -> Callable[[str], float]:
-    """Return the minimum bound of weights by name.
+    """Return a function from a parameter's name to the minimum bound of its weights.
 
-    One fp32 rounding, since master weights are fp32 in every recipe, plus 2^-25 per step for the decay factor
-    1 - lr x decay, which torch's AdamW rounds to fp32 and DeepSpeed's CPU Adam does not.
+    The bound is one fp32 rounding, since master weights are fp32 in every recipe, plus 2^-25 per step for the decay
+    factor 1 - lr x decay, which torch's AdamW rounds to fp32 and DeepSpeed's CPU Adam does not.
     """
     steps = len(expected["losses"])
     return lambda name: (ROUNDING["fp32"] + steps * 2.0 ** -25) * expected["weight"][name]
@@ -160,7 +162,8 @@ def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], flo
     return max(minimum(name), FACTOR * expected["noise"][kind][name])
 
 
-def _parameters(kind: str, measured: Numbers, expected: Numbers, minimum: Callable[[str], float]) -> list[Finding]:
+def _parameter_findings(kind: str, measured: Numbers, expected: Numbers,
+                        minimum: Callable[[str], float]) -> list[Finding]:
     title = {"gradient": "gradient", "weight": "weights"}[kind]
     findings = []
     for name in backward_order(measured[kind]):
@@ -168,17 +171,17 @@ def _parameters(kind: str, measured: Numbers, expected: Numbers, minimum: Callab
         scale = expected[kind][name] or 1.0
         bound = _bound(kind, name, expected, minimum) / scale
         findings.append(Finding(f"{title} of {name}", entry["difference"] / scale, bound, " (relative)"))
-        rank, copy = _first_beyond({rank: value / scale for rank, value in entry["ranks"].items()}, bound)
+        rank, copy = _first_exceeding({rank: value / scale for rank, value in entry["ranks"].items()}, bound)
         findings.append(Finding(f"{title} of {name} on rank {rank}", copy, bound, " (relative)"))
     return findings
 
 
-def _apart(a: float, b: float) -> float:
+def _difference(a: float, b: float) -> float:
     return abs(a - b) if math.isfinite(a) else math.inf
 
 
-def _first_beyond(apart: Mapping[int, float], bound: float) -> tuple[int, float]:
-    """Return the first rank whose difference exceeds the bound, else the rank with the largest; and the value."""
+def _first_exceeding(apart: Mapping[int, float], bound: float) -> tuple[int, float]:
+    """Return the first rank whose difference exceeds the bound, else that with the largest; and its difference."""
     return next(((rank, value) for rank, value in apart.items() if value > bound),
                 max(apart.items(), key=lambda item: item[1]))
 
@@ -187,8 +190,11 @@ def _first_beyond(apart: Mapping[int, float], bound: float) -> tuple[int, float]
 ROUNDING = {"fp32": 2.0 ** -24, "bf16_autocast": 2.0 ** -8, "bf16": 2.0 ** -8}
 """Rounding error by recipe: half the spacing of numbers in the dtype of matmul outputs."""
 K, C = 4.0, 1.03
+"""Constants of the gradient bound: K roundings at the head, times C for each layer before it."""
 FACTOR = 5.0
+"""Bound as a multiple of the baseline noise."""
 MIN_LOSS = 1e-5
+"""Minimum bound of losses."""
 
 
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
@@ -201,8 +207,8 @@ def depth(name: str, n_layer: int) -> int:
     return n_layer + 1 if name.startswith(("transformer.wte.", "transformer.wpe.")) else 0
 
 
-_BACKWARDS = ("lm_head", "transformer.ln_f", "mlp.c_proj", "mlp.c_fc", "mlp.c_gate", "ln_2", "attn.c_proj",
-              "attn.c_attn", "ln_1", "transformer.wpe", "transformer.wte")
+_MODULES = ("lm_head", "transformer.ln_f", "mlp.c_proj", "mlp.c_fc", "mlp.c_gate", "ln_2", "attn.c_proj",
+            "attn.c_attn", "ln_1", "transformer.wpe", "transformer.wte")
 """Modules in the order of the backward pass; layers are ordered by `depth` first."""
 
 
@@ -214,7 +220,7 @@ def backward_order(names: Iterable[str]) -> list[str]:
     def place(name: str) -> tuple[int, int]:
         """Return the sort key of a parameter."""
         module = _LAYER.sub("", name).rpartition(".")[0]
-        return depth(name, layers), _BACKWARDS.index(module) if module in _BACKWARDS else len(_BACKWARDS)
+        return depth(name, layers), _MODULES.index(module) if module in _MODULES else len(_MODULES)
 
     return sorted(names, key=place)
 

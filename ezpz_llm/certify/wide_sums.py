@@ -1,8 +1,8 @@
 """Checks of the dtypes in precision recipes, and of sums that must be computed in fp32.
 
 In a full step, the noise of bf16 matmuls hides a sum over tokens, chunks or micro-steps that is accumulated in
-bf16. Here each sum is checked alone, over many terms: rounding the result once gives an error of 2^-8, rounding
-after every term loses most of the sum.
+bf16. Here each sum is checked alone, over many terms. Rounding the result once gives an error of up to 2^-8, but
+rounding after every term loses most of the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.loss_scaling import ACCUMULATION, BATCH, alone_on_cpu, micro_batches, small_config
+from ezpz_llm.certify.loss_scaling import ACCUMULATION, BATCH, micro_batches, single_cpu_rank, small_config
 from ezpz_llm.certify.reference import make_engine
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import MicroStepEngine
@@ -35,20 +35,20 @@ DTYPES = {"fp32": (torch.float32, torch.float32), "bf16_autocast": (torch.float3
 """Dtypes of parameters and of matmul outputs, by recipe. Master weights, moments and the loss are always fp32."""
 
 
-def complaints() -> Iterator[str]:
-    """Yield what has the wrong dtype or is not summed in fp32."""
+def find_problems() -> Iterator[str]:
+    """Yield a message for each wrong dtype, and for each sum that is not computed in fp32."""
     for name in recipe.MODELS:
-        yield from _near_fp64(f"the norm of {name}", make_norm(get_model_config(name)),
-                              lambda norm, x: norm(x), (norm_width(name),))
+        yield from _check_against_fp64(f"the norm of {name}", make_norm(get_model_config(name)),
+                                       lambda norm, x: norm(x), (norm_width(name),))
     for tied in (False, True):
         yield from _check_lookup(tied)
     yield from _check_head()
     yield from _check_attention()
-    with alone_on_cpu() as me:
+    with single_cpu_rank() as single:
         for name in DTYPES:
-            yield from _check_recipe(name, me)
-        yield from _check_micro_steps(me)
-        yield from _check_sums_over_ranks(me)
+            yield from _check_recipe(name, single)
+        yield from _check_micro_steps(single)
+        yield from _check_sums_over_ranks(single)
 
 
 def norm_width(name: str) -> int:
@@ -56,13 +56,13 @@ def norm_width(name: str) -> int:
     return get_model_config(name).n_embd
 
 
-def _apart(actual: Tensor, exact: Tensor) -> float:
+def _relative_error(actual: Tensor, exact: Tensor) -> float:
     return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def _near_fp64(label: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor],
-               shape: tuple[int, ...]) -> Iterator[str]:
-    """Compare the gradients of bf16 parameters over TERMS tokens with gradients computed in fp64."""
+def _check_against_fp64(label: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor],
+                        shape: tuple[int, ...]) -> Iterator[str]:
+    """Compare gradients of bf16 parameters, summed over TERMS tokens, with gradients computed in fp64."""
     generator = torch.Generator().manual_seed(0)
     rounded = module.bfloat16()
     exact = copy.deepcopy(rounded).double()
@@ -71,7 +71,7 @@ def _near_fp64(label: str, module: nn.Module, call: Callable[[nn.Module, Tensor]
     call(rounded, x).backward(gradient)
     call(exact, x.double()).backward(gradient.double())
     for (name, parameter), reference in zip(rounded.named_parameters(), exact.parameters(), strict=True):
-        if not (error := _apart(parameter.grad, reference.grad)) <= ROUNDING:
+        if not (error := _relative_error(parameter.grad, reference.grad)) <= ROUNDING:
             yield (f"{label}: the gradient of its {name} over {TERMS} tokens in bf16 has a relative error of "
                    f"{error:.2g}, more than one rounding")
 
@@ -84,7 +84,7 @@ def _check_lookup(tied: bool) -> Iterator[str]:
     table.tied = tied
     table(tokens).backward(gradient)
     exact = torch.zeros(9, 4, dtype=torch.float64).index_add_(0, tokens.flatten(), gradient.flatten(0, 1).double())
-    if not (error := _apart(table.weight.grad.to_dense(), exact)) <= ROUNDING:
+    if not (error := _relative_error(table.weight.grad.to_dense(), exact)) <= ROUNDING:
         yield (f"the embedding gradient of a token that occurs {TERMS - 3} times has a relative error of "
                f"{error:.2g} in bf16")
 
@@ -100,14 +100,14 @@ def _check_head() -> Iterator[str]:
     targets = torch.zeros(4, TERMS // 4, dtype=torch.long)
     head(x, targets).backward()
     exact(x.double(), targets).backward()
-    if not (error := _apart(head.weight.grad, exact.weight.grad)) <= 2 * ROUNDING:
+    if not (error := _relative_error(head.weight.grad, exact.weight.grad)) <= 2 * ROUNDING:
         yield f"the gradient of the head over {TERMS // 16} chunks has a relative error of {error:.2g} in bf16"
 
 
 def _check_attention() -> Iterator[str]:
-    """Check ezpz_llm's blockwise attention for bf16, in which keys get gradients from all later blocks of rows.
+    """Check ezpz_llm's blockwise attention, in which keys get gradients from all later blocks of rows.
 
-    In fp32, it differs from plain attention only by the summation order.
+    It is meant for bf16, but checked in fp32, where it differs from plain attention only by the summation order.
     """
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, length, dim = 4, 2, 300, 32
@@ -128,22 +128,22 @@ def _check_attention() -> Iterator[str]:
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
     for name, actual, expected in zip(names, *results, strict=True):
-        if not (error := _apart(actual, expected)) <= 2e-6:
+        if not (error := _relative_error(actual, expected)) <= 2e-6:
             yield f"{name} of blockwise attention over {length} tokens has a relative error of {error:.2g} in fp32"
 
 
-def _engine(precision: str, me: Dist) -> MicroStepEngine:
+def _engine(precision: str, single: Dist) -> MicroStepEngine:
     resolved = resolve(Request("ddp", world_size=1, global_batch=BATCH, accumulation=ACCUMULATION, clip=recipe.CLIP,
-                               precision=precision, device=me.device.type))
-    engine = make_engine(small_config(), resolved, me)
+                               precision=precision, device=single.device.type))
+    engine = make_engine(small_config(), resolved, single)
     assert isinstance(engine, MicroStepEngine)
     return engine
 
 
-def _check_recipe(name: str, me: Dist) -> Iterator[str]:
+def _check_recipe(name: str, single: Dist) -> Iterator[str]:
     """Check the dtypes of parameters, matmuls, master weights, moments and loss, and the initial master weights."""
     parameters, products = DTYPES[name]
-    engine = _engine(name, me)
+    engine = _engine(name, single)
     start = {piece.name: piece.tensors["weight"].clone() for piece in engine.training_state().slices()}
     output_dtypes: list[torch.dtype] = []
     for module in engine.module.modules():
@@ -169,9 +169,9 @@ def _check_recipe(name: str, me: Dist) -> Iterator[str]:
         yield f"{name}: initial weights are not rounded to {parameters}, as they are in every other layout"
 
 
-def _check_micro_steps(me: Dist) -> Iterator[str]:
+def _check_micro_steps(single: Dist) -> Iterator[str]:
     """Check that gradients of bf16 parameters are accumulated over micro-steps in fp32, bit by bit."""
-    engine = _engine("bf16", me)
+    engine = _engine("bf16", single)
     sums: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
@@ -192,9 +192,9 @@ def _check_micro_steps(me: Dist) -> Iterator[str]:
             return
 
 
-def _check_sums_over_ranks(me: Dist) -> Iterator[str]:
-    """Check that sums over tensor-parallel ranks use fp32 under autocast, the dtype of the residual stream."""
-    me.ensure_group()
+def _check_sums_over_ranks(single: Dist) -> Iterator[str]:
+    """Check that sums over tensor-parallel ranks have the dtype of the residual stream: fp32 under autocast."""
+    single.ensure_group()
     for casts, expected in ((True, torch.float32), (False, torch.bfloat16)):
         x = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):

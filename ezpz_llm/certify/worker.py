@@ -1,4 +1,4 @@
-"""Ranks of certify: started by certify with a job file, or started by the user with launch."""
+"""Ranks of certify. certify starts them with a job file, or the user starts them with launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ezpz_llm.certify.definitions import check_definitions
 from ezpz_llm.certify.local_launches import (
     Job,
     definitions_file,
-    references_of,
+    needed_references,
     results_file,
     write_reference_error,
 )
@@ -38,7 +38,7 @@ from ezpz_llm.rundir import append_line, update_record, write_json
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a job file; return 0 if it finished, whatever the verdicts."""
+    """Run a job file; return 0 if it finished, even if cases failed."""
     parser = CommandParser("certify.worker", description=__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--check", action="store_true")
@@ -56,30 +56,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 COLLECTIVE_TIMEOUT_S = 240.0
-"""Timeout of collectives; other ranks wait while one rank computes a reference."""
+"""Timeout of collectives: ranks wait in one while another rank computes a reference."""
 
 
 def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
-    """Run a job: references first, then the cases, all in one process group. Collective.
+    """Compute a job's references, then run its cases, all in one process group. Collective.
 
-    Rank 0 appends each result to the results file. If a reference is rejected, rank 0 records the reason, no layout
-    is compared, and the result is empty.
+    Rank 0 appends each result to the results file. If a reference or a definition check fails, rank 0 records the
+    reason, and no case runs.
+
+    Returns:
+        The results of the cases; empty if no case ran.
     """
-    def say(line: str) -> None:
+    def print_on_main(line: str) -> None:
         if dist.is_main:
             print(line, flush=True)
 
     heartbeat = Heartbeat(os.environ)
 
-    def make_reference_of_rank(tasks: Sequence[tuple[str, str] | None]) -> None:
-        """Compute this rank's reference, if it has one. None means the definition checks."""
+    def run_task_of_rank(tasks: Sequence[tuple[str, str] | None]) -> None:
+        """Run this rank's task, if it has one: compute a reference, or for None run the definition checks."""
         for task in tasks[dist.rank:dist.rank + 1]:
             if task is None:
-                with _recorded(job, dist, {"definitions": "all"}):
+                with _record_failure(job, dist, {"definitions": "all"}):
                     check_definitions(job.root)
                 continue
             model, dtype = task
-            with _recorded(job, dist, {"reference": f"{model} {dtype}"}):
+            with _record_failure(job, dist, {"reference": f"{model} {dtype}"}):
                 if job.target is not None:
                     make_target_reference(job, model, dtype, dist)
                     continue
@@ -89,17 +92,17 @@ def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
 
     checks_definitions = (bool(job.references) and job.target is None and not definitions_file(job.root).is_file()
                           and not all(case.fault for case in job.cases))  # faults are injected into layouts only
-    # Definition checks come last because the last round of references often has an idle rank. References are more
-    # specific about what is wrong, so their errors should come first.
-    todo: list[tuple[str, str] | None] = [*job.references, *([None] if checks_definitions else [])]
-    for start in range(0, len(todo), dist.world_size):
-        tasks = todo[start:start + dist.world_size]
+    # Definition checks come last, because the last round of references often has an idle rank, and because the
+    # errors of references are more specific and should be reported first.
+    work: list[tuple[str, str] | None] = [*job.references, *([None] if checks_definitions else [])]
+    for start in range(0, len(work), dist.world_size):
+        tasks = work[start:start + dist.world_size]
         heartbeat.beat(EVALUATING)
         for task in tasks:
-            say("checking the trainer's loop and the parts of a step in one process" if task is None
-                else f"reference: {task[0]} {task[1]} in one process")
+            print_on_main("checking the trainer's loop and the parts of a step in one process" if task is None
+                          else f"reference: {task[0]} {task[1]} in one process")
         try:
-            run_together(dist, partial(make_reference_of_rank, tasks))
+            run_together(dist, partial(run_task_of_rank, tasks))
         except UserError as why:
             if dist.is_main:
                 write_reference_error(job.root, why)
@@ -107,36 +110,36 @@ def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
     results = []
     for number, case in enumerate(job.cases):
         heartbeat.beat(TRAINING, number)
-        say(f"{case.title} …")
-        with _recorded(job, dist, {"case": asdict(case)}):
+        print_on_main(f"{case.title} …")
+        with _record_failure(job, dist, {"case": asdict(case)}):
             result = (certify_case(case, job.root, job.steps, dist) if job.target is None
                       else certify_target(case, job, dist))
         results.append(result)
         if dist.is_main:
             append_line(results_file(job.root), result)
-        say(f"{case.title}: {'passed' if result['passed'] else 'FAILED'} ({result['seconds']:.1f} s)")
+        print_on_main(f"{case.title}: {'passed' if result['passed'] else 'FAILED'} ({result['seconds']:.1f} s)")
         for line in result["failures"]:
-            say(f"    {line}")
+            print_on_main(f"    {line}")
     return results
 
 
-def run_on_launched_ranks(todo: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
+def run_on_launched_ranks(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     """Run the cases on the ranks of a launch; every rank returns the same exit code. Collective."""
     with setup(device=options.device, run_dir=options.run_dir, name="certify",
                timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
-        job = Job(dist.run_dir.path, references_of(todo.cases), todo.cases, todo.steps, options.device, todo.target)
+        job = Job(dist.run_dir.path, needed_references(work.cases), work.cases, work.steps, options.device,
+                  work.target)
         results = run_job(job, dist)
         if dist.is_main:
-            conclude(todo, options, argv, began, dist.run_dir, environment)
+            conclude(work, options, argv, began, dist.run_dir, environment)
         dist.barrier()
-    return 0 if all_passed(results, todo.skipped) else 1
+    return 0 if all_passed(results, work.skipped) else 1
 
 
 @contextmanager
-def _recorded(job: Job, dist: Dist, about: dict[str, Any]) -> Iterator[None]:
-    """Record why this rank failed. The error ends the job, whatever the other ranks are doing."""
-
+def _record_failure(job: Job, dist: Dist, about: dict[str, Any]) -> Iterator[None]:
+    """Write an exception of this rank to a file before it ends the job. `about` names the task."""
     try:
         yield
     except Exception as error:

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
-    """Format a diagnosis for the terminal: causes first, then the tables behind them."""
+    """Format a diagnosis for the terminal: causes first, then the tables with the data."""
     head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {count_noun(diagnosis.ranks, 'rank')}"
     parts = [escape_control_characters(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
@@ -87,8 +87,8 @@ def _causes(diagnosis: Diagnosis) -> str:
         lines += [wrapped(to_typable_text(line), "       try: ", indent=12) for line in cause.advice]
     if not diagnosis.shown_causes:
         lines.append(f"  {tables.NO_CAUSE}")
-    if diagnosis.unseen:
-        lines.append(wrapped(diagnosis.unseen, "  ", indent=2))
+    if diagnosis.missing_traces_note:
+        lines.append(wrapped(diagnosis.missing_traces_note, "  ", indent=2))
     return "\n".join(lines) + "\n"
 
 

@@ -17,26 +17,27 @@ from ezpz_llm.layout.precision_recipes import AUTOCAST, RECIPES
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
-_CULPRIT = 0.6
-"""Minimum share of all waiting that a single rank must cause to be reported as slow."""
-_SLOWER = 0.03
-"""Minimum relative excess over the median rank's own time to be reported as slow."""
-_OUTSIDE = 0.5
-"""Share of the excess outside of operators above which Python is reported as the reason."""
+_MIN_BLAMED_SHARE = 0.6
+"""Minimum share of all waiting that a rank must cause to be reported as slow."""
+_MIN_EXCESS = 0.03
+"""Minimum relative excess over the other ranks' median own time for a rank to be reported as slow."""
+_PYTHON_SHARE = 0.5
+"""Python is reported as the reason if more than this share of the excess is outside of operators."""
 _MIN_BYTES = 1e4
-"""Minimum buffer size for a data rate: smaller collectives are dominated by latency."""
+"""Minimum mean buffer size in bytes for a data rate: smaller collectives are dominated by latency."""
 _PHASES = ("data", "forward", "backward", "optimizer", "idle")
 
-AGAINST_DATA = ("a faster file system for the shards, or a copy on each node's local disk",
-                "ezpz-llm data prepare, if the corpus is text that is tokenized during training")
+DATA_ADVICE = ("a faster file system for the shards, or a copy on each node's local disk",
+               "ezpz-llm data prepare, if the corpus is text that is tokenized during training")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Cause of lost time: the seconds that could be saved at most, and their share of the run without set-up.
+    """Cause of lost time.
 
-    `kind` is an identifier: slow_rank, slow_link, waiting, bubble, communication, data, host, optimizer,
-    checkpoints, evaluation, sampling, logging; without traces also first_steps, pauses, drift, unsteady.
+    `seconds` is the most time that could be saved, `share` its share of the run without set-up. `kind` is an
+    identifier: slow_rank, slow_link, waiting, bubble, communication, data, host, optimizer, checkpoints,
+    evaluation, sampling, logging; without traces also first_steps, pauses, drift, unsteady.
     """
 
     kind: str
@@ -46,8 +47,8 @@ class Cause:
     advice: tuple[str, ...]
 
 
-Found = tuple[str, str, float, list[str]]
-"""Kind, description, seconds over all traced steps, and advice."""
+_Candidate = tuple[str, str, float, list[str]]
+"""Kind, description, seconds (over the traced steps, or for causes between steps over the run), and advice."""
 
 
 def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str, Any],
@@ -56,61 +57,62 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
 
     Args:
         split: breakdown of the traced steps, or None without traces.
-        wall: wall time in seconds by activity, of the run or, before its end, of the traced window.
-        run: facts for advice, see `diagnosis.described`.
+        wall: wall time in seconds by activity: of the run or, if it has not ended, of the traced window.
+        run: facts for advice, see `diagnosis.read_run_facts`.
         deepspeed: DeepSpeed's configuration, empty for other engines.
     """
-    whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
-    candidates = _between(wall, run)
+    run_s = sum(seconds for name, seconds in wall.items() if name != "set-up")
+    candidates = _causes_between_steps(wall, run)
     if split is not None and (steps := sum(map(split.mean, IN_STEP))) > 0:
         scale = wall["training"] / steps
         candidates += [(kind, text, seconds * scale, advice)
-                       for kind, text, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
-    causes = [Cause(kind, text, seconds, seconds / whole, tuple(advice))
+                       for kind, text, seconds, advice in (*_waiting_causes(split, run),
+                                                           *_step_causes(split, run, deepspeed))]
+    causes = [Cause(kind, text, seconds, seconds / run_s, tuple(advice))
               for kind, text, seconds, advice in candidates if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
 
 def phase_causes(phases: Mapping[str, float], steps: int, wall: Mapping[str, float]) -> list[Cause]:
-    """Return the causes that rank 0's phase times show without traces: waiting for data.
+    """Return the causes visible in rank 0's phase times, without traces. Currently only waiting for data.
 
     Args:
         phases: seconds per step.
         steps: number of steps.
         wall: see `rank_causes`.
     """
-    whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
+    run_s = sum(seconds for name, seconds in wall.items() if name != "set-up")
     seconds = phases["data"] * steps
-    if not (seconds > 0 and whole > 0):
+    if not (seconds > 0 and run_s > 0):
         return []
-    return [Cause("data", "waiting for data", seconds, seconds / whole, AGAINST_DATA)]
+    return [Cause("data", "waiting for data", seconds, seconds / run_s, DATA_ADVICE)]
 
 
-def _waiting(split: Split, run: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield waiting for a slow rank, if there is one, and the remaining waiting. Seconds over all traced steps."""
+def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate]:
+    """Yield waiting for a slow rank, if there is one, and all other waiting. Seconds are over all traced steps."""
     count = len(split.ranks)
-    blamed = {rank.rank: sum(waiter.waited_for.get(rank.rank, 0.0) for waiter in split.ranks) / count
-              for rank in split.ranks}
-    waited = sum(blamed.values())
+    waited_by_rank = {rank.rank: sum(waiter.waited_for.get(rank.rank, 0.0) for waiter in split.ranks) / count
+                      for rank in split.ranks}
+    waited = sum(waited_by_rank.values())
     slow = split.straggler
     other_ranks = [rank for rank in split.ranks if rank is not slow]
     saved = 0.0
     if other_ranks and waited:
-        usual = statistics.median(rank.own_s for rank in other_ranks)
-        if blamed[slow.rank] > _CULPRIT * waited and slow.own_s > (1 + _SLOWER) * usual:
-            # Without the slow rank, the others would still wait for the next slowest.
+        median_own_s = statistics.median(rank.own_s for rank in other_ranks)
+        if waited_by_rank[slow.rank] > _MIN_BLAMED_SHARE * waited and slow.own_s > (1 + _MIN_EXCESS) * median_own_s:
+            # Without the slow rank, the other ranks would still wait for the second slowest.
             saved = (slow.own_s - max(rank.own_s for rank in other_ranks)) * slow.steps
-            description, advice = _slow_rank(slow, other_ranks)
+            description, advice = _describe_slow_rank(slow, other_ranks)
             yield "slow_rank", description, saved, advice
     kind, description = (("bubble", "pipeline stages wait for each other") if run["layout"].pp > 1 else
                          ("waiting", "ranks wait for each other in collectives, without a single slow rank"))
-    yield kind, description, max(0.0, waited - saved), against_waiting(run)
+    yield kind, description, max(0.0, waited - saved), waiting_advice(run)
 
 
-def _slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[str, list[str]]:
+def _describe_slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[str, list[str]]:
     def excess(name: str) -> float:
         # Median over steps, so that a single stalled step does not decide which phase is slow.
-        return slow.usual(name) - statistics.median(rank.usual(name) for rank in other_ranks)
+        return slow.median_s(name) - statistics.median(rank.median_s(name) for rank in other_ranks)
 
     by_phase = {phase: excess(phase) for phase in _PHASES}
     phase = max(by_phase, key=by_phase.__getitem__)
@@ -121,25 +123,25 @@ def _slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[str, list
     outside = excess(HOST)
     if phase == "data":
         return text, [f"check the disk and file system of {node}, and other jobs that read from it"]
-    if outside > _OUTSIDE * more:
+    if outside > _PYTHON_SHARE * more:
         return f"{text}, outside of operators", [
             f"check what the rank does in Python: its log, and py-spy dump on {node}"]
     return text, [f"check other processes, clocks and temperature on {node}; launch --preflight measures every "
                   "node and device"]
 
 
-def _within(split: Split, run: Mapping[str, Any],
-            deepspeed: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield causes within steps other than computing and waiting."""
+def _step_causes(split: Split, run: Mapping[str, Any],
+                 deepspeed: Mapping[str, Any]) -> Iterator[_Candidate]:
+    """Yield causes within steps: slow links, data transfer, data, Python, and the optimizer."""
     count = len(split.ranks)
     by_label = {label: [exposed for _, exposed in members] for label, members in split.by_label.items()}
     slow = slow_link(split.ranks[0].notes.get("links") or ())
-    lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
+    lost = 0.0 if slow is None else 1 - slow.rate / slow.median_rate
     crossing = {label for label, members in by_label.items() if any(map(split.crosses_nodes, members))}
     moving = sum(exposed.seconds - exposed.waited_s for label in crossing for exposed in by_label[label]) / count
     if slow is not None:
-        yield ("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, the other nodes {slow.usual / 1e6:.4g} MB/s; "
-               "this slows down collectives between nodes", moving * lost,
+        yield ("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, the other nodes "
+               f"{slow.median_rate / 1e6:.4g} MB/s; this slows down collectives between nodes", moving * lost,
                [f"launch --preflight, and an allocation without {slow.host}",
                 f"check which network interface {slow.host} uses: launch --interface"])
     for label, members in by_label.items():
@@ -148,71 +150,72 @@ def _within(split: Split, run: Mapping[str, Any],
                  and each.bytes > _MIN_BYTES * each.count and each.in_flight_s > each.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
         yield ("communication", f"exposed {label}: data transfer{rate}", seconds,
-               against_communication(label, dict(run), dict(deepspeed)))
-    yield "data", "waiting for data", split.mean("data"), list(AGAINST_DATA)
+               communication_advice(label, dict(run), dict(deepspeed)))
+    yield "data", "waiting for data", split.mean("data"), list(DATA_ADVICE)
     python_s = min(rank.cpu_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the CPU"
     yield ("host", where, python_s + idle,
-           [*([] if compile_is_no_option(run) else ["--compile true"]),
+           [*([] if is_compile_unavailable(run) else ["--compile true"]),
             "a larger --micro-batch-size, so that operators take longer than their Python calls",
             "profile/host.html shows the Python call tree"])
     layout = run["layout"]
     optimizer = split.mean("optimizer")
     if not layout.zero.stage and layout.engine != "fsdp2":
         yield ("optimizer", "every rank updates all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
-               against_optimizer(dict(run)))
+               optimizer_advice(dict(run)))
     elif run["optimizer"] == "adamw_unfused" or layout.zero.offload_optimizer:
-        yield "optimizer", "the optimizer step", optimizer / 2, against_optimizer(dict(run))
+        yield "optimizer", "the optimizer step", optimizer / 2, optimizer_advice(dict(run))
 
 
-def compile_is_no_option(run: Mapping[str, Any]) -> bool:
-    """Return True if the run uses --compile already, or its layout does not support it."""
+def is_compile_unavailable(run: Mapping[str, Any]) -> bool:
+    """Return True if the run already uses --compile, or its layout (ZeRO 3) does not support it."""
     return bool(run["config"].get("compile")) or run["layout"].zero.stage == 3
 
 
-def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[Found]:
-    """Return causes between steps."""
+def _causes_between_steps(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[_Candidate]:
+    """Return causes between steps: checkpoints, evaluation, sampling, and logging."""
     config = run["config"]
-    if run["model"] is None:  # another program, without the trainer's options
+    if run["model"] is None:  # not the trainer, so its options do not apply
         return [("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0),
                  ["fewer checkpoints, or faster storage for them"]),
                 ("evaluation", "evaluation", wall.get("evaluation", 0.0), ["fewer or smaller evaluations"]),
                 ("logging", "writing log lines", wall.get("logging", 0.0),
                  [f"setup(log_every=…) larger than {config['log_every']}"] if config.get("log_every") else [])]
     saving = [*([] if config.get("save_async", True) else ["--save-async true"]), "faster storage for --run-dir",
-              *_less_often("--save-every", "checkpoint", config)]
+              *_interval_advice("--save-every", "checkpoint", config)]
     tokens = config.get("eval_tokens") or 0
-    evaluating = [*_less_often("--eval-every", "evaluation", config),
+    evaluating = [*_interval_advice("--eval-every", "evaluation", config),
                   f"--eval-tokens below {tokens:,}" if tokens else
                   "--eval-tokens N, to evaluate only a part of the validation split"]
     return [
         ("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0), saving),
         ("evaluation", "evaluation", wall.get("evaluation", 0.0), evaluating),
         ("sampling", "generating samples", wall.get("sampling", 0.0),
-         [*_less_often("--sample-every", "sample", config), "a smaller --sample-tokens"]),
-        ("logging", "writing log lines", wall.get("logging", 0.0), _less_often("--log-every", "log line", config)),
+         [*_interval_advice("--sample-every", "sample", config), "a smaller --sample-tokens"]),
+        ("logging", "writing log lines", wall.get("logging", 0.0),
+         _interval_advice("--log-every", "log line", config)),
     ]
 
 
-def _less_often(option: str, event: str, config: Mapping[str, Any]) -> list[str]:
-    """Advise a larger interval, or a longer run if the interval exceeds its steps."""
+def _interval_advice(option: str, event: str, config: Mapping[str, Any]) -> list[str]:
+    """Advise a larger interval, or a longer run if the interval is at least the number of steps."""
     every = config.get(option.removeprefix("--").replace("-", "_")) or 0
     if 0 < every < config.get("steps", every + 1):
         return [f"{option} above {every}"]
     return [f"a longer run, in which the {event} after the last step is a smaller share"]
 
 
-_OF_ALL = 0.8
-"""Share of a device's memory that model states may use: activations and buffers need the rest."""
+_MAX_MEMORY_SHARE = 0.8
+"""Maximum share of a device's memory for model states: activations and buffers need the rest."""
 
 
-def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, Any]) -> list[str]:
-    """Return advice against exposed collectives of a kind and group.
+def communication_advice(label: str, run: dict[str, Any], deepspeed: dict[str, Any]) -> list[str]:
+    """Return advice for exposed collectives of a kind and group.
 
     Args:
-        label: "all_reduce (dp)", for example.
-        run: facts for advice, see `diagnosis.described`.
+        label: kind and group, for example "all_reduce (dp)".
+        run: facts for advice, see `diagnosis.read_run_facts`.
         deepspeed: DeepSpeed's configuration, empty for other engines.
     """
     kind, _, group = label.partition(" (")
@@ -229,13 +232,13 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         return ["a smaller --sp, if sequences fit in memory"]
     advice = []
     if layout.zero.stage == 3 and kind == "all_gather":
-        advice += _instead_of_gathering(run)
+        advice += _zero2_advice(run)
         advice.append("a larger --micro-batch-size, so that each gather of parameters serves more tokens")
     elif layout.engine == "fsdp2" and kind == "all_gather":
         advice.append("--ds-config zero2, which keeps full parameters and gathers them once per step")
     if layout.zero.stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
         size = zero.get("reduce_bucket_size")
-        can_overlap = _may_overlap(run["device"], layout)
+        can_overlap = _can_overlap(run["device"], layout)
         overlaps = can_overlap and zero.get("overlap_comm", layout.zero.stage == 3)
         if can_overlap and not overlaps:
             advice.append('"overlap_comm": true in zero_optimization of the ds_config')
@@ -248,38 +251,38 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
     return advice
 
 
-def _may_overlap(device: str | None, layout: Layout) -> bool:
+def _can_overlap(device: str | None, layout: Layout) -> bool:
     """Return True if DeepSpeed can overlap the reduction of gradients with the backward pass.
 
-    It cannot in a pipeline or in stage 0.
+    It cannot in a pipeline, in stage 0, or on a device without concurrent streams.
     """
     has_streams = device is None or device not in DEVICES or DEVICES[device].overlaps
     return has_streams and bool(layout.zero.stage) and layout.pp == 1
 
 
-def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
-    """Advise ZeRO 2 if its estimated states fit into memory."""
+def _zero2_advice(run: dict[str, Any]) -> list[str]:
+    """Return advice that says whether ZeRO 2 fits in memory; none for layouts with offload or tiles."""
     layout: Layout = run["layout"]
     if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []
     model: ModelConfig = run["model"]
     optimizer: OptimizerName = run["optimizer"]
-    whole = layout.with_zero(stage=2)
-    # In stage 2, autocast also caches converted weights, unlike in stage 3.
-    cast = cast_per_rank(whole, model).bytes if run["precision"] in AUTOCAST else 0
+    zero2 = layout.with_zero(stage=2)
+    # Unlike in stage 3, autocast also caches converted weights in stage 2.
+    cast = cast_per_rank(zero2, model).bytes if run["precision"] in AUTOCAST else 0
     precision = run["precision"] if run["precision"] in tuple(RECIPES) else "fp32"
-    need = total(memory_per_rank(whole, model, run["world_size"], optimizer, precision), "device") + cast
+    need = total(memory_per_rank(zero2, model, run["world_size"], optimizer, precision), "device") + cast
     more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer, precision), "device")
     memory = run["memory_bytes"]
     if memory is None:
         return [f"--ds-config zero2 gathers once per step; its states need {more / 1e9:.3g} GB more per rank"]
-    if need > _OF_ALL * memory:
+    if need > _MAX_MEMORY_SHARE * memory:
         return [f"zero2 would not fit: its states need {need / 1e9:.3g} GB of {memory / 1e9:.3g} GB per rank"]
     return [f"--ds-config zero2 would fit: its states need {need / 1e9:.3g} GB of {memory / 1e9:.3g} GB per rank"]
 
 
-def against_optimizer(run: dict[str, Any]) -> list[str]:
-    """Return advice against a long optimizer phase."""
+def optimizer_advice(run: dict[str, Any]) -> list[str]:
+    """Return advice for a long optimizer phase."""
     layout: Layout = run["layout"]
     batch: Batch = run["batch"]
     advice = []
@@ -292,8 +295,8 @@ def against_optimizer(run: dict[str, Any]) -> list[str]:
     return [*advice, f"--gradient-accumulation-steps {2 * batch.accumulation}: fewer steps for as many tokens"]
 
 
-def against_waiting(run: Mapping[str, Any]) -> list[str]:
-    """Return advice against ranks that wait for each other."""
+def waiting_advice(run: Mapping[str, Any]) -> list[str]:
+    """Return advice for ranks that wait for each other."""
     layout: Layout = run["layout"]
     if layout.pp > 1:
         return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}, so that filling and draining the "

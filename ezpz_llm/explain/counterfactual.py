@@ -20,16 +20,16 @@ from ezpz_llm.layout.precision_recipes import SCALED
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RunDir, read_json, read_own_record, schemas
 
-_OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second is an option of older releases
-_NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
-"""Sources of values that need not be passed on, because the new run derives them again."""
+_NOT_PASSED_ON = ("run_dir", "counterfactual_steps")  # counterfactual_steps is an option of older releases
+_REDERIVED = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
+"""Origins of values that are not passed on, because the new run derives the same values."""
 
 
 @dataclass(frozen=True)
 class StepsWithoutCollectives:
-    """Median seconds of a step on one rank: with collectives, without them, and exposed in the traced steps.
+    """Median seconds of a step on one rank: with collectives, without them, and exposed according to the traces.
 
-    Tracing slows down computation, so the exposed time is relative to the step time without tracing.
+    Tracing slows down computation, so `exposed_share` divides the traced exposed time by the untraced step time.
     """
 
     rank: int
@@ -49,19 +49,19 @@ class StepsWithoutCollectives:
 
 
 def run_counterfactual(run_dir: Path, yes: bool) -> Path:
-    """Train for some steps with the run's configuration; return the new run directory, inside the run's.
+    """Train for some steps with the run's configuration; return the new run directory, which is inside the run's.
 
-    Needs an allocation like that of the run, and the working directory from which it was launched. Only runs owned
-    by the user are rerun; the command is printed, and the user is asked before it starts.
+    Needs an allocation and working directory like those of the run. Only runs that belong to the user are rerun.
+    The command is printed, and starts only after the user confirms it.
 
     Args:
-        yes: start without asking.
+        yes: start without confirmation.
 
     Raises:
         UserError: the run was not started by launch, has one rank, uses fp16 or belongs to another user; the
             user did not confirm; or the new run failed.
     """
-    # Resolve links once, so that the record that is read is the one whose owner was checked.
+    # Resolve links once, so that the record is read from the directory whose owner was checked.
     run_dir = run_dir.resolve()
     record = read_own_record(RunDir(run_dir)) if is_own(run_dir) else None
     if record is None:
@@ -98,9 +98,10 @@ def _is_confirmed() -> bool:
 
 
 def command(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the launch command for the trainer with a record's configuration, and a new run directory.
+    """Return the launch command that trains with a record's configuration in the new run directory `folder`.
 
-    The record only supplies values of trainer options. It cannot choose the program or options of launch.
+    The record supplies only values of trainer options and numbers of ranks. It cannot choose the program or other
+    options of launch.
 
     Raises:
         UserError: the record has no trainer configuration or no world size.
@@ -110,25 +111,25 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
     if not isinstance(ranks, int) or not isinstance(config, dict) or not isinstance(sources, dict):
         raise UserError("run.json has no trainer configuration", where=str(folder.parent))
     chosen = {name: value for name, value in config.items()
-              if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
-              and ValueSource.read(str(sources.get(name, DEFAULT))).origin not in _NOT_CHOSEN}
+              if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _NOT_PASSED_ON
+              and ValueSource.read(str(sources.get(name, DEFAULT))).origin not in _REDERIVED}
     is_even = isinstance(counts, list) and all(isinstance(count, int) for count in counts) and len(set(counts)) == 1
     ppn = ["--ppn", str(counts[0])] if is_even else []
     return launch_words(["-n", str(ranks), *ppn, "--run-dir", str(folder)], [
         sys.executable, "-m", "ezpz_llm.explain.without_collectives",
-        *(f"{option_of(name)}={_word(value)}" for name, value in chosen.items())])
+        *(f"{option_of(name)}={_format_value(value)}" for name, value in chosen.items())])
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
 def read_steps_without_collectives(run_dir: Path, split: Split | None) -> list[StepsWithoutCollectives]:
-    """Read the step times with and without collectives, by rank; empty if the run has none."""
+    """Read the step times with and without collectives, by rank. Empty if the run did not measure them."""
     ranks = () if split is None else split.ranks
-    exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
+    exposed = {rank.rank: rank.median_s("exposed_communication") for rank in ranks}
     times = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = as_type(schemas.StepTimes, read_json(path), str(path))

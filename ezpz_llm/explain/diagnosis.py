@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base import UserError, as_dataclass, as_type
-from ezpz_llm.explain.causes import Cause, compile_is_no_option, phase_causes, rank_causes
+from ezpz_llm.explain.causes import Cause, is_compile_unavailable, phase_causes, rank_causes
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives, read_steps_without_collectives
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
@@ -30,9 +30,9 @@ _TORCH = "torch"
 def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
     """Return measurements of the same steps by other tools.
 
-    `collectives`: the number per step according to DeepSpeed's logger (logged) and to the traces (issued). `flops`:
-    of the matmuls in a step's forward passes on rank 0, according to DeepSpeed's profiler and to ezpz_llm.
-    `host`: seconds by package from pyinstrument's profile of rank 0.
+    `collectives`: rank 0's collectives per step, according to DeepSpeed's logger (logged) and the trace (issued).
+    `flops`: FLOPs of the matmuls in rank 0's forward passes of a step, according to DeepSpeed's profiler and to
+    ezpz_llm. `host`: seconds of rank 0 by Python package, according to pyinstrument.
     """
     checks: dict[str, Any] = {}
     if split is not None:
@@ -83,10 +83,10 @@ STATES = ("parameters", "gradients", "optimizer", "copy", "secondary")
 class Memory:
     """Estimated and measured memory in bytes by kind, each on the rank that uses most of it.
 
-    None if there is no estimate or no measurement. "buffers" is DeepSpeed's gradient bucket, or without one the
-    largest buffer of a collective other than states; under ddp, the buckets are the gradients themselves.
-    "activations" is the peak of a step above its start, without buffers. "other" is the rest of the peak; on a CPU,
-    Python and libraries.
+    None if there is no estimate or no measurement. "buffers" is DeepSpeed's gradient bucket or, without one, the
+    largest buffer of a collective that is not a model state; under ddp, the buckets are the gradients themselves.
+    "activations" is the peak of a step minus the memory at its start, without buffers. "other" is the rest of the
+    peak; on a CPU, Python and libraries.
     """
 
     expected: dict[str, int | None]
@@ -94,14 +94,14 @@ class Memory:
     peak: int
 
 
-def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Mapping[str, Any],
-              run: Mapping[str, Any]) -> Memory | None:
+def compare_memory(record: schemas.Memory | None, split: Split | None, deepspeed: Mapping[str, Any],
+                   run: Mapping[str, Any]) -> Memory | None:
     """Return estimated and measured memory from a run's record and traces; None if the run has not ended.
 
     Args:
         record: entry "memory" of the run's record.
         deepspeed: DeepSpeed's configuration, empty for other engines.
-        run: facts for advice, see `describe_device`.
+        run: facts for advice, see `read_run_facts`.
     """
     if not record:
         return None
@@ -121,10 +121,10 @@ def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Map
 
 
 OWN_LAYOUT = "of its own"
-"""Layout shown for a program that does not use a layout of ezpz_llm."""
+"""Layout shown for a program that does not use ezpz_llm's layouts."""
 _SHOWN_CAUSES = 8
-_WORTH_SAYING = 0.002
-"""Minimum share of the run for a cause to be shown."""
+_MIN_SHOWN_SHARE = 0.002
+"""Minimum share of the run's time for a cause to be shown."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Diagnosis:
         wall: rank 0's wall time in seconds by activity; empty if the run has not ended.
         split: breakdown of the traced steps, or None without traces.
         phases: seconds per steady step of rank 0 according to metrics.jsonl, by phase and "other".
-        memory: None if the run has not ended.
+        memory: estimated and measured memory; None if the run has not ended.
         checks: see `crosschecks`.
     """
 
@@ -151,7 +151,7 @@ class Diagnosis:
     counterfactual: tuple[StepsWithoutCollectives, ...] = ()
     """Step times with and without collectives by rank, of this run or of its rerun."""
     is_foreign: bool = False
-    """True if another program than ezpz_llm's trainer wrote the run."""
+    """True if a program other than ezpz_llm's trainer wrote the run."""
     times: StepTimes | None = None
     """Step times of rank 0's steady steps, traced or not."""
     load: MachineLoad | None = None
@@ -159,24 +159,24 @@ class Diagnosis:
 
     @property
     def untraced(self) -> list[int]:
-        """Ranks without a trace (not written yet, or lost), if others have one."""
+        """Ranks without a trace (not written yet, or lost); empty if no rank has one."""
         traced = {rank.rank for rank in self.split.ranks} if self.split else set(range(self.ranks))
         return [rank for rank in range(self.ranks) if rank not in traced]
 
     @property
     def opening(self) -> list[str]:
-        """Sentences to print first: a busy machine, and the step times."""
+        """Sentences to print first: about a busy machine, and the step times."""
         return [*([self.load.sentence()] if self.load and self.load.is_busy else []),
                 *([self.times.sentence()] if self.times else [])]
 
     @property
     def shown_causes(self) -> list[Cause]:
-        """Causes with a relevant share, the most expensive first."""
-        return [cause for cause in self.causes if cause.share >= _WORTH_SAYING][:_SHOWN_CAUSES]
+        """Most expensive causes with a relevant share, the most expensive first."""
+        return [cause for cause in self.causes if cause.share >= _MIN_SHOWN_SHARE][:_SHOWN_CAUSES]
 
     @property
-    def unseen(self) -> str:
-        """Sentence about missing traces and what cannot be seen without them, or an empty string."""
+    def missing_traces_note(self) -> str:
+        """Sentence about missing traces and what is not visible without them, or an empty string."""
         if self.split is None:
             return ("Exposed communication and slow ranks are only visible in traces"
                     + ("." if self.is_foreign else ": run with --trace-steps 10."))
@@ -218,41 +218,42 @@ def diagnose(run_dir: Path) -> Diagnosis:
     where = str(RunDir(run_dir).record)
     wall = as_type(dict[str, float], (record.get("summary") or {}).get("wall") or {}, where, "summary.wall")
     memory = as_type(schemas.Memory | None, record.get("memory") or None, where, "memory")
-    run = describe_device(run_dir, record)
+    run = read_run_facts(run_dir, record)
     deepspeed_file = RunDir(run_dir).deepspeed
     deepspeed = as_type(schemas.DeepSpeedGiven, read_json(deepspeed_file) or {}, str(deepspeed_file))
     spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)
     causes = rank_causes(split, spent, run, deepspeed)
     if split is None:
-        whole = sum(seconds for name, seconds in spent.items() if name != "set-up")
-        of_steps = step_time_causes(rows, whole, ranks=run["world_size"], can_trace=run["model"] is not None)
+        run_s = sum(seconds for name, seconds in spent.items() if name != "set-up")
+        of_steps = step_time_causes(rows, run_s, ranks=run["world_size"], can_trace=run["model"] is not None)
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
     share = (record.get("summary") or {}).get("ceiling_share")
     share = as_type(float | None, share, where, "summary.ceiling_share")
     return Diagnosis(run_dir, run["layout"].name if run["layout"] else OWN_LAYOUT, run["world_size"], wall, split,
-                   phases, tuple(causes), memory_of(memory, split, deepspeed, run),
-                   crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
-                   is_foreign=run["model"] is None,
-                   times=step_times(rows, share, _against_low_share(run, is_traced=split is not None)),
-                   load=recorded_load(record))
+                     phases, tuple(causes), compare_memory(memory, split, deepspeed, run),
+                     crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
+                     is_foreign=run["model"] is None,
+                     times=step_times(rows, share, _low_share_advice(run, is_traced=split is not None)),
+                     load=recorded_load(record))
 
 
-def _against_low_share(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
-    """Return options that raise the share of the matmul peak; none for other programs."""
+def _low_share_advice(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
+    """Return options that may raise a low share of the matmul peak; none for programs other than the trainer."""
     if run["model"] is None:
         return []
-    return ["a larger --micro-batch-size", *([] if compile_is_no_option(run) else ["--compile true"]),
+    return ["a larger --micro-batch-size", *([] if is_compile_unavailable(run) else ["--compile true"]),
             *([] if is_traced else ["--trace-steps 10 to see the breakdown"])]
 
 
-def describe_device(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts for advice: model, layout, batch, optimizer, ranks, device and its memory, configuration.
+def read_run_facts(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Read facts about a run for advice: model, layout, batch, precision, optimizer, world size, device, options.
 
-    The model is None for other programs; layout and batch are empty unless the program uses a layout of ezpz_llm.
+    The model is None for programs other than the trainer. Unless the program uses a layout of ezpz_llm, the layout
+    is empty and the batch is None.
 
     Raises:
-        UserError: layout.json is missing or damaged.
+        UserError: layout.json is missing although the trainer wrote the run, or layout.json is damaged.
     """
     resolved = read_layout(RunDir(run_dir).layout) or {}
     if not resolved and "model" in record:
@@ -270,7 +271,7 @@ def describe_device(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _traced_wall(split: Split | None, rows: History) -> dict[str, float]:
-    """Return the wall time of the traced window, or without traces of all recorded steps."""
+    """Return the wall time of the traced window by activity or, without traces, of all recorded steps."""
     if split is None:
         return {"training": float(np.nansum(rows.column("step_time_s")))}
     return {"training": sum(split.mean(name) for name in IN_STEP),

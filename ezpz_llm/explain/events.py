@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ezpz_llm.base import group_by_key
 
 Interval = tuple[float, float]
-"""Half-open interval (start, end). A set of times is a sorted list of disjoint intervals."""
+"""Half-open interval (start, end). Sets of times are sorted lists of disjoint intervals."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -59,17 +59,17 @@ def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Int
     return subtract(first, subtract(first, second))
 
 
-def bridge(intervals: Sequence[Interval], gap: float, apart: Sequence[float] = ()) -> list[Interval]:
-    """Close gaps shorter than `gap`, except gaps that contain one of the sorted times `apart`."""
-    bridged: list[Interval] = []
+def close_gaps(intervals: Sequence[Interval], gap: float, separators: Sequence[float] = ()) -> list[Interval]:
+    """Close gaps shorter than `gap`, except those that contain one of the sorted times in `separators`."""
+    closed: list[Interval] = []
     for start, end in intervals:
-        if bridged and start - bridged[-1][1] < gap:
-            previous_end = bridged[-1][1]
-            if bisect_left(apart, previous_end) == bisect_right(apart, start):
-                bridged[-1] = (bridged[-1][0], end)
+        if closed and start - closed[-1][1] < gap:
+            previous_end = closed[-1][1]
+            if bisect_left(separators, previous_end) == bisect_right(separators, start):
+                closed[-1] = (closed[-1][0], end)
                 continue
-        bridged.append((start, end))
-    return bridged
+        closed.append((start, end))
+    return closed
 
 
 def total(intervals: Iterable[Interval]) -> float:
@@ -80,7 +80,8 @@ def total(intervals: Iterable[Interval]) -> float:
 class Event(NamedTuple):
     """Trace event with a duration; times in microseconds.
 
-    Device events have the `correlation` of their launch on the CPU. `args` are the other arguments that are used.
+    A device event and its launch on the CPU have the same `correlation`. `args` are the other arguments that are
+    used.
     """
 
     name: str
@@ -96,29 +97,30 @@ Span = Callable[[Event], Interval]
 
 _OPERATORS = "cpu_op"
 _C10D = "c10d::"
-_COMMUNICATES = (_C10D, "record_param_comms")
+_COMMUNICATION_PREFIXES = (_C10D, "record_param_comms")
 _AUTOGRAD = "autograd::engine"
-_COMPUTES = re.compile(r"^(?!c10d::|autograd::|torch::)\w+::|^CompiledFunction|^Torch-Compiled")
-_WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
-"""Names of process-group work on the CPU, which lasts from the call (or the start in a thread) to the end."""
+_COMPUTATION = re.compile(r"^(?!c10d::|autograd::|torch::)\w+::|^CompiledFunction|^Torch-Compiled")
+_CPU_WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
+"""Names of process-group work on the CPU. It lasts from the call, or its start in a thread, to its end."""
 _COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
-MARKS = "user_annotation"
-LOOKED_AT = (_OPERATORS, MARKS, *DEVICE, *LAUNCHES)
-"""Categories of events that are read."""
-_WAKING_S = 1e-3
-"""Maximum time until a thread that waited for a collective runs again."""
-_BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
+MARK_CATEGORY = "user_annotation"
+READ_CATEGORIES = (_OPERATORS, MARK_CATEGORY, *DEVICE_CATEGORIES, *LAUNCH_CATEGORIES)
+"""Categories of the events that are read."""
+_MAX_WAKEUP_S = 1e-3
+"""Maximum time until a thread that waited for a collective runs again, in seconds."""
+_DTYPE_BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1,
+                "Bool": 1}
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "gather", "scatter", "reduce",
           "sendrecv", "send", "recv", "barrier")
-_SHOWN = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
-          "alltoall": "all_to_all", "sendrecv": "send/recv"}
+_DISPLAY_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
+                  "alltoall": "all_to_all", "sendrecv": "send/recv"}
 
 
 @dataclass(frozen=True)
 class Flight:
-    """Collective on one rank, in flight from its call at `start` until `end`.
+    """Execution of a collective on one rank, in flight from its call at `start` until `end`.
 
     `group` names the mesh axes of its `ranks`; both are empty if unknown. `size` is the size of the full buffer in
     bytes, or None if unknown. `peer` is the other rank of a send or receive. `step` is None outside of steps.
@@ -140,17 +142,17 @@ class Flight:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a collective from a library's name for it, such as `_allgather_base_`."""
+    """Return the kind of a collective from its name in a library, such as `_allgather_base_`."""
     word = name.lower().replace("_", "")
     kind = next((kind for kind in _KINDS if word.startswith(kind)), None)
-    return name if kind is None else _SHOWN.get(kind, kind)
+    return name if kind is None else _DISPLAY_NAMES.get(kind, kind)
 
 
-def named(flights: Sequence[Flight], steps: dict[int, Interval],
-          collectives: Sequence[dict[str, Any]]) -> tuple[Flight, ...]:
+def label_flights(flights: Sequence[Flight], steps: dict[int, Interval],
+                  collectives: Sequence[dict[str, Any]]) -> tuple[Flight, ...]:
     """Return the flights that begin in steps, sorted by start, with groups and sizes from the counted step.
 
-    If a step has other collectives than the counted step, its flights have only the data of the trace.
+    If the collectives of a step differ from those of the counted step, its flights keep only the trace's data.
 
     Args:
         flights: flights in the order of their calls.
@@ -160,7 +162,8 @@ def named(flights: Sequence[Flight], steps: dict[int, Interval],
     for number, (start, end) in sorted(steps.items()):
         in_step = [flight for flight in flights if start <= flight.start < end]
         same = len(in_step) == len(collectives) and all(
-            _may_be(flight.kind, kind_of(call["kind"])) for flight, call in zip(in_step, collectives, strict=True))
+            _kinds_match(flight.kind, kind_of(call["kind"]))
+            for flight, call in zip(in_step, collectives, strict=True))
         for i, flight in enumerate(in_step):
             flight = replace(flight, step=number)
             if same:
@@ -171,40 +174,41 @@ def named(flights: Sequence[Flight], steps: dict[int, Interval],
     return tuple(sorted(labeled, key=lambda flight: flight.start))
 
 
-def _may_be(traced: str, counted: str) -> bool:
+def _kinds_match(traced: str, counted: str) -> bool:
     """Return True if the kinds match; a traced send/recv kernel matches both send and recv."""
-    return traced == counted or (traced == _SHOWN["sendrecv"] and counted in ("send", "recv"))
+    return traced == counted or (traced == _DISPLAY_NAMES["sendrecv"] and counted in ("send", "recv"))
 
 
-def computes(event: Event) -> bool:
-    """Return True for an operator that computes; events inside it belong to it."""
-    return event.cat == _OPERATORS and _COMPUTES.match(event.name) is not None
+def is_computation(event: Event) -> bool:
+    """Return True for an operator that computes for its whole duration, including the events nested in it."""
+    return event.cat == _OPERATORS and _COMPUTATION.match(event.name) is not None
 
 
 def is_operator(event: Event) -> bool:
     """Return True for an operator that neither communicates nor marks the autograd thread."""
-    return event.cat == _OPERATORS and not event.name.startswith((_AUTOGRAD, *_COMMUNICATES))
+    return event.cat == _OPERATORS and not event.name.startswith((_AUTOGRAD, *_COMMUNICATION_PREFIXES))
 
 
 def operators(events: Sequence[Event], main: int | str, span: Span) -> list[Interval]:
-    """Return when the main thread or the autograd thread was inside an operator that computes.
+    """Return the times when the main thread or the autograd thread was inside an operator that computes.
 
-    C++ operators (`aten::mm`) compute for their whole duration. Of autograd nodes and Python functions, only leaf
-    operators count, because they may also wait for a collective.
+    C++ operators (`aten::mm`) compute for their whole duration. Autograd nodes and Python functions may also wait
+    for a collective, so they only count if no other operator is nested in them.
     """
     threads = group_by_key((event.tid, event) for event in events if event.cat == _OPERATORS)
     computing: list[Interval] = []
     for thread, thread_events in threads.items():
         if thread == main or any(event.name.startswith(_AUTOGRAD) for event in thread_events):
             begins = sorted(event.ts for event in thread_events)
-            computing += [span(event) for event in thread_events if computes(event) or _is_leaf(event, begins)]
+            computing += [span(event) for event in thread_events
+                          if is_computation(event) or _is_leaf(event, begins)]
     return union(computing)
 
 
 def _is_leaf(event: Event, begins: Sequence[float]) -> bool:
     """Return True if no other event begins inside the event, and it does not communicate."""
     inside = bisect_left(begins, event.ts + event.dur) - bisect_left(begins, event.ts)
-    return inside == 1 and not event.name.startswith(_COMMUNICATES)
+    return inside == 1 and not event.name.startswith(_COMMUNICATION_PREFIXES)
 
 
 def collective_calls(events: Sequence[Event], main: int | str, span: Span) -> list[tuple[str, Interval]]:
@@ -214,12 +218,13 @@ def collective_calls(events: Sequence[Event], main: int | str, span: Span) -> li
 
 
 def cpu_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], span: Span) -> list[Flight]:
-    """Match each call with the first suitable work that begins after it, and use the end of that work.
+    """Match each call with the first suitable work that begins after it, whose end is the end of the flight.
 
-    Some backends implement a collective by another one (gloo implements reduce-scatter by all-reduce), so any work
-    except a send or receive is suitable. A call without matching work ends when the call returns.
+    Some backends implement one collective with another (gloo implements reduce-scatter with all-reduce), so any
+    work except a send or receive is suitable. The flight of a call without matching work ends when the call
+    returns.
     """
-    works = sorted(((kind_of(match[1]), span(mark)) for mark in marks if (match := _WORK.match(mark.name))),
+    works = sorted(((kind_of(match[1]), span(mark)) for mark in marks if (match := _CPU_WORK.match(mark.name))),
                    key=lambda work: work[1])
     lists = {True: [work for work in works if work[0] in ("send", "recv")],
              False: [work for work in works if work[0] not in ("send", "recv")]}
@@ -237,16 +242,16 @@ def cpu_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], s
     return flights
 
 
-def awaited(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Flight]:
+def extend_to_wakeup(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Flight]:
     """Extend flights by the time that the waiting thread takes to wake up.
 
-    A flight that is followed by idle time is extended to the next operator or flight, by at most _WAKING_S, so that
-    other work on the CPU is not counted as communication.
+    A flight that is followed by idle time is extended to the next operator or flight, by at most _MAX_WAKEUP_S. The
+    limit avoids counting other work on the CPU as communication.
 
     Args:
         computed: set of times when operators ran.
     """
-    idle = subtract([(end, end + _WAKING_S)
+    idle = subtract([(end, end + _MAX_WAKEUP_S)
                      for _, end in union((flight.start, flight.end) for flight in flights)],
                     union([*computed, *((flight.start, flight.end) for flight in flights)]))
     awake = dict(idle)
@@ -256,7 +261,7 @@ def awaited(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Fli
 def device_flights(events: Sequence[Event], launched: Callable[[Event], float], span: Span) -> list[Flight]:
     """Return communication kernels as flights, in the order of their launches.
 
-    Each process group has its own stream, so kernels may begin in another order.
+    Each process group has a separate stream, so kernels may begin in a different order.
     """
     kernels = []
     for event in events:
@@ -265,7 +270,7 @@ def device_flights(events: Sequence[Event], launched: Callable[[Event], float], 
             # For example, ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
             name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event.name)
             elements = max(args.get("In msg nelems") or 0, args.get("Out msg nelems") or 0)
-            width = _BYTES.get(args.get("dtype", ""))
+            width = _DTYPE_BYTES.get(args.get("dtype", ""))
             flight = Flight(kind_of(name.lstrip("_")), *span(event),
                             ranks=_ranks(args.get("Process Group Ranks", "")),
                             size=elements * width if elements and width else None)
@@ -282,12 +287,12 @@ def device_work(events: Sequence[Event], launched: Callable[[Event], float],
                 span: Span) -> list[tuple[Interval, float]]:
     """Return device events other than communication, each with the time of its launch on the CPU."""
     return [(span(event), launched(event)) for event in events
-            if event.cat in DEVICE and not _COMMUNICATION.search(event.name)]
+            if event.cat in DEVICE_CATEGORIES and not _COMMUNICATION.search(event.name)]
 
 
 def phase_of_launches(work: Sequence[tuple[Interval, float]], phases: dict[str, list[Interval]],
                       names: Sequence[str]) -> dict[str, list[Interval]]:
-    """Return the device's work by the phase in which it was launched."""
+    """Return the device's work by the phase in which the CPU launched it."""
     spans = sorted((start, end, name) for name in names for start, end in phases[name])
     starts = [start for start, _, _ in spans]
     by_phase: dict[str, list[Interval]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Figures for a paper: the step-time breakdown as stacked bars, one per rank."""
+"""Figure for a paper: the step-time breakdown as stacked bars, one per rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _HATCHES = ("", "////", "", "\\\\\\\\", "", "....", "xxxx")
 """Hatches, so that adjacent parts differ in grayscale too."""
 _HEIGHT = 0.8
 """Height of a bar, relative to the distance between bars."""
-_IN_A_COLUMN = 8
-"""Maximum number of bars in a one-column figure; more labels would overlap."""
+_MAX_COLUMN_BARS = 8
+"""Maximum number of bars in a one-column figure. With more bars, labels would overlap."""
 
 
 def write_explain_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
-    """Write step.pdf, step.svg and step.png: the parts of a traced step, averaged over ranks and of each rank.
+    """Write step.pdf, step.svg and step.png: parts of a traced step, as a mean over ranks and for some ranks.
 
-    Without traces, the figure shows the phases of rank 0. It is one column wide, or two with many ranks.
+    Without traces, the figure shows the phases of rank 0. It is one column wide, or two columns with many ranks.
 
     Raises:
         UserError: see write_figure.
@@ -41,4 +41,4 @@ def write_explain_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         axes.figure.legend(loc="outside upper center", ncols=3)
 
     return write_figure(folder, "step", (Panel(draw, "ms per step", ""),),
-                        COLUMN if len(rows) <= _IN_A_COLUMN else PAGE)
+                        COLUMN if len(rows) <= _MAX_COLUMN_BARS else PAGE)

@@ -22,7 +22,7 @@ def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:
         [f"layout {diagnosis.layout}, {count_noun(diagnosis.ranks, 'rank')}", str(diagnosis.run_dir)])
     sections = [("Causes of lost time", _causes(diagnosis))]
     if diagnosis.split is not None:
-        sections += _traced(diagnosis.split)
+        sections += _trace_sections(diagnosis.split)
     else:
         sections.append(("Step time", _bars("Steady step on rank 0", [("rank 0", diagnosis.phases)], "ms")
                          + table_of(tables.phases_table(diagnosis.phases))))
@@ -47,8 +47,8 @@ def _causes(diagnosis: Diagnosis) -> str:
     if shown:
         rows = "".join(_cause(cause, cause.seconds / shown[0].seconds) for cause in shown)
         text += f'<ol class="ranking">{rows}</ol>'
-    if diagnosis.unseen:
-        text += f'<p class="warning">{escape(diagnosis.unseen)}</p>'
+    if diagnosis.missing_traces_note:
+        text += f'<p class="warning">{escape(diagnosis.missing_traces_note)}</p>'
     return text
 
 
@@ -58,7 +58,7 @@ def _cause(cause: Cause, length: float) -> str:
             f"{items(f'Try: {to_typable_text(line)}' for line in cause.advice)}</li>")
 
 
-def _traced(split: Split) -> list[tuple[str, str]]:
+def _trace_sections(split: Split) -> list[tuple[str, str]]:
     """Return the sections that require traces."""
     sections = [("Traced steps", _bars("Parts of a traced step", tables.step_bars(split), "ms")
                  + table_of(tables.window_table(split)))]
@@ -74,12 +74,11 @@ def _traced(split: Split) -> list[tuple[str, str]]:
 _UNITS: dict[str, tuple[float, Form]] = {
     "ms": (1e3, lambda value: f"{value:.2f}"), "s": (1.0, lambda value: f"{value:.1f}"),
     "MB": (1e-6, lambda value: f"{value:,.1f}")}
-"""Factor from base units, and format of the result, by unit."""
+"""Factor from the base unit (seconds, bytes), and format of the result, by unit."""
 
 
 def _bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
-    """Return stacked bars of values in base units, without negative and non-finite values."""
-
+    """Return stacked bars of values in base units (seconds, bytes), without negative and non-finite values."""
     scale, form = _UNITS[unit]
     drawn = [(name, {part: scale * value for part, value in parts.items() if math.isfinite(value) and value >= 0})
              for name, parts in rows]

@@ -1,8 +1,8 @@
-"""Breakdown of the wall time of traced steps into disjoint parts, and which rank the others waited for.
+"""Breakdown of the wall time of traced steps into disjoint parts, and waiting time by the rank that was waited for.
 
-Every moment is assigned to one part, in this order: work between steps; exposed communication (collectives in
-flight while nothing computes); the phases; the rest. If several collectives are in flight, the moment is assigned
-to the collective that was called first.
+Every moment is assigned to the first part that applies: work between steps; exposed communication (collectives in
+flight while nothing computes); a phase; the rest. If several collectives are in flight, the moment is assigned to
+the collective that was called first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
 from ezpz_llm.rundir import RunDir
 
 IN_STEP = ("data", "forward", "backward", "exposed_communication", "optimizer", "idle")
-"""Parts of a step. "idle" is the rest: on a CPU, Python between phases; on a device, time without a kernel."""
+"""Parts of a step. "idle" is the rest: on a CPU, Python between phases; on a device, time in which it is idle."""
 HOST = "host"
+"""Time of forward, backward and optimizer in which a CPU rank runs no operator. Not a separate part of a step."""
 OTHER = "other"
-"""Time outside of steps and marks: Python between steps."""
+"""Time outside of steps and of marked work between steps: Python."""
 CATEGORIES = (*IN_STEP, *BETWEEN, OTHER)
 
 
@@ -32,7 +33,7 @@ CATEGORIES = (*IN_STEP, *BETWEEN, OTHER)
 class Exposed:
     """Exposed collectives of one kind and group. Seconds and counts are over all traced steps.
 
-    `waited_s` is the part of `seconds` before another rank had called the collective. `bytes` is the size of full
+    `waited_s` is the part of `seconds` before the last rank had called the collective. `bytes` is the size of full
     buffers, or None if unknown. `ranks` are the ranks of the group, empty if unknown.
     """
 
@@ -51,11 +52,11 @@ class RankSplit:
 
     Attributes:
         steps: number of traced steps.
-        seconds: by CATEGORIES; they add up to the traced window.
-        exposed: exposed communication by kind and group, the longest first; adds up to that category.
+        seconds: seconds by category of CATEGORIES; they add up to the traced window.
+        exposed: exposed collectives by kind and group, the longest first; they add up to exposed communication.
         waited_for: seconds of waiting in collectives, by the rank that called last.
-        by_step: seconds of each step by IN_STEP. HOST is the time of forward, backward and optimizer in which a
-            CPU rank ran no operator (Python, sleeps).
+        by_step: seconds of each step by IN_STEP, and HOST: time of forward, backward and optimizer in which a CPU
+            rank ran no operator (Python, sleeps).
         notes: metadata that the run wrote into the trace, see engine/step_trace.py.
     """
 
@@ -83,8 +84,8 @@ class RankSplit:
         """Seconds of HOST over all steps."""
         return sum(step[HOST] for step in self.by_step)
 
-    def usual(self, name: str) -> float:
-        """Return the median seconds per step."""
+    def median_s(self, name: str) -> float:
+        """Return the seconds of a part of a step, median over steps."""
         return statistics.median(step[name] for step in self.by_step)
 
     @property
@@ -94,11 +95,11 @@ class RankSplit:
 
     @property
     def own_s(self) -> float:
-        """Seconds per step without waiting for other ranks; the straggler has the most."""
+        """Seconds per step without waiting for other ranks. The straggler is the rank with the most."""
         return self.step_s - self.waited_s
 
     def per_step(self) -> dict[str, float]:
-        """Return seconds per step for compute, exposed_communication, data, optimizer and other; they add up."""
+        """Return the parts of step_s: compute, exposed_communication, data, optimizer and other."""
         step = {name: self.seconds[name] / self.steps for name in IN_STEP}
         return {"compute": step["forward"] + step["backward"],
                 "exposed_communication": step["exposed_communication"], "data": step["data"],
@@ -124,7 +125,7 @@ class Split:
 
     @property
     def straggler(self) -> RankSplit:
-        """The rank with the longest step without waiting."""
+        """Rank with the longest step without waiting."""
         return max(self.ranks, key=lambda rank: rank.own_s)
 
     @property
@@ -157,18 +158,18 @@ def split_run(run_dir: Path) -> Split:
 
 
 def split_traces(traces: Iterable[RankTrace]) -> Split:
-    """Break down traces, which are consumed one at a time because each needs much memory."""
-    parts = sorted(map(_parts, traces), key=lambda part: part.trace.rank)
+    """Break down traces. They are consumed one at a time, because each needs much memory."""
+    parts = sorted(map(_break_down_rank, traces), key=lambda part: part.trace.rank)
     by_rank = find_waits([part.trace for part in parts])
-    return Split(tuple(_split(part, by_rank[part.trace.rank]) for part in parts), parts[0].trace.device)
+    return Split(tuple(_add_waits(part, by_rank[part.trace.rank]) for part in parts), parts[0].trace.device)
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Breakdown of a single rank's trace, before waiting is known.
+class _RankParts:
+    """Breakdown of a single rank's trace, before its waiting time is known.
 
-    `trace` has no intervals, so that the millions of intervals of only one rank are in memory. `pieces` is the
-    exposed time of each flight.
+    `trace` has no intervals except flights, so that only one rank's millions of intervals are in memory at a time.
+    `pieces` is the exposed time of each flight.
     """
 
     trace: RankTrace
@@ -177,12 +178,12 @@ class _Parts:
     by_step: tuple[dict[str, float], ...]
 
 
-def _parts(trace: RankTrace) -> _Parts:
+def _break_down_rank(trace: RankTrace) -> _RankParts:
     unassigned = [trace.window]
     assigned: dict[str, list[Interval]] = {}
 
     def assign(name: str, intervals: Sequence[Interval]) -> None:
-        """Assign the part of these intervals that is not assigned yet."""
+        """Assign the time in these intervals that is not assigned yet to a part."""
         nonlocal unassigned
         assigned[name] = intersect(unassigned, intervals)
         unassigned = subtract(unassigned, intervals)
@@ -192,9 +193,9 @@ def _parts(trace: RankTrace) -> _Parts:
     steps = union(trace.steps.values())
     in_flight = union((flight.start, flight.end) for flight in trace.flights)
     exposed = subtract(intersect(in_flight, intersect(unassigned, steps)), trace.computing)
-    pieces = owned_time(exposed, trace.flights)
+    pieces = assign_exposed_time(exposed, trace.flights)
     assign("exposed_communication", exposed)
-    # On a device, the data phase is only the time that is not hidden by device work.
+    # On a device, count only the part of the data phase that device work does not hide.
     order = ("data", "forward", "backward", "optimizer")
     for name in order if trace.device == "cpu" else (*order[1:], order[0]):
         assign(name, intersect(trace.phases[name], steps))
@@ -205,11 +206,11 @@ def _parts(trace: RankTrace) -> _Parts:
     by_step = tuple({name: total(within(intervals, start, end))
                      for name, intervals in (*((name, assigned[name]) for name in IN_STEP), (HOST, host))}
                     for start, end in trace.steps.values())
-    return _Parts(replace(trace, between={}, phases={}, computing=[], operators=[]),
-                  {name: total(assigned[name]) for name in CATEGORIES}, pieces, by_step)
+    return _RankParts(replace(trace, between={}, phases={}, computing=[], operators=[]),
+                      {name: total(assigned[name]) for name in CATEGORIES}, pieces, by_step)
 
 
-def _split(parts: _Parts, waits: Sequence[Wait | None]) -> RankSplit:
+def _add_waits(parts: _RankParts, waits: Sequence[Wait | None]) -> RankSplit:
     trace = parts.trace
     waited_for: dict[int, float] = defaultdict(float)
     waited = []
@@ -222,7 +223,7 @@ def _split(parts: _Parts, waits: Sequence[Wait | None]) -> RankSplit:
                      _by_label(trace.flights, parts.pieces, waited), dict(waited_for), parts.by_step, trace.notes)
 
 
-def owned_time(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:
+def assign_exposed_time(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:
     """Return the exposed time of each flight. Flights must be sorted by start; earlier ones take precedence."""
     pieces, assigned_until = [], float("-inf")
     for flight in flights:
@@ -249,97 +250,97 @@ PAIRED = ("send", "recv")
 
 @dataclass(frozen=True)
 class Wait:
-    """Times in which a rank waited in a collective for the rank `last`, by the clock of its trace."""
+    """Times when a rank waited in a collective for the rank `last`, on the clock of the waiting rank's trace."""
 
     spans: list[Interval]
     last: int
 
 
 def find_waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
-    """Return the waiting time of each flight, by rank; None if the flights of the other ranks are unknown.
+    """Return the waiting time of each flight, by rank; None if the flights of other ranks are unknown.
 
-    Ranks that have called a collective wait until the last rank calls it; the rest is data transfer. The duration
-    of a flight does not tell waiting from transfer: a send ends when the kernel has the bytes, and an all-gather
-    ends early for the rank that calls it last.
+    Ranks that have called a collective wait until the last rank calls it; the rest is data transfer. Waiting and
+    transfer cannot be told apart by the duration of a flight: a send ends when the kernel has the bytes, and an
+    all-gather ends early for the rank that calls it last.
 
-    Time in which the last rank still transfers data of an earlier collective is not waiting for that rank, but for
-    a link: if ranks take part in several collectives, one of these must come first.
+    While the last rank still transfers data of an earlier collective, the others wait for a link, not for that
+    rank. If ranks take part in several collectives, one of these must come first. This time is not included.
     """
     called_on = group_by_key((key, (trace.rank, i, trace.flights[i])) for trace in traces
-                  for i, key in enumerate(_keys(trace.rank, trace.flights)) if key is not None)
+                             for i, key in enumerate(_flight_keys(trace.rank, trace.flights)) if key is not None)
     whole = [collective for key, collective in called_on.items() if len(collective) == len(key[1])]
     clock = common_clock(traces, [[(rank, flight) for rank, _, flight in collective] for collective in whole])
     # Times below are on the common clock.
     called = [max((clock[rank] + flight.start, rank) for rank, _, flight in collective) for collective in whole]
-    moving = group_by_key((rank, (since, clock[rank] + flight.end))
-                          for collective, (since, _) in zip(whole, called, strict=True)
-                          for rank, _, flight in collective if flight.kind not in PAIRED)
-    moved = {rank: union(spans) for rank, spans in moving.items()}
+    transferring = group_by_key((rank, (since, clock[rank] + flight.end))
+                                for collective, (since, _) in zip(whole, called, strict=True)
+                                for rank, _, flight in collective if flight.kind not in PAIRED)
+    transfers = {rank: union(spans) for rank, spans in transferring.items()}
     by_rank: dict[int, list[Wait | None]] = {trace.rank: [None] * len(trace.flights) for trace in traces}
     for collective, (since, last) in zip(whole, called, strict=True):
         for rank, i, flight in collective:
             start, end = (clock[rank] + moment for moment in (flight.start, flight.end))
             waited = [(start, min(since, end))] if start < since else []
             if flight.kind not in PAIRED:
-                waited = subtract(waited, within(moved.get(last, []), start, end))
-            by_rank[rank][i] = Wait([(begin - clock[rank], over - clock[rank]) for begin, over in waited], last)
+                waited = subtract(waited, within(transfers.get(last, []), start, end))
+            by_rank[rank][i] = Wait([(begin - clock[rank], stop - clock[rank]) for begin, stop in waited], last)
     return by_rank
 
 
-def _keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
-    """Yield a key for each flight that identifies the collective on all of its ranks: step, ranks, number."""
+def _flight_keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
+    """Yield a key for each flight that identifies its collective on all ranks, or None if the ranks are unknown."""
     counts: Counter[Any] = Counter()
     for flight in flights:
         ranks, place = flight.ranks, "all"
         if flight.kind in PAIRED:
             # Keyed by direction, and separate from collectives of the same two ranks.
-            way = () if flight.peer is None else (rank, flight.peer)
-            ranks, place = way if flight.kind == "send" else way[::-1], "->"
+            direction = () if flight.peer is None else (rank, flight.peer)
+            ranks, place = direction if flight.kind == "send" else direction[::-1], "->"
         key = (flight.step, ranks, place)
         yield (*key, counts[key]) if ranks else None
         counts[key] += 1
 
 
-_SLOW = 0.5
-"""Share of the median rate below which a node is reported as slow."""
+_SLOW_SHARE = 0.5
+"""A node whose rate is below this share of the other nodes' median is reported as slow."""
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Node that sends or receives slowly: its rate and the usual rate in bytes/s."""
+    """Node that sends or receives slowly: its rate, and the median rate of the others, in bytes/s."""
 
     what: str
     host: str
     rate: float
-    usual: float
+    median_rate: float
 
 
 def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
     """Return the slowest node that sends or receives at under half the median rate of the others, or None.
 
-    The rate of a node is the better one of its links, since a link may be limited by the neighbor. With two nodes,
-    only the slow direction can be determined.
+    The rate of a node is the maximum over its links, since a neighbor may limit a link. With two nodes, a slow
+    sender and a slow receiver cannot be distinguished, only the slow direction.
 
     Args:
         links: measured links, see dist/links.py.
     """
     slow = []
-    for way, verb in (("sender", "sends"), ("receiver", "receives")):
+    for direction, verb in (("sender", "sends"), ("receiver", "receives")):
         rates: dict[str, float] = {}
         for link in links:
-            rates[link[way]] = max(rates.get(link[way], 0.0), link["rate"])
+            rates[link[direction]] = max(rates.get(link[direction], 0.0), link["rate"])
         for hostname, rate in rates.items():
             other_rates = [other_rate for name, other_rate in rates.items() if name != hostname]
-            if other_rates and rate < _SLOW * statistics.median(other_rates):
+            if other_rates and rate < _SLOW_SHARE * statistics.median(other_rates):
                 slow.append(SlowLink(f"{hostname} {verb}", hostname, rate, statistics.median(other_rates)))
-    return min(slow, key=lambda link: link.rate / link.usual, default=None)
+    return min(slow, key=lambda link: link.rate / link.median_rate, default=None)
 
 
 Collective = Sequence[tuple[int, "Flight"]]
 """Flights of one collective, with their ranks."""
 
-_TRUSTED = 4
-"""The shortest quarter of all-reduces is used to align the clocks."""
+_ALIGNMENT_PART = 4
+"""Clocks are aligned with the shortest 1/_ALIGNMENT_PART of the all-reduces."""
 
 
 def common_clock(traces: Sequence[RankTrace], collectives: Collection[Collective]) -> dict[int, float]:
@@ -352,16 +353,16 @@ def common_clock(traces: Sequence[RankTrace], collectives: Collection[Collective
     first = traces[0]
     zeros = {trace.rank: trace.began - first.began for trace in traces}
     nodes = {trace.rank: trace.host for trace in traces}
-    together = sorted((collective for collective in collectives if collective[0][1].kind == "all_reduce"),
-                      key=lambda collective: min(flight.end - flight.start for _, flight in collective))
-    ahead = {first.host: 0.0}
+    all_reduces = sorted((collective for collective in collectives if collective[0][1].kind == "all_reduce"),
+                         key=lambda collective: min(flight.end - flight.start for _, flight in collective))
+    clock_offsets = {first.host: 0.0}
     for hostname in set(nodes.values()) - {first.host}:
         offsets = []
-        for collective in together:
+        for collective in all_reduces:
             ends, node_ends = ([zeros[rank] + flight.end for rank, flight in collective if nodes[rank] == node]
                                for node in (first.host, hostname))
             if ends and node_ends:
                 offsets.append(max(node_ends) - max(ends))
-        trusted = offsets[:max(1, len(offsets) // _TRUSTED)]
-        ahead[hostname] = statistics.median(trusted) if trusted else 0.0
-    return {rank: zero - ahead[nodes[rank]] for rank, zero in zeros.items()}
+        trusted = offsets[:max(1, len(offsets) // _ALIGNMENT_PART)]
+        clock_offsets[hostname] = statistics.median(trusted) if trusted else 0.0
+    return {rank: zero - clock_offsets[nodes[rank]] for rank, zero in zeros.items()}

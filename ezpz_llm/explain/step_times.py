@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ezpz_llm.explain.causes import AGAINST_DATA, Cause
+from ezpz_llm.explain.causes import DATA_ADVICE, Cause
 from ezpz_llm.observe.history import PHASES, History, steady_steps
 
-_ENOUGH = 5
-"""Minimum number of steady steps for any cause."""
-_ENOUGH_TO_DRIFT = 8
-"""Minimum number of steady steps for drift, so that each quarter has at least two."""
+_MIN_STEPS = 5
+"""Minimum number of steady steps for reporting any cause."""
+_MIN_DRIFT_STEPS = 8
+"""Minimum number of steady steps without pauses for reporting drift, so that each quarter has at least two."""
 _PAUSE = 3.0
-"""Ratio to the median above which a step is a pause."""
+"""A step that takes more than this multiple of the median is a pause."""
 _DRIFT = 1.1
-"""Minimum ratio of the last quarter's mean to the first quarter's."""
+"""Minimum ratio of the last quarter's mean to the first quarter's for reporting drift."""
 _UNSTEADY = 1.25
-"""Minimum ratio of the 90th to the 10th percentile. Idle machines have 1.1 or less."""
-_LOW = 0.2
-"""Share of the matmul peak below which advice is given."""
+"""Minimum ratio of the 90th to the 10th percentile for reporting variation. On idle machines it is 1.1 or less."""
+_LOW_SHARE = 0.2
+"""Share of the matmul peak below which `sentence` includes advice."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a steady step (10th, 50th, 90th percentile), and the share of the matmul peak, or None."""
+    """Seconds of a steady step (median, 10th and 90th percentile), and the share of the matmul peak, if known."""
 
     median: float
     low: float
@@ -44,7 +44,7 @@ class StepTimes:
         if self.peak_share > 1:
             return f"{text} The measured matmul peak is unreliable (the machine was busy)."
         text += f" Steps reach {self.peak_share:.1%} of the measured matmul peak."
-        if self.peak_share < _LOW:
+        if self.peak_share < _LOW_SHARE:
             text += " Most of a step is not spent in matmuls" + (
                 f"; try {join_alternatives(self.advice)}." if self.advice else ".")
         return text
@@ -57,7 +57,7 @@ def join_alternatives(options: Sequence[str]) -> str:
 
 
 def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = ()) -> StepTimes | None:
-    """Summarize the steady steps, or return None if there are none. See `StepTimes` for `advice`."""
+    """Summarize the steady steps, or return None if there are none. See `StepTimes` for the other arguments."""
     times = steady_steps(rows).column("step_time_s")
     times = times[np.isfinite(times)]
     if not len(times):
@@ -67,31 +67,31 @@ def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = 
 
 
 def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace: bool = True) -> list[Cause]:
-    """Return the causes visible in rank 0's step times, with the seconds beyond fast steps.
+    """Return the causes visible in rank 0's step times, with the seconds that faster steps would save.
 
     Args:
         whole_s: seconds of the run without set-up.
         ranks: world size.
-        can_trace: False for other programs, which have no --trace-steps.
+        can_trace: False for programs other than the trainer, which have no --trace-steps.
     """
     timed = steady_steps(rows)
     timed = timed[np.isfinite(timed.column("step_time_s"))]
-    if len(timed) < _ENOUGH or whole_s <= 0:
+    if len(timed) < _MIN_STEPS or whole_s <= 0:
         return []
     return [Cause(kind, text, seconds, seconds / whole_s, advice)
-            for kind, text, seconds, advice in _candidates(rows, timed, ranks, can_trace) if seconds > 0]
+            for kind, text, seconds, advice in _find_causes(rows, timed, ranks, can_trace) if seconds > 0]
 
 
-def _candidates(rows: History, steady_rows: History, ranks: int,
-                can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
+def _find_causes(rows: History, steady_rows: History, ranks: int,
+                 can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
     times = steady_rows.column("step_time_s")
     median = float(np.median(times))
     first = rows[rows.steps < steady_rows.steps[0]].column("step_time_s")
     first = first[np.isfinite(first)]
     yield ("first_steps", f"the first {len(first)} steps are slower than the median step",
            float(np.sum(first - median)) if len(first) else 0.0,
-           ("nothing in a long run: libraries, kernels and caches are set up once; ignore these steps when you "
-            "compare runs",))
+           ("ignore these steps when you compare runs; a long run needs no change, because libraries, kernels and "
+            "caches are set up once",))
     paused = times > _PAUSE * median
     if count := int(paused.sum()):
         yield ("pauses", f"{count} steps took more than {_PAUSE:g} times the median step",
@@ -99,12 +99,12 @@ def _candidates(rows: History, steady_rows: History, ranks: int,
                ("check if a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
                 "check for other jobs on the nodes and for file systems that stall: ezpz-llm doctor, "
                 "launch --preflight"))
-    calm = steady_rows[~paused]
-    times = calm.column("step_time_s")
+    without_pauses = steady_rows[~paused]
+    times = without_pauses.column("step_time_s")
     quarters = np.array_split(times, 4)
     begin, end = float(np.mean(quarters[0])), float(np.mean(quarters[-1]))
     drifted = 0.0
-    if end > _DRIFT * begin and len(calm) >= _ENOUGH_TO_DRIFT:
+    if end > _DRIFT * begin and len(without_pauses) >= _MIN_DRIFT_STEPS:
         drifted = sum(max(0.0, float(np.mean(part)) - begin) * len(part) for part in quarters)
         yield ("drift", f"steps become slower: {begin * 1e3:.3g} ms in the first quarter of the run, "
                f"{end * 1e3:.3g} ms in the last", drifted,
@@ -112,18 +112,18 @@ def _candidates(rows: History, steady_rows: History, ranks: int,
                 "check what was started on the nodes during the run"))
     low, high = np.quantile(times, (0.1, 0.9))
     if high > _UNSTEADY * low:
-        by_phase = {phase: _beyond(calm.column(f"{phase}_s")) for phase in PHASES}
+        by_phase = {phase: _seconds_beyond_fast(without_pauses.column(f"{phase}_s")) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
-        advice = AGAINST_DATA if phase == "data" else (
+        advice = DATA_ADVICE if phase == "data" else (
             "check for other programs on the nodes (ezpz-llm doctor), and give each rank separate cores "
             "(launch --explain shows the binding)",
             *(["--trace-steps 10, to find a slow rank or link"] if can_trace and ranks > 1 else []))
         reason = "the machine is shared" + (", or ranks wait for a slow rank" if ranks > 1 else "")
         yield ("unsteady", f"steps vary by a factor of {high / low:.2g} ({low * 1e3:.3g} to {high * 1e3:.3g} ms), "
-               f"mostly in {phase}: {reason}", _beyond(times) - drifted, advice)
+               f"mostly in {phase}; perhaps {reason}", _seconds_beyond_fast(times) - drifted, advice)
 
 
-def _beyond(seconds: np.ndarray) -> float:
-    """Return the total seconds beyond the 10th percentile."""
+def _seconds_beyond_fast(seconds: np.ndarray) -> float:
+    """Return the total excess of steps over the 10th percentile, in seconds."""
     seconds = seconds[np.isfinite(seconds)]
     return float(np.sum(np.maximum(0.0, seconds - np.quantile(seconds, 0.1)))) if len(seconds) else 0.0

@@ -20,12 +20,12 @@ _SHOWN_RANKS = 16
 _NAMES = {"exposed_communication": "exposed communication", "data": "data wait"}
 _KINDS = {"copy": "master weights", "secondary": "second copy of parameters (hpZ)",
           "buffers": "communication buffers", "activations": "activations and temporaries"}
-_WIRE = 3
-"""Index of the column of bytes on the wire."""
+_WIRE_COLUMN = 3
+"""Index of the column "on the wire"."""
 
 
 def mean_step(split: Split) -> dict[str, float]:
-    """Return seconds per traced step, averaged over ranks, with exposed communication by kind and group."""
+    """Return seconds per traced step by part, averaged over ranks, with exposed communication by kind and group."""
     parts: dict[str, float] = {}
     for name in IN_STEP:
         if name != "exposed_communication":
@@ -37,7 +37,7 @@ def mean_step(split: Split) -> dict[str, float]:
 
 
 def step_bars(split: Split) -> list[Bar]:
-    """Return seconds per traced step, averaged over ranks and of each shown rank; waiting is a separate part."""
+    """Return bars of seconds per traced step: the mean over ranks, and shown ranks. Waiting is a separate part."""
     each = [(f"rank {rank.rank} on {rank.host}" if rank.host else f"rank {rank.rank}", _with_waiting(rank))
             for rank in shown_ranks(split)]
     if len(split.ranks) == 1:
@@ -56,7 +56,7 @@ def _with_waiting(rank: RankSplit) -> dict[str, float]:
 
 
 def collective_bars(split: Split) -> list[Bar]:
-    """Return seconds in flight per traced step, averaged over ranks, by kind and group; the longest first."""
+    """Return bars of seconds in flight per traced step by kind and group, averaged over ranks; longest first."""
     bars = []
     for label in split.by_label:
         in_flight, exposed, waited = _means(split, label)
@@ -66,14 +66,14 @@ def collective_bars(split: Split) -> list[Bar]:
 
 
 def memory_bars(memory: Memory) -> list[Bar]:
-    """Return estimated and measured bytes by kind."""
+    """Return bars of estimated and measured bytes by kind."""
     both = (("estimate", memory.expected), ("measured", memory.measured))
     return [(name, {_KINDS.get(kind, kind): float(size) for kind, size in sizes.items() if size})
             for name, sizes in both if any(sizes.values())]
 
 
 def window_table(split: Split) -> Table:
-    """Return the breakdown of the traced steps and of the time between them."""
+    """Return the table of the breakdown of traced steps and of the time between them."""
     names = [name for name in CATEGORIES if name in IN_STEP or split.mean(name) > 0]
     steps = split.ranks[0].steps
     means = [split.mean(name) for name in names]
@@ -89,7 +89,7 @@ def window_table(split: Split) -> Table:
 
 
 def collectives_table(split: Split) -> Table:
-    """Return the collectives of a step by kind and group."""
+    """Return the table of a step's collectives by kind and group."""
     rows = []
     for label, members in split.by_label.items():
         rank, exposed = members[0]
@@ -98,8 +98,8 @@ def collectives_table(split: Split) -> Table:
                      *(f"{mean * 1e3:.2f}" for mean in _means(split, label))))
     columns: tuple[str, ...] = ("kind (group)", "count", "MB", "on the wire", "in flight", "exposed",
                                 "waiting")
-    if all(row[_WIRE] == "-" for row in rows):
-        columns, *rows = ((*row[:_WIRE], *row[_WIRE + 1:]) for row in (columns, *rows))
+    if all(row[_WIRE_COLUMN] == "-" for row in rows):
+        columns, *rows = ((*row[:_WIRE_COLUMN], *row[_WIRE_COLUMN + 1:]) for row in (columns, *rows))
     return Table("Collectives per step, ms, mean of ranks", columns, tuple(rows), (
         "Exposed: in flight while nothing computes. Waiting: exposed, and another rank has not called yet.",))
 
@@ -112,7 +112,7 @@ def _means(split: Split, label: str) -> list[float]:
 
 
 def _wire_bytes(split: Split, exposed: Exposed) -> float | None:
-    """Return the bytes on the busier direction of a node's link, or None if unknown or within one node."""
+    """Return the bytes in the busier direction of a node's link, or None if unknown or within one node."""
     device = DEVICES.get(split.device)
     if device is None or not exposed.bytes or not exposed.ranks or not split.crosses_nodes(exposed):
         return None
@@ -131,11 +131,11 @@ def shown_ranks(split: Split) -> list[RankSplit]:
 
 
 def ranks_table(split: Split) -> Table:
-    """Return the ranks with the longest steps without waiting."""
+    """Return the table of the ranks with the longest steps without waiting."""
     slowest, chosen = split.straggler, shown_ranks(split)
     more = len(split.ranks) - len(chosen)
     return Table("Ranks, ms per step", ("rank", "node", "compute", "exposed", "data", "optimizer", "other", "step",
-                                      "without waiting", "over median", ""),
+                                        "without waiting", "over median", ""),
                  tuple(_rank_row(rank, rank is slowest, split.median_own_s) for rank in chosen),
                  (f"({more} faster ranks are not shown.)",) if more else ())
 
@@ -147,7 +147,7 @@ def _rank_row(rank: RankSplit, is_slowest: bool, median_own_s: float) -> tuple[s
 
 
 def phases_table(phases: Mapping[str, float]) -> Table:
-    """Return the phases of rank 0, measured without traces."""
+    """Return the table of rank 0's phases, measured without traces."""
     shares = percentages(list(phases.values()))
     return Table("Phases of a step on rank 0, including communication", ("", "ms", "share"), tuple(
         (name, f"{seconds * 1e3:.2f}", share)
@@ -155,7 +155,7 @@ def phases_table(phases: Mapping[str, float]) -> Table:
 
 
 def counterfactual_table(ranks: Sequence[StepsWithoutCollectives]) -> Table:
-    """Return the step times with and without collectives."""
+    """Return the table of step times with and without collectives."""
     return Table("Exposed communication, measured by removing collectives (median steps, ms)",
                  ("rank", "with", "without", "removed share", "exposed share in traces"), tuple(
         (str(times.rank), f"{times.real_s * 1e3:.1f}", f"{times.stubbed_s * 1e3:.1f}",
@@ -165,7 +165,7 @@ def counterfactual_table(ranks: Sequence[StepsWithoutCollectives]) -> Table:
 
 
 def memory_table(memory: Memory) -> Table:
-    """Return estimated and measured memory by kind."""
+    """Return the table of estimated and measured memory by kind."""
     def show(size: int | None) -> str:
         return "-" if size is None else f"{size / 1e6:,.1f}"
 
@@ -176,5 +176,5 @@ def memory_table(memory: Memory) -> Table:
 
 
 def run_table(wall: Mapping[str, float]) -> Table:
-    """Return the wall time of the run by activity."""
+    """Return the table of the run's wall time by activity."""
     return wall_table("Wall time of the run (rank 0)", wall)

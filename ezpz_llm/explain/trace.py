@@ -1,8 +1,8 @@
 """Trace of one rank, read incrementally and reduced to the intervals that the breakdown needs.
 
-On a CPU rank, operators of the main thread and the autograd thread compute. A collective is in flight from its call
-until its work has ended, on any thread, and the waiting thread has woken up. On a device, both are kernels, and a
-kernel belongs to the phase in which the CPU launched it.
+On a CPU rank, computation is operators of the main thread and the autograd thread. A collective is in flight from
+its call until its work (on any thread) has ended and the waiting thread has woken up. On a device, computation and
+collectives are kernels, and a kernel belongs to the phase in which the CPU launched it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, TextIO, TypedDict
 
 from ezpz_llm.base import JsonText, UserError, as_type, open_regular, shorten_value, whole_number
 from ezpz_llm.explain.events import (
-    DEVICE,
-    LAUNCHES,
-    LOOKED_AT,
-    MARKS,
+    DEVICE_CATEGORIES,
+    LAUNCH_CATEGORIES,
+    MARK_CATEGORY,
+    READ_CATEGORIES,
     Event,
     Flight,
     Interval,
-    awaited,
-    bridge,
+    close_gaps,
     collective_calls,
-    computes,
     cpu_flights,
     device_flights,
     device_work,
+    extend_to_wakeup,
+    is_computation,
     is_operator,
-    named,
+    label_flights,
     operators,
     phase_of_launches,
     union,
@@ -41,33 +41,33 @@ from ezpz_llm.observe.history import PHASES
 from ezpz_llm.rundir.schemas import TraceNotes
 
 _MAX_US = 1e18
-"""Limit of times and durations; also excludes NaN."""
+"""Limit of times and durations in microseconds. The comparison with it also excludes NaN."""
 MAX_EVENTS = 2_700_000
-"""Maximum number of events with a duration; they and the data derived from them need under 1 GB."""
+"""Maximum number of kept events. They and the data derived from them need less than 1 GB."""
 MAX_CHARACTERS = 4 << 30
 """Maximum size of an unpacked trace."""
 _MAX_FIELD_LENGTH = 16 << 20
-"""Maximum number of characters of one event or of another member."""
+"""Maximum number of characters of an event, or of a member other than "traceEvents"."""
 _NUMBER, _ID = (int, float), (int, str)
 _ARGUMENTS = {"Collective name": str, "In msg nelems": int, "Out msg nelems": int, "dtype": str,
               "Process Group Ranks": str}
-_AGAIN = "trace the run again"
-_FEWER = "fewer steps: --trace-steps 5"
+_TRACE_AGAIN = "trace the run again"
+_TRACE_FEWER_STEPS = "fewer steps: --trace-steps 5"
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """Read the members of a trace, with only those events that the breakdown needs.
+    """Read the members of a trace, with only the events that the breakdown needs.
 
-    "launches" has the time at which the CPU launched device work, by correlation.
+    The added member "launches" has the time at which the CPU launched device work, by correlation.
 
     Raises:
-        UserError: the trace is damaged, has events that no profiler writes, or exceeds the limits.
+        UserError: the trace is damaged, has invalid events, or exceeds the limits.
     """
     try:
         with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
             return parse_trace(file, str(path))
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise UserError(f"cannot read the trace: {error}", where=str(path), instead=_AGAIN) from error
+        raise UserError(f"cannot read the trace: {error}", where=str(path), instead=_TRACE_AGAIN) from error
 
 
 def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
 
     Raises:
         ValueError: the text is not a trace.
-        UserError: no profiler writes such an event, or there are too many events.
+        UserError: an event is invalid, or the trace exceeds the limits.
     """
-    text, events = JsonText(_limited(file, where), _MAX_FIELD_LENGTH), []
+    text, events = JsonText(_limit_size(file, where), _MAX_FIELD_LENGTH), []
     members: dict[str, Any] = {}
     threads: dict[int | str, int | str] = {}
     launches: dict[int | str | None, float] = {}
@@ -90,10 +90,10 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
             members[key] = text.value()
             continue
         for entry in text.items():
-            if not isinstance(entry, dict) or entry.get("ph") != "X" or entry.get("cat") not in LOOKED_AT:
+            if not isinstance(entry, dict) or entry.get("ph") != "X" or entry.get("cat") not in READ_CATEGORIES:
                 continue
             event = _event(entry, threads, where)
-            if event.cat in LAUNCHES:
+            if event.cat in LAUNCH_CATEGORIES:
                 launches[event.correlation] = event.ts
                 continue
             if is_operator(event):
@@ -101,12 +101,12 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
                 start, end = within.get(event.tid, (0.0, -1.0))
                 if start <= event.ts and event.ts + event.dur <= end:
                     continue
-                if computes(event):
+                if is_computation(event):
                     within[event.tid] = (event.ts, event.ts + event.dur)
             events.append(event)
             if len(events) + len(launches) > MAX_EVENTS:
                 raise UserError(f"this trace has more than {MAX_EVENTS:,} events, not counting operators within"
-                                " others", where=where, instead=_FEWER)
+                                " others", where=where, instead=_TRACE_FEWER_STEPS)
     return {**members, "traceEvents": events, "launches": launches}
 
 
@@ -115,12 +115,12 @@ def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: st
     values: list[Any] = [entry.get(key) for key in kinds_of]
     for (key, kinds), value in zip(kinds_of.items(), values, strict=True):
         if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MAX_US < value < _MAX_US):
-            raise UserError(f"{key} of an event is {shorten_value(value)}", where=where, instead=_AGAIN)
+            raise UserError(f"{key} of an event is {shorten_value(value)}", where=where, instead=_TRACE_AGAIN)
     name, ts, dur, tid = values
     # Millions of events share a few names and threads: keep each string once.
     event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(entry["cat"]))
     arguments = entry.get("args")
-    if event.cat not in (*DEVICE, *LAUNCHES) or not isinstance(arguments, dict):
+    if event.cat not in (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES) or not isinstance(arguments, dict):
         return event
     correlation = arguments.get("correlation")
     valid = {key: arguments[key] for key, kind in _ARGUMENTS.items() if isinstance(arguments.get(key), kind)}
@@ -128,8 +128,8 @@ def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: st
                           args=valid or event.args)
 
 
-def _limited(file: TextIO, where: str) -> Callable[[int], str]:
-    """Return a function that reads the next characters of a trace, up to MAX_CHARACTERS."""
+def _limit_size(file: TextIO, where: str) -> Callable[[int], str]:
+    """Return a function that reads the next characters of a trace, and raises UserError after MAX_CHARACTERS."""
     remaining = MAX_CHARACTERS
 
     def read(size: int) -> str:
@@ -139,7 +139,7 @@ def _limited(file: TextIO, where: str) -> Callable[[int], str]:
         remaining -= len(part)
         if remaining < 0:
             raise UserError(f"this trace is larger than {MAX_CHARACTERS >> 30} GiB (unpacked)", where=where,
-                            instead=_FEWER)
+                            instead=_TRACE_FEWER_STEPS)
         return part
 
     return read
@@ -150,16 +150,18 @@ BETWEEN = ("evaluation", "logging", "sampling", "checkpoints")
 
 _DATA, *_COMPUTE = PHASES
 _STEP = "step "
-_HOST_GAP_S = 50e-6
-"""Shorter gaps between operators count as computation (Python, dispatcher), unless they contain a collective."""
+_MAX_GAP_S = 50e-6
+"""Shorter gaps between operators count as computation (Python, dispatcher), unless a collective starts or ends in
+them."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
     """Intervals of one rank's trace, in seconds since the start of the first traced step.
 
-    `began` is that start in seconds since the epoch. `phases` are the phases of a CPU rank, or on a device the
-    device's work by phase. `between` are marks outside of steps. `flights` are the collectives in steps, in order.
+    `began` is the start of the first traced step in seconds since the epoch. `phases` are the phases on a CPU rank,
+    and for forward, backward and optimizer on a device the device's work launched in the phase. `between` are marks
+    outside of steps. `flights` are the collectives in steps, sorted by start.
     """
 
     rank: int
@@ -173,7 +175,7 @@ class RankTrace:
     computing: list[Interval]
     flights: tuple[Flight, ...]
     operators: list[Interval]
-    """Operators on the CPU, with short gaps left open."""
+    """Times of computing operators on the CPU, in which short gaps are not closed."""
     notes: dict[str, Any]
     """Metadata that the run wrote into the trace, except the list of collectives."""
 
@@ -188,7 +190,7 @@ def read_trace(path: Path) -> RankTrace:
 
 
 class _Head(TypedDict, total=False):
-    """Members that the profiler writes next to the events."""
+    """Members of a trace besides the events, as written by the profiler."""
 
     host_name: str
     baseTimeNanoseconds: float
@@ -202,7 +204,7 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     """
     events: list[Event] = loaded["traceEvents"]
     launches: dict[int | str | None, float] = loaded["launches"]
-    marks = [event for event in events if event.cat == MARKS]
+    marks = [event for event in events if event.cat == MARK_CATEGORY]
     steps = [event for event in marks if _number(event) is not None]
     if not isinstance(loaded.get("ezpz_llm"), dict) or not steps:
         raise UserError("this trace has no marked steps", where=where,
@@ -231,19 +233,19 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     computed = operators(events, main, span)
     collectives = notes.get("collectives") or []
     if notes["device"] == "cpu":
-        flights = awaited(cpu_flights(calls, marks, span), computed)
+        flights = extend_to_wakeup(cpu_flights(calls, marks, span), computed)
         apart = sorted(moment for flight in flights for moment in (flight.start, flight.end))
-        computing = union([*bridge(computed, _HOST_GAP_S, apart), *phases[_DATA]])
+        computing = union([*close_gaps(computed, _MAX_GAP_S, apart), *phases[_DATA]])
     else:
         flights = device_flights(events, launched, span)
-        # Groups of one rank launch no communication kernel.
+        # Collectives of a single rank launch no communication kernel.
         collectives = [call for call in collectives if len(call["ranks"]) > 1]
         work = device_work(events, launched, span)
         computing = union(interval for interval, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
     began = zero / 1e6 + head.get("baseTimeNanoseconds", 0) / 1e9
     return RankTrace(notes["rank"], head.get("host_name", ""), began, notes["device"], numbered, (0.0, end),
-                     between, phases, computing, named(flights, numbered, collectives), computed,
+                     between, phases, computing, label_flights(flights, numbered, collectives), computed,
                      {name: note for name, note in notes.items() if name != "collectives"})
 
 

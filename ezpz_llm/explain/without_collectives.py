@@ -20,22 +20,23 @@ if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
     from ezpz_llm.observe.profile import Window
 
-TRACED, TAKEN = 24, 64
-_STEPS = TRACED + TAKEN + 16
-# Nothing runs between steps, and loss spikes and bad steps are ignored, since the trained weights are useless.
-_FIXED = {"steps": _STEPS, "trace-steps": TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
-          "sample-tokens": 0, "profile": "false", "hellaswag": "null", "track": "null", "resume": "null",
-          "warmup-steps": 1, "decay-steps": _STEPS, "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0,
-          "bad-steps": 10 ** 6, "on-bad-steps": "stop"}
+TRACED, MEASURED = 24, 64
+"""Number of traced steps, and of steps that alternate between with and without collectives."""
+_STEPS = TRACED + MEASURED + 16
+# Turn off all work between steps. Ignore loss spikes and bad steps, since the trained weights are useless.
+_OVERRIDES = {"steps": _STEPS, "trace-steps": TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
+              "sample-tokens": 0, "profile": "false", "hellaswag": "null", "track": "null", "resume": "null",
+              "warmup-steps": 1, "decay-steps": _STEPS, "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0,
+              "bad-steps": 10 ** 6, "on-bad-steps": "stop"}
 
-_TURN = 4
-"""Steps per turn, with or without collectives. The first step of a turn is not counted."""
+_GROUP_STEPS = 4
+"""Number of consecutive steps with, then without collectives. The first step of each group is not recorded."""
 
 
-class Turns:
+class AlternatingSteps:
     """Step hook that measures the step times of this rank and writes `profile/counterfactual-rankNNNN.json`.
 
-    A barrier precedes each step, so that delays of other ranks do not carry over.
+    A barrier precedes each step, so that delays of other ranks in the step before are not measured.
     """
 
     def __init__(self, dist: Dist, window: Window) -> None:
@@ -46,7 +47,7 @@ class Turns:
         self._seconds: dict[str, list[float]] = {"real": [], "stubbed": []}
 
     def before_step(self, step: int) -> None:
-        """Wait for the other ranks, and replace collectives by stubs if it is the turn of steps without them."""
+        """Wait for the other ranks, and replace collectives by stubs if this is a step without collectives."""
         if not self._window.first <= step <= self._window.last:
             return
         self._inside = ExitStack()
@@ -62,7 +63,7 @@ class Turns:
         if self._inside is None:
             return
         seconds = time.perf_counter() - self._began
-        if (step - self._window.first) % _TURN:
+        if (step - self._window.first) % _GROUP_STEPS:
             self._seconds["stubbed" if self._is_stubbed(step) else "real"].append(seconds)
         self.close()
         if step == self._window.last:
@@ -70,26 +71,25 @@ class Turns:
                                        {"rank": self._dist.rank, **self._seconds})
 
     def close(self) -> None:
-        """Restore collectives, also after an error in the step."""
+        """Restore collectives. Also called after an error in a step."""
         if self._inside is not None:
             self._inside.close()
             self._inside = None
 
     def _is_stubbed(self, step: int) -> bool:
-        return (step - self._window.first) // _TURN % 2 == 1
+        return (step - self._window.first) // _GROUP_STEPS % 2 == 1
 
 
 def main(argv: Sequence[str]) -> int:
     """Train with the options in `argv`, some of which are overridden; return the exit code."""
-    return train([*argv, *(f"--{name}={value}" for name, value in _FIXED.items())], TAKEN)
+    return train([*argv, *(f"--{name}={value}" for name, value in _OVERRIDES.items())], MEASURED)
 
 
-def train(argv: Sequence[str], taken: int) -> int:
+def train(argv: Sequence[str], measured: int) -> int:
     """Train, or with --check only validate the options without torch; return the exit code.
 
-    The last `taken` steps before the final one alternate between steps with and without collectives.
+    The last `measured` steps before the final step alternate between groups of steps with and without collectives.
     """
-
     options = parse(argv)
     if options.check:
         check_run(options, options.world_size or 1)
@@ -97,7 +97,8 @@ def train(argv: Sequence[str], taken: int) -> int:
     from ezpz_llm.observe.profile import Window
     from ezpz_llm.trainer.run import run
 
-    return run(options, lambda dist: [Turns(dist, Window(options.config.steps - taken - 1, taken))])
+    window = Window(options.config.steps - measured - 1, measured)
+    return run(options, lambda dist: [AlternatingSteps(dist, window)])
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.case import computed, formats, published_traffic
+from ezpz_llm.certify.case import dtype_findings, published_traffic, theoretical_numbers
 from ezpz_llm.certify.cases import (
     Case,
     all_cases,
-    divide,
     natural_worlds,
     omitted_cases,
     parser,
     plan,
     quick_cases,
     resolve_case,
+    split_runnable,
 )
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.reference import check_gradients
@@ -91,8 +91,8 @@ def test_quick_prints_what_it_omits() -> None:
 
 
 def test_every_case_has_the_same_batch_size() -> None:
-    cases, skipped = divide([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
-                             for world in natural_worlds(name)], "cpu")
+    cases, skipped = split_runnable([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
+                                     for world in natural_worlds(name)], "cpu")
     assert all(not entry.illegal for entry in skipped)
     for case in cases:
         batch = resolve_case(case, "cpu").batch
@@ -369,7 +369,8 @@ def test_gradients_reduced_in_half_the_bytes_are_noticed_in_subgroups_too(layout
         """Return the number of missing bytes; a run's collectives are summed over all process groups."""
         kinds = {kind: {"bytes": sum(size for name, size in issued.items() if name.startswith(kind))}
                  for kind in ("all_reduce", "reduce_scatter")}
-        finding, _ = formats(resolved, config, case.world, {"collectives": [{"kinds": kinds}], "memory": memory})
+        finding, _ = dtype_findings(resolved, config, case.world,
+                                    {"collectives": [{"kinds": kinds}], "memory": memory})
         assert "reduced" in finding.what
         return finding.value
 
@@ -383,12 +384,12 @@ def committed() -> dict:
 
 @pytest.mark.parametrize(("layout", "dtype"), [("ddp", "bf16"), ("zero2", "bf16"), ("tp2", "bf16_autocast")])
 def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layout: str, dtype: str) -> None:
-    """A certificate must report the same bytes that `formats` checks."""
+    """A certificate must report the same bytes that `dtype_findings` checks."""
     case = Case(layout, 4, "tiny-gpt2", dtype)
     config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
     gradients = GradientDtypes(reduced="bf16", accumulated="bf16")
     for run in (resolved, replace(resolved, gradients=gradients)) if dtype == "bf16" else (resolved,):
-        numbers_of_run = computed(run, config, case.world)
+        numbers_of_run = theoretical_numbers(run, config, case.world)
         assert numbers_of_run["textbook"] == published_traffic(run.layout, config, run.batch, dtype, run.gradients)
         assert numbers_of_run["arithmetic"] == [asdict(part) for part in memory_per_rank(
             run.layout, config, case.world, precision=dtype, gradients=run.gradients)]
@@ -402,7 +403,7 @@ def test_the_committed_certificate_matches_the_current_recipe() -> None:
     assert {key: record[key] for key in today} == today
     assert {result["dtype"] for result in record["results"]} == set(recipe.DTYPES)
     assert {kind for result in record["results"] for kind in result["worst"]} == set(verdict.PHASES)
-    cases, _ = divide(all_cases(ds_config.names(), None, recipe.MODELS, recipe.DTYPES), None)
+    cases, _ = split_runnable(all_cases(ds_config.names(), None, recipe.MODELS, recipe.DTYPES), None)
     assert ({(result["layout"], result["world"], result["model"], result["dtype"]) for result in record["results"]}
             >= {(case.layout, case.world, case.model, case.dtype) for case in cases})
 
@@ -419,7 +420,7 @@ def test_the_committed_certificate_matches_computed_numbers_and_docs(tmp_path: P
     for result in certificate["results"]:
         case = Case(result["layout"], result["world"], result["model"], result["dtype"])
         config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
-        again = computed(resolved, config, case.world)
+        again = theoretical_numbers(resolved, config, case.world)
         assert {key: result[key] for key in again} == again
     page, copy = ROOT / "benchmarks" / "results" / "certified.md", tmp_path / "certified.md"
     shutil.copy(page, copy)

@@ -18,7 +18,7 @@ from ezpz_llm.certify import (
     trainer_run,
     wide_sums,
 )
-from ezpz_llm.certify.local_launches import definitions as lead_definitions
+from ezpz_llm.certify.local_launches import read_definition_outcomes
 from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.engine import build, gradients
@@ -36,7 +36,7 @@ scale_gradients, init_dropout = gradients._scale, RankedDropout.__init__
 @pytest.mark.parametrize("topic", [schedule_rates, tensor_parts, loss_scaling, dropout_masks, wide_sums,
                                    pytest.param(trainer_run, marks=pytest.mark.full)])
 def test_the_code_passes_its_checks(topic: Any) -> None:
-    assert list(topic.complaints()) == []
+    assert list(topic.find_problems()) == []
 
 
 def previous_samples(session: Any) -> Iterator[Any]:
@@ -81,7 +81,7 @@ def test_a_fault_is_named(topic: Any, of: Any, name: str, fault: Callable[..., A
         monkeypatch.setitem(of, name, fault)
     else:
         monkeypatch.setattr(of, name, fault)
-    complaint = next(topic.complaints(), None)
+    complaint = next(topic.find_problems(), None)
     assert complaint is not None
     assert reason in complaint
 
@@ -96,5 +96,5 @@ def test_checks_that_hang_are_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.full
 def test_a_separate_process_checks_all_topics(tmp_path: Path) -> None:
     definitions.check_definitions(tmp_path)
-    assert [topic["what"] for topic in lead_definitions(tmp_path)] == [
+    assert [topic["what"] for topic in read_definition_outcomes(tmp_path)] == [
         "rates", "parts", "loss scale", "dropout", "sums", "trainer"]

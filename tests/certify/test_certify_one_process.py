@@ -46,7 +46,7 @@ _judged: dict[str, tuple[list[Comparison], Spread]] = {}
 def right(dtype: str, alone: Dist) -> tuple[list[Comparison], Spread]:
     """Return the comparisons of a process without a fault, computed once."""
     if dtype not in _judged:
-        _judged[dtype] = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone), dtype)
+        _judged[dtype] = one_process.compare_steps(observe(SHAPE_OF[dtype], dtype, alone), dtype)
     return _judged[dtype]
 
 
@@ -54,7 +54,7 @@ def right(dtype: str, alone: Dist) -> tuple[list[Comparison], Spread]:
                                              for dtype in ("bf16", "bf16_autocast"))])
 def test_a_correct_process_is_within_the_bounds_of_every_phase(alone: Dist, dtype: str) -> None:
     comparisons, spread = right(dtype, alone)
-    assert one_process.complaint(comparisons) is None
+    assert one_process.describe_failures(comparisons) is None
     assert set(one_process.worst_by_phase(comparisons)) == set(one_process.PHASES)
     findings = [comparison.finding for comparison in comparisons]
     assert all(math.isfinite(finding.bound) for finding in findings)
@@ -75,12 +75,12 @@ def _marks(name: str, dtype: str) -> list[pytest.MarkDecorator]:
                                              for dtype in SHAPE_OF for name in SHARED])
 def test_a_fault_shared_by_all_layouts_is_named(alone: Dist, name: str, dtype: str) -> None:
     _, spread = right(dtype, alone)
-    comparisons, _ = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone, FAULTS[name]), dtype, spread)
+    comparisons, _ = one_process.compare_steps(observe(SHAPE_OF[dtype], dtype, alone, FAULTS[name]), dtype, spread)
     failing = [phase for phase in one_process.PHASES
                if any(each.phase == phase and each.finding.failed for each in comparisons)]
     shows = [phase for phase in FAULTS[name].shows if phase != TOO_SMALL.get((name, dtype))]
-    assert set(shows) <= set(failing), one_process.complaint(comparisons)
-    assert failing[0] == shows[0], one_process.complaint(comparisons)
+    assert set(shows) <= set(failing), one_process.describe_failures(comparisons)
+    assert failing[0] == shows[0], one_process.describe_failures(comparisons)
 
 
 @pytest.mark.parametrize("norm", [1.0, math.inf])
@@ -88,9 +88,9 @@ def test_a_skipped_step_gets_a_verdict(alone: Dist, norm: float) -> None:
     """Moments of 0 and the infinite norm of a skipped step must not lead to a division by 0."""
     first = observe("tiny-gpt2", "fp32", alone)[:1]
     skipped = replace(first[0], after=first[0].before, norm=norm)
-    comparisons, _ = one_process.judge([skipped], "fp32")
+    comparisons, _ = one_process.compare_steps([skipped], "fp32")
     failed = {each.phase for each in comparisons if each.finding.failed}
-    assert {"reduction", "optimizer"} <= failed, one_process.complaint(comparisons)
+    assert {"reduction", "optimizer"} <= failed, one_process.describe_failures(comparisons)
 
 
 def test_a_reference_that_disagrees_with_itself_is_rejected(alone: Dist, tmp_path: Path,

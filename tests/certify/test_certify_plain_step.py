@@ -93,7 +93,7 @@ def test_an_evaluation_counts_every_target_once() -> None:
     model, weights = in_fp64(config)
     summed = sum(model(tokens, targets, reduction="sum").item() for tokens, targets in batches(3))
     counted = sum((targets != IGNORED).sum().item() for _, targets in batches(3))
-    loss = plain_step.loss_of(weights, batches(3), settings_of(config, 1.0, z_loss=1e-2))
+    loss = plain_step.evaluation_loss(weights, batches(3), settings_of(config, 1.0, z_loss=1e-2))
     assert loss == pytest.approx(summed / counted, rel=1e-6)
     means, _ = plain_step.gradients(weights, batches(3), settings_of(config, 1.0))
     assert abs(means - loss) > 1e-4 * loss
@@ -122,7 +122,7 @@ def test_the_update_matches_clipping_and_adamw_of_torch() -> None:
     optimizer = torch.optim.AdamW([{"params": [leaves["a"]], "weight_decay": numbers.weight_decay},
                                    {"params": [leaves["b"]], "weight_decay": 0.0}],
                                   lr=1.0, betas=numbers.betas, eps=numbers.eps)
-    state = plain_step.fresh(weights)
+    state = plain_step.initial_state(weights)
     for step, size in enumerate((1.0, 0.01, 1e-9), 1):  # clipped, not clipped, near Adam's epsilon
         gradients = {name: size * torch.randn(value.shape, generator=generator).double()
                      for name, value in weights.items()}
@@ -137,7 +137,7 @@ def test_the_update_matches_clipping_and_adamw_of_torch() -> None:
             group["lr"] = rate
         optimizer.step()
         clipped = {name: value * factor for name, value in gradients.items()}
-        state = plain_step.updated(state, clipped, rate, numbers)
+        state = plain_step.apply_adamw(state, clipped, rate, numbers)
         assert state.step == step
         for name, leaf in leaves.items():
             torch.testing.assert_close(state.weights[name], leaf.detach(), rtol=1e-12, atol=1e-15)
@@ -154,11 +154,11 @@ def test_a_step_is_composed_of_its_parts() -> None:
     config = shape("llama")
     _, weights = in_fp64(config)
     numbers, micro_batches = settings_of(config, 0.1), batches(2)
-    loss, norm, state = plain_step.train_step(plain_step.fresh(weights), micro_batches, 1e-2, numbers)
+    loss, norm, state = plain_step.train_step(plain_step.initial_state(weights), micro_batches, 1e-2, numbers)
     expected_loss, gradients = plain_step.gradients(weights, micro_batches, numbers)
     assert (loss, norm) == (expected_loss, plain_step.global_norm(gradients))
     clipped = {name: value * (0.1 / (norm + 1e-6)) for name, value in gradients.items()}
-    due = plain_step.updated(plain_step.fresh(weights), clipped, 1e-2, numbers)
+    due = plain_step.apply_adamw(plain_step.initial_state(weights), clipped, 1e-2, numbers)
     assert all(torch.equal(state.weights[name], due.weights[name]) for name in weights)
     loss_after, _ = plain_step.gradients(state.weights, micro_batches, numbers)
     assert loss_after < loss

@@ -17,7 +17,7 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cases import layout_of
+from ezpz_llm.certify.cases import load_layout
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.ops import is_built, needed_ops
@@ -135,7 +135,7 @@ buckets."""
 
 
 def missing_ops(layout: str) -> list[str]:
-    return [name for name in needed_ops(layout_of(layout)) if not is_built(name)]
+    return [name for name in needed_ops(load_layout(layout)) if not is_built(name)]
 
 
 @pytest.mark.full
@@ -422,9 +422,9 @@ def _holds(path: Path, marker: str) -> bool:
     if (layouts, dtype) != ("pp2", "bf16")])  # not supported by pipelines
 def test_faults_are_caught_in_other_layouts(tmp_path: Path, layouts: str, dtype: str) -> None:
     """Inject every fault that applies to a layout, in every precision."""
-    layout = layout_of(layouts.split(",")[-1])
+    layout = load_layout(layouts.split(",")[-1])
     faults = [name for name, fault in FAULTS.items()
-              if fault.needs(layout, 2) is None and (dtype == "bf16" or not fault.of_masters)]
+              if fault.needs(layout, 2) is None and (dtype == "bf16" or not fault.needs_masters)]
     code, output, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype,
                                     "--inject-fault", ",".join(faults), timeout=1700)
     assert code == 1, output

@@ -17,7 +17,7 @@ windows, places, micro_batches, batches = (
 
 
 def test_the_reader_passes_its_checks() -> None:
-    assert list(sample_order.complaints()) == []
+    assert list(sample_order.find_problems()) == []
 
 
 @pytest.mark.parametrize(("of", "name", "fault", "reason"), [
@@ -43,15 +43,15 @@ def test_a_fault_of_the_reader_is_named(of: object, name: str, fault: Callable, 
     monkeypatch.setattr(of, name, fault)
     samples._places.cache_clear()
     try:
-        complaints = list(sample_order.complaints())
+        problems = list(sample_order.find_problems())
     finally:
         samples._places.cache_clear()
-    assert any(reason in complaint for complaint in complaints), complaints
+    assert any(reason in problem for problem in problems), problems
 
 
 def test_certify_ends_before_any_layout_if_samples_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(sample_order, "complaints", lambda: iter(["sample 3 is lost", "and more"]))
+    monkeypatch.setattr(sample_order, "find_problems", lambda: iter(["sample 3 is lost", "and more"]))
     sample_order.check_reader.cache_clear()
     with pytest.raises(UserError, match="the definition of the step: data: sample 3 is lost"):
         sample_order.check_reader()

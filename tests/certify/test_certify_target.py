@@ -189,7 +189,7 @@ def test_a_certificate_can_be_rechecked_elsewhere(tmp_path: Path) -> None:
     assert code == 0, output
     assert "the certificate holds on this machine: mine.json" in output
     # The target is found next to the certificate, and rejected after a change.
-    assert read_certificate(elsewhere / "mine.json").words[1] == f"{elsewhere / 'mine.py'}:mlp"
+    assert read_certificate(elsewhere / "mine.json").arguments[1] == f"{elsewhere / 'mine.py'}:mlp"
     with open(elsewhere / "mine.py", "a") as file:
         file.write("# changed\n")
     code, output = command(elsewhere, "--recheck", "mine.json")
@@ -227,7 +227,7 @@ def test_a_target_file_that_others_can_write_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
     path.write_text(json.dumps({**KEPT, "command": f"ezpz-llm certify --target {file.path}:mlp",
                                 "target": {"path": "mine.py", "sha256": file.sha256}}))
-    assert read_certificate(path).words == ["--target", f"{file.path}:mlp"]
+    assert read_certificate(path).arguments == ["--target", f"{file.path}:mlp"]
     Path(file.path).chmod(0o666)
     with pytest.raises(UserError, match="--recheck would run its code"):
         read_certificate(path)
@@ -259,7 +259,7 @@ def test_a_recheck_does_not_write_docs(tmp_path: Path, monkeypatch: pytest.Monke
         passed = [{**result, "passed": True} for result in KEPT["results"]]
         (options.run_dir / "certify.json").write_text(json.dumps({**KEPT, "refused": None, "results": passed}))
 
-    monkeypatch.setattr(certify_main, "_lead", lead)
+    monkeypatch.setattr(certify_main, "_run_locally", lead)
     path = tmp_path / "kept.json"
     path.write_text(json.dumps({**KEPT, "command": "ezpz-llm certify --json other.json --write-docs"}))
     (tmp_path / "run").mkdir()

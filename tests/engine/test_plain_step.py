@@ -57,7 +57,7 @@ def apart(folder: Path, shape: str, accumulation: int, clip: float, fault: str |
     settings = Settings(config.n_head, config.n_kv_head, config.norm, config.norm_eps, config.rope_theta, clip,
                         BETAS, EPS, DECAY)
     initial = {name: value.detach().double().clone() for name, value in model.named_parameters()}
-    state, largest = plain_step.fresh(initial), {"loss": 0.0, "norm": 0.0}
+    state, largest = plain_step.initial_state(initial), {"loss": 0.0, "norm": 0.0}
     for step in range(STEPS):
         batches, rate = micro_batches(step, accumulation), plain_step.cosine_rate(step, 1e-2, 1e-3, 0, STEPS)
         results = engine.train_step(batches, rate, lambda phase: nullcontext())

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from ezpz_llm.explain.events import bridge, intersect, subtract, total, union, within
+from ezpz_llm.explain.events import close_gaps, intersect, subtract, total, union, within
 
 ANY = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),
                max_size=12)
@@ -42,4 +42,4 @@ def test_within_is_the_intersection_with_an_interval(intervals, start, length):
 @pytest.mark.parametrize(("apart", "expected"), [([], [(0, 5), (9, 12)]), ([2], [(0, 2), (3, 5), (9, 12)]),
                                                  ([2.5], [(0, 2), (3, 5), (9, 12)]), ([4], [(0, 5), (9, 12)])])
 def test_short_gaps_are_closed_unless_they_contain_a_given_time(apart, expected):
-    assert bridge([(0, 2), (3, 5), (9, 12)], 2, apart) == expected
+    assert close_gaps([(0, 2), (3, 5), (9, 12)], 2, apart) == expected

@@ -12,7 +12,7 @@ import pytest
 from made_up_runs import make_run
 from slowness import scaled
 
-from ezpz_llm.explain.diagnosis import _against_low_share, diagnose
+from ezpz_llm.explain.diagnosis import _low_share_advice, diagnose
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.observe.history import make_history
@@ -84,16 +84,16 @@ def test_few_steps_have_no_causes():
 
 def test_a_traced_run_gets_no_advice_to_trace():
     run = {"model": object(), "config": {}, "layout": Layout("ddp", "ddp")}
-    assert _against_low_share(run, is_traced=False)[-1].startswith("--trace-steps")
-    advice = tuple(_against_low_share(run, is_traced=True))
+    assert _low_share_advice(run, is_traced=False)[-1].startswith("--trace-steps")
+    advice = tuple(_low_share_advice(run, is_traced=True))
     assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07, advice=advice).sentence().endswith(
         "a larger --micro-batch-size, or --compile true.")
 
 
 def test_advice_for_a_low_share_excludes_options_in_use():
     compiled = {"model": object(), "config": {"compile": True}, "layout": Layout("ddp", "ddp")}
-    assert not any("--compile" in option for option in _against_low_share(compiled, is_traced=False))
-    assert _against_low_share({**compiled, "model": None}, is_traced=False) == []
+    assert not any("--compile" in option for option in _low_share_advice(compiled, is_traced=False))
+    assert _low_share_advice({**compiled, "model": None}, is_traced=False) == []
     assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07).sentence().endswith("Most of a step is not spent in matmuls.")
 
 

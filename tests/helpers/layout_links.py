@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.certify.case import published_traffic
-from ezpz_llm.explain.diagnosis import describe_device
+from ezpz_llm.explain.diagnosis import read_run_facts
 from ezpz_llm.explain.events import subtract, total, union
-from ezpz_llm.explain.split import PAIRED, find_waits, owned_time
+from ezpz_llm.explain.split import PAIRED, assign_exposed_time, find_waits
 from ezpz_llm.explain.trace import RankTrace, read_trace
 from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
 from ezpz_llm.rundir import RunDir, read_record
@@ -76,8 +76,8 @@ def moved(folder: Path, bandwidth: float) -> Moved:
         exposed = subtract(union((flight.start, flight.end) for flight in trace.flights), trace.computing)
         by_step: Counter[int] = Counter()
         busy = NOTHING
-        for flight, wait, piece in zip(trace.flights, waited[trace.rank], owned_time(exposed, trace.flights),
-                                       strict=True):
+        for flight, wait, piece in zip(trace.flights, waited[trace.rank],
+                                       assign_exposed_time(exposed, trace.flights), strict=True):
             if len(flight.ranks) < 2:
                 continue
             traffic = call_traffic("gloo", flight.kind, flight.size, len(flight.ranks))
@@ -112,7 +112,7 @@ def _issued(traces: list[RankTrace]) -> dict[tuple[int, ...], Issued]:
 
 
 def _textbook(folder: Path, ranks: int) -> float:
-    run = describe_device(folder, read_record(RunDir(folder)))
+    run = read_run_facts(folder, read_record(RunDir(folder)))
     layout = run["layout"]
     # With tp or pp of 2, four ranks only have groups of two.
     group = ranks if layout.tp == layout.pp == 1 else 2

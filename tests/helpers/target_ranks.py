@@ -12,7 +12,7 @@ from places import ROOT, TESTS
 from rank_jobs import take_runs
 
 from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.local_launches import Job, read_reference_error, references_of
+from ezpz_llm.certify.local_launches import Job, needed_references, read_reference_error
 from ezpz_llm.certify.target_file import find_target
 from ezpz_llm.certify.worker import run_job
 from ezpz_llm.dist import Dist
@@ -29,7 +29,7 @@ def certified(dist: Dist, run: str) -> dict[str, Any]:
     cases = tuple(Case(layout, dist.world_size, file.title, dtype) for layout in layouts.split(","))
     root = Path(dist.run_dir.path) / run.replace(":", "-")
     root.mkdir(exist_ok=True)
-    results = run_job(Job(root, references_of(cases), cases, STEPS, "cpu", file), dist)
+    results = run_job(Job(root, needed_references(cases), cases, STEPS, "cpu", file), dist)
     dist.barrier()
     return {"refused": read_reference_error(root), "results": {result["layout"]: result for result in results}}
 

@@ -57,7 +57,7 @@ def test_a_run_is_the_definition_of_its_steps(tmp_path: Path) -> None:
     init_weights(model, config, SEED)
     settings = Settings(config.n_head, config.n_kv_head, config.norm, config.norm_eps, config.rope_theta, CLIP,
                         BETAS, EPS, DECAY)
-    state = plain_step.fresh({name: value.detach().double() for name, value in model.named_parameters()})
+    state = plain_step.initial_state({name: value.detach().double() for name, value in model.named_parameters()})
     train, held_out = data.split("train"), data.split("val")
     for step, line in enumerate(lines):
         numbers = np.arange(GLOBAL * step, GLOBAL * (step + 1))
@@ -70,7 +70,7 @@ def test_a_run_is_the_definition_of_its_steps(tmp_path: Path) -> None:
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-5), step
     assert len(lines) == STEPS
     windows = np.stack([held_out[start:start + LENGTH + 1] for start in range(0, EVALUATED, LENGTH)])
-    evaluated = plain_step.loss_of(state.weights, pairs(windows), settings)
+    evaluated = plain_step.evaluation_loss(state.weights, pairs(windows), settings)
     assert lines[-1]["val_loss"] == pytest.approx(evaluated, rel=1e-6)
     assert lines[-1]["val_tokens"] == EVALUATED
 
