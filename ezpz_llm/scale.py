@@ -1,4 +1,4 @@
-"""Run a training command at several sizes of a reservation, and report its scaling efficiency."""
+"""Run a training command at several sizes of an allocation, and report its scaling efficiency."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import WORLD
-from ezpz_llm.layout.ops import BUILT_ON, OPS, built_library, reject_unbuilt_ops
+from ezpz_llm.layout.ops import OP_DEPENDENCIES, OPS, built_library, reject_unbuilt_ops
 
-_SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
+_SHARED = frozenset(name for names in OP_DEPENDENCIES.values() for name in names)
 
 
 def import_deepspeed(device_type: str) -> ModuleType:

@@ -185,7 +185,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
     """
     spec = spec_of(optimizer)
     if not optimizer.state[parameter]:
-        spec.begin(optimizer, group, parameter)
+        spec.init_state(optimizer, group, parameter)
     return spec
 
 
