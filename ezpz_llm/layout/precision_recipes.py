@@ -89,7 +89,7 @@ def deepspeed_blocks(name: str, gradients: GradientDtypes) -> dict[str, Any]:
             "communication_data_type": gradients.reduced}
 
 
-def has_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
+def supports_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
     """Return True if the layout's engine supports this recipe's fp32 master weights."""
     if layout.engine == "deepspeed":
         # DeepSpeed's fp16 uses its own loss scale, which is not shared by all ranks.
@@ -105,7 +105,7 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
     """
     recipe = RECIPES.get(name or "")
     engine = "pipeline" if layout.pp > 1 else layout.engine
-    if recipe is None or not recipe.has_masters or has_masters(recipe, layout):
+    if recipe is None or not recipe.has_masters or supports_masters(recipe, layout):
         return
     if layout.zero.stage == 0 and layout.pp == 1:
         degrees = "".join(f" --{key} {size}" for key, size in (("tp", layout.tp), ("sp", layout.sp)) if size > 1)
