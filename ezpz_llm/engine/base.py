@@ -19,7 +19,7 @@ from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 
 Span = Callable[[str], AbstractContextManager[None]]
-"""Context manager that times a phase: "forward", "backward" or "optimizer"."""
+"""Function that returns a context manager to time a phase: "forward", "backward" or "optimizer"."""
 
 
 class Engine(ABC):
@@ -41,7 +41,7 @@ class Engine(ABC):
         self.step_skip = NonFiniteStepSkipper(dist.device)
         self.skipped_steps = 0
         self._mesh, self._clip = dist.mesh, resolved.clip
-        # Index among the ranks with the same part of the model, and the number of these ranks.
+        # This rank's index among the ranks with the same part of the model, and their number.
         self._replica: tuple[int, int] = dist.mesh.place("dp", "sp")
         self._scale = LossScale(resolved.loss_scale) if RECIPES[resolved.precision].scales_loss else None
 
@@ -62,10 +62,11 @@ class Engine(ABC):
     @abstractmethod
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """Make an optimizer step on `batch.accumulation` micro batches.
+        """Perform an optimizer step on `batch.accumulation` micro batches.
 
         Args:
-            micro_batches: this rank's; each has the arguments of the model's forward pass, tokens and targets.
+            micro_batches: this rank's micro batches; each has the arguments of the model's forward pass, tokens and
+                targets.
 
         Returns:
             This rank's part of the loss, whose mean over all ranks is the loss of the step, and the global gradient
@@ -124,7 +125,7 @@ class MicroStepEngine(Engine):
 
     @abstractmethod
     def step(self, lr: float | None) -> Tensor:
-        """Clip gradients, make an optimizer step, and clear gradients.
+        """Clip gradients, perform an optimizer step, and clear gradients.
 
         Args:
             lr: learning rate; None keeps the learning rate of each parameter group.
@@ -135,7 +136,7 @@ class MicroStepEngine(Engine):
 
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """Make an optimizer step on accumulated micro batches; return mean loss and global gradient norm."""
+        """Perform an optimizer step on accumulated micro batches; return mean loss and global gradient norm."""
         accumulation = self.batch.accumulation
         loss = torch.zeros((), device=self.device)
         for index, inputs in enumerate(micro_batches):
@@ -145,6 +146,6 @@ class MicroStepEngine(Engine):
                 self.backward(micro_loss)
             loss += micro_loss.detach() / accumulation
         with span("optimizer"):
-            self.step_skip.look()
+            self.step_skip.call_at_step()
             norm = self.step(lr)
         return loss, norm

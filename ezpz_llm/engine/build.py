@@ -59,9 +59,9 @@ def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list
     """Build the layout's engine for a model, on its device and in its precision. Collective.
 
     Args:
-        model: with the same weights on every rank; the engine keeps and changes it.
+        model: a model with the same weights on every rank; the engine keeps and changes it.
         groups: optimizer groups with "params".
-        make: creates the optimizer of such groups.
+        make: creates the optimizer for groups.
 
     Raises:
         UserError: the layout needs a compiled op that is not built, or the device does not support the precision.
@@ -87,12 +87,12 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
     """Build the part of the model that this rank computes under its layout, with initial weights.
 
     The plain model is built on the meta device, so a rank never allocates more than its part. If the engine shards
-    parameters, they stay on the meta device until then; see `ezpz_llm.engine.sharded_start`. The initial weights
-    are exactly those of a single process in every layout.
+    parameters, they stay on the meta device until the engine does so; see `ezpz_llm.engine.sharded_start`. The
+    initial weights are exactly those of a single process in every layout.
 
     Args:
         device_type: type of the device for training; the model itself is built on CPU.
-        weights: initial weights instead of those from the seed; read until the engine is built.
+        weights: initial weights instead of those from the seed; building the engine may still read from them.
 
     Raises:
         UserError: the model's parameters differ from the table in `ezpz_llm.model.parameters`, or the layout does
@@ -146,10 +146,10 @@ def apply(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str)
         parent, _, child = name.rpartition(".")
         layer = getattr(block.get_submodule(parent), child, None)
         if layer is not None:
-            block.set_submodule(name, _tiles(f"transformer.h.{number}.{name}", layer, across, down))
+            block.set_submodule(name, _tile_layer(f"transformer.h.{number}.{name}", layer, across, down))
 
 
-def _tiles(name: str, layer: nn.Linear, across: int, down: int) -> nn.Module:
+def _tile_layer(name: str, layer: nn.Linear, across: int, down: int) -> nn.Module:
     from deepspeed.runtime.zero.tiling import TiledLinear
 
     rows, columns = layer.weight.shape

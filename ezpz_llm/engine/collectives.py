@@ -19,9 +19,10 @@ _KINDS = {
     "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
     "send": "send", "recv_": "recv", "recv_any_source_": "recv",
 }
-"""Kinds of torch's c10d operators, in which all functions that a library may call end."""
+"""Kinds of torch's c10d operators, to which all collective functions of torch dispatch."""
 
 MOVE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
+"""Operators that transfer no data."""
 
 _INPUT_SECOND = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
                            "alltoall_base_", "alltoall_"})
@@ -38,7 +39,7 @@ class CollectiveMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
-        """Observe a call."""
+        """Handle a call before it is executed."""
         raise NotImplementedError
 
 
@@ -72,7 +73,7 @@ class CollectiveCounter(CollectiveMode):
 
 
 def group_ranks(args: tuple[Any, ...]) -> list[int]:
-    """Return the ranks of the process group among an operator's arguments; empty if there is none."""
+    """Return the ranks of the process group in an operator's arguments; empty if there is no group."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(leaf))

@@ -58,7 +58,7 @@ class DeepSpeedEngine(MicroStepEngine):
         with building_engine(deepspeed, dist.mesh):
             if self.layout.zero.stage == 3:
                 partition(model, deepspeed, config, mpu, dist.mesh, parameter_dtype(resolved.precision))
-            mark_divided(model)
+            mark_sharded(model)
             self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                                 model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
@@ -73,8 +73,8 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the micro batch's gradients, multiplied by the loss scale."""
-        # DeepSpeed divides by the accumulation steps itself. Its ZeRO optimizers apply the loss scale, stage 0 does
-        # not.
+        # DeepSpeed divides by the accumulation steps itself. Its ZeRO optimizers apply the loss scale, but stage 0
+        # does not.
         if self.layout.zero.stage == 0:
             loss = loss * self._loss_factor
         elif self._scale is not None:
@@ -82,13 +82,13 @@ class DeepSpeedEngine(MicroStepEngine):
         self._engine.backward(loss)
 
     def step(self, lr: float | None) -> Tensor:
-        """Clip gradients and make an optimizer step; return the global gradient norm (0-d) before clipping."""
+        """Clip gradients and perform an optimizer step; return the global gradient norm (0-d) before clipping."""
         set_lr(self._engine.optimizer, lr)
-        norm = self._step_whole() if self.layout.zero.stage == 0 else self._step_partitioned()
+        norm = self._step_stage_0() if self.layout.zero.stage == 0 else self._step_partitioned()
         self._update_scale(norm)
         return norm
 
-    def _step_whole(self) -> Tensor:
+    def _step_stage_0(self) -> Tensor:
         """Step in stage 0, for which DeepSpeed computes no norm in fp32: compute the norm here, and clip."""
         norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, self._loss_factor)
         self.step_skip.norm = norm
@@ -127,12 +127,12 @@ def keep_until_reduced(zero: Any) -> None:
     zero.average_tensor = average_tensor
 
 
-def mark_divided(model: nn.Module) -> None:
+def mark_sharded(model: nn.Module) -> None:
     """Mark parameters that are sharded over model-parallel ranks.
 
-    DeepSpeed's norms include a marked parameter on every tensor-parallel rank, and any other on the first rank
-    only. Without the mark, part of a sharded parameter would be missing in the norm, and gradients would be clipped
-    too little.
+    DeepSpeed's norms include a marked parameter on every tensor-parallel rank, and any other parameter only on
+    the first. Without the mark, part of a sharded parameter would be missing in the norm, and gradients would be
+    clipped too little.
     """
     for name, parameter in model.named_parameters():
         at = placement_of(name, parameter)
@@ -145,7 +145,7 @@ def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | 
     Saving does not gather parameters. After loading, the model's parameters are gathered once, as after a step.
 
     Args:
-        rank, world_size: among the data-parallel ranks.
+        rank, world_size: this rank's index among the data-parallel ranks, and their number.
         scale: the loss scale of fp16, if any.
     """
     stage = engine.zero_optimization_stage()
@@ -164,8 +164,8 @@ class _ZeroState(EngineState):
                        for name, parameter in engine.module.named_parameters()}
         self.shapes = {at.name: at.shape for at in self.placed.values()}
 
-    def _cut(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
-             numel: int) -> Iterator[Slice]:
+    def _slice_flat(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
+                    numel: int) -> Iterator[Slice]:
         tensors = {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()}
         return slice_placement(self.placed[parameter], start, start + numel, tensors)
 
@@ -186,8 +186,9 @@ class PartitionedOptimizer(_ZeroState):
                 for parameter in parameters:
                     mapping = parameter._hp_mapping  # None if no element of the parameter is in this partition
                     if mapping is not None:
-                        yield from self._cut(parameter, mapping.lp_fragment_address.start, tensors,
-                                             mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
+                        yield from self._slice_flat(parameter, mapping.lp_fragment_address.start, tensors,
+                                                    mapping.hp_fragment_address.start,
+                                                    mapping.hp_fragment_address.numel)
 
     def loaded(self, optimizer_step: int) -> None:
         """Copy the loaded fp32 weights to the model's parameters."""
@@ -222,7 +223,7 @@ class PartitionedParameters(_ZeroState):
             start = size * self._rank
             numel = min(size, parameter.ds_numel - start)
             if numel > 0:
-                yield from self._cut(parameter, start, tensors, offset, numel)
+                yield from self._slice_flat(parameter, start, tensors, offset, numel)
             offset += size
 
     @contextmanager

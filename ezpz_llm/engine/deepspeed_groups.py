@@ -70,7 +70,7 @@ class PipelineGrid:
         self.pp_group = mesh.degrees.peers(mesh.rank, "pp")
 
     def get_global_rank(self) -> int:
-        """Return this rank."""
+        """Return this rank's index in the world."""
         return self.global_rank
 
     def get_stage_id(self) -> int:

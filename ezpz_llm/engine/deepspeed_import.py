@@ -15,19 +15,19 @@ from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import WORLD
-from ezpz_llm.layout.ops import BUILT_ON, OPS, built_library, reject_unbuilt_ops
+from ezpz_llm.layout.ops import OP_DEPENDENCIES, OPS, built_library, reject_unbuilt_ops
 
-_SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
+_SHARED = frozenset(name for names in OP_DEPENDENCIES.values() for name in names)
 
 
 def import_deepspeed(device_type: str) -> ModuleType:
     """Import DeepSpeed for this device type, with messages below errors turned off."""
-    # Read when DeepSpeed is first imported; without it, a CPU run on a machine with GPUs would use a GPU.
+    # DeepSpeed's first import reads DS_ACCELERATOR; without it, a CPU run on a machine with GPUs would use a GPU.
     if device_type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\..*|torch\.distributed\..*")
-    with _not_installed("mlflow"):  # DeepSpeed's unused autotuner imports it: 1,500 modules, one second
+    with _hide_module("mlflow"):  # DeepSpeed's unused autotuner imports it: 1,500 modules, one second
         import deepspeed
         import deepspeed.ops.adam
     _import_muon()
@@ -46,7 +46,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
 
 
 @contextmanager
-def _not_installed(name: str) -> Iterator[None]:
+def _hide_module(name: str) -> Iterator[None]:
     """Make imports of this module fail, unless it is already imported."""
     if name in sys.modules:
         yield
@@ -79,7 +79,7 @@ def _import_muon() -> None:
 def load_op(name: str) -> None:
     """Register a compiled op from `doctor --build-ops` with DeepSpeed, without running a compiler.
 
-    Ops that it depends on must be loaded first. DeepSpeed's own loader would lock the op and run ninja on every
+    Load the ops that it depends on first. DeepSpeed's own loader would lock the op and run ninja on every
     rank, and compile if the op is not built.
 
     Raises:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.gradients import divided_norm_and_clip
+from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
 from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice
 from ezpz_llm.engine.precision import LossScale, gradient_dtype, parameter_dtype
@@ -30,7 +30,7 @@ class Fsdp2Engine(TorchEngine):
 
     The optimizer steps this rank's rows as plain tensors, which share their storage with the model's parameters.
     The rows are in fp32, so they are master weights. In bf16 and fp16, they are gathered in two bytes, and
-    gradients are reduced after each micro-step, so that no rank stores more than its rows of them. With
+    gradients are reduced after each micro-step, so that no rank stores more of them than its rows. With
     `shard_within`, rows are sharded over a group of neighboring ranks: they are gathered and reduced within the
     group, then gradients are averaged across groups.
 
@@ -40,16 +40,16 @@ class Fsdp2Engine(TorchEngine):
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                  make: MakeOptimizer) -> None:
-        low = RECIPES[resolved.precision].has_masters
+        has_masters = RECIPES[resolved.precision].has_masters
         # cast_forward_inputs=False keeps the rotary angles, an input of blocks, in fp32.
         policy = MixedPrecisionPolicy(param_dtype=parameter_dtype(resolved.precision),
                                       reduce_dtype=gradient_dtype(resolved.gradients.reduced),
-                                      cast_forward_inputs=False) if low else MixedPrecisionPolicy()
-        self._reduces_each = low
+                                      cast_forward_inputs=False) if has_masters else MixedPrecisionPolicy()
+        self._reduces_each = has_masters
         names = {parameter: name for name, parameter in model.named_parameters()}
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
             raise UserError(f"fully_shard shards rows, but the parameter {scalars[0]} is a scalar",
-                            where="layout fsdp2", instead="give it the shape (1,), or use --ds-config zero3")
+                            where="layout fsdp2", instead="reshape it to (1,), or use --ds-config zero3")
         dist.ensure_group()
         rank, size = dist.mesh.place("dp", "sp")
         within = min(resolved.layout.zero.shard_within or size, size)
@@ -69,8 +69,8 @@ class Fsdp2Engine(TorchEngine):
         if dist.device.type == "cpu":
             _sum_and_divide(model)
         fill_rows(model, dist.device, *self._place)
-        self._divided = dict(model.named_parameters())
-        self._rows = {name: parameter.to_local().detach() for name, parameter in self._divided.items()}
+        self._sharded = dict(model.named_parameters())
+        self._rows = {name: parameter.to_local().detach() for name, parameter in self._sharded.items()}
         rows = [{**group, "params": [self._rows[names[parameter]] for parameter in group["params"]]}
                 for group in groups]
         super().__init__(model, resolved, dist, rows, make)
@@ -91,16 +91,16 @@ class Fsdp2Engine(TorchEngine):
         return self.module(*inputs, **named)
 
     def _norm_and_clip(self, scale: float) -> Tensor:
-        for name, parameter in self._divided.items():
+        for name, parameter in self._sharded.items():
             # None for a parameter that the loss does not depend on, which the check of a run's first step reports.
             self._rows[name].grad = None if parameter.grad is None else parameter.grad.to_local()
             parameter.grad = None
         grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
-        return divided_norm_and_clip(grads, self._shard_group, self._optimizer, self._clip, scale)
+        return sharded_norm_and_clip(grads, self._shard_group, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:
         """Return slices of parameters and optimizer state, sharded by rows."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._divided.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
         return FsdpState(self.module, self._rows, shapes, self._optimizer, self._place, self._copy, self._scale)
 
 

@@ -22,8 +22,8 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
                   loss_scale: float = 1.0, masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({})) -> Tensor:
     """Clip gradients to a global norm of `clip` (0 disables clipping) for the next step, and undo the loss scale.
 
-    For gradients that are equal on data-parallel ranks. Collective over the ranks with different parts of the
-    model. Gradients that are replicated over these ranks count once.
+    Gradients must be equal on data-parallel ranks. Collective over the ranks with different parts of the model.
+    Gradients that are replicated over these ranks count once.
 
     Args:
         masters: master weights, which hold the gradients of their parameters.
@@ -41,24 +41,27 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
         torch.distributed.all_reduce(square, group=mesh.group("pp", "tp"))
         norm = square.sqrt()
     norm = norm / loss_scale
-    _scale(optimizer, grads, norm, clip, loss_scale)
+    _scale_gradients(optimizer, grads, norm, clip, loss_scale)
     return norm
 
 
-def divided_norm_and_clip(grads: list[Tensor], group: ProcessGroup, optimizer: torch.optim.Optimizer, clip: float,
+def sharded_norm_and_clip(grads: list[Tensor], group: ProcessGroup, optimizer: torch.optim.Optimizer, clip: float,
                           loss_scale: float = 1.0) -> Tensor:
-    """Do the same as `norm_and_clip` for gradients that are sharded over `group`. Collective over the group."""
+    """Clip gradients that are sharded over `group`, as `norm_and_clip` does. Collective over the group."""
     square = torch.stack(foreach_norm(grads)).square().sum()
     if group.size() > 1:
         torch.distributed.all_reduce(square, group=group)
     norm = square.sqrt() / loss_scale
-    _scale(optimizer, grads, norm, clip, loss_scale)
+    _scale_gradients(optimizer, grads, norm, clip, loss_scale)
     return norm
 
 
-def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, clip: float,
-           loss_scale: float) -> None:
-    """Divide gradients, in torch's fused optimizers during the step, which saves a pass over all gradients."""
+def _scale_gradients(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, clip: float,
+                     loss_scale: float) -> None:
+    """Divide gradients by the loss scale and by the factor that clips them to `clip`.
+
+    torch's fused optimizers divide during the step, which saves a pass over all gradients.
+    """
     divisor = None
     if clip > 0:
         # The same small term as in torch.nn.utils.clip_grad_norm_ and DeepSpeed.
@@ -74,9 +77,9 @@ def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, 
 class NonFiniteStepSkipper:
     """Hook that skips steps whose global gradient norm is NaN, Inf or above `limit`.
 
-    All ranks have the same norm and limit, so they decide without communication. Torch's fused optimizers get the
-    decision on the device, by the flag of gradient scalers, without synchronization. For other optimizers, the CPU
-    reads it.
+    All ranks have the same norm and limit, so they decide without communication. torch's fused optimizers read the
+    decision on the device, from the flag for gradient scalers, without synchronization. For other optimizers, the
+    CPU reads it.
 
     A skipped step changes neither parameters, nor moments, nor the optimizer's step count.
 
@@ -95,13 +98,13 @@ class NonFiniteStepSkipper:
         self._get_norm: Callable[[], Tensor | float] | None = None
         self._removed: list[tuple[Tensor, Tensor]] = []
 
-    def guard(self, optimizer: torch.optim.Optimizer, ask: Callable[[], Tensor | float] | None = None) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer, get_norm: Callable[[], Tensor | float] | None = None) -> None:
         """Install the hooks in an optimizer.
 
         Args:
-            ask: returns the global gradient norm of the next step; default: `norm`.
+            get_norm: returns the global gradient norm of the next step; default: `norm`.
         """
-        self._get_norm = ask
+        self._get_norm = get_norm
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -113,7 +116,7 @@ class NonFiniteStepSkipper:
         """
         self._measuring = GroupNorms(state, self._device)
 
-    def look(self) -> None:
+    def call_at_step(self) -> None:
         """Call `at_step` if pending; engines call this at the start of a step or before the optimizer step."""
         if self.at_step is not None:
             self.at_step()
@@ -127,7 +130,7 @@ class NonFiniteStepSkipper:
         return norms
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.look()
+        self.call_at_step()
         norm = self.norm if self._get_norm is None else self._get_norm()
         skip = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -230,7 +233,7 @@ class GroupNorms:
         """Return the metrics of a step: learning rate, gradient norm and update ratio by group.
 
         Args:
-            totals: `sums` over all ranks.
+            totals: sums of `sums` over all ranks.
             grad_norm: global gradient norm before clipping, to which the groups' norms are scaled; None if it is
                 non-finite and the step was skipped.
         """

@@ -22,7 +22,7 @@ def live_storages() -> dict[int, int]:
         if not issubclass(type(item), torch.Tensor):
             continue
         for tensor in (item, _gradient_of(item)):
-            _add(storages, tensor)
+            _add_storage(storages, tensor)
     return storages
 
 
@@ -36,9 +36,9 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def live_tensor_memory(engine: Engine, before: dict[int, int]) -> dict[str, int]:
     """Return the bytes of storages allocated since `before`, by kind, with the rest as "other".
 
-    A storage that an engine uses for two purposes counts as the first of: parameters (or this rank's shard of
-    them), gradients, moments, master (weights that the optimizer steps), secondary (hpZ's copy of the parameters,
-    if any) and gathered (parameters that are gathered while in use, or small ones permanently).
+    A storage that an engine uses for several purposes counts as the first kind in this list: parameters (or this
+    rank's shard of them), gradients, moments, master (weights that the optimizer steps), secondary (hpZ's copy of
+    the parameters, if any) and gathered (parameters that are gathered while in use, or small ones permanently).
     """
     allocated = {address: size for address, size in live_storages().items() if before.get(address) != size}
     kinds: dict[str, int] = {}
@@ -119,11 +119,11 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Return the bytes of the storages of tensors, by address; items that are not tensors are ignored."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        _add(storages, tensor)
+        _add_storage(storages, tensor)
     return storages
 
 
-def _add(storages: dict[int, int], tensor: Any) -> None:
+def _add_storage(storages: dict[int, int], tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
         return
     if isinstance(tensor, FakeTensor):

@@ -80,7 +80,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         return [{**group, "params": [self[parameter] for parameter in group["params"]]} for group in groups]
 
     def finish_reduction(self) -> None:
-        """Average all gradients over the ranks and wait, including gradients that the backward did not compute."""
+        """Average all gradients over the ranks, also those that no backward pass computed, and wait."""
         self._reduce(len(self._buckets))
         for bucket in self._buckets:
             bucket.wait()
@@ -111,14 +111,14 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
             self._reduce(ready)
 
     def _reduce(self, end: int) -> None:
-        """Start to reduce the buckets up to `end`, in the same order on all ranks."""
+        """Start reducing the buckets up to `end`, in the same order on all ranks."""
         for bucket in self._buckets[self._next:end]:
             bucket.reduce(self._group)
         self._next = max(self._next, end)
 
 
 class _Bucket:
-    """Gradients of consecutive parameters in a flat fp32 tensor; `missing` gradients are not computed yet."""
+    """Gradients of consecutive parameters in a flat fp32 tensor; `missing` is how many are not computed yet."""
 
     def __init__(self, parameters: list[nn.Parameter], masters: Mapping[nn.Parameter, Tensor],
                  reduced: torch.dtype) -> None:

@@ -31,7 +31,7 @@ _CAP_IPC_LOCK = 14
 
 
 def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dist, owner: Any) -> None:
-    """Create a folder for this rank's files and set it in the block "zero_optimization". Collective.
+    """Create a folder for this rank's files and enter it in the block "zero_optimization". Collective.
 
     The folder is removed when `owner` is garbage-collected.
 
@@ -59,7 +59,7 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
             except OSError as error:
                 raise UserError(f"cannot offload state to {base}: {error.strerror}",
                                 where=f"rank {dist.rank} on {socket.gethostname()}", exit_code=1,
-                                instead="give a writable folder on each node's disk: --nvme-path DIR") from error
+                                instead="pass a writable folder on each node's disk: --nvme-path DIR") from error
             return folder
 
         folder = run_together(dist, make)
@@ -92,7 +92,7 @@ def _check_locked_memory(size: int) -> None:
 def _make_folder(base: Path, rank: int, in_run_dir: bool) -> Path:
     if in_run_dir:
         base.mkdir(exist_ok=True)
-    _sweep(base)
+    _remove_stale_folders(base)
     return Path(tempfile.mkdtemp(prefix=f"{_prefix()}{rank:04d}-", dir=base))
 
 
@@ -111,14 +111,15 @@ def _lock(folder: Path) -> int:
     """Lock a folder for the lifetime of this process, and return the descriptor of its lock file."""
     hidden = folder / f"{_LOCK}.new"
     descriptor = os.open(hidden, os.O_CREAT | os.O_RDWR, 0o600)
-    with suppress(OSError):  # without locks on this file system, `_sweep` finds no lock file and keeps the folder
+    # If this file system has no locks, `_remove_stale_folders` finds no lock file and keeps the folder.
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         hidden.rename(folder / _LOCK)
     return descriptor
 
 
-def _sweep(base: Path) -> None:
-    """Remove folders that killed processes on this node have left."""
+def _remove_stale_folders(base: Path) -> None:
+    """Remove folders that killed processes on this node left behind."""
     for lock in base.glob(f"{_prefix()}*/{_LOCK}"):
         with suppress(OSError), lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -122,7 +122,8 @@ def owned_parts(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterato
     requires.
 
     Args:
-        slices, raw_slices: of the same state; pass `raw_slices` for both if tensors are not needed.
+        slices, raw_slices: results of `EngineState.slices` and `raw_slices` for the same state; pass `raw_slices`
+            for both if tensors are not needed.
     """
     totals: Counter[int] = Counter()
     for piece in raw_slices:
@@ -141,7 +142,7 @@ def owned_parts(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterato
 
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
                   AbstractContextManager[dict[str, torch.Tensor]]]
-"""Type of `materialized` and `raw`."""
+"""Type of `materialized` and `raw`, which provide the tensors of a parameter by kind."""
 
 
 class MakeOptimizer(Protocol):
@@ -153,7 +154,7 @@ class MakeOptimizer(Protocol):
 
 def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name: str = "adamw",
                    fused: bool = True) -> torch.optim.Optimizer:
-    """Build the optimizer with that name; see `Optimizer.build`.
+    """Build the optimizer `name`; see `Optimizer.build`.
 
     Raises:
         UserError: the optimizer does not support the device of the parameters.
@@ -185,7 +186,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
     """
     spec = spec_of(optimizer)
     if not optimizer.state[parameter]:
-        spec.begin(optimizer, group, parameter)
+        spec.init_state(optimizer, group, parameter)
     return spec
 
 
@@ -224,11 +225,12 @@ def _replay_cpu_adam(optimizer: Any, step: int) -> None:
     """Advance the step count of DeepSpeed's C++ Adam to `step`.
 
     The kernel updates the powers of the betas by one multiplication per step, and uses std::pow after a jump, which
-    rounds differently. Therefore this makes all steps, on a tensor with one element; 100,000 steps take 0.2 s.
+    rounds differently. Therefore this function performs all steps, on a tensor with one element; 100,000
+    steps take 0.2 s.
     """
     group = optimizer.param_groups[0]
     scratch = [torch.zeros(1) for _ in range(4)]
-    for number in range(step + 1):  # 0 resets an optimizer that has made steps
+    for number in range(step + 1):  # 0 resets an optimizer that has performed steps
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, number, 0.0, *group["betas"], group["eps"], 0.0,
                                           group["bias_correction"], *scratch)
 
@@ -243,7 +245,8 @@ class TorchState(EngineState):
     Args:
         module: the plain model, without wrappers.
         optimizer: the optimizer of the module's parameters.
-        rank, world_size: among the data-parallel ranks, which share the writing.
+        rank, world_size: this rank's index among the data-parallel ranks, which share the writing, and their
+            number.
         scale: the loss scale of fp16, if any.
         masters: master weights, if the optimizer steps these instead of the module's parameters.
     """

@@ -1,7 +1,7 @@
 """Engine for pipeline layouts: DeepSpeed's pipeline with a client optimizer and ZeRO 1, one stage per rank.
 
-In bf16, DeepSpeed uses a different optimizer wrapper, which adds each micro batch's gradients to flat fp32 buffers
-of the whole stage. This module averages the buffers over data-parallel ranks in place.
+In bf16, DeepSpeed wraps the optimizer in a different class, which adds each micro batch's gradients to flat fp32
+buffers of the whole stage. This module averages the buffers over data-parallel ranks in place.
 
 Written for DeepSpeed 0.19. The stage is a module of ezpz_llm; DeepSpeed sends activations and gradients, sums the
 gradient of the tied embedding, reduces and steps. This module executes DeepSpeed's schedule itself, since
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
-from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_divided
+from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_sharded
 from ezpz_llm.engine.deepspeed_groups import building_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
@@ -54,10 +54,10 @@ class PipelineEngine(Engine):
         self._targets: Tensor | None = None
         self._dtype = parameter_dtype(resolved.precision)
         self._reduced = gradient_dtype(resolved.gradients.reduced)
-        mark_divided(model)
+        mark_sharded(model)
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
-        _send_within(deepspeed, self._sends)
+        _restrict_sends(deepspeed, self._sends)
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
         # On CPUs, the fused kernel rounds the last few elements of a buffer differently, and the copies of a tied
         # embedding have different positions in their buffers.
@@ -96,7 +96,7 @@ class PipelineEngine(Engine):
                 if instruction.name == "ReduceTiedGrads":
                     self._sum_over_replicas()
                 if instruction.name == "ReduceGrads" and self._dtype == torch.bfloat16:
-                    self._average()
+                    self._average_gradients()
                 else:
                     engine._INSTRUCTION_MAP[type(instruction)](engine, **instruction.kwargs)
         norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
@@ -125,7 +125,7 @@ class PipelineEngine(Engine):
         flat[:rank * share].zero_()
         flat[(rank + 1) * share:].zero_()
 
-    def _average(self) -> None:
+    def _average_gradients(self) -> None:
         """Average the fp32 gradients of bf16 parameters over data-parallel ranks, in the reduction dtype.
 
         DeepSpeed's own reduction would copy all gradients.
@@ -142,18 +142,18 @@ class PipelineEngine(Engine):
                     part.copy_(reduced)
 
     def loss_sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss on the last stage, 0 on the others, which return as soon as they have sent."""
-        output = self._flow(tokens, targets, reduction="sum")
+        """Return the summed loss on the last stage; other stages return 0 once they have sent their output."""
+        output = self._forward_through_stage(tokens, targets, reduction="sum")
         return torch.zeros((), device=self.device) if output is None else output
 
     def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each row on the last stage, zeros on the others."""
-        output = self._flow(tokens, targets, reduction="rows")
+        output = self._forward_through_stage(tokens, targets, reduction="rows")
         return torch.zeros(len(tokens), device=self.device) if output is None else output
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Return fp32 logits (B, padded vocabulary) of the next token, on every stage."""
-        logits = self._flow(tokens, last_only=True)
+        logits = self._forward_through_stage(tokens, last_only=True)
         if logits is None:
             logits = torch.empty(len(tokens), self.module.config.padded_vocab_size, device=self.device)
         else:
@@ -161,7 +161,7 @@ class PipelineEngine(Engine):
         torch.distributed.broadcast(logits, self._stages[-1], group=self._mesh.group("pp"))
         return logits
 
-    def _flow(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    def _forward_through_stage(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         """Run a batch through this stage and send it to the next; the last stage returns its output."""
         x, stage = tokens, self._mesh.pp_rank
         if not self.module.is_first:
@@ -180,9 +180,9 @@ class PipelineEngine(Engine):
 
 
 def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[str, Any]:
-    """Return DeepSpeed's config; in both stages with a tied embedding, buckets have its size.
+    """Return DeepSpeed's config; in both stages with a tied embedding, buckets have the embedding's size.
 
-    So the tied embedding is a separate bucket, with the same positions in both stages. Certified counts of
+    Therefore the tied embedding is a separate bucket, with the same positions in both stages. Certified counts of
     collectives depend on these buckets; `_sum_over_replicas` keeps the copies identical with any backend.
     """
     config = resolved.for_deepspeed(run_dir)
@@ -195,7 +195,7 @@ def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[s
     return config
 
 
-def _send_within(deepspeed: ModuleType, group: ProcessGroup) -> None:
+def _restrict_sends(deepspeed: ModuleType, group: ProcessGroup) -> None:
     """Make DeepSpeed's stages send within `group` instead of the group of all ranks."""
     comm = deepspeed.comm
     deepspeed.runtime.pipe.p2p.dist = SimpleNamespace(**{

@@ -3,7 +3,7 @@
 fp32: parameters and arithmetic in fp32.
 tf32: as fp32, with the factors of matmuls rounded to 10 mantissa bits on tensor cores.
 bf16: parameters, activations and their communication in bfloat16; the optimizer steps fp32 master weights and
-moments (engine/masters.py); gradients are accumulated and reduced in fp32.
+moments (engine/masters.py); gradients are accumulated and reduced in fp32, or on request in bf16.
 bf16_autocast: parameters, gradients, gradient reduction and optimizer in fp32; the forward pass, and thus the
 matmuls of the backward pass, under torch.autocast in bfloat16.
 fp16, fp16_autocast: the same with float16 and a dynamic loss scale.
@@ -23,7 +23,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import cpu_has_amx, cpu_has_avx512_bf16
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.precision_recipes import RECIPES, has_masters
+from ezpz_llm.layout.precision_recipes import RECIPES, supports_masters
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +52,7 @@ def native_precision(device: torch.device, layout: Layout) -> str:
     support = DEVICES[device.type].bf16
     if support != "yes" and not (support == "ask" and _BF16_UNITS[device.type]()):
         return "fp32"
-    return "bf16" if device.type != "cpu" and has_masters(RECIPES["bf16"], layout) else "bf16_autocast"
+    return "bf16" if device.type != "cpu" and supports_masters(RECIPES["bf16"], layout) else "bf16_autocast"
 
 
 _BF16_UNITS: dict[str, Callable[[], bool]] = {
@@ -63,7 +63,7 @@ _BF16_UNITS: dict[str, Callable[[], bool]] = {
 
 
 def autocast_forward(module: nn.Module, device: torch.device, precision: str) -> None:
-    """Wrap the module's `forward` in the autocast of `precision`, if it has one.
+    """Wrap the module's `forward` in autocast, if `precision` uses it.
 
     Wraps the module instead of calls to the engine, because DeepSpeed's engine disables a surrounding autocast, and
     evaluation calls the module without the engine.
@@ -107,9 +107,9 @@ def rounds_products(device: torch.device) -> bool:
 class LossScale:
     """Dynamic loss scale of fp16, with the same updates as in DeepSpeed.
 
-    Independent of DeepSpeed's and torch's loss scales because all ranks must decide alike: it uses the global
-    gradient norm, which every rank has, instead of the gradients on this rank. See Micikevicius et al. 2018,
-    arXiv:1710.03740.
+    This class replaces DeepSpeed's and torch's loss scales, because all ranks must make the same decision: it
+    uses the global gradient norm, which every rank has, instead of the gradients on this rank. See Micikevicius et
+    al. 2018, arXiv:1710.03740.
     """
 
     FACTOR = 2.0

@@ -31,7 +31,7 @@ def compute_in_fp32(model: nn.Module, precision: str) -> None:
 
 
 def average(model: nn.Module, mesh: Mesh) -> None:
-    """Average running statistics over data-parallel ranks, which compute them from different batches. Collective.
+    """Average running statistics over data-parallel ranks, whose batches differ. Collective.
 
     Since the update of a statistic is linear, the result equals a single process that averages all ranks' batch
     statistics.

@@ -25,7 +25,7 @@ from ezpz_llm.model.loss import Reduction
 
 
 def apply(model: GPT, mesh: Mesh, device_type: str) -> None:
-    """Change a model to take whole sequences and compute only this rank's share of them.
+    """Change a model so that it takes whole sequences and computes only this rank's share of them.
 
     With targets, the model returns this rank's part of the loss: the group's mean is the "mean" reduction, the
     group's sum any other reduction. Without targets, it returns the last token's logits on every rank. Calls are

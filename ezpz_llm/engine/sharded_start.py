@@ -1,6 +1,6 @@
 """Initialize layouts that shard parameters: shard the model on the meta device, then fill each rank's shard.
 
-Meanwhile, a rank holds only its shard and, under ZeRO-3, one whole parameter without values.
+During initialization, a rank holds only its shard and, under ZeRO-3, one whole parameter without values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fill_rows(model: nn.Module, device: torch.device, rank: int, size: int) -> N
     """Fill this rank's rows of a model that fully_shard has sharded, on `device`, if it has no values yet.
 
     Args:
-        rank, size: among the ranks over which the rows are sharded.
+        rank, size: this rank's index among the ranks over which the rows are sharded, and their number.
     """
     values = take_values(model)
     if values is None:
@@ -77,7 +77,8 @@ def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dt
     The parameter object stays the same, since the optimizer's groups refer to it.
 
     Args:
-        rank, world_size: among the ranks over which the parameter is partitioned.
+        rank, world_size: this rank's index among the ranks over which the parameter is partitioned, and their
+            number.
     """
     at = placement_of(name, parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(

@@ -45,7 +45,10 @@ class StepTrace:
         self.found: dict[str, Any] = {}
 
     def before_step(self, step: int) -> None:
-        """Start before the recorded step (not if blocks are compiled, since counting disables compiled code)."""
+        """Start before the recorded step, if `counts`.
+
+        `counts` must be False if blocks are compiled, since counting disables compiled code.
+        """
         if step == self._step and self._counts:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()
@@ -60,13 +63,13 @@ class StepTrace:
             self.found["links"] = measure_links(self._dist, socket.gethostname())
 
     def close(self) -> None:
-        """Stop and store the results; also for runs that end within the recorded step."""
+        """Stop and store the results; runs that end within the recorded step call this too."""
         if self._log is None or self._profiler is None:
             return
         self._log.__exit__(None, None, None)
         self._profiler.stop()
         self.found = {"collectives": self._log.calls, **self._tools.stop(), **self._log.buffers.found(),
-                      "transient_bytes": _transient(self._profiler, self._engine.device)}
+                      "transient_bytes": _transient_peak(self._profiler, self._engine.device)}
         self._log = self._profiler = None
 
 
@@ -96,7 +99,7 @@ class _CollectiveLog(CollectiveMode):
         return "alone" if len(ranks) == 1 else ""
 
 
-def _transient(profiler: torch.profiler.profile, device: torch.device) -> int:
+def _transient_peak(profiler: torch.profiler.profile, device: torch.device) -> int:
     """Return the peak of memory allocated since the start of the profile."""
     kind = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}.get(device.type, "")
     return max(accumulate((event.nbytes() for event in profiler.profiler.kineto_results.events()
@@ -107,11 +110,11 @@ class Size(NamedTuple):
     """Allocated bytes, and the resident part of them."""
 
     allocated: int
-    taken: int
+    resident: int
 
 
 class BufferLog:
-    """Memory of communication buffers besides the training state, measured at each collective."""
+    """Recorder of the memory of communication buffers besides the training state, at each collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -132,12 +135,12 @@ class BufferLog:
         training state.
         """
         if self._buckets.allocated:
-            return {"buffer_bytes": self._buckets.taken,
+            return {"buffer_bytes": self._buckets.resident,
                     "buffer_transient_bytes": self._buckets.allocated - self._initial.allocated}
         state = state_storages(self._engine)
         peak = max((_sum(size for address, size in moved.items() if address not in state) for moved in self._moved),
                    default=Size(0, 0))
-        return {"buffer_bytes": peak.taken, "buffer_transient_bytes": peak.allocated}
+        return {"buffer_bytes": peak.resident, "buffer_transient_bytes": peak.allocated}
 
 
 def _size(storages: Iterable[torch.UntypedStorage]) -> Size:
@@ -146,11 +149,11 @@ def _size(storages: Iterable[torch.UntypedStorage]) -> Size:
 
 def _sum(sizes: Iterable[Size]) -> Size:
     sizes = list(sizes)
-    return Size(sum(size.allocated for size in sizes), sum(size.taken for size in sizes))
+    return Size(sum(size.allocated for size in sizes), sum(size.resident for size in sizes))
 
 
 class DeepSpeedTools:
-    """DeepSpeed's communication logger and FLOPs profiler during one step, to compare with the counts here.
+    """DeepSpeed's communication logger and FLOPs profiler during one step, to compare with ezpz_llm's own counts.
 
     Does nothing in runs without DeepSpeed.
 

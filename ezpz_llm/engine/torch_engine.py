@@ -63,7 +63,7 @@ class TorchEngine(MicroStepEngine):
         (loss / self.batch.accumulation * self._loss_factor).backward()
 
     def step(self, lr: float | None) -> Tensor:
-        """Clip gradients and make an optimizer step; return the global norm (0-d), Inf for a skipped fp16 step."""
+        """Clip gradients and step the optimizer; return the global norm (0-d), Inf for a skipped fp16 step."""
         set_lr(self._optimizer, lr)
         if self.masters is not None:
             self.masters.finish_reduction()

@@ -8,9 +8,9 @@ from ezpz_llm.base import UserError
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
-"""Names of options and YAML settings that differ from the field, whose name is a key of run.json.
+"""Option and YAML name of each field whose name differs from it; run.json uses the field's name.
 
-For one release the field names are accepted as well, with a note.
+For one release, options and YAML files may also use the field's name, with a note.
 """
 
 
@@ -37,12 +37,12 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
                 default_micro_batch: int = 4, where: str | None = None) -> Batch:
     """Compute the missing sizes; any two of the three determine the third.
 
-    With fewer than two, the micro batch is `default_micro_batch` and the accumulation 1. A global batch alone is
-    split into the largest micro batches up to that size that divide it.
+    Without a global batch, a missing micro batch is `default_micro_batch` and a missing accumulation is 1. With a
+    global batch alone, the micro batch is the largest size up to `default_micro_batch` that divides a rank's share.
 
     Raises:
-        UserError: a number below 1, numbers that contradict each other or do not divide (with the nearest valid
-            ones), more ranks than sequences.
+        UserError: a size is below 1, the sizes contradict each other or do not divide (with the nearest valid
+            sizes), or there are more ranks than sequences.
     """
     for name, value in (("global batch", global_batch), ("micro batch", micro_batch),
                         ("accumulation", accumulation)):
@@ -54,7 +54,7 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
         accumulation = accumulation or 1
         return Batch(micro_batch * accumulation * dp_size, micro_batch, accumulation, dp_size)
     if micro_batch is not None and accumulation is not None:
-        return _checked(global_batch, micro_batch, accumulation, dp_size, where)
+        return _batch_if_consistent(global_batch, micro_batch, accumulation, dp_size, where)
     if global_batch < dp_size:
         raise UserError(f"a global batch of {global_batch} sequences cannot feed {dp_size} data-parallel ranks",
                         where=where, instead=f"at least {dp_size} sequences, or at most {global_batch} ranks")
@@ -72,7 +72,8 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
     return Batch(global_batch, micro_batch, accumulation, dp_size)
 
 
-def _checked(global_batch: int, micro_batch: int, accumulation: int, dp_size: int, where: str | None) -> Batch:
+def _batch_if_consistent(global_batch: int, micro_batch: int, accumulation: int, dp_size: int,
+                         where: str | None) -> Batch:
     product = micro_batch * accumulation * dp_size
     if product == global_batch:
         return Batch(global_batch, micro_batch, accumulation, dp_size)
@@ -98,9 +99,9 @@ def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | Non
     instead = f"a global batch of {near}"
     if name and global_batch % dp_size == 0:
         share = global_batch // dp_size
-        fitting = [size for size in range(1, share + 1) if share % size == 0]
-        smaller, larger = ([size for size in fitting if size < factor][-1:],
-                           [size for size in fitting if size > factor][:1])
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        smaller, larger = ([size for size in divisors if size < factor][-1:],
+                           [size for size in divisors if size > factor][:1])
         instead += f", or {name} {' or '.join(map(str, smaller + larger))}"
     raise UserError(f"a global batch of {global_batch} sequences is not a multiple of {product}", where=where,
                     instead=instead)

@@ -1,6 +1,6 @@
 """Rules for parallel degrees and combinations of layout options, each with its reason (imports no torch).
 
-Rules for single ZeRO options are in knobs.py. suggest.py searches for legal alternatives.
+Rules for single ZeRO options are in knobs.py. suggestions.py searches for legal alternatives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_world_size(case: LayoutCheck) -> RuleResults:
     model_ranks = layout.tp * layout.pp * layout.sp
     if case.world_size % model_ranks:
         yield Problem(f"{case.world_size} ranks cannot be divided into groups of tp {layout.tp} x pp {layout.pp} x "
-                      f"sp {layout.sp} = {model_ranks}", ("ranks", *_above_one(layout)),
+                      f"sp {layout.sp} = {model_ranks}", ("ranks", *_degrees_above_one(layout)),
                       ("ranks", "tp", "pp", "sp"))
 
 
@@ -53,7 +53,7 @@ def check_engine(case: LayoutCheck) -> RuleResults:
 
 
 def check_pipeline_stage(case: LayoutCheck) -> RuleResults:
-    """Require ZeRO stage 1 without offload for pipelines."""
+    """Require ZeRO stage 1 without optimizer offload for pipelines; change stage 0 to 1."""
     layout = case.layout
     if layout.pp == 1:
         return
@@ -87,7 +87,7 @@ def check_heads(case: LayoutCheck) -> RuleResults:
     for kind, count in (("attention heads", model.n_head), ("key/value heads", model.n_kv_head)):
         if count % parts:
             yield Problem(f"{count} {kind} cannot be divided by {by}{f' = {parts}' if 'x' in by else ''}",
-                          _above_one(layout, "tp", "sp"), ("tp", "sp"))
+                          _degrees_above_one(layout, "tp", "sp"), ("tp", "sp"))
 
 
 def check_widths(case: LayoutCheck) -> RuleResults:
@@ -103,13 +103,13 @@ def check_widths(case: LayoutCheck) -> RuleResults:
 
 
 def check_pipeline_depth(case: LayoutCheck) -> RuleResults:
-    """Require a block for each pipeline stage."""
+    """Require at least one block per pipeline stage."""
     if case.model is not None and case.layout.pp > case.model.n_layer:
         yield Problem(f"{case.model.n_layer} blocks cannot be divided among {case.layout.pp} pipeline stages",
                       ("pp",), ("pp", "n_layer"))
 
 
-def check_context(case: LayoutCheck) -> RuleResults:
+def check_sequence_length(case: LayoutCheck) -> RuleResults:
     """Require that sp divides the sequence length."""
     sp, model = case.layout.sp, case.model
     if model is not None and model.block_size % sp:
@@ -141,28 +141,28 @@ RULES: tuple[Rule, ...] = (
     check_heads,
     check_widths,
     check_pipeline_depth,
-    check_context,
+    check_sequence_length,
     check_pipeline_bubble,
 )
 
 
 def check_gradient_scaling(values: Mapping[str, Any], layout: Layout, where: str) -> None:
-    """Check keys that scale gradients before ranks start; DeepSpeed would reject them later, on every rank.
+    """Reject keys for gradient scaling that DeepSpeed would reject later, on every rank.
 
     Args:
         values: the keys of a ds_config that DeepSpeed reads.
 
     Raises:
-        UserError: a key that DeepSpeed rejects in this stage.
+        UserError: DeepSpeed does not support a key in this ZeRO stage.
     """
-    # Stage 1 all-reduces. DeepSpeed's reduce-scatter cannot scale before it reduces.
+    # Stage 1 uses all-reduce, before which DeepSpeed can scale gradients.
     if (layout.zero.stage or 0) >= 2 and values.get("zero_optimization", {}).get("reduce_scatter", True):
         for key, neutral in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
             if values.get(key, neutral) != neutral:
                 raise UserError(f"{key} is {json.dumps(values[key])}, but ZeRO stage {layout.zero.stage} uses "
-                                "reduce-scatter, and DeepSpeed does not scale gradients before that", where=where,
+                                "reduce-scatter, and DeepSpeed cannot scale gradients before it", where=where,
                                 instead=f"delete {key}, or set \"reduce_scatter\": false in \"zero_optimization\"")
 
 
-def _above_one(layout: Layout, *names: str) -> tuple[str, ...]:
+def _degrees_above_one(layout: Layout, *names: str) -> tuple[str, ...]:
     return tuple(name for name in names or ("tp", "pp", "sp") if getattr(layout, name) > 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from ezpz_llm.base import UserError, installed, tested_range
 from ezpz_llm.layout.layout import Layout
 
-_EVERY_ENGINE = {
+_EVERY_LAYOUT = {
     "deepspeed.ops": ["__compatible_ops__"],
     "deepspeed.comm.comm": ["comms_logger", "configure"],
     "deepspeed.accelerator.abstract_accelerator": ["_communication_backend_name"],
@@ -65,7 +65,7 @@ def require_support(layout: Layout) -> None:
     """Check that the installed DeepSpeed computes this layout correctly and has each name that its engine uses.
 
     Raises:
-        UserError: it does not.
+        UserError: DeepSpeed is not installed, computes this layout incorrectly, or lacks a name.
     """
     if layout.pp > 1 and _is_older_than(0, 19):
         raise _incorrect("divides gradients by the accumulation steps inconsistently across pipeline stages",
@@ -75,17 +75,17 @@ def require_support(layout: Layout) -> None:
                      layout, "0.18.5", "--ds-config zero1")
     stage, is_pipeline = layout.zero.stage, layout.pp > 1
     offloaded = layout.zero.offload_optimizer, layout.zero.offload_param
-    for is_used, names in ((True, _EVERY_ENGINE), (is_pipeline or stage in (1, 2), _STAGES_1_AND_2),
+    for is_used, names in ((True, _EVERY_LAYOUT), (is_pipeline or stage in (1, 2), _STAGES_1_AND_2),
                            (stage == 3, _STAGE_3), (is_pipeline, _PIPELINE),
                            (offloaded[0] is not None, _OFFLOAD_OPTIMIZER), ("nvme" in offloaded, _NVME)):
         for module in names if is_used else ():
             source_words = _source_words(module)
             for name in names[module]:
                 if not source_words.issuperset(name.split(".")):
-                    raise _missing_name(f"{module}.{name}", layout)
+                    raise _missing_name_error(f"{module}.{name}", layout)
 
 
-def has_bf16(layout: Layout) -> bool:
+def supports_bf16(layout: Layout) -> bool:
     """Return True if the installed DeepSpeed accumulates bf16 parameters' gradients in fp32 in this layout.
 
     Before 0.19, stages 1 and 2 accumulate partly in bf16 (0.18.5) or fail (0.17.6).
@@ -116,7 +116,7 @@ def _source_words(module: str) -> frozenset[str]:
     return frozenset()
 
 
-def _missing_name(name: str, layout: Layout) -> UserError:
+def _missing_name_error(name: str, layout: Layout) -> UserError:
     version, supported = installed("deepspeed"), tested_range("deepspeed")
     if version is None:
         return UserError("deepspeed is not installed in this Python", where=sys.executable,

@@ -57,7 +57,7 @@ class Table:
 
 @functools.cache
 def table() -> Table:
-    """Return the table that comes with the package."""
+    """Read the table in deepspeed_keys.json."""
     stored = read_json(Path(__file__).with_name("deepspeed_keys.json"))
     return Table(stored["deepspeed"], stored["keys"], stored["aliases"])
 
@@ -166,8 +166,8 @@ def load(name_or_path: str) -> DsConfig:
                         instead='{"zero_optimization": {"stage": 1}}')
     block = values.pop(OUR_BLOCK, {})
     warnings: list[str] = []
-    values = _checked(values, table().keys, path, "", warnings)
-    _block(block, OUR_KEYS, path, OUR_BLOCK, warnings)
+    values = _validate_keys(values, table().keys, path, "", warnings)
+    _validate_block(block, OUR_KEYS, path, OUR_BLOCK, warnings)
     return DsConfig(path.stem, path, values, block, tuple(warnings))
 
 
@@ -175,7 +175,7 @@ def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
     """Return `value` if it is a number (with `whole`, an integer).
 
     Raises:
-        UserError: it is not.
+        UserError: `value` is not a number, or not an integer.
     """
     if whole and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -185,32 +185,32 @@ def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
     return value
 
 
-def _checked(values: Mapping[str, Any], keys: Keys, path: Path, prefix: str,
-             warnings: list[str]) -> dict[str, Any]:
+def _validate_keys(values: Mapping[str, Any], keys: Keys, path: Path, prefix: str,
+                   warnings: list[str]) -> dict[str, Any]:
     """Return a block with aliases replaced by DeepSpeed's primary keys and values converted as DeepSpeed does."""
     aliases = table().aliases.get(prefix.rstrip("."), {})
     checked: dict[str, Any] = {}
     for spelling, value in values.items():
         key = aliases.get(spelling, spelling)
-        place = prefix + key
+        dotted_key = prefix + key
         if key in checked:
             names = sorted(name for name in values if aliases.get(name, name) == key)
-            raise UserError(f"{' and '.join(names)} are two names for the same setting", where=f"{place} in {path}",
-                            instead="keep one of them")
-        if place in REMOVED:
-            raise UserError(f"DeepSpeed 0.19 has removed {REMOVED[place]}", where=f"{place} in {path}",
+            raise UserError(f"{' and '.join(names)} are two names for the same setting",
+                            where=f"{dotted_key} in {path}", instead="keep one of them")
+        if dotted_key in REMOVED:
+            raise UserError(f"DeepSpeed 0.19 has removed {REMOVED[dotted_key]}", where=f"{dotted_key} in {path}",
                             instead="delete the key")
         if key not in keys:
-            _unknown_key(key, keys, path, prefix, warnings)
+            _reject_or_warn_unknown(key, keys, path, prefix, warnings)
             checked[key] = value
         elif isinstance(kind := keys[key], str):
-            checked[key] = _value(value, kind, path, place)
+            checked[key] = _convert_value(value, kind, path, dotted_key)
         elif value is not None:  # DeepSpeed treats null as a missing block
-            checked[key] = _block(value, kind, path, place, warnings)
+            checked[key] = _validate_block(value, kind, path, dotted_key, warnings)
     return checked
 
 
-def _unknown_key(key: str, keys: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
+def _reject_or_warn_unknown(key: str, keys: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
     """Raise the error for an unknown key, or warn if the installed DeepSpeed is newer than the table."""
     valid = [*keys, *(() if prefix else (OUR_BLOCK,))]
     error = describe_unknown("key", key, valid, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
@@ -221,18 +221,19 @@ def _unknown_key(key: str, keys: Keys, path: Path, prefix: str, warnings: list[s
                     f"installed {newer} unchanged ({error.instead})")
 
 
-def _value(value: Any, kind: str, path: Path, place: str) -> Any:
+def _convert_value(value: Any, kind: str, path: Path, dotted_key: str) -> Any:
     if value == "auto":
         return value
     try:
         return convert(value, kind)
     except ValueError as error:
-        raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed requires {error}", where=str(path)) from None
+        raise UserError(f"{dotted_key} is {json.dumps(value)}; DeepSpeed requires {error}",
+                        where=str(path)) from None
 
 
-def _block(value: Any, keys: Keys, path: Path, place: str, warnings: list[str]) -> dict[str, Any]:
+def _validate_block(value: Any, keys: Keys, path: Path, dotted_key: str, warnings: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{place} is {json.dumps(value)}, not a block", where=str(path),
-                        instead='"zero_optimization": {"stage": 1}' if place == "zero_optimization" else
-                        f'"{place}": {{…}}')
-    return _checked(value, keys, path, place + ".", warnings)
+        raise UserError(f"{dotted_key} is {json.dumps(value)}, not a block", where=str(path),
+                        instead='"zero_optimization": {"stage": 1}' if dotted_key == "zero_optimization" else
+                        f'"{dotted_key}": {{…}}')
+    return _validate_keys(value, keys, path, dotted_key + ".", warnings)

@@ -24,10 +24,10 @@ DECAY_LR_PEAK = 0.001
 """Default of warmup_max_lr in WarmupDecayLR; in WarmupLR it is the optimizer's learning rate."""
 COS_MIN_RATIO = 0.0001
 
-_READ = ("lr", "betas", "eps", "weight_decay")
+_TRANSLATED = ("lr", "betas", "eps", "weight_decay")
 _FIXED = {"bias_correction": True, "amsgrad": False, "maximize": False, "differentiable": False,
           "fp32_optimizer_states": True}
-"""Parameters for which AdamW here supports only this value."""
+"""Parameters of which ezpz_llm's AdamW supports only this value."""
 _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "foreach", "fused", "capturable", "set_grad_none")
 """Parameters that select an implementation of the same step."""
 _SCHEDULERS = {
@@ -42,8 +42,8 @@ _UNSUPPORTED = {"OneCycle": "it also changes the momentum",
 
 
 @dataclass
-class Given:
-    """Settings of a run in a block, by the names of TrainConfig.
+class BlockSettings:
+    """Settings of a run that the block "optimizer" or "scheduler" sets, by the names of TrainConfig.
 
     `values` are set in the block, `defaults` are DeepSpeed's defaults for missing keys, `of_peak` are learning
     rates as fractions of the peak. Keys with the value "auto" are omitted; the run sets them.
@@ -55,17 +55,17 @@ class Given:
     notes: list[str] = field(default_factory=list)
 
 
-def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], config: DsConfig) -> Given:
+def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], config: DsConfig) -> BlockSettings:
     """Read the block "optimizer"; `autos` are the dotted keys that are "auto".
 
     Raises:
-        UserError: it is not AdamW, or has a parameter that AdamW here does not support.
+        UserError: an optimizer other than AdamW, or an invalid or unsupported parameter.
     """
-    result = Given()
+    result = BlockSettings()
     if not block:
         return result
     where = f"optimizer in {config.path}"
-    kind, params = block.get("type"), _params(block, where)
+    kind, params = block.get("type"), _read_params(block, where)
     if kind is None:
         raise UserError("the optimizer has no type", where=where, instead='"type": "AdamW", or delete the block')
     is_adam = str(kind).lower() == "adam"
@@ -81,7 +81,7 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
         if name in params:
             result.values[name] = float(number(params[name], f"optimizer.params.{name}", config))
     if "betas" in params:
-        result.values.update(_betas(params["betas"], config))
+        result.values.update(_read_betas(params["betas"], config))
     defaults = {**ADAM_DEFAULTS, **({"weight_decay": TORCH_ADAM_DECAY} if params.get("torch_adam") is True else {})}
     for name, value in defaults.items():
         key = "betas" if name.startswith("beta") else name
@@ -96,7 +96,7 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
     return result
 
 
-def _params(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_params(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     params = block.get("params") or {}
     if not isinstance(params, dict):
         raise UserError(f"params is {json.dumps(params)}, not a block", where=where, instead='"params": {…}')
@@ -110,12 +110,12 @@ def _check_parameter(name: str, value: Any, where: str) -> None:
     if name in _FIXED and value != _FIXED[name]:
         raise UserError(f"{name} is {json.dumps(value)}; supported: {json.dumps(_FIXED[name])}", where=where,
                         instead=f"delete the key to use {json.dumps(_FIXED[name])}")
-    supported = (*_READ, *_FIXED, *_WITHOUT_EFFECT)
+    supported = (*_TRANSLATED, *_FIXED, *_WITHOUT_EFFECT)
     if name not in supported:
         raise describe_unknown("parameter", name, supported, where=where)
 
 
-def _betas(value: Any, config: DsConfig) -> dict[str, float]:
+def _read_betas(value: Any, config: DsConfig) -> dict[str, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise UserError(f"optimizer.params.betas is {json.dumps(value)}", where=str(config.path),
                         instead="[0.9, 0.95]")
@@ -123,23 +123,23 @@ def _betas(value: Any, config: DsConfig) -> dict[str, float]:
             for name, beta in zip(("beta1", "beta2"), value, strict=True)}
 
 
-def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], config: DsConfig) -> Given:
+def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], config: DsConfig) -> BlockSettings:
     """Read the block "scheduler".
 
     Raises:
         UserError: an unsupported type or parameter, or a number that DeepSpeed rejects.
     """
-    result = Given()
+    result = BlockSettings()
     if not block:
         return result
     where = f"scheduler in {config.path}"
-    kind, params = block.get("type"), _params(block, where)
+    kind, params = block.get("type"), _read_params(block, where)
     if kind is None:
-        raise UserError("the scheduler has no type", where=where, instead=f'"type": {_or(_SCHEDULERS)}')
+        raise UserError("the scheduler has no type", where=where, instead=f'"type": {_join_quoted(_SCHEDULERS)}')
     if kind not in _SCHEDULERS:
         reason = f" ({_UNSUPPORTED[kind]})" if kind in _UNSUPPORTED else ""
         raise UserError(f"the scheduler is {kind}{reason}; supported: {', '.join(_SCHEDULERS)}", where=where,
-                        instead=f'"type": {_or(_SCHEDULERS)}, or delete the block and pass --schedule')
+                        instead=f'"type": {_join_quoted(_SCHEDULERS)}, or delete the block and pass --schedule')
     supported = _SCHEDULERS[kind]
     for name in params:
         if name not in supported:
@@ -157,7 +157,7 @@ _RATES = {"warmup_min_lr": "warmup_min_lr", "warmup_max_lr": "lr"}
 _RATIOS = {"warmup_min_ratio": ("warmup_min_lr", 0.0), "cos_min_ratio": ("min_lr", COS_MIN_RATIO)}
 
 
-def _read_schedule(settings: Given, params: Mapping[str, Any], autos: Collection[str], config: DsConfig,
+def _read_schedule(settings: BlockSettings, params: Mapping[str, Any], autos: Collection[str], config: DsConfig,
                    kind: str) -> None:
     for key in _SCHEDULERS[kind]:
         place = f"scheduler.params.{key}"
@@ -190,7 +190,7 @@ def _read_schedule(settings: Given, params: Mapping[str, Any], autos: Collection
         settings.defaults["lr"] = DECAY_LR_PEAK
 
 
-def _or(names: Collection[str]) -> str:
+def _join_quoted(names: Collection[str]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
@@ -203,9 +203,9 @@ _BLOCKS = ("bf16", "bfloat16", "fp16", "torch_autocast")
 class DynamicScale:
     """Settings of fp16's dynamic loss scale; the defaults are the same as torch.amp.GradScaler's.
 
-    An overflow halves the scale, except for the first `hysteresis` - 1 overflows since it last rose (with
-    `consecutive`: the first in a row). `window` steps without overflow double it. An overflow below `least` ends
-    the run.
+    An overflow halves the scale, except for the first `hysteresis` - 1 overflows since the scale last doubled
+    (with `consecutive`: the first in a row). `window` steps without overflow double it. An overflow below `least`
+    ends the run.
     """
 
     start: float = 65536.0
@@ -219,11 +219,11 @@ class DynamicScale:
 class Precision:
     """Precision set by a ds_config.
 
-    `name` is None if the run chooses the precision. `blocks` is True if the file has a precision block.
+    `name` is None if the run chooses the precision. `has_blocks` is True if the file has a precision block.
     """
 
     name: str | None = None
-    blocks: bool = False
+    has_blocks: bool = False
     scale: DynamicScale = field(default_factory=DynamicScale)
     notes: tuple[str, ...] = ()
 
@@ -232,7 +232,7 @@ def read_precision(values: Mapping[str, Any], autos: Collection[str], config: Ds
     """Read the precision blocks; `autos` are the dotted keys that are "auto".
 
     Raises:
-        UserError: two precisions are enabled, a dtype is unknown, the loss scale is static.
+        UserError: two precisions are enabled, a dtype is unknown, or the loss scale is static or invalid.
     """
     blocks = {name: values[name] for name in _BLOCKS if values.get(name) is not None}
     enabled = {name: _DTYPES[name] for name in ("bf16", "bfloat16", "fp16")
@@ -246,21 +246,21 @@ def read_precision(values: Mapping[str, Any], autos: Collection[str], config: Ds
     if len(set(enabled.values())) > 1:
         raise UserError(f"several precisions are enabled ({', '.join(enabled)})", where=str(config.path),
                         instead="enable one of them")
-    scale = _scale(blocks["fp16"], config) if "fp16" in blocks else DynamicScale()
-    notes = _without_effect(blocks, config)
+    scale = _read_loss_scale(blocks["fp16"], config) if "fp16" in blocks else DynamicScale()
+    notes = _no_effect_notes(blocks, config)
     if enabled:
         return Precision(next(iter(enabled.values())), True, scale, tuple(notes))
     if not blocks:
         return Precision()
     has_auto = any(f"{name}.enabled" in autos for name in blocks)
-    no_bf16 = any(name in blocks and f"{name}.enabled" not in autos for name in ("bf16", "bfloat16"))
-    if has_auto and not no_bf16:
+    is_bf16_off = any(name in blocks and f"{name}.enabled" not in autos for name in ("bf16", "bfloat16"))
+    if has_auto and not is_bf16_off:
         return Precision(None, True, scale, tuple(notes))
     notes.insert(0, f"no precision is enabled in {config.path.name}: using fp32")
     return Precision("fp32", True, scale, tuple(notes))
 
 
-def _scale(block: Mapping[str, Any], config: DsConfig) -> DynamicScale:
+def _read_loss_scale(block: Mapping[str, Any], config: DsConfig) -> DynamicScale:
     """Read the loss scale settings, with DeepSpeed's defaults for missing keys."""
     static = block.get("loss_scale") or 0
     if static and block.get("enabled") is not False:
@@ -280,8 +280,8 @@ def _scale(block: Mapping[str, Any], config: DsConfig) -> DynamicScale:
     return scale
 
 
-def _without_effect(blocks: Mapping[str, Mapping[str, Any]], config: DsConfig) -> list[str]:
-    """Return notes on keys for DeepSpeed's own low-precision parameters and gradients."""
+def _no_effect_notes(blocks: Mapping[str, Mapping[str, Any]], config: DsConfig) -> list[str]:
+    """Return notes on keys of the precision blocks that have no effect."""
     reasons = {("bf16", "immediate_grad_update", True): "gradients are always accumulated immediately",
                ("bf16", "check_grad_overflow", False): "a step with non-finite gradients is still skipped",
                ("fp16", "auto_cast", True): "inputs are tokens, and autocast casts the activations"}

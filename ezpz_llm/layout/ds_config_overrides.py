@@ -15,7 +15,13 @@ from typing import Any
 
 from ezpz_llm.base import UserError
 from ezpz_llm.layout.ds_config import DsConfig, number
-from ezpz_llm.layout.ds_config_blocks import Given, Precision, read_optimizer, read_precision, read_scheduler
+from ezpz_llm.layout.ds_config_blocks import (
+    BlockSettings,
+    Precision,
+    read_optimizer,
+    read_precision,
+    read_scheduler,
+)
 
 BATCH_KEYS = {"global_batch": "train_batch_size", "micro_batch": "train_micro_batch_size_per_gpu",
               "accumulation": "gradient_accumulation_steps"}
@@ -109,8 +115,8 @@ class RunOverrides:
     batch: dict[str, int] = field(default_factory=dict)
     clip: float | None = None
     precision: Precision = field(default_factory=Precision)
-    optimizer: Given = field(default_factory=Given)
-    scheduler: Given = field(default_factory=Given)
+    optimizer: BlockSettings = field(default_factory=BlockSettings)
+    scheduler: BlockSettings = field(default_factory=BlockSettings)
     recompute: int | None = None
     gradients: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -160,7 +166,7 @@ def split_ds_config(config: DsConfig) -> RunOverrides:
     for key in ("activation_checkpointing", "bf16", "bfloat16", "communication_data_type", "data_types", "fp16",
                 "optimizer", "pipeline", "scheduler", "sequence_parallel_size", "tensor_parallel",
                 "torch_autocast"):
-        remaining.pop(key, None)  # the rules allowed only what the run does anyway, or ezpz_llm's own layers do it
+        remaining.pop(key, None)  # _RULES allowed only what the run does anyway, or ezpz_llm implements it
     return overrides
 
 

@@ -14,7 +14,7 @@ from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_shapes
 
-SWAPPED_FROM = 1 << 20
+MIN_SWAPPED_BYTES = 1 << 20
 """Minimum bytes of a parameter's shard or a sub-group's state that DeepSpeed moves into a file."""
 
 _READ_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
@@ -31,7 +31,7 @@ def requested_nvme_path(config: DsConfig) -> str | None:
     """Return the nvme_path of a ds_config.
 
     Raises:
-        UserError: it has two different ones.
+        UserError: two blocks name different folders.
     """
     zero = config.values.get("zero_optimization", {})
     paths = {str(path) for block in _BLOCKS
@@ -59,9 +59,9 @@ def nvme_note(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
 
 def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, world_size: int,
                   where: str) -> dict[str, Any]:
-    """Complete the block "zero_optimization" with large enough buffers.
+    """Return the block "zero_optimization" with large enough buffers for offload to NVMe.
 
-    Removes nvme_path, which each rank sets itself.
+    Omits nvme_path, which each rank sets itself.
 
     Raises:
         UserError: a value with which DeepSpeed would fail in the middle of a step.
@@ -71,8 +71,8 @@ def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | Non
     if layout.zero.offload_optimizer == "nvme":
         block = zero["offload_optimizer"]
         # Buffers for the sub-group in memory, the sub-group being read ahead, and the sub-group being written.
-        _at_least(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
-                  "a sub-group has weights, gradients and two moments")
+        _set_minimum(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
+                     "a sub-group has weights, gradients and two moments")
     if layout.zero.offload_param == "nvme":
         for key in _READ_AHEAD:
             if zero.setdefault(key, 0) != 0:
@@ -80,15 +80,15 @@ def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | Non
                                 instead="delete the key: DeepSpeed runs out of buffers if it prefetches parameters "
                                         "or keeps them for reuse")
         # A layer's weight and bias, and a tied embedding table.
-        _at_least(zero["offload_param"], "buffer_count", 5, where, "a layer's parameters are read together")
+        _set_minimum(zero["offload_param"], "buffer_count", 5, where, "a layer's parameters are read together")
         if model is not None:
             largest = -(-_largest_parameter(model, layout.tp) // (layout.dp_size(world_size) * layout.sp))
-            _at_least(zero["offload_param"], "buffer_size", max(largest, SWAPPED_FROM // 4), where,
-                      "a buffer holds a rank's shard of the largest parameter")
+            _set_minimum(zero["offload_param"], "buffer_size", max(largest, MIN_SWAPPED_BYTES // 4), where,
+                         "a buffer holds a rank's shard of the largest parameter")
     return zero
 
 
-def _at_least(block: dict[str, Any], key: str, minimum: int, where: str, reason: str) -> None:
+def _set_minimum(block: dict[str, Any], key: str, minimum: int, where: str, reason: str) -> None:
     """Set a missing value to the minimum, and reject a smaller one."""
     if block.setdefault(key, minimum) < minimum:
         raise UserError(f"{key} is {block[key]:.0f} and must be at least {minimum}: {reason}", where=where,
@@ -110,25 +110,26 @@ Nothing overlaps the reduction of the last bucket, so it should be small, but be
 """
 _BUCKETS_PER_PASS = 8
 """Number of buckets per backward pass: the first reduction begins after an eighth of the gradients."""
-_PERSISTS = 100_000
+_PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's default for the elements up to which stage 3 replicates a parameter on each rank."""
 
 
-def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
-          device: str | None = None) -> dict[str, tuple[int | bool, str]]:
+def default_sizes(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
+                  device: str | None = None) -> dict[str, tuple[int | bool, str]]:
     """Return values and reasons for missing keys of the block "zero_optimization".
 
-    Sizes are in elements. Empty in stage 0. Without a model, only the defaults that fit every model.
+    Sizes are in elements. In stage 0 the result is empty. Without a model, it has only defaults that suit every
+    model.
 
     Args:
         device: kind of the device, None if unknown.
     """
     if not layout.zero.stage:
         return {}
-    defaults: dict[str, tuple[int | bool, str]] = {**_sizes(layout, model)}
+    defaults: dict[str, tuple[int | bool, str]] = {**_bucket_sizes(layout, model)}
     if device in DEVICES and not DEVICES[device].overlaps:
         # Other devices copy during the backward pass; the cost there was not measured.
-        defaults |= _avoid_copy(zero, layout)
+        defaults |= _copy_saving_default(zero, layout)
     elif device in DEVICES and _overlaps_gradients(zero, layout):
         defaults["overlap_comm"] = True, "reduces gradients during the backward pass"
         if zero.get("overlap_comm", True):
@@ -140,7 +141,7 @@ def _overlaps_gradients(zero: Mapping[str, Any], layout: Layout) -> bool:
     """Return True if overlap_comm helps: DeepSpeed's stages 1 and 2 can then reduce during the backward pass.
 
     Stage 3 overlaps by default, and pipelines turn overlap off. With optimizer offload gradients leave the
-    device, so DeepSpeed's default stays. Without contiguous gradients, or if each part of a bucket is reduced
+    device, so DeepSpeed's default is kept. Without contiguous gradients, or if each part of a bucket is reduced
     only to its owner, DeepSpeed synchronizes the device before each overlapped reduction.
     """
     return (layout.zero.stage in (1, 2) and layout.pp == 1 and layout.zero.offload_optimizer is None
@@ -158,8 +159,8 @@ def _smaller_buckets(layout: Layout, model: ModelConfig | None) -> dict[str, tup
     return {"reduce_bucket_size": (size, f"{reason}, reduced during the backward pass")}
 
 
-def _avoid_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:
-    """Turn off the option that copies all gradients once more per step, unless the user chose how to reduce."""
+def _copy_saving_default(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:
+    """Return a default that saves a copy of all gradients per step, unless the user chose how to reduce."""
     if layout.zero.stage == 3:
         # Stage 3 copies gradients from the contiguous bucket into the reduce-scatter input.
         key, chosen_by = "contiguous_gradients", "reduce_scatter"
@@ -169,7 +170,7 @@ def _avoid_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool
     return {} if chosen_by in zero else {key: (False, "saves CPUs one copy of all gradients per step")}
 
 
-def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
+def _bucket_sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
     sizes = dict.fromkeys(("reduce_bucket_size",) if layout.zero.stage == 3 else
                           ("reduce_bucket_size", "allgather_bucket_size"), (_MAX_BUCKET, "200 MB of fp32"))
     if model is not None:
@@ -183,5 +184,6 @@ def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, st
                 min(_MAX_BUCKET, -(-block // layout.tp)), "one block, prefetched while the previous block computes")
             vectors = max((prod(shape) for shape in shapes.values() if len(shape) == 1), default=0)
             sizes["stage3_param_persistence_threshold"] = (
-                max(_PERSISTS, vectors), "norms and biases stay replicated, because gathering each costs a message")
+                max(_PERSISTENCE_THRESHOLD, vectors),
+                "norms and biases stay replicated, because gathering each costs a message")
     return sizes

@@ -40,7 +40,7 @@ class LayoutCheck:
 class Problem:
     """Reason why a case cannot run.
 
-    `names` are the values that conflict, `knobs` the values to change.
+    `names` are the values that conflict, `knobs` the values to change to resolve the conflict.
     """
 
     message: str
@@ -71,7 +71,7 @@ class StoredState:
 
 
 MemoryTerm = Callable[[Mapping[Kind, StoredState], Layout, int, int], dict[Kind, StoredState]]
-"""(state of a rank by kind, layout, its parameters before sharding, ranks that share them) -> new state by kind."""
+"""(state of a rank by kind, layout, the rank's parameters before sharding, ranks that share them) -> new state."""
 
 TrafficTerm = Callable[[Mapping[str, int], Layout, int, int], dict[str, int]]
 """(bytes of a step by kind, the layout, micro-steps, ranks that share the parameters) -> bytes by kind.
@@ -106,18 +106,18 @@ class Knob:
         return parts[-2] if parts[-1] == "device" else parts[-1]
 
     def shown(self, layout: Layout) -> str:
-        """Return a layout's value as text."""
+        """Return the layout's value of the option as text."""
         value = getattr(layout.zero, self.field)
         return ", ".join(f"{name} {rows} x {columns}" for name, rows, columns in value) if self.field == "tiled" \
             else str(value)
 
     def is_set(self, layout: Layout) -> bool:
-        """Return True if a layout does not have the default value."""
+        """Return True if the layout's value differs from the default."""
         return getattr(layout.zero, self.field) != getattr(ZeroOptions(), self.field)
 
 
 def check_zero_stage(case: LayoutCheck) -> RuleResults:
-    """Reject ZeRO stages in other engines than DeepSpeed."""
+    """Reject ZeRO stages 1 to 3 in engines other than DeepSpeed."""
     layout = case.layout
     if layout.engine != "deepspeed" and layout.zero.stage:
         yield Problem(f"engine {layout.engine} does not support ZeRO stage {layout.zero.stage}",
@@ -125,7 +125,7 @@ def check_zero_stage(case: LayoutCheck) -> RuleResults:
 
 
 def check_offload_optimizer(case: LayoutCheck) -> RuleResults:
-    """Require ZeRO stage 1 for optimizer offload, stage 3 for offload to NVMe."""
+    """Require ZeRO stage 1 or more for optimizer offload, stage 3 for NVMe."""
     place = case.layout.zero.offload_optimizer
     # Below stage 3, DeepSpeed silently uses CPU memory for "nvme".
     return _check_offload(case.layout, "offload_optimizer", place, 3 if place == "nvme" else 1)
@@ -184,7 +184,7 @@ def check_tiled_sizes(case: LayoutCheck) -> RuleResults:
 
 
 def check_hpz(case: LayoutCheck) -> RuleResults:
-    """Require for hpZ ZeRO stage 3, no tensor parallelism, and a partition size that divides the ranks."""
+    """Ignore hpZ below stage 3; reject it with tp, and sizes that do not divide the ranks."""
     layout, size = case.layout, case.layout.zero.hpz_partition_size
     if size == 1:
         return
@@ -217,8 +217,8 @@ def check_shard_within(case: LayoutCheck) -> RuleResults:
                       "number of ranks per node", ("shard_within", "ranks"), ("shard_within", "ranks"))
 
 
-def _shard(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers: int) -> dict[Kind, StoredState]:
-    stage, share = layout.shard_stage(), -(-whole // peers)
+def _shard(states: Mapping[Kind, StoredState], layout: Layout, total: int, peers: int) -> dict[Kind, StoredState]:
+    stage, share = layout.shard_stage(), -(-total // peers)
     states = dict(states)
     sharded: tuple[tuple[Kind, int], ...] = (("parameters", 3), ("gradients", 2), ("optimizer", 1))
     for kind, since in sharded:
@@ -233,7 +233,7 @@ def _shard(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers
 _OFFLOADED: Mapping[str, Where] = {"cpu": "host", "nvme": "files"}
 
 
-def _offload_optimizer(states: Mapping[Kind, StoredState], layout: Layout, whole: int,
+def _offload_optimizer(states: Mapping[Kind, StoredState], layout: Layout, total: int,
                        peers: int) -> dict[Kind, StoredState]:
     if layout.zero.offload_optimizer is None:
         return dict(states)
@@ -241,32 +241,32 @@ def _offload_optimizer(states: Mapping[Kind, StoredState], layout: Layout, whole
     moved: dict[Kind, StoredState] = {kind: replace(state, where=place) for kind, state in states.items()
                                       if kind in ("optimizer", "copy")}
     # DeepSpeed keeps offloaded gradients in CPU memory even if the optimizer state is in files.
-    return {**states, "gradients": StoredState("host", 4, -(-whole // peers)), **moved}
+    return {**states, "gradients": StoredState("host", 4, -(-total // peers)), **moved}
 
 
-def _offload_param(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers: int) -> dict[Kind,
+def _offload_param(states: Mapping[Kind, StoredState], layout: Layout, total: int, peers: int) -> dict[Kind,
                                                                                                        StoredState]:
     if layout.zero.offload_param is None:
         return dict(states)
     return {**states, "parameters": replace(states["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
 
 
-def _second_copy(states: Mapping[Kind, StoredState], layout: Layout, whole: int, peers: int) -> dict[Kind,
+def _second_copy(states: Mapping[Kind, StoredState], layout: Layout, total: int, peers: int) -> dict[Kind,
                                                                                                      StoredState]:
     size = layout.zero.hpz_partition_size
     if size == 1:
         return dict(states)
     place: Where = "device" if layout.zero.offload_param is None else "host"
     # The copy has the parameters' dtype.
-    return {**states, "secondary": StoredState(place, states["parameters"].itemsize, -(-whole // min(size, peers)))}
+    return {**states, "secondary": StoredState(place, states["parameters"].itemsize, -(-total // min(size, peers)))}
 
 
-def _shard_in_groups(states: Mapping[Kind, StoredState], layout: Layout, whole: int,
+def _shard_in_groups(states: Mapping[Kind, StoredState], layout: Layout, total: int,
                      peers: int) -> dict[Kind, StoredState]:
     size = layout.zero.shard_within
     if size is None:
         return dict(states)
-    return {kind: replace(state, elements=-(-whole // min(size, peers))) for kind, state in states.items()}
+    return {kind: replace(state, elements=-(-total // min(size, peers))) for kind, state in states.items()}
 
 
 def _shard_traffic(volume: Mapping[str, int], layout: Layout, micro_steps: int, peers: int) -> dict[str, int]:
@@ -282,7 +282,7 @@ def _gather_in_groups(volume: Mapping[str, int], layout: Layout, micro_steps: in
     size = layout.zero.hpz_partition_size
     if size == 1 or size >= peers:
         return dict(volume)
-    # The first forward pass after an optimizer step makes the second copy, which serves until the next step.
+    # The first forward pass after an optimizer step creates the second copy, which is used until the next step.
     once = volume["all_gather"] // (2 * micro_steps)
     return {**volume, "all_gather": once, f"all_gather ({size} ranks)": volume["all_gather"] - once}
 
@@ -327,7 +327,7 @@ SIZES = frozenset({
 """Keys of "zero_optimization" that certified runs set but a layout does not contain: message sizes and overlap."""
 
 
-def uncertified(values: Mapping[str, Any], layout: Layout) -> list[str]:
+def uncertified_keys(values: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return the keys of a ds_config's block "zero_optimization" that no certificate covers."""
     certified = {knob.key.split(".")[1] for knob in KNOBS} | SIZES | {"cpu_offload"}
     return [*(f"{knob.name} {knob.shown(layout)}" for knob in KNOBS

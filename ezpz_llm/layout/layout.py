@@ -99,7 +99,7 @@ class Layout:
         """Read a record that `as_record` wrote, also in releases with fewer options.
 
         Raises:
-            UserError: a missing or unknown field, or one of a wrong type.
+            UserError: a field is missing, unknown, or has the wrong type.
         """
         if isinstance(record, dict):
             named = {"stage" if key == "zero_stage" else key: value for key, value in record.items()}
@@ -116,7 +116,7 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     constraints.py checks whether it can run.
 
     Raises:
-        UserError: an invalid value, or two that contradict each other.
+        UserError: a value is invalid, or two values contradict each other.
     """
     place = f"{OUR_BLOCK} in {config.path}"
     arguments = {"tp": tp, "pp": pp, "sp": sp}
@@ -129,16 +129,16 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
             raise UserError(f"the {DEGREE_NAMES[name]} degree {name} is {json.dumps(value)}", where=where,
                             instead="a whole number of at least 1")
         degrees[name] = value
-    engine = _choice(config.ours.get("engine", "deepspeed"), "engine", get_args(Engine), place)
-    partition = _choice(config.ours.get("partition", "parameters"), "partition", get_args(Partition), place)
+    engine = _check_choice(config.ours.get("engine", "deepspeed"), "engine", get_args(Engine), place)
+    partition = _check_choice(config.ours.get("partition", "parameters"), "partition", get_args(Partition), place)
     zero = config.values.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
     group = zero.get("zero_hpz_partition_size", 1)
     # Keep a stage or option that the engine does not support: constraints.py reports it.
-    options = ZeroOptions(stage if stage or engine == "deepspeed" else None, _offload(config, "optimizer"),
-                          _offload(config, "param"), _tiled(config.ours.get("tiled", {}), place),
+    options = ZeroOptions(stage if stage or engine == "deepspeed" else None, _offload_device(config, "optimizer"),
+                          _offload_device(config, "param"), _parse_tiled(config.ours.get("tiled", {}), place),
                           1 if group == "auto" else max(group, 1), _shard_within(config, shard_within, place))
     return Layout(config.name, engine, options, partition=partition, **degrees)
 
@@ -151,13 +151,13 @@ def _shard_within(config: DsConfig, argument: int | None, place: str) -> int | N
     return value
 
 
-def _choice(value: Any, name: str, choices: tuple[str, ...], where: str) -> Any:
+def _check_choice(value: Any, name: str, choices: tuple[str, ...], where: str) -> Any:
     if value not in choices:
         raise describe_unknown(name, str(value), choices, where=where)
     return value
 
 
-def _tiled(block: Any, where: str) -> tuple[tuple[str, int, int], ...]:
+def _parse_tiled(block: Any, where: str) -> tuple[tuple[str, int, int], ...]:
     """Read {"mlp.c_fc": [1, 4]}: by name within a block, the number of tiles along input and output."""
     def is_pair(value: Any) -> bool:
         return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
@@ -168,8 +168,8 @@ def _tiled(block: Any, where: str) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, *value) for name, value in block.items())
 
 
-def _offload(config: DsConfig, state: str) -> Offload | None:
-    """Return where a ds_config offloads the optimizer state or the parameters."""
+def _offload_device(config: DsConfig, state: str) -> Offload | None:
+    """Return the target of offload for `state`, "optimizer" or "param", in a ds_config."""
     zero = config.values.get("zero_optimization", {})
     key = f"offload_{state}"
     device = zero.get(key, {}).get("device", "none")
@@ -177,7 +177,7 @@ def _offload(config: DsConfig, state: str) -> Offload | None:
         device = "cpu"
     if device in ("none", None):
         return None
-    _choice(device, f"{key}.device", ("none", *get_args(Offload)), str(config.path))
+    _check_choice(device, f"{key}.device", ("none", *get_args(Offload)), str(config.path))
     return device
 
 
@@ -217,7 +217,7 @@ def tp_crossing_warning(layout: Layout, places: Places, can_run: Callable[[int, 
         can_run: returns True if the run is legal for a world size and a tensor-parallel degree.
     """
     ends = list(accumulate(count for _, count in places))
-    # Groups begin at multiples of tp, so a node that ends elsewhere splits one.
+    # Groups begin at multiples of tp, so a node boundary at any other rank splits a group.
     split = sorted({end // layout.tp for end in ends[:-1] if end % layout.tp})
     if not split:
         return None

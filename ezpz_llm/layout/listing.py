@@ -59,10 +59,10 @@ def layout_purposes() -> dict[str, str]:
 
 def named_layouts(model: ModelConfig, world_size: int) -> list[NamedLayout]:
     """Return an entry for every shipped layout, with its own degrees."""
-    return [_named(layout, model, world_size) for layout in shipped_layouts()]
+    return [_named_layout(layout, model, world_size) for layout in shipped_layouts()]
 
 
-def _named(layout: Layout, model: ModelConfig, world_size: int) -> NamedLayout:
+def _named_layout(layout: Layout, model: ModelConfig, world_size: int) -> NamedLayout:
     case = LayoutCheck(layout, world_size, model)
     used, _, problem = validate(case)
     if problem is not None:
@@ -71,14 +71,14 @@ def _named(layout: Layout, model: ModelConfig, world_size: int) -> NamedLayout:
     try:
         check_engine("bf16", used, "--precision")
     except UserError:
-        in_bf16: tuple[Part, ...] = ()
+        memory_bf16: tuple[Part, ...] = ()
     else:
-        in_bf16 = memory_per_rank(used, model, world_size, precision="bf16")
-    return NamedLayout(layout.name, used.degrees(world_size), _memory(used, model, world_size), in_bf16)
+        memory_bf16 = memory_per_rank(used, model, world_size, precision="bf16")
+    return NamedLayout(layout.name, used.degrees(world_size), _memory(used, model, world_size), memory_bf16)
 
 
 def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
-    """Return the memory under autocast, the default on devices."""
+    """Return the memory with fp32 parameters, including autocast's copies."""
     return (*memory_per_rank(layout, model, world_size), cast_per_rank(layout, model))
 
 
@@ -121,7 +121,7 @@ _FOOT = """\
 Memory is for the rank that needs most, in fp32. Bytes per parameter: 4 for the value, 4 for the gradient,
 8 for Adam's moments, and 4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of
 the blocks' matrices that autocast keeps from forward to backward pass. "bf16": on the device with --precision
-bf16; "-" for none, or if the layout does not support bf16. Activations, buckets and gathered layers come on top.
+bf16. "-": zero bytes, or not supported. Activations, buckets and gathered layers come on top.
 Pass --tp, --pp and --sp to run a named layout with other degrees."""
 
 
@@ -159,7 +159,7 @@ def legal_text(model: str, world_size: int, named: list[NamedLayout], grids: lis
 
 def as_json(model: str, world_size: int, named: list[NamedLayout], grids: list[LegalGrid],
             ranks_per_node: int | None) -> dict[str, Any]:
-    """Return the same lists as JSON values, in bytes."""
+    """Return the lists of `legal_text` as JSON values, with memory in bytes."""
     return {
         "model": model,
         "world_size": world_size,

@@ -39,7 +39,7 @@ class Part:
 def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
                     optimizer: OptimizerName = "adamw", precision: str = "fp32",
                     gradients: GradientDtypes = FP32_GRADIENTS) -> tuple[Part, ...]:
-    """Return the state of the rank with most parameters, under a legal layout.
+    """Return the bytes of state on the rank with most parameters, for a legal layout.
 
     ZeRO also shards over sequence-parallel ranks, which have the same parameters. With adamw_8bit all moments
     count as 8-bit; biases and norms, whose moments are fp32, are less than 0.1 % of the parameters.
@@ -129,7 +129,7 @@ def bucket_bytes(layout: Layout, model: ModelConfig, given: Mapping[str, Any], d
 
 
 def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:
-    """Return the bytes in one location, of these kinds or of all."""
+    """Return the bytes in one location, of the given kinds or of all kinds."""
     return sum(part.bytes for part in parts if part.where == where and (not kinds or part.kind in kinds))
 
 
@@ -153,7 +153,7 @@ class Pass:
 
     `recompute` is the trainer's setting, `score_bytes` the bytes of attention scores kept per layer
     (model/attention_kernels.py), `chunk` the number of tokens whose logits exist at the same time (0: all).
-    `blockwise` is True if attention uses ezpz_llm's CPU kernel.
+    `cpu` is True if the model runs on CPUs, and `blockwise` is True if attention uses ezpz_llm's CPU kernel.
     """
 
     micro_batch: int
@@ -172,11 +172,11 @@ def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
     A pipeline stage keeps the activations of the micro batches in flight after it.
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
-    return max(_stage(layout, model, work, range(bounds[stage], bounds[stage + 1]), stage)
+    return max(_stage_bytes(layout, model, work, range(bounds[stage], bounds[stage + 1]), stage)
                for stage in range(layout.pp))
 
 
-def _stage(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage: int) -> int:
+def _stage_bytes(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage: int) -> int:
     tokens = work.micro_batch * model.block_size // layout.sp
     whole = tokens * block_bytes(model, layout.tp, work) + work.score_bytes // layout.tp
     recomputed = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)

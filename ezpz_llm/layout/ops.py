@@ -31,7 +31,7 @@ from ezpz_llm.layout.layout import Layout
 OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
 """Ops that the shipped layouts need, with DeepSpeed's builder; dependencies come first."""
 
-BUILT_ON = {"async_io": ("pin_memory",)}
+OP_DEPENDENCIES = {"async_io": ("pin_memory",)}
 """Ops to load before another op: async_io allocates page-locked memory with pin_memory."""
 
 
@@ -39,7 +39,7 @@ def needed_ops(layout: Layout) -> tuple[str, ...]:
     """Return the ops that a layout needs."""
     needed: tuple[str, ...] = ("cpu_adam",) if layout.zero.offload_optimizer else ()
     if "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param):
-        needed += (*BUILT_ON["async_io"], "async_io")
+        needed += (*OP_DEPENDENCIES["async_io"], "async_io")
     return needed
 
 
@@ -78,7 +78,7 @@ def reject_unbuilt_ops(names: Sequence[str], needed_by: str | None = None) -> No
     """Check that all of the ops are built.
 
     Raises:
-        UserError: an op is missing. Says how to build it, and names locks of running or killed builds.
+        UserError: an op is missing. The message names the command that builds it and locks of unfinished builds.
     """
     missing = [name for name in names if not is_built(name)]
     if not missing:
@@ -139,7 +139,7 @@ def build(name: str) -> None:
     _check_tools()
     if name == "async_io":
         _check_libaio()
-    for dependency in BUILT_ON.get(name, ()):
+    for dependency in OP_DEPENDENCIES.get(name, ()):
         if not is_built(dependency):
             build(dependency)
     Heartbeat(os.environ).beat(BUILDING)
@@ -150,7 +150,7 @@ def build(name: str) -> None:
 
 
 def lock_holder(lock: Path) -> int | None:
-    """Return the id of a process that works in the lock's folder; without one, the lock is stale."""
+    """Return the id of a process that uses the lock's folder, or None if the lock is stale."""
     folder = str(lock.parent)
     for process in psutil.process_iter(["cmdline", "cwd"]):
         argv = process.info["cmdline"] or []
@@ -187,7 +187,7 @@ def _compiler() -> list[str]:
 
 
 def _search_path() -> str:
-    # Also find programs of a virtual environment that is not activated.
+    # Also find programs in the virtual environment of this Python if it is not activated.
     return os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
 
 
@@ -201,7 +201,7 @@ def _hold_build_lock(name: str) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise UserError(f"{name} is being built by another process ({file.read().strip()})",
-                            where=str(building_dir() / name), instead="wait for that build, or end it",
+                            where=str(building_dir() / name), instead="wait for that build, or stop it",
                             exit_code=1) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -229,7 +229,7 @@ def _remove_unfinished(name: str) -> None:
 def _compile(name: str) -> None:
     """Compile the op with DeepSpeed's builder in a subprocess, then move it into the cache."""
     log = ops_dir() / f"{name}.log"
-    loads = "".join(f"load_op({dependency!r}); " for dependency in BUILT_ON.get(name, ()))
+    loads = "".join(f"load_op({dependency!r}); " for dependency in OP_DEPENDENCIES.get(name, ()))
     program = (f"from deepspeed.accelerator import get_accelerator as a; "
                f"from ezpz_llm.engine.deepspeed_import import load_op; {loads}"
                f"a().create_op_builder({OPS[name]!r}).load(verbose=True)")
@@ -253,12 +253,12 @@ def _compile(name: str) -> None:
             raise
     if code != 0 or not (building_dir() / name / f"{name}.so").is_file():
         shutil.rmtree(building_dir() / name, ignore_errors=True)
-        raise UserError(f"compiling {name} failed: {_reason(log)}", where=str(log), exit_code=1,
+        raise UserError(f"compiling {name} failed: {_failure_reason(log)}", where=str(log), exit_code=1,
                         instead="see the log; headers and compiler must match the installed torch")
     (building_dir() / name).rename(ops_dir() / name)
     print(f"building {name}: done in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _reason(log: Path) -> str:
+def _failure_reason(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it printed nothing")

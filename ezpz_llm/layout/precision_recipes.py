@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ezpz_llm.base import UserError, describe_unknown, installed
-from ezpz_llm.layout.deepspeed_versions import has_bf16
+from ezpz_llm.layout.deepspeed_versions import supports_bf16
 from ezpz_llm.layout.layout import Layout
 
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -21,8 +21,8 @@ GradientDtype = Literal["fp32", "bf16"]
 class GradientDtypes:
     """Dtypes in which gradients are accumulated over micro-steps and reduced over ranks.
 
-    fp32 is the default of every engine, and the only choice in `bf16_autocast` and fp32, where gradients have the
-    dtype of their parameters.
+    fp32 is the default, and the only choice in recipes other than bf16, where gradients have the dtype of fp32
+    parameters.
     """
 
     accumulated: GradientDtype = "fp32"
@@ -68,7 +68,7 @@ SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.scales_loss)
 
 
 def computed_as(layout: Layout, name: str) -> Layout:
-    """Return the layout whose settings DeepSpeed gets for this layout and recipe.
+    """Return the layout with which DeepSpeed is configured for this layout and recipe.
 
     In bf16, ZeRO stage 1 runs with the settings of stage 2. With fp32 accumulation, DeepSpeed 0.19 would use
     another optimizer for stage 1, which keeps all gradients in both bf16 and fp32 and reduces them after the
@@ -89,11 +89,11 @@ def deepspeed_blocks(name: str, gradients: GradientDtypes) -> dict[str, Any]:
             "communication_data_type": gradients.reduced}
 
 
-def has_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
-    """Return True if the layout's engine supports this recipe with 2-byte parameters."""
+def supports_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
+    """Return True if the layout's engine supports this recipe's fp32 master weights."""
     if layout.engine == "deepspeed":
         # DeepSpeed's fp16 uses its own loss scale, which is not shared by all ranks.
-        return bool(layout.zero.stage) and recipe.products == "bf16" and has_bf16(layout)
+        return bool(layout.zero.stage) and recipe.products == "bf16" and supports_bf16(layout)
     return True
 
 
@@ -101,11 +101,11 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
     """Check that the layout's engine supports a recipe; None and "auto" always pass.
 
     Raises:
-        UserError: it does not. Names the engine and a supported recipe.
+        UserError: the engine does not support it. The message names a supported recipe.
     """
     recipe = RECIPES.get(name or "")
     engine = "pipeline" if layout.pp > 1 else layout.engine
-    if recipe is None or not recipe.has_masters or has_masters(recipe, layout):
+    if recipe is None or not recipe.has_masters or supports_masters(recipe, layout):
         return
     if layout.zero.stage == 0 and layout.pp == 1:
         degrees = "".join(f" --{key} {size}" for key, size in (("tp", layout.tp), ("sp", layout.sp)) if size > 1)
@@ -128,7 +128,7 @@ def check_gradients(gradients: GradientDtypes, name: str | None, layout: Layout,
         sources: source of "grad_accum_dtype" and "reduce_dtype".
 
     Raises:
-        UserError: they do not.
+        UserError: a dtype is unknown or unsupported.
     """
     for key, dtype in (("grad_accum_dtype", gradients.accumulated), ("reduce_dtype", gradients.reduced)):
         if dtype not in get_args(GradientDtype):

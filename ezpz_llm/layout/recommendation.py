@@ -18,7 +18,7 @@ from ezpz_llm.model.loss_chunk import choose_chunk, most_logits
 from ezpz_llm.observe.tables import table
 
 RECIPES = ("bf16", "bf16_autocast")
-"""In order of preference: "bf16" sends half the bytes."""
+"""Recipes in order of preference: "bf16" sends half as many bytes as "bf16_autocast"."""
 USABLE = 0.85
 """Fraction of a device's memory for states and activations.
 
@@ -37,7 +37,7 @@ class Choice:
     bytes: dict[str, int | None]
 
     def recipe(self, most: float) -> str | None:
-        """Return the first recipe that fits."""
+        """Return the first recipe that needs at most `most` bytes, or None."""
         return next((name for name, size in self.bytes.items() if size is not None and size <= most), None)
 
 
@@ -60,8 +60,9 @@ def choices(model: ModelConfig, world_size: int, micro_batch: int, ranks_per_nod
         flags = selection(used) if problem is None else None
         in_node = ranks_per_node is None or layout.tp == 1 or ranks_per_node % layout.tp == 0
         if flags is not None and in_node and flags not in by_flags:
-            sizes_of = {name: _device_bytes(used, model, world_size, micro_batch, name, memory) for name in RECIPES}
-            by_flags[flags] = Choice(flags, used, sizes_of)
+            bytes_by_recipe = {name: _device_bytes(used, model, world_size, micro_batch, name, memory)
+                               for name in RECIPES}
+            by_flags[flags] = Choice(flags, used, bytes_by_recipe)
     return sorted(by_flags.values(), key=lambda choice: _order(choice.layout))
 
 
@@ -91,7 +92,7 @@ def recommendation(legal: list[Choice], memory: float, command: str) -> str:
 
     Args:
         memory: bytes of a device.
-        command: the words before the layout's options.
+        command: the command line up to the layout's options.
     """
     usable = USABLE * memory
     best = next((choice for choice in legal if choice.recipe(usable)), None)

@@ -19,8 +19,8 @@ from ezpz_llm.layout.deepspeed_versions import require_support
 from ezpz_llm.layout.ds_config import DsConfig, load
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.ds_config_overrides import BATCH_KEYS, RunOverrides, split_ds_config
-from ezpz_llm.layout.ds_defaults import sized
-from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, uncertified
+from ezpz_llm.layout.ds_defaults import default_sizes
+from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, uncertified_keys
 from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.layout.ops import needed_ops, reject_unbuilt_ops
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName, check_optimizer
@@ -50,8 +50,8 @@ class Resolved:
     `deepspeed` is DeepSpeed's configuration, None for other engines. `adam` holds settings of the optimizer and
     schedule (lr, beta1, beta2, eps, weight_decay, schedule, warmup_steps, …) that the user's ds_config sets and the
     command line does not, and `of_peak` those set as fractions of the peak learning rate. `recompute` is the
-    ds_config's setting for activations to recompute. `loss_scale` holds fp16's settings, `gradients` the dtypes of
-    accumulation and reduction. `nvme_path` is the folder for offloaded files; None for the run directory.
+    ds_config's setting for --recompute, None if not set. `loss_scale` holds fp16's settings, `gradients` the dtypes
+    of accumulation and reduction. `nvme_path` is the folder for offloaded files; None for the run directory.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ class Resolved:
     def for_deepspeed(self, run_dir: RunDir) -> dict[str, Any]:
         """Return the exact configuration for DeepSpeed.
 
-        Its monitors write into the run directory if no path is set.
+        DeepSpeed's monitors write into the run directory if no path is set.
         """
         config = {**deepcopy(self.deepspeed or {}), **deepspeed_blocks(self.precision, self.gradients)}
         if "zero_optimization" in config:
@@ -166,11 +166,11 @@ def resolve(request: Request) -> Resolved:
         UserError: an unknown name or key, contradicting numbers, a layout that cannot run here.
     """
     config = load(request.ds_config)
-    return _Inputs(request, config, split_ds_config(config)).resolved()
+    return _Inputs(request, config, split_ds_config(config)).resolve()
 
 
 class _Inputs:
-    """Request and ds_config, from which each value and its source is chosen by precedence."""
+    """Request and ds_config, from which each value and its source are chosen by precedence."""
 
     def __init__(self, request: Request, config: DsConfig, overrides: RunOverrides) -> None:
         self.request, self.config, self.overrides = request, config, overrides
@@ -179,7 +179,7 @@ class _Inputs:
         self.sources = {name: COMMAND_LINE if source.is_typed else source
                         for name, source in request.sources.items()}
 
-    def resolved(self) -> Resolved:
+    def resolve(self) -> Resolved:
         request, config, overrides = self.request, self.config, self.overrides
         model, world_size, device = request.model, request.world_size, request.device
         requested = LayoutCheck(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,
@@ -206,7 +206,7 @@ class _Inputs:
         if recompute is not None:
             used["recompute"] = self.file
         deepspeed = None
-        if keys := uncertified(overrides.rest, layout):
+        if keys := uncertified_keys(overrides.rest, layout):
             passed = ", which are passed to DeepSpeed unchanged" if layout.engine == "deepspeed" else ""
             notes += (f"uncertified: {', '.join(keys)} of {config.path.name}; no certificate covers these "
                       f"keys{passed}; run ezpz-llm certify --layouts {self.file} to test them",)
@@ -217,7 +217,7 @@ class _Inputs:
             deepspeed = _for_deepspeed(overrides.rest, layout, batch, clip or 0.0, device)
             zero = deepspeed["zero_optimization"] = ds_defaults.fill_defaults(
                 deepspeed["zero_optimization"], layout, model, world_size, str(self.file))
-            for key, (value, source) in sized(zero, layout, model, device).items():
+            for key, (value, source) in default_sizes(zero, layout, model, device).items():
                 zero[key], used[key] = value, ValueSource(Origin.FILE, source)
             if not OPTIMIZERS[request.optimizer].is_known_to_deepspeed:
                 deepspeed["zero_allow_untested_optimizer"] = True
@@ -286,7 +286,7 @@ class _Inputs:
 
     def missing_precision_note(self, precision: str | None, source: ValueSource) -> tuple[str, ...]:
         """Return a note for a user's file without precision, which DeepSpeed would run in fp32."""
-        if self.overrides.precision.blocks or self.is_shipped or self.config.ours or precision == "fp32":
+        if self.overrides.precision.has_blocks or self.is_shipped or self.config.ours or precision == "fp32":
             return ()
         chosen = precision or "auto (bf16 or bf16_autocast if the device supports bf16)"
         return (f"{self.config.path.name} has no bf16 or fp16 block, so DeepSpeed would compute in fp32, but this "
@@ -325,16 +325,16 @@ class _Inputs:
                 if name not in level or name in chosen:
                     continue
                 if len(chosen) == 2 and set(used.values()) != {source}:
-                    if getattr(self.solved(chosen, used, dp_size), name) != level[name]:
+                    if getattr(self.solve_batch(chosen, used, dp_size), name) != level[name]:
                         winners = ", ".join(f"{other} {chosen[other]} ({used[other]})" for other in chosen)
                         notes.append(f"{name} {level[name]} of {source} is overridden by {winners}")
                     continue
                 chosen[name], used[name] = level[name], source
-        batch = self.solved(chosen, used, dp_size)
+        batch = self.solve_batch(chosen, used, dp_size)
         inputs = " and ".join(used) or "the default"
         return batch, {**dict.fromkeys(BATCH_KEYS, ValueSource(Origin.DERIVED, inputs)), **used}, notes
 
-    def solved(self, chosen: Mapping[str, int], used: Mapping[str, ValueSource], dp_size: int) -> Batch:
+    def solve_batch(self, chosen: Mapping[str, int], used: Mapping[str, ValueSource], dp_size: int) -> Batch:
         where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
         return solve_batch(chosen.get("global_batch"), chosen.get("micro_batch"), chosen.get("accumulation"),
                            dp_size, default_micro_batch=self.request.default_micro_batch, where=where)
@@ -344,7 +344,7 @@ def check_precision(precision: str | None, source: ValueSource, device: str | No
     """Check that a precision exists and that this kind of device supports it.
 
     Raises:
-        UserError: names the supported ones.
+        UserError: the precision is unknown or unsupported. The message names supported precisions.
     """
     if precision is not None and precision not in RECIPES:
         raise describe_unknown("precision", precision, ("auto", *RECIPES), where=str(source))
@@ -368,7 +368,7 @@ def _for_deepspeed(keys: dict[str, Any], layout: Layout, batch: Batch, clip: flo
         "train_batch_size": batch.global_batch * layout.sp,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
-        # In stage 0, the engine here clips gradients itself, because DeepSpeed does not return the gradient norm.
+        # In stage 0, ezpz_llm's engine clips gradients itself, because DeepSpeed does not return the gradient norm.
         "gradient_clipping": clip if layout.zero.stage else 0.0,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # enabled, it synchronizes the device twice per step

@@ -54,9 +54,9 @@ def is_legal(case: LayoutCheck) -> bool:
 
 def alternatives(case: LayoutCheck, problem: Problem) -> list[LayoutCheck]:
     """Return legal cases that differ in one of the problem's knobs, or if there are none, in several."""
-    cases = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first(1, near)]
+    cases = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first_legal(1, near)]
     unique = [varied for position, varied in enumerate(cases) if varied not in cases[:position]]
-    return unique or list(_first(1, _vary_several(case)))
+    return unique or list(_first_legal(1, _vary_several(case)))
 
 
 def as_cli_flags(case: LayoutCheck, choice: LayoutCheck) -> str:
@@ -85,7 +85,7 @@ def as_cli_flags(case: LayoutCheck, choice: LayoutCheck) -> str:
 def selection(layout: Layout) -> str | None:
     """Return the options that select a layout, such as `--ds-config zero1 --tp 4`.
 
-    None if no shipped ds_config does.
+    Returns None if no options select it.
     """
     named = [other for other in shipped_layouts() if other.at_degrees() == layout.at_degrees()]
     if not named and layout.zero.shard_within is not None:
@@ -103,7 +103,7 @@ def selection(layout: Layout) -> str | None:
 
 @cache
 def shipped_layouts() -> tuple[Layout, ...]:
-    """Return the layouts that come with the package."""
+    """Return the layouts of the ds_configs that come with the package."""
     return tuple(read_layout(ds_config.load(name)) for name in ds_config.names())
 
 
@@ -171,13 +171,13 @@ def _vary_group(field: str, case: LayoutCheck) -> list[Iterable[LayoutCheck]]:
     """Return the nearest legal group sizes, two below and one above; if there are none, no groups."""
     value, default = getattr(case.layout.zero, field), getattr(ZeroOptions(), field)
     varied = {size: [_with_zero(case, **{field: size})] for size in _divisors(case.world_size)}
-    legal = [size for size in varied if size > 1 and list(_first(1, varied[size]))]
+    legal = [size for size in varied if size > 1 and list(_first_legal(1, varied[size]))]
     near = [*[size for size in legal if size < value][-2:], *[size for size in legal if size > value][:1]]
     return [varied[size] for size in near] or [[_with_zero(case, **{field: default})]]
 
 
 def _vary_model(name: str, case: LayoutCheck) -> list[Iterable[LayoutCheck]]:
-    """Return the cases with models whose number `name` is divisible by the degrees."""
+    """Return the cases with models whose `name` fits the degrees."""
     layout, model = case.layout, case.model
     if model is None:
         return []
@@ -213,7 +213,7 @@ def _with_zero(case: LayoutCheck, **changes: Any) -> LayoutCheck:
     return replace(case, layout=case.layout.with_zero(**changes))
 
 
-def _first(count: int, cases: Iterable[LayoutCheck]) -> Iterator[LayoutCheck]:
+def _first_legal(count: int, cases: Iterable[LayoutCheck]) -> Iterator[LayoutCheck]:
     """Yield the first `count` legal cases that options or edits of the user's own file can select."""
     return islice((case for case in cases
                    if (not case.shipped or selection(case.layout) is not None) and is_legal(case)), count)

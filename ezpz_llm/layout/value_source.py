@@ -12,7 +12,7 @@ class Origin(Enum):
 
     COMMAND_LINE = "command line"
     FILE = "{}"
-    """A YAML file or a ds_config by path, or a source of no other kind."""
+    """Path of a YAML file or ds_config, or any other text."""
     RUN = "run {}"
     WEIGHTS = "weights to begin with"
     PRESET = "preset {}"
@@ -48,7 +48,7 @@ class ValueSource:
 
     @classmethod
     def read(cls, words: str) -> ValueSource:
-        """Parse the text that run.json has for a source."""
+        """Parse the text of a source in run.json."""
         for origin in Origin:
             begin, blank, _ = origin.value.partition("{}")
             if begin and (words.startswith(begin) if blank else words == begin):
@@ -73,4 +73,4 @@ class ValueSource:
 
 COMMAND_LINE, DEFAULT = ValueSource(Origin.COMMAND_LINE), ValueSource(Origin.DEFAULT)
 NOT_FROM_USER = (Origin.DEFAULT, Origin.PRESET, Origin.RECIPE)
-"""Sources that are overridden by any value of this run's files, including DeepSpeed's default for a ds_config."""
+"""Sources that any value of a run's files overrides, even DeepSpeed's default for a key missing in a ds_config."""

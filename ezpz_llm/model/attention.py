@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Attention = Literal["auto", "explicit", "flash3"]
-"""Attention kernels: "auto" is the best for the shapes (see `best_attention`); "explicit" is the definition with
+"""Attention kernels: "auto" is torch's choice; as an option, the best for the shapes (see
+`best_attention`). "explicit" is the definition with
 all scores in memory, for comparison; "flash3" is FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608)."""
 
 _MODULE = "flash_attn_interface"
@@ -36,7 +37,7 @@ class AttentionEnvironment:
     installed: bool
 
 
-def best_attention(there: AttentionEnvironment, *, half: bool, dropout: float, context: int,
+def best_attention(environment: AttentionEnvironment, *, half: bool, dropout: float, context: int,
                    head_dim: int) -> Attention:
     """Return the kernel for --attention auto.
 
@@ -48,8 +49,8 @@ def best_attention(there: AttentionEnvironment, *, half: bool, dropout: float, c
         half: True if matmuls are in bf16 or fp16.
         context: tokens in a sequence.
     """
-    is_hopper = there.capability is not None and there.capability[0] == 9
-    has_flash3 = is_hopper and there.can_activate and there.installed
+    is_hopper = environment.capability is not None and environment.capability[0] == 9
+    has_flash3 = is_hopper and environment.can_activate and environment.installed
     fits = half and not dropout and context >= _MIN_CONTEXT and head_dim % 8 == 0 and head_dim <= _MAX_HEAD
     return "flash3" if has_flash3 and fits else "auto"
 
@@ -78,14 +79,14 @@ def check_attention(attention: Attention, device: str, precision: str, dropout: 
     if attention != "flash3":
         return
     if device not in ("cuda", "auto"):
-        raise _rejected(f"computes on NVIDIA GPUs, not on {device}")
+        raise _unsupported(f"computes on NVIDIA GPUs, not on {device}")
     if precision in ("fp32", "tf32"):
-        raise _rejected(f"computes in bf16 and fp16, not in {precision}", "use --precision bf16_autocast")
+        raise _unsupported(f"computes in bf16 and fp16, not in {precision}", "use --precision bf16_autocast")
     if dropout:
-        raise _rejected(f"does not support dropout, but the model's dropout is {dropout:g}", "use --dropout 0")
+        raise _unsupported(f"does not support dropout, but the model's dropout is {dropout:g}", "use --dropout 0")
     if importlib.util.find_spec(_MODULE) is None:
-        raise _rejected(f"is not installed: there is no module {_MODULE}",
-                        "build it from the folder hopper of github.com/Dao-AILab/flash-attention")
+        raise _unsupported(f"is not installed: there is no module {_MODULE}",
+                           "build it from the folder hopper of github.com/Dao-AILab/flash-attention")
 
 
 def use_attention(model: nn.Module, attention: Attention, device: torch.device) -> None:
@@ -109,13 +110,13 @@ def _activate_flash3(device: torch.device) -> None:
 
     support = read_environment(device)
     if support.capability is None or support.capability[0] != 9:
-        raise _rejected(f"requires a Hopper GPU (compute capability 9), but {device} is not one")
+        raise _unsupported(f"requires a Hopper GPU (compute capability 9), but {device} is not one")
     if not support.can_activate:
-        raise _rejected(f"is not supported by torch {torch.__version__}", "upgrade torch")
+        raise _unsupported(f"is not supported by torch {torch.__version__}", "upgrade torch")
     attention.activate_flash_attention_impl("FA3")
     torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper, torch would prefer cuDNN's kernel
 
 
-def _rejected(reason: str, instead: str | None = None) -> UserError:
+def _unsupported(reason: str, instead: str | None = None) -> UserError:
     return UserError(f"FlashAttention-3 {reason}", where="--attention flash3",
                      instead=f"{instead}, or use --attention auto" if instead else "use --attention auto")

@@ -77,7 +77,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size, heads, length, dim = q.shape
-        queries, keys, values = _pairs(q, k), _pairs(k, k)[:, 0], _pairs(v, k)[:, 0]
+        queries, keys, values = _kv_groups(q, k), _kv_groups(k, k)[:, 0], _kv_groups(v, k)[:, 0]
         out = q.new_empty(size, length, heads, dim).transpose(1, 2)
         for first, end in _blocks(queries):
             block = torch.bmm(_probabilities(queries, keys, first, end), values[:, :end])
@@ -91,36 +91,41 @@ class _BlockwiseAttention(torch.autograd.Function):
         queries, keys, values = ctx.saved_tensors
         size, shared, length, dim = queries.shape
         grads = grad.reshape(queries.shape)
-        for_queries = torch.empty_like(queries)
+        query_grads = torch.empty_like(queries)
         # Later rows attend to all keys of earlier rows, so starting with the last block initializes all sums.
-        for_keys: Any = None
-        for_values: Any = None
+        key_grads: Any = None
+        value_grads: Any = None
         for first, end in reversed(_blocks(queries)):
             probabilities = _probabilities(queries, keys, first, end)
-            outer = _rows(grads, first, end)
-            rows = softmax_backward(torch.bmm(outer, values[:, :end].mT), probabilities, -1, probabilities.dtype)
+            row_grads = _rows(grads, first, end)
+            rows = softmax_backward(torch.bmm(row_grads, values[:, :end].mT), probabilities, -1,
+                                    probabilities.dtype)
             rows *= 1 / math.sqrt(dim)
-            for_queries[:, :, first:end] = torch.bmm(rows, keys[:, :end]).view(size, shared, end - first, dim)
-            of_keys = torch.bmm(rows.mT, _rows(queries, first, end))
-            of_values = torch.bmm(probabilities.mT, outer)
-            if for_keys is None:
-                for_keys, for_values = of_keys, of_values
+            query_grads[:, :, first:end] = torch.bmm(rows, keys[:, :end]).view(size, shared, end - first, dim)
+            block_key_grads = torch.bmm(rows.mT, _rows(queries, first, end))
+            block_value_grads = torch.bmm(probabilities.mT, row_grads)
+            if key_grads is None:
+                key_grads, value_grads = block_key_grads, block_value_grads
                 if first:
-                    for_keys, for_values = for_keys.float(), for_values.float()
+                    key_grads, value_grads = key_grads.float(), value_grads.float()
             else:
-                for_keys[:, :end] += of_keys
-                for_values[:, :end] += of_values
+                key_grads[:, :end] += block_key_grads
+                value_grads[:, :end] += block_value_grads
         whole, shape = grad.shape, (grad.shape[0], -1, length, dim)
-        return (for_queries.view(whole), for_keys.to(keys.dtype).view(shape), for_values.to(keys.dtype).view(shape))
+        return (query_grads.view(whole), key_grads.to(keys.dtype).view(shape),
+                value_grads.to(keys.dtype).view(shape))
 
 
-def _pairs(heads: Tensor, keys: Tensor) -> Tensor:
-    """Reshape (B, H, T, D) to (P, R, T, D), for P = B H_kv pairs and R = H / H_kv queries per key."""
+def _kv_groups(heads: Tensor, keys: Tensor) -> Tensor:
+    """Reshape (B, H, T, D) to (P, R, T, D).
+
+    There are P = B H_kv pairs of a sequence and a key/value head, with R = H / H_kv query heads each.
+    """
     return heads.reshape(keys.shape[0] * keys.shape[1], -1, *heads.shape[2:])
 
 
 def _rows(heads: Tensor, first: int, end: int) -> Tensor:
-    """Return n rows of (P, R, T, D) as (P, R n, D)."""
+    """Return rows [first, end) of (P, R, T, D) as (P, R n, D), with n = end - first."""
     return heads[:, :, first:end].flatten(1, 2)
 
 

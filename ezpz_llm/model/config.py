@@ -27,7 +27,9 @@ _COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a decoder-only transformer. Three fields may be 0; they then follow from the others.
+    """Configuration of a decoder-only transformer.
+
+    n_kv_head, head_dim and intermediate_size default to 0, which derives them from other fields.
 
     Raises:
         UserError: a value is invalid, or values are inconsistent.
@@ -42,7 +44,8 @@ class ModelConfig:
     block_size: int
     """Maximum context length, T."""
     vocab_size: int
-    """Vocabulary size of the tokenizer. Ids from here to `padded_vocab_size` never occur in data."""
+    """Vocabulary size of the tokenizer. Ids from `vocab_size` to `padded_vocab_size` - 1 are padding and
+    never occur in data."""
     n_kv_head: int = 0
     """Number of key/value heads (grouped-query attention); H must be a multiple of it. 0: H."""
     head_dim: int = 0
@@ -86,7 +89,7 @@ class ModelConfig:
         if self.n_kv_head == 0:
             object.__setattr__(self, "n_kv_head", self.n_head)
         if self.head_dim == 0:
-            object.__setattr__(self, "head_dim", self._equal_heads())
+            object.__setattr__(self, "head_dim", self._default_head_dim())
         if self.intermediate_size == 0:
             object.__setattr__(self, "intermediate_size", _intermediate_size(self.mlp, self.n_embd))
         for name, maximum in _COUNTS.items():
@@ -118,7 +121,7 @@ class ModelConfig:
             raise UserError(f"rotary positions need an even head dimension, but a head has {self.head_dim} "
                             "dimensions", where="model", instead="use an even n_embd/n_head or an even head_dim")
 
-    def _equal_heads(self) -> int:
+    def _default_head_dim(self) -> int:
         if not all(type(count) is int and count > 0 for count in (self.n_embd, self.n_head)):
             return 0  # the checks that follow report the invalid value
         if self.n_embd % self.n_head:
@@ -169,8 +172,9 @@ _TINY = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_siz
 
 # GPT-2: Radford et al. 2019, with the vocabulary padded. GPT-3's 125M: Brown et al. 2020, table 2.1.
 # shakespeare-char: nanoGPT's published configuration, with the tanh form of GELU (nanoGPT uses the erf form).
-# llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3. The others: config.json of Llama-3.2-1B, Qwen3-0.6B-Base,
-# OLMo-2-0425-1B and Mistral-7B-v0.3 on Hugging Face.
+# llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3. llama3-1b: Llama-3.2-1B with a context of 2,048 tokens, a
+# vocabulary of 131,072 and unscaled rotary frequencies. tiny-*: small shapes for tests. The others: config.json of
+# Llama-3.2-1B, Qwen3-0.6B-Base, OLMo-2-0425-1B and Mistral-7B-v0.3 on Hugging Face.
 _SHAPES: dict[str, dict[str, Any]] = {
     "tiny-gpt2": {**_TINY},
     "tiny-llama": {**_TINY, **_LLAMA, "n_kv_head": 2},
@@ -198,17 +202,17 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 
 MODELS: dict[str, ModelConfig] = {name: ModelConfig(**shape) for name, shape in _SHAPES.items()}
-"""All named models. The tiny ones and shakespeare-char are meant to adopt the vocabulary size of a tokenizer."""
+"""All named models. With the tiny models and shakespeare-char, set vocab_size to the tokenizer's."""
 
 
 def get_model_config(name: str, **overrides: Any) -> ModelConfig:
     """Return the configuration of a named model, with overrides; None keeps the model's value.
 
-    Derived fields follow the overrides (for example, n_kv_head follows n_head). An explicit intermediate_size keeps
-    its ratio to n_embd.
+    Derived fields follow the overrides (for example, n_kv_head follows n_head). If the named model sets
+    intermediate_size, an override of n_embd scales it in proportion.
 
     Raises:
-        UserError: unknown name or field (the message suggests the nearest), or inconsistent values.
+        UserError: a name or field is unknown (the message suggests the nearest), or values are inconsistent.
     """
     if name not in _SHAPES:
         raise describe_unknown("model", name, _SHAPES, where="--model")

@@ -1,7 +1,7 @@
-"""Token embedding, tied or untied, and this rank's part of a vocabulary that is sharded over ranks.
+"""Token embedding, tied or untied, and lookups in a vocabulary that is sharded over ranks.
 
-Shapes: B sequences, T tokens, N any number of tokens, C width, V padded vocabulary size, R ranks. Rank r has tokens
-[r V/R, (r + 1) V/R).
+Shapes: B sequences, T tokens, N any number of tokens, C width, V padded vocabulary size, R ranks. Rank r has the
+rows of token ids [r V/R, (r + 1) V/R).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Columns:
         return local_rows(targets, self.rank * width, width)
 
     def join(self, normalizer: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine the ranks' log-sum-exp and target logit, (N) each in fp32, to those of all columns.
+        """Combine the ranks' log-sum-exp and target logit, (N) each in fp32, into those of all columns.
 
         Uses one small all-gather, with two numbers per token and rank.
         """
@@ -95,9 +95,9 @@ class _Lookup(torch.autograd.Function):
         tokens, = ctx.saved_tensors
         index, rows = tokens.flatten(), grad.flatten(0, -2)
         if ctx.dtype != torch.float32:
-            index, place = index.unique(return_inverse=True)
+            index, inverse = index.unique(return_inverse=True)
             total = torch.zeros(len(index), rows.shape[1], device=rows.device)
-            rows = total.index_add_(0, place, rows.float()).to(ctx.dtype)
+            rows = total.index_add_(0, inverse, rows.float()).to(ctx.dtype)
         if ctx.rows_only:
             return None, torch.sparse_coo_tensor(index[None], rows, ctx.shape, check_invariants=False), None
         return None, rows.new_zeros(ctx.shape).index_copy_(0, index, rows), None

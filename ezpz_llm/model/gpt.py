@@ -3,10 +3,11 @@
 Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D head dimension, V padded vocabulary size;
 C_q = H D is the width of all queries.
 
-The model is independent of ranks, precision and engines, which are applied from outside by replacing modules that
-are named in a table, or by autocast. This requires three conventions. A module uses only its own parameters, since
-engines gather them by hooks on its forward. Sizes of sharded dimensions are read from tensors, not from the
-configuration. Attention's matmuls are a module, and so is the head, whose loss never materializes all logits.
+The model is independent of ranks, precision and engines. Other modules add these by autocast, or by replacing
+submodules according to the table in parameters.py. This requires three conventions. A module uses only its own
+parameters, since engines gather them by hooks on its forward. Sizes of sharded dimensions are read from tensors,
+not from the configuration. Attention's matmuls are a module, and so is the head, whose loss never materializes all
+logits.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, computed in fp32 on CPU for any parameter dtype, since torch would round each step."""
+    """torch's RMSNorm, computed in fp32 on CPU for any parameter dtype.
+
+    torch would round after each operation.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize (…, C), in fp32 also on CPU, where torch computes in the dtype of `x`."""
@@ -101,7 +105,8 @@ class CausalProduct(nn.Module):
     """Causal scaled dot-product attention, the part of attention without parameters.
 
     Attributes:
-        explicit: compute the definition with all scores in memory, instead of torch's or the blockwise kernel.
+        explicit: True to compute the definition with all scores in memory, instead of torch's or the blockwise
+            kernel.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -143,23 +148,23 @@ class Attention(nn.Module):
         kv_heads = heads.shape[1] // (self.queries_per_kv + 2)
         q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
         if self.qk_norm == "head":
-            q, k = _normed(self.q_head_norm, q), _normed(self.k_head_norm, k)
+            q, k = _normalize(self.q_head_norm, q), _normalize(self.k_head_norm, k)
         elif self.qk_norm == "width":
-            q, k = _over_heads(self.q_width_norm, q), _over_heads(self.k_width_norm, k)
+            q, k = _normalize_width(self.q_width_norm, q), _normalize_width(self.k_width_norm, k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return self.drop(self.c_proj(self.product(q, k, v).transpose(1, 2).flatten(2)))
 
 
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
     """Normalize queries or keys in the dtype of the gain, which is fp32 under autocast."""
     return norm(x.to(norm.weight.dtype)).type_as(x)
 
 
-def _over_heads(norm: nn.Module, x: Tensor) -> Tensor:
+def _normalize_width(norm: nn.Module, x: Tensor) -> Tensor:
     """Normalize over all heads of a token, (B, H, T, D)."""
     heads = x.transpose(1, 2)
-    return _normed(norm, heads.flatten(2)).unflatten(-1, heads.shape[2:]).transpose(1, 2)
+    return _normalize(norm, heads.flatten(2)).unflatten(-1, heads.shape[2:]).transpose(1, 2)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with one of two forms of GELU or, with `c_gate`, SwiGLU."""
+    """MLP of two linear layers with GELU (tanh form or exact), or of three with SwiGLU (`c_gate` is the third)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -198,7 +203,8 @@ class Block(nn.Module):
     """Transformer block, (B, T, C) to (B, T, C).
 
     Attributes:
-        recomputes: use activation checkpointing: keep only the input, and recompute activations in the backward.
+        recomputes: True for activation checkpointing: keep only the input, and recompute activations in the
+            backward pass.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -281,7 +287,7 @@ def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int 
     length = first + tokens.shape[1]
     if length > config.block_size:
         raise UserError(f"a sequence of {length} tokens exceeds the model's context of {config.block_size}",
-                        instead=f"give at most {config.block_size} tokens, or use a model with a larger block_size")
+                        instead=f"pass at most {config.block_size} tokens, or use a model with a larger block_size")
     x = parts["wte"](tokens)
     if config.position == "learned":
         x = x + parts["wpe"](torch.arange(first, length, device=tokens.device))

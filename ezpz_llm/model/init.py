@@ -1,7 +1,7 @@
 """Initial weights, determined by the seed and the names of the model's parameters.
 
-A matrix is drawn in tiles of TILE rows and columns, each with its own generator. So the values do not depend on the
-order of parameters, the device or the layout, and a rank with a slice draws only the tiles that overlap the slice.
+A matrix is drawn in tiles of TILE rows and columns, each with its own generator. Therefore the values do not depend
+on the order of parameters, the device or the layout, and a rank with a slice draws only the tiles that overlap it.
 The generator is NumPy's because torch's CPU generator uses only 32 bits of a seed, and draws normal values in two
 ways that round differently (with and without AVX2).
 """
@@ -34,7 +34,7 @@ TILE = (64, 512)
 models, shards over 64 data-parallel or 8 tensor-parallel ranks are multiples of a tile."""
 
 _AT_ONCE = 1 << 20
-"""Approximate number of elements that `fill` draws at once, which a rank needs in addition to its own part."""
+"""Approximate number of elements that `fill` draws at once; a rank needs memory for them besides its own part."""
 
 Values = Callable[[str, Box], torch.Tensor]
 """Function of a parameter's plain name and a box that returns values in the box's shape, in fp32 on CPU."""
@@ -115,12 +115,12 @@ def initial_values(config: ModelConfig, seed: int) -> Values:
         if rule in ("zeros", "ones"):
             return torch.full([stop - start for start, stop in box], float(rule == "ones"))
         std = initial_std(config, name, fan_in=shapes[name][1])
-        return _normal(shapes[name][1], box, seed_for(seed, "init", numbers[name])).mul_(std)
+        return _draw_normal(shapes[name][1], box, seed_for(seed, "init", numbers[name])).mul_(std)
 
     return values
 
 
-def _normal(columns: int, box: Box, seed: int) -> torch.Tensor:
+def _draw_normal(columns: int, box: Box, seed: int) -> torch.Tensor:
     """Draw a box of a matrix with `columns` columns from the standard normal distribution, in fp32.
 
     Philox (Salmon et al. 2011) has a separate stream for each 128-bit key, which is the seed and the tile's index.
@@ -163,7 +163,7 @@ def decay_counts(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two optimizer groups with keys "params", "names" and "weight_decay": decayed, then others.
+    """Return two optimizer groups with keys "params", "names" and "weight_decay": decayed, then undecayed.
 
     Tensors with two or more dimensions (matrices and embeddings) decay; biases and norms do not. Call this before
     an engine flattens parameters to one dimension. A tied embedding is listed once.

@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens, N = B T, n tokens in a chunk, C width, V padded v
 columns each.
 
 If gradients are required, the chunked loss computes the gradients of the hidden states and of the head's weight in
-the forward pass, while a chunk's logits are in memory. This needs the same matmuls as the plain loss, each once.
+the forward pass, while a chunk's logits are in memory. This needs the same matmuls as the plain loss.
 Only these two gradients, (N, C) and (V/R, C), are kept until the backward pass. The division by the number of
 tokens follows after the matmuls, so that small gradients do not underflow in fp16: the gradient of a logit is a
 probability.
@@ -43,12 +43,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: Reduction = "mean"
         z_loss: weight of the squared log-sum-exp, which is added to the gradient but not to the value.
         columns: this rank's columns of the logits.
     """
-    flat, aims = logits.flatten(0, -2), targets.flatten()
+    flat, flat_targets = logits.flatten(0, -2), targets.flatten()
     if columns.ranks > 1:
-        return reduced(_TokenLosses.apply(flat, aims, z_loss, columns), targets, reduction)
-    losses = functional.cross_entropy(flat.float(), aims, ignore_index=IGNORED, reduction="none")
+        return reduced(_TokenLosses.apply(flat, flat_targets, z_loss, columns), targets, reduction)
+    losses = functional.cross_entropy(flat.float(), flat_targets, ignore_index=IGNORED, reduction="none")
     if z_loss:
-        term = z_loss * torch.logsumexp(flat.float(), dim=-1).square() * (aims != IGNORED)
+        term = z_loss * torch.logsumexp(flat.float(), dim=-1).square() * (flat_targets != IGNORED)
         losses = losses + (term - term.detach())
     return reduced(losses, targets, reduction)
 
@@ -89,9 +89,9 @@ class _TokenLosses(torch.autograd.Function):
 
 
 _CACHED = 2 ** 22
-"""Logits per block on CPU, in fp32; the block is read several times and should fit in the last-level cache."""
+"""Logits per block on CPU; a block is in fp32, is read several times, and should fit in the last-level cache."""
 _SUMMED = 2 ** 22
-"""Elements per block of the head's weight gradient on CPU; should fit in the last-level cache in bf16 and fp32."""
+"""Elements per block of the head's weight gradient on CPU; a block should fit in the cache in bf16 and fp32."""
 
 
 @functools.cache
@@ -106,24 +106,24 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduc
     """Compute the loss from hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T), in fp32.
 
     Equals `cross_entropy` of their product, up to the order of sums, except that "rows" has no gradient. Matmuls
-    are in autocast's dtype.
+    are in autocast's dtype, or without autocast in the weight's.
 
     Args:
         chunk: tokens per chunk.
         z_loss, columns: as in `cross_entropy`.
-        compiled: process logits with two kernels of torch.compile, instead of one kernel per operation.
+        compiled: True to process logits with two kernels of torch.compile, instead of one kernel per operation.
     """
     kind = hidden.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
     dtype = torch.get_autocast_dtype(kind) if casts else weight.dtype
     with torch.autocast(kind, enabled=False) if casts else nullcontext():
-        return _ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets, _Task(
+        return _ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets, _LossOptions(
             reduction, chunk, z_loss, columns, dtype, torch.is_grad_enabled() and reduction != "rows",
             compiled))
 
 
 @dataclass(frozen=True)
-class _Task:
+class _LossOptions:
     """Options of a chunked loss. `dtype` is the dtype of the matmuls."""
 
     reduction: Reduction
@@ -137,33 +137,33 @@ class _Task:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, task: _Task) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _LossOptions) -> Tensor:
         flat = targets.flatten()
         counted = flat != IGNORED
-        gradients = _Gradients(hidden, weight, task.dtype, *(task.gradients and need
-                                                             for need in ctx.needs_input_grad[:2]))
-        cast = weight.to(task.dtype)
-        buffer_type = _CompiledBuffer if task.compiled else _Buffer
-        buffer = buffer_type(min(task.chunk, len(hidden)), len(weight), task.dtype, hidden.device)
+        gradients = _Gradients(hidden, weight, options.dtype, *(options.gradients and need
+                                                                for need in ctx.needs_input_grad[:2]))
+        cast = weight.to(options.dtype)
+        buffer_type = _CompiledBuffer if options.compiled else _Buffer
+        buffer = buffer_type(min(options.chunk, len(hidden)), len(weight), options.dtype, hidden.device)
         losses = torch.empty(len(hidden), device=hidden.device)
-        for start in range(0, len(hidden), task.chunk):
-            part = slice(start, start + task.chunk)
-            rows = hidden[part].to(task.dtype)
+        for start in range(0, len(hidden), options.chunk):
+            part = slice(start, start + options.chunk)
+            rows = hidden[part].to(options.dtype)
             logits = torch.mm(rows, cast.t(), out=buffer.logits[:len(rows)])
-            index, inside = task.columns.own(flat[part], len(weight))
+            index, inside = options.columns.own(flat[part], len(weight))
             chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
             lse = buffer.normalizer(logits, index, gradients.needed)
-            normalizer, chosen = task.columns.join(lse, chosen)
+            normalizer, chosen = options.columns.join(lse, chosen)
             losses[part] = (normalizer - chosen) * counted[part]
             if gradients.needed:
                 factor = None
-                if task.z_loss or task.columns.ranks > 1:
-                    factor = torch.exp(lse - normalizer) * (1 + 2 * task.z_loss * normalizer)
+                if options.z_loss or options.columns.ranks > 1:
+                    factor = torch.exp(lse - normalizer) * (1 + 2 * options.z_loss * normalizer)
                 gradients.add(part, buffer.gradient(logits, lse, factor, index, inside), rows, cast, counted[part])
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(gradients.hidden, gradients.weight,
-                              counted.sum() if task.reduction == "mean" else None)
-        loss = reduced(losses, targets, task.reduction)
+                              counted.sum() if options.reduction == "mean" else None)
+        loss = reduced(losses, targets, options.reduction)
         if not gradients.needed:
             ctx.mark_non_differentiable(loss)
         return loss
@@ -313,7 +313,7 @@ class Head(nn.Linear):
         loss_chunk: tokens per chunk of logits; None for a default by shape; 0 for all logits at once, which are
             then kept until the backward pass.
         z_loss: weight of the z-loss; see `cross_entropy`.
-        compiled: use torch.compile for operations on a chunk's logits.
+        compiled: True to use torch.compile for operations on a chunk's logits.
     """
 
     def __init__(self, width: int, vocabulary: int, columns: Columns = Columns()) -> None:  # noqa: B008

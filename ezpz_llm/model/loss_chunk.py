@@ -7,7 +7,7 @@ _ON_CPU, _LEAST, _UNKNOWN, _MOST = 2 ** 26, 2 ** 26, 2 ** 27, 2 ** 29
 matmuls with few rows are slow: with 131,072 columns, 2^27 logits are 1024 tokens, and each chunk moves 12 bytes per
 element of the head's weight gradient."""
 _SHARE, _LOGIT_BYTES = 24, 6
-"""Divisor of the device's memory that a chunk may use, and bytes per logit, in bf16 plus fp32."""
+"""A chunk may use 1/_SHARE of the device's memory, with _LOGIT_BYTES per logit (bf16 plus fp32)."""
 _ROWS = 64
 """Multiple of tokens in a default chunk, for tensor cores."""
 
@@ -15,8 +15,8 @@ _ROWS = 64
 def most_logits(device_type: str, memory: int | None) -> int:
     """Return the maximum number of logits in a chunk.
 
-    On devices, this is the largest power of two that uses at most 1/24 of the memory, between 2^26 and 2^29 (from
-    78 GB).
+    This is 2^26 on CPU, and 2^27 for an unknown memory. On other devices, it is the largest power of two that uses
+    at most 1/24 of the memory, between 2^26 and 2^29 (from 78 GB).
 
     Args:
         memory: bytes of device memory; None if unknown.

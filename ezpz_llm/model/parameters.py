@@ -38,7 +38,7 @@ class Placement:
     Attributes:
         name: name in the plain model.
         shape: shape in the plain model.
-        boxes: parts that the rank holds. The flattened rank's parameter is the concatenation of its boxes, each
+        boxes: parts that the rank holds. The rank's flattened parameter is the concatenation of its boxes, each
             flattened in row-major order; for example, rows of queries, keys and values.
         primary: False for a copy of a parameter that another pipeline or tensor-parallel rank owns. Data-parallel
             copies are primary.
@@ -129,12 +129,12 @@ class Parameter:
 
     @property
     def is_sharded(self) -> bool:
-        """True if tensor parallelism shards it."""
+        """True if tensor parallelism shards the parameter."""
         return self.tp in ("column", "row", "vocabulary", "head")
 
     @property
     def decays(self) -> bool:
-        """True if it has weight decay."""
+        """True if the parameter has weight decay."""
         return decays(self.shape)
 
     def parts(self, config: ModelConfig, dimension: int = 0) -> tuple[int, ...]:
@@ -208,7 +208,7 @@ def add_to_block(*rows: Parameter) -> None:
 
 
 def parameters_of(config: ModelConfig, rows: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """Return the rows whose condition a model meets."""
+    """Return the rows of the parameters that a model has."""
     return tuple(row for row in rows if CONDITIONS[row.when](config))
 
 
@@ -253,12 +253,12 @@ def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
         if name not in table:
             parameter_named(name)  # raises, unless the table has it under another condition
         if shapes.get(name) != table.get(name):
-            raise UserError(f"{name} is {_shape(shapes.get(name))} in the model and {_shape(table.get(name))} in "
-                            "the table of parameters", where="ezpz_llm/model/parameters.py",
-                            instead="make the table agree with ezpz_llm/model/gpt.py", exit_code=1)
+            raise UserError(f"{name} is {_format_shape(shapes.get(name))} in the model and "
+                            f"{_format_shape(table.get(name))} in the table of parameters",
+                            where="ezpz_llm/model/parameters.py", instead="make the table agree with ezpz_llm/model/gpt.py", exit_code=1)
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
+def _format_shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else " x ".join(str(size) for size in shape)
 
 
@@ -297,7 +297,7 @@ class FlopCount:
         model: FLOPs with all matmuls of attention, as in kernels without a mask and in most published MFUs.
         causal: FLOPs with the half of attention that the causal mask does not hide.
         products: the part of `model` in matmuls.
-        counted: the same according to torch's counter on the model; None if not counted.
+        counted: `products` according to torch's counter on the model; None if not counted.
     """
 
     model: float
@@ -327,7 +327,7 @@ def flops_per_token(config: ModelConfig, block_size: int | None = None, causal: 
         causal: halve the attention term, as the causal mask does.
     """
     looked_up = 0 if config.tied else config.padded_vocab_size * config.n_embd
-    return 6.0 * (parameter_count(config) - looked_up) + _attention(config, block_size) / (2 if causal else 1)
+    return 6.0 * (parameter_count(config) - looked_up) + _attention_flops(config, block_size) / (2 if causal else 1)
 
 
 def product_flops_per_token(config: ModelConfig, block_size: int | None = None) -> float:
@@ -335,10 +335,10 @@ def product_flops_per_token(config: ModelConfig, block_size: int | None = None) 
 
     Position embeddings, biases and gains are added or multiplied once per token, but 6N counts them like matrices.
     """
-    return 6.0 * matrix_parameter_count(config) + _attention(config, block_size)
+    return 6.0 * matrix_parameter_count(config) + _attention_flops(config, block_size)
 
 
-def _attention(config: ModelConfig, block_size: int | None) -> float:
+def _attention_flops(config: ModelConfig, block_size: int | None) -> float:
     """Return the FLOPs per token of attention's matmuls in both passes over the whole sequence: 12 L C_q T."""
     length = config.block_size if block_size is None else block_size
     return 12.0 * config.n_layer * config.q_width * length

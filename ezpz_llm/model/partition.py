@@ -59,23 +59,23 @@ def stage_bounds(config: ModelConfig, stages: int, by: Partition) -> tuple[int, 
 def balance(blocks: int, stages: int, weights: Weights) -> tuple[int, ...]:
     """Return the bounds of `stages` contiguous, non-empty parts of `blocks` equal blocks.
 
-    Minimizes the largest load, then the sum of squared loads, which balances the other stages, then the number of
+    Minimizes the largest load, then the sum of squared loads (which balances the other stages), then the number of
     blocks in early stages.
     """
     def load(stage: int, count: int) -> float:
         return count * weights.block + weights.first * (stage == 0) + weights.last * (stage == stages - 1)
 
-    limit = _best(blocks, stages, lambda so_far, stage, count: max(so_far, load(stage, count)))[0]
+    limit = _best_partition(blocks, stages, lambda so_far, stage, count: max(so_far, load(stage, count)))[0]
 
     def squares(so_far: float, stage: int, count: int) -> float:
         return so_far + load(stage, count) ** 2 if load(stage, count) <= limit else math.inf
 
-    return _best(blocks, stages, squares)[1]
+    return _best_partition(blocks, stages, squares)[1]
 
 
-def _best(blocks: int, stages: int,
-          extend: Callable[[float, int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """Return the minimal cost of a partition and its bounds.
+def _best_partition(blocks: int, stages: int,
+                    extend: Callable[[float, int, int], float]) -> tuple[float, tuple[int, ...]]:
+    """Return the minimal cost of a partition, and the bounds of that partition.
 
     Args:
         extend: returns the cost after adding a stage, from the cost so far, the stage and its number of blocks.

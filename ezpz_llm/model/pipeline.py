@@ -15,7 +15,7 @@ from ezpz_llm.model.parameters import TABLE, placement_of, secondary, set_placem
 
 
 class PipelineStage(nn.Module):
-    """Consecutive blocks of a model, with the embedding in the first stage, and norm and head in the last stage.
+    """Consecutive blocks of a model, with the embedding in the first stage, and final norm and head in the last.
 
     Args:
         model: a GPT, possibly on the meta device or with replaced modules, which the stage uses without copying.

@@ -5,7 +5,7 @@ block. Attention and MLP communicate once each: at their end in the forward pass
 pass. The vocabulary is sharded too, so no rank has whole logits in training or validation.
 
 Symbols: B sequences, T tokens, C width, C_kv width of all keys, V padded vocabulary size, R ranks. Rank r has
-tokens [r V/R, (r + 1) V/R).
+the rows of token ids [r V/R, (r + 1) V/R).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ezpz_llm.model.parameters import (
     set_placement,
     whole_box,
 )
-from ezpz_llm.model.tp_collectives import copy_to_tp_region, join_last, reduce_from_tp_region, summed
+from ezpz_llm.model.tp_collectives import copy_to_tp_region, gather_last_dim, reduce_from_tp_region, summed
 
 REGIONS = ("attn", "mlp", "lm_head")
 """Modules that take whole activations and compute with sharded layers."""
@@ -104,11 +104,11 @@ class ShardedRMSNorm(nn.Module):
 
 
 class RankedDropout(nn.Module):
-    """Wrapper of a module with dropout that draws different masks on each rank but keeps ranks' generators in sync.
+    """Wrapper that draws different dropout masks on each rank, but keeps the ranks' generators in sync.
 
     The seed of the masks comes from the CPU generator, which is the same on all peers and needs no synchronization
-    with the device. Restoring that generator, as activation checkpointing does before it recomputes a block, gives
-    the same masks.
+    with the device. Restoring that generator, as activation checkpointing does before it recomputes a block,
+    reproduces the masks.
     """
 
     def __init__(self, inner: nn.Module, rank: int) -> None:
@@ -145,19 +145,19 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
         rank: this rank's index in the group.
 
     Raises:
-        UserError: heads, hidden units or vocabulary are not divisible, or a parameter has no rule.
+        UserError: heads, hidden units or vocabulary are not divisible by `size`, or a parameter has no rule.
     """
     check_divisible(model.config, size)
     share = Share(rank, size)
     for name, module in list(model.named_modules()):
         parameters = dict(module.named_parameters(recurse=False))
-        rows = {key: _with_rule(f"{name}.{key}") for key in parameters}
+        rows = {key: _require_rule(f"{name}.{key}") for key in parameters}
         if "weight" in rows and rows["weight"].is_sharded:
-            parts = [share.of(*part) for part in _consecutive(rows["weight"].parts(model.config))]
-            model.set_submodule(name, _sharded(name, module, rows["weight"].tp, parts, share, group))
+            parts = [share.of(*part) for part in _consecutive_ranges(rows["weight"].parts(model.config))]
+            model.set_submodule(name, _shard_layer(name, module, rows["weight"].tp, parts, share, group))
         else:
             for key, parameter in parameters.items():
-                _place_whole(f"{name}.{key}", parameter, share)
+                _set_whole_placement(f"{name}.{key}", parameter, share)
     if model.config.tied:
         model.lm_head.weight = model.transformer["wte"].weight
     for name, module in list(model.named_modules()):
@@ -182,7 +182,7 @@ def sum_gradients(model: nn.Module, group: ProcessGroup | None) -> None:
 def gather_logits(model: nn.Module, group: ProcessGroup | None, size: int) -> None:
     """Register a hook that gathers whole logits if a model, or its last stage, is called without targets."""
     def whole_logits(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output if output.dim() < 3 else join_last(output, group, size)
+        return output if output.dim() < 3 else gather_last_dim(output, group, size)
 
     model.register_forward_hook(whole_logits)
 
@@ -191,7 +191,7 @@ def check_divisible(config: ModelConfig, size: int) -> None:
     """Reject a model that cannot be sharded over `size` ranks.
 
     Raises:
-        UserError: heads, hidden units or vocabulary rows are not divisible.
+        UserError: heads, hidden units or vocabulary rows are not divisible by `size`.
     """
     for number, unit in ((config.n_kv_head, "key/value heads (n_kv_head)"),
                          (config.intermediate_size, "hidden units of the MLP (intermediate_size)"),
@@ -202,7 +202,7 @@ def check_divisible(config: ModelConfig, size: int) -> None:
                             instead=f"use tp {math.gcd(number, size)}, or a multiple of {size}")
 
 
-def _with_rule(name: str) -> Parameter:
+def _require_rule(name: str) -> Parameter:
     row = parameter_named(name)
     if row.tp is None:
         raise UserError(f"{name} has no tensor-parallel rule in the table of parameters", where="tp",
@@ -210,15 +210,15 @@ def _with_rule(name: str) -> Parameter:
     return row
 
 
-def _sharded(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[tuple[int, int]], share: Share,
-             group: ProcessGroup | None) -> nn.Module:
+def _shard_layer(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[tuple[int, int]], share: Share,
+                 group: ProcessGroup | None) -> nn.Module:
     """Create this rank's part of a layer, with placements but without values.
 
     Args:
         parts: this rank's ranges of weight rows.
     """
     if isinstance(module, nn.RMSNorm):
-        return _sharded_norm(name, module, parts, share, group)
+        return _shard_norm(name, module, parts, share, group)
     rows, columns = module.weight.shape
     bias = getattr(module, "bias", None)
     with module.weight.device:
@@ -228,18 +228,18 @@ def _sharded(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[
             boxes: tuple[Box, ...] = (((0, rows), (start, stop)),)
         else:
             count = sum(stop - start for start, stop in parts)
-            result = _by_rows(rule, count, columns, bias is not None, share, group)
+            result = _build_row_shard(rule, count, columns, bias is not None, share, group)
             boxes = tuple((part, (0, columns)) for part in parts)
     set_placement(result.weight, Placement(f"{name}.weight", (rows, columns), boxes))
     if bias is not None and rule == "row":
-        _place_whole(f"{name}.bias", result.bias, share)
+        _set_whole_placement(f"{name}.bias", result.bias, share)
     elif bias is not None:
         set_placement(result.bias, Placement(f"{name}.bias", (rows,), tuple((part,) for part in parts)))
     return result
 
 
-def _sharded_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]], share: Share,
-                  group: ProcessGroup | None) -> nn.Module:
+def _shard_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]], share: Share,
+                group: ProcessGroup | None) -> nn.Module:
     with module.weight.device:
         result = ShardedRMSNorm(sum(stop - start for start, stop in parts), share, module.eps, group)
     set_placement(result.weight,
@@ -247,8 +247,8 @@ def _sharded_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]
     return result
 
 
-def _by_rows(rule: TpRule | None, rows: int, columns: int, bias: bool, share: Share,
-             group: ProcessGroup | None) -> nn.Module:
+def _build_row_shard(rule: TpRule | None, rows: int, columns: int, bias: bool, share: Share,
+                     group: ProcessGroup | None) -> nn.Module:
     """Create a layer with some rows of the plain layer's weight, which are outputs or vocabulary rows."""
     if rule == "vocabulary":
         return VocabularyEmbedding(rows, columns, group, share.rank)
@@ -257,7 +257,7 @@ def _by_rows(rule: TpRule | None, rows: int, columns: int, bias: bool, share: Sh
     return nn.Linear(columns, rows, bias=bias)
 
 
-def _consecutive(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _consecutive_ranges(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the ranges of consecutive parts."""
     start = 0
     for length in sizes:
@@ -265,6 +265,6 @@ def _consecutive(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
         start += length
 
 
-def _place_whole(name: str, parameter: nn.Parameter, share: Share) -> None:
+def _set_whole_placement(name: str, parameter: nn.Parameter, share: Share) -> None:
     shape = tuple(parameter.shape)
     set_placement(parameter, Placement(name, shape, (whole_box(shape),), primary=share.rank == 0))

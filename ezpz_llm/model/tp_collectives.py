@@ -60,7 +60,7 @@ def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _SumForward.apply(x, group)
 
 
-def join_last(x: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
+def gather_last_dim(x: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
     """Concatenate the ranks' parts along the last dimension, without gradient."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
     torch.distributed.all_gather(parts, x.detach().contiguous(), group=group)

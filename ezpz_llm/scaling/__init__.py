@@ -1,1 +1,1 @@
-"""Scaling studies: run a training command at several sizes of a reservation, and report the results."""
+"""Scaling studies: run a training command at several sizes of an allocation, and report the results."""

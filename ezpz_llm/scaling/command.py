@@ -23,17 +23,17 @@ def main(argv: Sequence[str]) -> int:
     """Plan or continue a study, run its points or submit a job for each, and print the report.
 
     Raises:
-        UserError: a point cannot run as requested. Nothing is started in this case.
+        UserError: a point cannot run as requested; no run is started.
     """
     options = parse(argv)
     if options.help:
         print(help_text())
         return 0
-    study, folder = _study(options, argv)
+    study, folder = _plan_or_read_study(options, argv)
     runs = remaining_runs(study, folder, options.only, options.retry_failed)
     if options.check:
         return 0
-    print(_described(study, folder, len(runs)), flush=True)
+    print(_description(study, folder, len(runs)), flush=True)
     if options.dry_run:
         print(f"estimate   {estimate(study, folder, runs, Path('runs'), in_jobs=options.submit is not None)}")
         return 0
@@ -48,15 +48,15 @@ def main(argv: Sequence[str]) -> int:
         resume_command = to_typable(f"ezpz-llm scale --study {folder}")
         try:
             run_all(study, folder, runs)
-        except StudyInterrupted as cut:
-            print(f"not finished: {cut}\n  continue with: {resume_command}", flush=True)
+        except StudyInterrupted as interruption:
+            print(f"not finished: {interruption}\n  continue with: {resume_command}", flush=True)
         except (KeyboardInterrupt, SystemExit):
             print(f"interrupted; continue with: {resume_command}", file=sys.stderr, flush=True)
             raise
-    return _conclude(study, folder, options)
+    return _report_results(study, folder, options)
 
 
-def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
+def _plan_or_read_study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
     """Return the study and its absolute folder.
 
     Raises:
@@ -75,7 +75,7 @@ def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
     return stored, folder
 
 
-def _described(study: Study, folder: Path, runs: int) -> str:
+def _description(study: Study, folder: Path, runs: int) -> str:
     rows = [f"study      {folder}",
             f"runs       {len(study.points)} points x {study.repeats}, {runs} left to run"]
     rows += [f"  {point.name:<24} {count_noun(point.nodes, 'node')}, {count_noun(point.ranks, 'rank')}, "
@@ -84,12 +84,12 @@ def _described(study: Study, folder: Path, runs: int) -> str:
     return "\n".join([*rows, *(f"note       {note}" for note in study.notes)])
 
 
-def _conclude(study: Study, folder: Path, options: Options) -> int:
+def _report_results(study: Study, folder: Path, options: Options) -> int:
     """Print the report and the failed runs, and return the exit code."""
     remaining = remaining_runs(study, folder, options.only, retry_failed=False)
     repeats = read_repeats(folder)
     failures = [repeat for repeat in repeats if repeat.error is not None]
-    # The job of one point does not report the others, except the last job to end.
+    # The job of one point prints no report, except the last job to finish.
     is_all = len(repeats) == len(study.points) * study.repeats
     if len(failures) < len(repeats) and (is_all or not options.only):
         report(folder, options.target)

@@ -22,21 +22,21 @@ class Pair:
     """A point that both studies measured.
 
     Attributes:
-        faster: tokens/s of the second study divided by those of the first.
+        speed_ratio: tokens/s of the second study divided by those of the first.
         efficiencies: None at the smallest points, where efficiency is 100 % by definition.
     """
 
     first: Measured
     second: Measured
-    faster: Estimate
+    speed_ratio: Estimate
     efficiencies: tuple[Estimate, Estimate] | None
 
     @property
     def verdict(self) -> str:
-        """Verdict on the second study at CONFIDENCE."""
-        if self.faster.interval is None:
+        """Verdict on the second study's speed at CONFIDENCE."""
+        if self.speed_ratio.interval is None:
             return "error unknown"
-        low, high = self.faster.interval
+        low, high = self.speed_ratio.interval
         return "faster" if low > 1 else "slower" if high < 1 else "no difference shown"
 
 
@@ -46,13 +46,13 @@ class Comparison:
 
     Attributes:
         pairs: points of the same mode, layout and size.
-        alone: names of the points that only one of the studies has.
+        only_in: for each study, names of the points that only it has.
         differences: settings and variables with each study's value.
     """
 
     names: tuple[str, str]
     pairs: tuple[Pair, ...]
-    alone: tuple[tuple[str, ...], tuple[str, ...]]
+    only_in: tuple[tuple[str, ...], tuple[str, ...]]
     differences: dict[str, tuple[str, str]]
 
     def as_record(self) -> dict[str, Any]:
@@ -61,10 +61,10 @@ class Comparison:
             "studies": list(self.names), "confidence": CONFIDENCE,
             "points": [{"point": pair.first.name, "tokens_per_second": [pair.first.tokens_per_second,
                                                                          pair.second.tokens_per_second],
-                        "ratio": pair.faster.value, "ratio_interval": pair.faster.interval,
+                        "ratio": pair.speed_ratio.value, "ratio_interval": pair.speed_ratio.interval,
                         "efficiency": [share.value for share in pair.efficiencies] if pair.efficiencies else None,
                         "verdict": pair.verdict} for pair in self.pairs],
-            "only_in": [list(names) for names in self.alone],
+            "only_in": [list(names) for names in self.only_in],
             "differences": {name: list(values) for name, values in self.differences.items()}}
 
 
@@ -83,18 +83,18 @@ def compare(first: Findings, second: Findings) -> Comparison:
     for key in common:
         a, b = points_a[key], points_b[key]
         efficiency_a, efficiency_b = _efficiency(first, a), _efficiency(second, b)
-        work = b.first.step_tokens / a.first.step_tokens
-        pairs.append(Pair(a, b, ratio(a.step_time, b.step_time, work),
+        token_ratio = b.first.step_tokens / a.first.step_tokens
+        pairs.append(Pair(a, b, ratio(a.step_time, b.step_time, token_ratio),
                           (efficiency_a, efficiency_b) if efficiency_a and efficiency_b else None))
-    alone = (tuple(point.name for key, point in points_a.items() if key not in points_b),
-             tuple(point.name for key, point in points_b.items() if key not in points_a))
+    only_in = (tuple(point.name for key, point in points_a.items() if key not in points_b),
+               tuple(point.name for key, point in points_b.items() if key not in points_a))
     settings = _differences(first, second, [(points_a[key].name, points_b[key].name) for key in common])
     for pair in pairs:
         batch_a, batch_b = (f"{point.first.global_batch} x {point.first.block_size}"
                             for point in (pair.first, pair.second))
         if batch_a != batch_b:
             settings[f"tokens per step at {pair.first.name}"] = (batch_a, batch_b)
-    return Comparison((first.name, second.name), tuple(pairs), alone, settings)
+    return Comparison((first.name, second.name), tuple(pairs), only_in, settings)
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
@@ -105,7 +105,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         shares = [f"{share.value:.1%}" for share in pair.efficiencies] if pair.efficiencies else ["-", "-"]
         rows.append((pair.first.name,
                      *(format_number(point.tokens_per_second) for point in (pair.first, pair.second)),
-                     f"{pair.faster.value:.1%}", interval_text(pair.faster), *shares, pair.verdict))
+                     f"{pair.speed_ratio.value:.1%}", interval_text(pair.speed_ratio), *shares, pair.verdict))
     tables = [Table(f"A: {a}\nB: {b}", ("point", "A tok/s", "B tok/s", "B / A", f"{CONFIDENCE:.0%} interval",
                                         "A effic.", "B effic.", "B is"), tuple(rows), comparison_notes(comparison))]
     if comparison.differences:
@@ -117,8 +117,8 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
 def comparison_notes(comparison: Comparison) -> tuple[str, ...]:
     """Return the notes on a comparison."""
     notes = [f"only in {name}: {', '.join(points)}"
-             for name, points in zip(comparison.names, comparison.alone, strict=True) if points]
-    if any(pair.faster.basis == "steps" for pair in comparison.pairs):
+             for name, points in zip(comparison.names, comparison.only_in, strict=True) if points]
+    if any(pair.speed_ratio.basis == "steps" for pair in comparison.pairs):
         notes.append(STEPS_ONLY)
     if (settings := len(comparison.differences.keys() - {"command"})) > 1:
         notes.append(f"the studies differ in {settings} settings, so a difference in their results has no single "

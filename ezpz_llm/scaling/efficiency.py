@@ -1,12 +1,12 @@
 """Scaling efficiency of a study's points against the smallest one, with confidence intervals (no torch).
 
 Intervals use Student's t on logarithms, since times are compared as ratios. A run's step time is the median of its
-steady steps. With several runs of a point, the sample is the runs: they differ by more than the steps of one run
-do (placement, network neighbors), and the steps of one run are correlated.
+steady steps. With several runs of a point, the sample consists of the runs: they differ by more than the steps of
+one run do (placement, network neighbors), and the steps of one run are correlated.
 
-With a single run, the sample is its steps. They are divided into consecutive batches whose medians are nearly
-independent, although consecutive steps are not (batch means, Conway 1963). Such an interval does not include the
-variation between runs. `Estimate.basis` tells the two cases apart.
+With a single run, the sample consists of its steps. They are divided into consecutive batches whose medians are
+nearly independent, although consecutive steps are not (batch means, Conway 1963). Such an interval does not include
+the variation between runs. `Estimate.basis` tells the two cases apart.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def student_t_quantile(confidence: float, freedom: float) -> float:
 
 Unit = Literal["nodes", "ranks"]
 
-DISAGREEING = 1.3
-"""Slowest over fastest run of a point above which the notes warn that something disturbed the runs."""
+MAX_DISAGREEMENT = 1.3
+"""Step time of a point's slowest run over its fastest, above which the notes warn of a disturbance."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Repeats of one point, by their number."""
+    """A point of a study and its repeats, in order of their number."""
 
     name: str
     mode: Mode
@@ -133,7 +133,7 @@ class Measured:
 
     @property
     def first(self) -> Repeat:
-        """Repeat to read the values that all repeats share from; a good one if possible."""
+        """Repeat that supplies the values that all repeats share; a good one if there is any."""
         return (self.good or self.repeats)[0]
 
     @property
@@ -198,13 +198,13 @@ class Measured:
 
     @property
     def slowest(self) -> tuple[int | None, str | None, int]:
-        """Rank and hostname that were slowest in most runs, and in how many; ties go to the earlier run."""
+        """Rank and hostname that were slowest in most runs, and in how many runs; the earlier run breaks ties."""
         slowest = Counter((repeat.slowest_rank, repeat.slowest_host) for repeat in self.good)
         (rank, host), times = slowest.most_common(1)[0]
         return rank, host, times
 
     @property
-    def learnt(self) -> bool:
+    def loss_decreased(self) -> bool:
         """True if the loss decreased in every run; otherwise the throughput is not meaningful."""
         return all(is_finite(repeat.first_loss) and is_finite(repeat.last_loss)
                    and repeat.last_loss < repeat.first_loss for repeat in self.good)
@@ -230,7 +230,10 @@ class Curve:
 
     @property
     def unit(self) -> Unit:
-        """Unit of the sizes: nodes, if a point has several and all have the same number of ranks per node."""
+        """Unit of the sizes.
+
+        It is "nodes" if all points have the same number of ranks per node and the largest has several nodes.
+        """
         per_node = {point.ranks / point.nodes for point in self.points}
         return "nodes" if len(per_node) == 1 and self.points[-1].nodes > 1 else "ranks"
 
@@ -255,7 +258,7 @@ class Curve:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Warnings about points that are not comparable, disturbed, or have failed runs."""
+        """Warnings about points that are not comparable, were disturbed, or have failed runs."""
         notes = []
         per_rank = {point.first.step_tokens * self.base.ranks / point.ranks for point in self.points}
         batches = {point.first.step_tokens for point in self.points}
@@ -264,10 +267,10 @@ class Curve:
         if self.mode == "strong" and len(batches) > 1:
             notes.append("not strong scaling: the tokens per step differ between its points")
         notes += [f"{point.name}: the loss did not decrease, so its throughput is not meaningful"
-                  for point in self.points if not point.learnt]
+                  for point in self.points if not point.loss_decreased]
         notes += [f"{point.name}: its slowest run took {point.disagreement:.1f} times as long as its fastest. "
                   "Something disturbed it: check its runs, and measure the point again"
-                  for point in self.points if point.disagreement > DISAGREEING]
+                  for point in self.points if point.disagreement > MAX_DISAGREEMENT]
         notes += [f"{point.name}: {len(point.repeats) - len(point.good)} of {len(point.repeats)} runs failed"
                   for point in self.points if len(point.good) < len(point.repeats)]
         return tuple(notes)

@@ -36,8 +36,8 @@ def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earl
 
     Args:
         earlier: folder with runs of the same model, used while the study has no finished run.
-        in_jobs: each point runs in its own job. Otherwise runs are sequential, and each occupies the nodes of the
-            largest point.
+        in_jobs: True if each point runs in its own job. Otherwise runs are sequential, and each occupies the nodes
+            of the largest point.
     """
     measured = [seconds for point in study.points for repeat in range(study.repeats)
                 if (seconds := _duration_s(folder, point, repeat)) is not None]
@@ -57,7 +57,10 @@ def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earl
 
 
 def newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
-    """Return the speed of the newest run of the same model in `folder`; None for a user's script."""
+    """Return the speed of the newest run of the same model in `folder`.
+
+    The result is None if there is no such run, or for a user's script.
+    """
     if is_own_script(command):
         return None
     records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)

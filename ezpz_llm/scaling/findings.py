@@ -30,16 +30,16 @@ class Extrapolation:
     """Fit of one layout, with predictions for each of its curves.
 
     Attributes:
-        fit: None if the points do not allow a fit, for the reason in `why`.
-        refused: requested sizes that cannot be predicted on some curve, with the reasons.
+        fit: None if the points do not allow a fit; `reason` is why.
+        rejected: requested sizes that cannot be predicted on some curve, with the reasons.
     """
 
     ds_config: str
     fit: Fit | None
-    why: str = ""
+    reason: str = ""
     predictions: tuple[Prediction, ...] = ()
     targets: tuple[Target, ...] = ()
-    refused: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
     shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
     is_script = is_own_script(study.points[0].command)
     reason = "the layout of {} is unknown" if is_script else "the run directories of {} are missing"
-    unshaped = [f"{reason.format(name)}: fitting it like ddp" for name in good if name not in shapes]
+    shape_notes = [f"{reason.format(name)}: fitting it like ddp" for name in good if name not in shapes]
     runs = group_by_key((repeat.point, folder / repeat.run_dir) for repeat in repeats if repeat.error is None)
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
-    baselines = [f"{point.name} has no good run: efficiencies are relative to {curve.base.name}"
-                 for curve in curves for point in points if point.ranks < curve.base.ranks
-                 and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)]
+    baseline_notes = [f"{point.name} has no good run: efficiencies are relative to {curve.base.name}"
+                      for curve in curves for point in points if point.ranks < curve.base.ranks
+                      and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)]
     extrapolations = [_extrapolate(name, group, shapes.get(name, Shape()), target, at)
                       for name, group in group_by_key((curve.ds_config, curve) for curve in curves).items()]
     return Findings(folder.name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
-                    study.typed, (*study.notes, *unshaped, *baselines),
+                    study.typed, (*study.notes, *shape_notes, *baseline_notes),
                     len(study.points) * study.repeats - len(repeats),
                     {name: provenance_of(run_dirs) for name, run_dirs in runs.items()})
 

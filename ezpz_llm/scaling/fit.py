@@ -1,8 +1,9 @@
 """Step-time model of a study: fit, predictions with bands, and causes of superlinear speedup (no torch).
 
-A few points do not determine which terms the model has. Each combination of TERMS is therefore fitted with
-non-negative coefficients and weighted by Akaike's criterion. The best model is reported, and all of them contribute
-to the band. The effect of noise is estimated by refitting to studies drawn with the measured errors.
+A few points do not determine which terms the model has. Each combination of TERMS is therefore fitted by least
+squares, excluded if a coefficient is negative, and weighted by Akaike's criterion. The best model is reported, and
+all of them contribute to the band. The effect of noise is estimated by refitting to studies drawn with the measured
+errors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from ezpz_llm.base import UserError
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.rundir import RunDir, read_layout
-from ezpz_llm.scaling.efficiency import CONFIDENCE, DISAGREEING, Curve, Estimate, Measured
+from ezpz_llm.scaling.efficiency import CONFIDENCE, MAX_DISAGREEMENT, Curve, Estimate, Measured
 
 TERMS = ("work", "serial", "divided", "bandwidth", "latency, tree", "latency, ring")
 """A model has at most one of the two latencies, and always a work or serial term."""
@@ -41,15 +42,15 @@ class Shape:
 
     Attributes:
         pp: pipeline stages.
-        per_micro_step: gradients are reduced once per micro-step.
-        divides: the optimizer state is sharded over data-parallel ranks.
+        per_micro_step: True if gradients are reduced once per micro-step.
+        shards_state: True if the optimizer state is sharded over data-parallel ranks.
         within: ranks per shard group, if not all ranks: shards are gathered and scattered within a group, then
             all-reduced across groups.
     """
 
     pp: int = 1
     per_micro_step: bool = False
-    divides: bool = False
+    shards_state: bool = False
     within: int | None = None
 
 
@@ -73,15 +74,15 @@ class Setting:
         size: nodes or ranks.
         dp: data-parallel ranks.
         tokens: tokens per step and rank.
-        accumulation: micro-steps. Fractional between measured points, where lines are drawn.
-        alone: all traffic stays within one node, where its cost does not depend on the size.
+        accumulation: micro-steps; fractional for plotted sizes between measured points.
+        is_one_node: True if all traffic stays within one node, where its cost does not depend on the size.
     """
 
     size: float
     dp: float
     tokens: float
     accumulation: float
-    alone: bool
+    is_one_node: bool
     shape: Shape
 
     @property
@@ -91,12 +92,12 @@ class Setting:
 
     @property
     def terms(self) -> np.ndarray:
-        """Factors of the coefficients of TERMS."""
+        """Value of each of TERMS, by which its coefficient is multiplied."""
         rounds = self.accumulation if self.shape.per_micro_step else 1.0
         group = min(self.shape.within or self.dp, self.dp)
         spread = max(1.0, group * self.size / self.dp)  # nodes (or ranks) per shard group
-        return np.array([self.tokens * (1 + self.bubble), 1.0, self.shape.divides / group,
-                         0.0 if self.alone else rounds * self._moved(group, spread),
+        return np.array([self.tokens * (1 + self.bubble), 1.0, self.shape.shards_state / group,
+                         0.0 if self.is_one_node else rounds * self._moved(group, spread),
                          rounds * math.log2(self.size), rounds * (spread - 1 + self.size / spread - 1)])
 
     def _moved(self, group: float, spread: float) -> float:
@@ -112,9 +113,9 @@ class Setting:
 def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
     """Return the model's inputs at a measured point."""
     repeat = point.first
-    alone = curve.unit == "nodes" and point.nodes == 1
+    is_one_node = curve.unit == "nodes" and point.nodes == 1
     return Setting(curve.size(point), repeat.global_batch / (repeat.micro_batch * repeat.accumulation),
-                   repeat.step_tokens / point.ranks, repeat.accumulation, alone, shape)
+                   repeat.step_tokens / point.ranks, repeat.accumulation, is_one_node, shape)
 
 
 def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
@@ -123,7 +124,8 @@ def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
     growth = size / base.size
     divided = growth if curve.mode == "strong" else 1.0
     return replace(base, size=size, dp=base.dp * growth, tokens=base.tokens / divided,
-                   accumulation=max(1.0, base.accumulation / divided), alone=curve.unit == "nodes" and size <= 1)
+                   accumulation=max(1.0, base.accumulation / divided),
+                   is_one_node=curve.unit == "nodes" and size <= 1)
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ class Fit:
         rows: each point and its step time under the best model.
         error: relative root mean square deviation of the best model from the points.
         noise: root mean square of the points' relative standard errors, from their runs or steps.
-        free: number of points minus terms of the best model. With 0, nothing tests the form of the model, and
-            `error` is not meaningful.
+        free: number of points minus number of terms of the best model. With 0, nothing tests the form of the
+            model, and `error` is not meaningful.
         terms: terms of the best model.
         rivals: other models that the points support about as well (within 2 of Akaike's criterion).
     """
@@ -188,11 +190,12 @@ class Fit:
         """
         self.curves, self.shape = tuple(curves), shape
         pairs = [(curve, point) for curve in curves for point in curve.points]
-        _check(pairs)
+        _check_points(pairs)
         settings = [setting_of(curve, point, shape) for curve, point in pairs]
         table = np.array([setting.terms for setting in settings])
         times = np.array([point.step_time.value for _, point in pairs])
-        errors, freedom = _pooled([point.step_time for _, point in pairs], [len(point.good) for _, point in pairs])
+        errors, freedom = _pool_errors([point.step_time for _, point in pairs],
+                                       [len(point.good) for _, point in pairs])
         rng = np.random.default_rng(seed)
         scale = np.sqrt(freedom / rng.chisquare(freedom, _DRAWS))
         normal = rng.standard_normal((len(pairs), _DRAWS)) * scale
@@ -209,7 +212,7 @@ class Fit:
         self._drawn = np.stack([model.coefficients[:, 1:] for model in models])
         self._weights = np.exp([-model.scores[1:] / 2 for model in models])
         self._measured = {id(point): drawn
-                          for (_, point), drawn in zip(pairs, _drawn(times, errors, normal), strict=True)}
+                          for (_, point), drawn in zip(pairs, _draw_times(times, errors, normal), strict=True)}
         self.terms = self._best.names
         self.rivals = tuple(model.names for model in models[1:] if model.scores[0] < self._best.scores[0] + 2)
         self.noise = float(np.sqrt(np.mean(errors**2)))
@@ -242,7 +245,7 @@ class Fit:
         return float(values.flat[low]), float(values.flat[high])
 
 
-def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
+def _check_points(pairs: Sequence[tuple[Curve, Measured]]) -> None:
     sizes = sorted({curve.size(point) for curve, point in pairs})
     if len(sizes) < MIN_SIZES:
         raise UserError(f"no fit: it requires {MIN_SIZES} sizes, and the study has {', '.join(map(str, sizes))}",
@@ -252,7 +255,7 @@ def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
                         instead="--repeats 3, or more steps")
 
 
-def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> tuple[np.ndarray, float]:
+def _pool_errors(estimates: Sequence[Estimate], runs: Sequence[int]) -> tuple[np.ndarray, float]:
     """Return the relative standard error of each point and its degrees of freedom.
 
     The variance of a run is pooled over the points. Points with several runs take precedence over points with one
@@ -265,7 +268,7 @@ def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> tuple[np.ndar
     return np.maximum(np.sqrt(run_variance / np.array(runs, float)), _FLOOR), sum(freedoms)
 
 
-def _drawn(times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> np.ndarray:
+def _draw_times(times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """Draw step times (points, draws) of studies with the measured errors."""
     return times[:, None] * np.exp(errors[:, None] * normal)
 
@@ -278,7 +281,7 @@ def _fit_models(table: np.ndarray, times: np.ndarray, errors: np.ndarray, normal
         normal: shape (points, draws), noise of the drawn studies in units of `errors`.
     """
     weight = 1 / (times * errors)[:, None]
-    data = np.column_stack([times, _drawn(times, errors, normal)]) * weight
+    data = np.column_stack([times, _draw_times(times, errors, normal)]) * weight
     models = []
     for terms in _combinations():
         part = table[:, list(terms)] * weight
@@ -352,11 +355,11 @@ def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
     """Predict the curve at `size`, in curve.unit.
 
     Raises:
-        UserError: the size is below the measured sizes, more than REACH times the largest, or not possible for the
-            curve.
+        UserError: the size is below the measured sizes, more than MAX_EXTRAPOLATION times the largest, or not
+            possible for the curve.
     """
-    if problem := _problem(curve, size):
-        raise problem
+    if error := _size_error(curve, size):
+        raise error
     ranks = curve.base.ranks * size // curve.size(curve.base)
     setting = setting_at(curve, size, fit.shape)
     seconds = fit.seconds(setting)
@@ -364,8 +367,8 @@ def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
                       *_efficiency(fit, curve, setting), fit.parts(setting), size > curve.size(curve.points[-1]))
 
 
-def _problem(curve: Curve, size: int) -> UserError | None:
-    """Return the error for a size outside the predicted range, or at which the curve cannot run; else None."""
+def _size_error(curve: Curve, size: int) -> UserError | None:
+    """Return the error for a size out of range or at which the curve cannot run; None if it can be predicted."""
     base, largest = curve.base, curve.size(curve.points[-1])
     smallest = curve.size(base)
     if not smallest <= size <= MAX_EXTRAPOLATION * largest:
@@ -390,7 +393,7 @@ def _problem(curve: Curve, size: int) -> UserError | None:
 def extrapolation_sizes(curve: Curve) -> list[int]:
     """Return the sizes that `predict` supports."""
     largest = MAX_EXTRAPOLATION * curve.size(curve.points[-1])
-    return [size for size in range(1, largest + 1) if _problem(curve, size) is None]
+    return [size for size in range(1, largest + 1) if _size_error(curve, size) is None]
 
 
 def find_target(fit: Fit, curve: Curve, target: float) -> Target:
@@ -428,8 +431,8 @@ def _efficiency(fit: Fit, curve: Curve, setting: Setting) -> tuple[float, Band]:
     return work * base.step_time.value / fit.seconds(setting), (work / high, work / low)
 
 
-_LESS = 0.9
-"""Memory peak, relative to the smallest point, below which memory is reported as a cause."""
+_MEMORY_RATIO = 0.9
+"""Memory peak relative to the smallest point's, below which memory is reported as a cause."""
 _SPREAD = 1.2
 """90th percentile of the step time over the median above which a point is reported as unsteady."""
 
@@ -447,9 +450,9 @@ def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
     if interval is not None and interval[0] <= 1:
         runs = f", and runs of the smallest point differ by a factor of {curve.base.disagreement:.1f}"
         return (f"within the noise: its interval begins at {interval[0]:.1%}"
-                + runs * (curve.base.disagreement > DISAGREEING),)
-    causes = [*_work(curve.base, point), *_parts(curve.base, point), *_memory(curve.base, point),
-              *_unsteady(curve.base)]
+                + runs * (curve.base.disagreement > MAX_DISAGREEMENT),)
+    causes = [*_batch_causes(curve.base, point), *_breakdown_causes(curve.base, point),
+              *_memory_causes(curve.base, point), *_unsteady_causes(curve.base)]
     if interval is None:
         causes.append("its error is unknown (a single short run): measure with --repeats 3")
     if not causes:
@@ -477,7 +480,7 @@ def explain_predicted(fit: Fit, prediction: Prediction) -> str | None:
             + (": the optimizer state is sharded over more ranks" if part == "divided" else ""))
 
 
-def _work(base: Measured, point: Measured) -> list[str]:
+def _batch_causes(base: Measured, point: Measured) -> list[str]:
     """Return differences in batch and placement that reduce the work per token."""
     before, after = base.first, point.first
     causes = []
@@ -493,7 +496,7 @@ def _work(base: Measured, point: Measured) -> list[str]:
     return causes
 
 
-def _parts(base: Measured, point: Measured) -> list[str]:
+def _breakdown_causes(base: Measured, point: Measured) -> list[str]:
     """Return the parts of the traced step that account for at least a tenth of the gain."""
     before, after = base.split, point.split
     if before is None or after is None:
@@ -508,17 +511,17 @@ def _parts(base: Measured, point: Measured) -> list[str]:
             for part, seconds in sorted(gains.items(), key=lambda item: -item[1]) if seconds > max(gain, 0) / 10]
 
 
-def _memory(base: Measured, point: Measured) -> list[str]:
+def _memory_causes(base: Measured, point: Measured) -> list[str]:
     causes = []
     for kind, name in (("device", "device"), ("host", "CPU")):
         before, after = (getattr(measured, f"peak_{kind}_bytes") for measured in (base, point))
-        if before and after and after < _LESS * before:
+        if before and after and after < _MEMORY_RATIO * before:
             causes.append(f"a rank uses {after / 2**30:.2f} GiB of {name} memory, at the smallest point "
                           f"{before / 2**30:.2f}: the smallest point may have been short of memory or cache")
     return causes
 
 
-def _unsteady(base: Measured) -> list[str]:
+def _unsteady_causes(base: Measured) -> list[str]:
     steps = base.steps
     if steps.high > _SPREAD * steps.median:
         return [f"the smallest point was not steady: 10 % of its steps took longer than {steps.high * 1e3:.1f} "

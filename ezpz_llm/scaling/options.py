@@ -29,7 +29,7 @@ EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
 MODES = ("weak", "strong", "both")
 SUBJECTS = ("scaling", "layouts")
 _TRAINER = "ezpz_llm.train"
-_STARTS = (("launch",), ("ezpz-llm", "launch"))
+_LAUNCH_WORDS = (("launch",), ("ezpz-llm", "launch"))
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Options:
 
     Attributes:
         nodes, ranks: sizes of the points, in one of the two units.
-        launch_words: the user's options for launch, without --hosts, which is in `hosts`.
+        launch_words: the user's options for launch, except --hosts, which `hosts` contains.
         command: training command.
         submit: options for `ezpz-llm submit`; None to run the study here.
         folder: folder of the study.
-        target: efficiency for which the report gives the largest size.
+        target: minimum efficiency of the largest size that the report names.
         only: names of the points to run; empty for all.
     """
 
@@ -68,7 +68,7 @@ class Options:
     help: bool = False
 
 
-def _list(convert: Callable[[str], object], description: str) -> Callable[[str], tuple]:
+def _list_of(convert: Callable[[str], object], description: str) -> Callable[[str], tuple]:
     def convert_list(text: str) -> tuple:
         try:
             values = tuple(convert(part.strip()) for part in text.split(","))
@@ -81,23 +81,23 @@ def _list(convert: Callable[[str], object], description: str) -> Callable[[str],
     return convert_list
 
 
-def _name(text: str) -> str:
+def _nonempty(text: str) -> str:
     if not text:
         raise ValueError("a name")
     return text
 
 
-_SIZES = _list(whole(1, MAX_RANKS), "a list of whole numbers such as 1,2,4")
-_NAMES = _list(_name, "a list of names such as zero1,zero3")
+_SIZES = _list_of(whole(1, MAX_RANKS), "a list of whole numbers such as 1,2,4")
+_NAMES = _list_of(_nonempty, "a list of names such as zero1,zero3")
 _OPTIONS = (
-    Option(("--nodes",), "nodes", "sizes of the points in nodes of this reservation: 1,2,4", "LIST", _SIZES),
+    Option(("--nodes",), "nodes", "sizes of the points in nodes of this allocation: 1,2,4", "LIST", _SIZES),
     Option(("--ranks",), "ranks", "sizes of the points in ranks on one node, in place of --nodes: 1,2", "LIST",
            _SIZES),
     Option(("--mode",), "mode", "weak (fixed batch per device, the default), strong (fixed global batch), both",
            "M", one_of(MODES)),
     Option(("--ds-config",), "ds_configs", "layouts to compare: zero1,zero3 (default: the command's)", "LIST",
            _NAMES),
-    Option(("--model",), "model", "model (default: the command's)", "NAME", _name),
+    Option(("--model",), "model", "model (default: the command's)", "NAME", _nonempty),
     Option(("--what",), "what", "scaling (the default), or layouts: one size, many ds_configs", "WHAT",
            one_of(SUBJECTS)),
     Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MAX_REPEATS)),
@@ -122,7 +122,7 @@ def parse(words: Sequence[str]) -> Options:
     """Parse the options of a study and the command after them. An existing study does not need a command.
 
     Raises:
-        UserError: an option is unknown, a value is missing or invalid, or the command is not a training run.
+        UserError: an option is unknown, a value is missing or invalid, or a study cannot run the command.
     """
     values, command_words = split_options(words, _OPTIONS, EXAMPLE + " {option}")
     if values.get("help"):
@@ -139,7 +139,7 @@ def parse(words: Sequence[str]) -> Options:
     if is_own_script(command):
         _check_own_script(values)
     if values.get("ds_configs") and value_of(command, "--ds-config") is not None:
-        raise UserError("layouts are given twice", where="--ds-config of scale and of the command",
+        raise UserError("layouts are set twice", where="--ds-config of scale and of the command",
                         instead="only scale --ds-config")
     if values.get("model"):
         command = (*without(command, "--model"), "--model", values["model"])
@@ -155,7 +155,7 @@ def _options_to_continue(values: dict[str, Any]) -> Options:
     if fixed:
         raise UserError("the definition of a study cannot change after its start",
                         where=f"--study {values['folder']}",
-                        instead="leave the other options out, or give the command for a new study")
+                        instead="leave the other options out, or pass the command for a new study")
     return Options(**values)
 
 
@@ -188,10 +188,10 @@ def _check_own_script(values: dict[str, Any]) -> None:
 
 
 def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...]]:
-    """Parse the command as launch does; return its options and the words that the user gave launch."""
-    starts = [start for start in _STARTS if (os.path.basename(words[0]), *words[1:len(start)]) == start]
-    arguments = words[len(starts[0]):] if starts else words
-    launch = parse_launch(arguments) if starts else LaunchOptions(command=words)
+    """Parse the command as launch does; return launch's options, parsed and as the user typed them."""
+    prefixes = [start for start in _LAUNCH_WORDS if (os.path.basename(words[0]), *words[1:len(start)]) == start]
+    arguments = words[len(prefixes[0]):] if prefixes else words
+    launch = parse_launch(arguments) if prefixes else LaunchOptions(command=words)
     reserved = {"-n": launch.ranks, "--nodes": launch.nodes, "--run-dir": launch.run_dir,
                 "--dry-run": launch.dry_run, "--help": launch.help}
     for option, value in reserved.items():

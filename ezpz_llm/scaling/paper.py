@@ -63,7 +63,7 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
             if extrapolation.fit is not None}
     unit = curves[0].unit
 
-    def speeds(axes: Any) -> None:
+    def draw_throughput(axes: Any) -> None:
         """Draw tokens/s, and ideal scaling from the smallest point as a dashed line."""
         for i, curve in enumerate(curves):
             sizes = [curve.size(point) for point in curve.points]
@@ -72,10 +72,10 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
             axes.plot(sizes, ideal, "--", color="0.5", linewidth=0.8, zorder=0, label="" if i else "ideal")
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
-        _sizes(axes, curves)
+        _set_size_axis(axes, curves)
         axes.legend()
 
-    def efficiencies(axes: Any) -> None:
+    def draw_efficiency(axes: Any) -> None:
         """Draw efficiencies with their intervals, and the fit up to the largest measured size."""
         for i, curve in enumerate(curves):
             estimates = [(curve.size(point), curve.efficiency(point)) for point in curve.points]
@@ -91,12 +91,12 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
                           color=mark(i)["color"], linewidth=0.8)
         axes.axhline(100, linestyle="--", color="0.5", linewidth=0.8, zorder=0)
         axes.set_ylim(bottom=0)
-        _sizes(axes, curves)
+        _set_size_axis(axes, curves)
 
-    return Panel(speeds, unit, "tokens/s"), Panel(efficiencies, unit, "efficiency (%)")
+    return Panel(draw_throughput, unit, "tokens/s"), Panel(draw_efficiency, unit, "efficiency (%)")
 
 
-def _sizes(axes: Any, curves: Sequence[Curve]) -> None:
+def _set_size_axis(axes: Any, curves: Sequence[Curve]) -> None:
     """Make the x axis logarithmic (base 2), with a tick at each measured size."""
     sizes = sorted({curve.size(point) for curve in curves for point in curve.points})
     axes.set_xscale("log", base=2)
@@ -107,7 +107,8 @@ def _sizes(axes: Any, curves: Sequence[Curve]) -> None:
 def latex_table(curves: Sequence[Curve]) -> str:
     """Return a booktabs table; a comment at the end of each row names the point of the study."""
     rows = [f"{curve.ds_config.translate(_ESCAPED)} & {curve.size(point)} & {point.ranks} & "
-            f"{1e3 * point.step_time.value:.1f} & {point.tokens_per_second:,.0f} & {_efficiency(curve, point)} & "
+            f"{1e3 * point.step_time.value:.1f} & {point.tokens_per_second:,.0f} & "
+            f"{_efficiency_text(curve, point)} & "
             + (f"{100 * point.mfu:.1f}" if point.mfu is not None else "--") + rf" \\ % points/{point.name}"
             for curve in curves for point in curve.points]
     return "\n".join((
@@ -117,7 +118,7 @@ def latex_table(curves: Sequence[Curve]) -> str:
         *rows, r"\bottomrule", r"\end{tabular}", ""))
 
 
-def _efficiency(curve: Curve, point: Measured) -> str:
+def _efficiency_text(curve: Curve, point: Measured) -> str:
     efficiency = curve.efficiency(point)
     if point is curve.base:
         return "baseline"
@@ -127,7 +128,7 @@ def _efficiency(curve: Curve, point: Measured) -> str:
 
 
 def paragraph(findings: Findings, curve: Curve) -> str:
-    """Return a paragraph on method and results, with a comment before each sentence on where its numbers are."""
+    """Return a paragraph on method and results, each sentence after a comment with the source of its numbers."""
     return "\n".join(f"% {source}\n{sentence.translate(_ESCAPED)}"
                      for source, sentence in _sentences(findings, curve))
 
@@ -155,7 +156,7 @@ def _sentences(findings: Findings, curve: Curve) -> Iterator[tuple[str, str]]:
             f"the throughput of {curve.size(base)}"
     yield f"points/{base.name}, points/{last.name}", (
         f"On {curve.size(last)} {curve.unit} training reached {speed}: an efficiency of "
-        f"{_efficiency(curve, last)} % (in brackets the {100 * CONFIDENCE:.0f} % interval by Student's t on "
+        f"{_efficiency_text(curve, last)} % (in brackets the {100 * CONFIDENCE:.0f} % interval by Student's t on "
         "logarithms).")
     if split := last.split:
         share = split["exposed_communication"] / sum(split.values())

@@ -32,8 +32,8 @@ class Size:
 
     Attributes:
         label: part of the points' names: `n2` for two nodes, `r2` for two ranks on one node.
-        launch: options for launch. They give the number of ranks, so that the study can continue in a different
-            reservation.
+        launch: options for launch, including the number of ranks, so that the study can continue in a different
+            allocation.
         threads: threads per rank; None if the user's OMP_NUM_THREADS or the later job sets them.
     """
 
@@ -45,23 +45,23 @@ class Size:
 
 
 def find_sizes(options: Options, env: Mapping[str, str]) -> list[Size]:
-    """Return the sizes in increasing order, for this reservation or for the jobs to submit.
+    """Return the sizes in increasing order, for this allocation or for the jobs to submit.
 
     Raises:
-        UserError: the reservation has too few nodes, or launch rejects the ranks.
+        UserError: the allocation has too few nodes, or launch rejects the ranks.
     """
     if options.ranks and options.submit is not None:
         raise UserError("--submit does not support --ranks", where="--ranks, --submit",
-                        instead="--nodes with --submit; for --ranks one reservation of one node is enough")
+                        instead="--nodes with --submit; for --ranks one allocation of one node is enough")
     if options.ranks:
-        return [_on_one_node(ranks, options, env) for ranks in sorted(options.ranks)]
+        return [_single_node_size(ranks, options, env) for ranks in sorted(options.ranks)]
     if options.submit is not None:
-        return [_in_a_job(nodes, options, env) for nodes in sorted(options.nodes)]
-    return [_in_reservation(nodes, options, env) for nodes in sorted(options.nodes)]
+        return [_job_size(nodes, options, env) for nodes in sorted(options.nodes)]
+    return [_allocation_size(nodes, options, env) for nodes in sorted(options.nodes)]
 
 
-def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[str, str]) -> Allocation:
-    """Return the nodes that a study may use.
+def study_allocation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[str, str]) -> Allocation:
+    """Return the allocation, reduced to the nodes that a study may use.
 
     Raises:
         UserError: this process is itself a rank that a launcher started.
@@ -72,7 +72,7 @@ def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[s
     if allocation.scheduler == local.STARTED:
         raise UserError("a study starts its own ranks, but this process is already a rank",
                         where=allocation.source,
-                        instead="ezpz-llm scale … without launch, in the shell or script of the reservation")
+                        instead="ezpz-llm scale … without launch, in the job's shell or script")
     return select_nodes(allocation, None, hosts, launch.hostfile)
 
 
@@ -82,32 +82,32 @@ def hosts_options(allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, 
     return () if is_only_machine else ("--hosts", ",".join(hosts))
 
 
-def _in_reservation(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
-    allocation = reservation(options.hosts, options.launch_words, env)
+def _allocation_size(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
+    allocation = study_allocation(options.hosts, options.launch_words, env)
     if nodes > len(allocation.hosts):
         raise UserError(f"a point requires {nodes} nodes, but there are {len(allocation.hosts)}: "
                         f"{', '.join(host.name for host in allocation.hosts[:8])}", where=allocation.source,
-                        instead=f"--nodes up to {len(allocation.hosts)}, a larger reservation, "
+                        instead=f"--nodes up to {len(allocation.hosts)}, a larger allocation, "
                                 '--submit "--time 1:00:00", or --ranks 1,2 on one node')
     hosts = tuple(host.name for host in allocation.hosts[:nodes])
     arguments = (*options.launch_words, *hosts_options(allocation, hosts), *options.command)
     plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
-    return _sized(f"n{nodes}", nodes, len(plan.ranks), options, _threads(plan))
+    return _make_size(f"n{nodes}", nodes, len(plan.ranks), options, _threads(plan))
 
 
-def _in_a_job(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
+def _job_size(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
     job = plan_job(parse_submit(["--nodes", str(nodes), *(options.submit or ()), "--", "launch",
                                  *options.launch_words, *options.command]), env)
-    return _sized(f"n{nodes}", nodes, job.placement.world_size, options)
+    return _make_size(f"n{nodes}", nodes, job.placement.world_size, options)
 
 
-def _on_one_node(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
-    allocation = reservation(options.hosts, options.launch_words, env)
+def _single_node_size(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
+    allocation = study_allocation(options.hosts, options.launch_words, env)
     arguments = (*without(options.launch_words, "--ppn"),
                  *hosts_options(allocation, (allocation.hosts[0].name,)), "-n",
                  str(ranks), *options.command)
     plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
-    return _sized(f"r{ranks}", 1, ranks, options, _threads(plan))
+    return _make_size(f"r{ranks}", 1, ranks, options, _threads(plan))
 
 
 def _threads(plan: LaunchPlan) -> int | None:
@@ -115,7 +115,7 @@ def _threads(plan: LaunchPlan) -> int | None:
     return int(setting.value) if setting else None
 
 
-def _sized(label: str, nodes: int, ranks: int, options: Options, threads: int | None = None) -> Size:
+def _make_size(label: str, nodes: int, ranks: int, options: Options, threads: int | None = None) -> Size:
     per_node, remainder = divmod(ranks, nodes)
     arguments = (*options.launch_words, "-n", str(ranks))
     if not remainder:
@@ -183,11 +183,11 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
     candidates: list[_Candidate] = []
     if mode in ("weak", "both"):
         for layout, command in commands.items():
-            candidates += _weak(layout, command, sizes, directory)
+            candidates += _weak_candidates(layout, command, sizes, directory)
     if mode in ("strong", "both"):
-        strong, note = _strong(commands, sizes, directory)
+        strong, note = _strong_candidates(commands, sizes, directory)
         candidates, notes = candidates + strong, [*notes, note]
-    points = _checked(candidates, directory)
+    points = _check_candidates(candidates, directory)
     return Study(what=options.what, mode=mode, unit="nodes" if options.nodes else "ranks", repeats=options.repeats,
                  seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
                  threads=sizes[-1].threads,
@@ -197,7 +197,7 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
 def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path, typed: Sequence[str]) -> Study:
     """Plan the study of a user's script, which does not support the trainer's options.
 
-    A step of a rank is recorded as one sequence. The script's own records give its number of tokens.
+    Each rank's part of a step is recorded as one sequence. The script's own records contain its number of tokens.
     """
     name = re.sub(r"\W", "-", read_command(options.command).name)
     points = tuple(Point(f"weak-{name}-{size.label}", "weak", name, size.nodes, size.ranks, size.ranks, 1, 1,
@@ -205,8 +205,8 @@ def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path,
     return Study(what=options.what, mode="weak", unit="nodes" if options.nodes else "ranks",
                  repeats=options.repeats, seed=options.seed, typed=tuple(typed), directory=str(directory),
                  hosts=options.hosts, threads=sizes[-1].threads, points=points,
-                 notes=(f"the tables show a step of one rank of {name} as one sequence; its records give the "
-                        "tokens",))
+                 notes=(f"the tables show a step of one rank of {name} as one sequence; its records contain the "
+                        "number of tokens",))
 
 
 def _commands(options: Options, sizes: Sequence[Size],
@@ -244,26 +244,27 @@ def _runnable_commands(command: tuple[str, ...], ranks: int,
     return commands, notes
 
 
-def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Candidate]:
-    """Return the weak-scaling points: each rank keeps its batch of the smallest size."""
+def _weak_candidates(layout: str, command: tuple[str, ...], sizes: Sequence[Size],
+                     directory: Path) -> list[_Candidate]:
+    """Return the weak-scaling points, all with the batch per rank of the smallest size."""
     base = check_command(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
     fixed_batch = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
                    _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
     return [_Candidate("weak", layout, size, fixed_batch) for size in sizes]
 
 
-def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
-            directory: Path) -> tuple[list[_Candidate], str]:
+def _strong_candidates(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
+                       directory: Path) -> tuple[list[_Candidate], str]:
     """Return the strong-scaling points and a note on the global batch.
 
-    The global batch is the command's, or by default the largest size's.
+    The global batch is the one in the command, else the default at the largest size.
     """
     first = next(iter(commands.values()))
     typed = value_of(first, *_GLOBAL_BATCH)
     if typed is not None and value_of(first, *_ACCUMULATION) is not None:
         raise UserError("a strong-scaling study computes the accumulation steps itself",
                         where="--gradient-accumulation-steps in the command",
-                        instead="leave it out, or give --micro-batch-size in its place")
+                        instead="leave it out, or pass --micro-batch-size instead")
     if typed is not None:
         global_batch, note = typed, f"strong: the global batch is {typed} sequences, from the command"
     else:
@@ -277,8 +278,8 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
             for layout, command in commands.items() for size in sizes], note
 
 
-def _checked(candidates: Sequence[_Candidate], directory: Path) -> tuple[Point, ...]:
-    def check(candidate: _Candidate) -> Answer:
+def _check_candidates(candidates: Sequence[_Candidate], directory: Path) -> tuple[Point, ...]:
+    def check(candidate: _Candidate) -> CheckedBatch:
         return check_command(candidate.command, candidate.size.ranks, directory, candidate.what)
 
     with ThreadPoolExecutor(_PARALLEL_CHECKS) as pool:
@@ -289,7 +290,7 @@ def _checked(candidates: Sequence[_Candidate], directory: Path) -> tuple[Point, 
                  for candidate, answer in zip(candidates, answers, strict=True))
 
 
-class Answer(NamedTuple):
+class CheckedBatch(NamedTuple):
     """Layout and batch, in sequences, of a command that passed its check."""
 
     layout: str
@@ -298,7 +299,7 @@ class Answer(NamedTuple):
     accumulation: int
 
 
-def check_command(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answer:
+def check_command(command: Sequence[str], ranks: int, directory: Path, what: str) -> CheckedBatch:
     """Check `command` for a number of ranks with its `--check --json`, without starting ranks or importing torch.
 
     Args:
@@ -316,4 +317,4 @@ def check_command(command: Sequence[str], ranks: int, directory: Path, what: str
     if process.returncode or report.layout is None:
         raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,
                         instead=report.instead)
-    return Answer(report.layout, report.global_batch or 0, report.micro_batch or 0, report.accumulation or 0)
+    return CheckedBatch(report.layout, report.global_batch or 0, report.micro_batch or 0, report.accumulation or 0)

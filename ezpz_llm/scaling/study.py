@@ -47,8 +47,8 @@ class Study:
         unit: unit of the sizes, nodes or ranks.
         hosts: the user's --hosts.
         directory: absolute working directory of the command.
-        threads: threads per rank at every size: as many as at the largest, since a rank alone on a node would use
-            all its cores.
+        threads: threads per rank at every size, which is the number at the largest size; by default, a rank alone
+            on a node would use all its cores.
         notes: notes on how the points were chosen.
     """
 
@@ -65,7 +65,7 @@ class Study:
     notes: tuple[str, ...] = ()
 
     def point(self, name: str) -> Point:
-        """Return the point with that name.
+        """Return the point named `name`.
 
         Raises:
             UserError: there is no such point.
@@ -120,9 +120,9 @@ def read_study(folder: Path) -> Study:
 
 
 def nodes_of_repeat(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
-    """Return the nodes of one repeat: consecutive in the reservation, and shifted with each repeat.
+    """Return the nodes of one repeat: consecutive in the allocation, and shifted with each repeat.
 
-    The shift keeps the result of a size from depending on a single node.
+    Because of the shift, the result of a size does not depend on a single node.
     """
     first = repeat * nodes % len(hosts)
     return tuple(hosts[(first + step) % len(hosts)] for step in range(nodes))
@@ -200,7 +200,7 @@ def add_repeat(study: Path, repeat: Repeat) -> None:
 
 
 def read_repeats(study: Path) -> list[Repeat]:
-    """Return the finished repeats in order of completion; of a repeat that was run again, only the last run.
+    """Return the finished repeats in order of completion; for a repeat that was run again, only the last run.
 
     Raises:
         UserError: a line is not a valid repeat.

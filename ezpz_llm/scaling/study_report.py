@@ -1,4 +1,4 @@
-"""`ezpz-llm scale report STUDY` and `scale compare A B`, as text, JSON, CSV and an HTML page."""
+"""`ezpz-llm scale report STUDY` (text, JSON, CSV, HTML page) and `scale compare A B` (text, JSON)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ())
     """Print the report of a study, and write report.json, report.csv and report.html to its folder.
 
     Raises:
-        UserError: see findings.find; or a file cannot be written.
+        UserError: as in findings.find, or a file cannot be written.
     """
     findings = find(folder, target, at)
     print(findings_text(findings, terminal_width(), color=wants_color()))
@@ -52,7 +52,7 @@ def report_main(argv: Sequence[str]) -> int:
     parser.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
     parser.add_argument("--target", type=float, default=DEFAULT_TARGET, metavar="E",
                         help="report the largest size with at least this efficiency (%(default)s)")
-    parser.add_argument("--at", type=_sizes, default=(), metavar="LIST",
+    parser.add_argument("--at", type=_parse_sizes, default=(), metavar="LIST",
                         help="sizes to predict: 16,32 (default: twice and four times the largest)")
     options = parser.parse_args(argv)
     report(options.study, options.target, options.at)
@@ -76,7 +76,7 @@ def compare_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -104,7 +104,7 @@ def as_record(findings: Findings) -> dict[str, Any]:
                    for curve in findings.curves],
         "failed": [asdict(repeat) for point in findings.points for repeat in point.repeats
                    if repeat.error is not None],
-        "fits": [_fit(extrapolation) for extrapolation in findings.extrapolations],
+        "fits": [_fit_record(extrapolation) for extrapolation in findings.extrapolations],
     }
 
 
@@ -149,10 +149,10 @@ def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
                   "efficiency_high": high, "interval_basis": efficiency.basis, "remark": "; ".join(remarks) or None}
 
 
-def _fit(extrapolation: Extrapolation) -> dict[str, Any]:
+def _fit_record(extrapolation: Extrapolation) -> dict[str, Any]:
     fit = extrapolation.fit
     if fit is None:
-        return {"ds_config": extrapolation.ds_config, "why_not": extrapolation.why}
+        return {"ds_config": extrapolation.ds_config, "why_not": extrapolation.reason}
     return {
         "ds_config": extrapolation.ds_config, "terms": list(fit.terms),
         "rivals": [list(terms) for terms in fit.rivals], "error": fit.error, "noise": fit.noise,
@@ -227,20 +227,20 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
     if findings.typed:
         intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
     bodies = [(section.heading,
-               "".join(map(document.table_of, section.tables)) + _drawing(section, findings.extrapolations))
+               "".join(map(document.table_of, section.tables)) + _charts_html(section, findings.extrapolations))
               for section in sections(findings)]
-    bodies.append(("Provenance of each point", _provenance(findings)))
+    bodies.append(("Provenance of each point", _provenance_html(findings)))
     return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
 
 
-def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
+def _charts_html(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
     traced = [(point.name, split) for point in section.points if (split := point.split)]
     if traced:
         return chart.bars("Traced step, mean over ranks", traced, "ms", lambda value: f"{value * 1e3:.1f}")
     if not (curves := section.curves):
         return ""
     mode, sizes = curves[0].mode, sorted({curve.size(point) for curve in curves for point in curve.points})
-    unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_marks(sizes))
+    unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_ticks(sizes))
     fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations
             if extrapolation.fit is not None}
     return document.views(f"{mode}-scaling", "Show", [
@@ -250,32 +250,32 @@ def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
         ("tokens/s", chart.chart(
             "Tokens/s, and ideal scaling from the smallest point", unit,
             chart.Axis("tokens/s", format_number),
-            [*_measured(curves, lambda curve, point: point.tokens_per_second),
-             *_measured(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
-                        suffix=", ideal", first=_DASHED)])),
+            [*_measured_series(curves, lambda curve, point: point.tokens_per_second),
+             *_measured_series(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
+                               suffix=", ideal", first=_DASHED)])),
         ("step time", chart.chart(
             "Step time", unit, chart.Axis("ms", lambda value: f"{value:.4g}"),
-            _measured(curves, lambda curve, point: point.step_time.value * 1e3))),
+            _measured_series(curves, lambda curve, point: point.step_time.value * 1e3))),
     ])
 
 
-def _marks(sizes: Sequence[float]) -> tuple[float, ...]:
+def _ticks(sizes: Sequence[float]) -> tuple[float, ...]:
     """Return ticks at the sizes, or at powers of two if there are more than _MAX_MARKS sizes."""
     if len(sizes) <= _MAX_MARKS:
         return tuple(sizes)
     return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])
 
 
-def _measured(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
-              suffix: str = "", first: int = 0) -> list[chart.Series]:
+def _measured_series(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
+                     suffix: str = "", first: int = 0) -> list[chart.Series]:
     return [chart.Series(f"{curve.ds_config}{suffix}", [curve.size(point) for point in curve.points],
                             [value(curve, point) for point in curve.points], i, dots)
             for i, curve in enumerate(curves, first)]
 
 
 def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[chart.Series]:
-    series = _measured(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
-                       suffix=", measured")
+    series = _measured_series(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
+                              suffix=", measured")
     measured = [curve.size(point) for curve in curves for point in curve.points]
     series.append(chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL))
     for i, curve in enumerate(curves):
@@ -290,8 +290,8 @@ def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[ch
     return series
 
 
-def _provenance(findings: Findings) -> str:
-    common = _common(list(findings.provenance.values()))
+def _provenance_html(findings: Findings) -> str:
+    common = _common_environment(list(findings.provenance.values()))
     text = ""
     if common:
         rows = document.table_of(Table("Common to all points", ("", "value"), tuple(common.items())))
@@ -305,7 +305,7 @@ def _provenance(findings: Findings) -> str:
     return text or '<p class="empty">No record of the runs was found.</p>'
 
 
-def _common(provenance: Sequence[Provenance]) -> dict[str, str]:
+def _common_environment(provenance: Sequence[Provenance]) -> dict[str, str]:
     first = provenance[0].environment if provenance else {}
     return {key: value for key, value in first.items()
             if all(origin.environment.get(key) == value for origin in provenance)}

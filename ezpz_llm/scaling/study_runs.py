@@ -1,6 +1,6 @@
 """Run the remaining runs of a study, or submit a job per point; measure each finished run.
 
-Runs are sequential, each on a part of the reservation.
+Runs are sequential, each on some nodes of the allocation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ezpz_llm.observe.history import is_finite, steady_steps
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.rundir import RunDir, is_interrupted, locked, read_layout, read_lines, read_record
 from ezpz_llm.scaling.options import is_own_script
-from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, reservation
+from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, study_allocation
 from ezpz_llm.scaling.study import (
     Point,
     Repeat,
@@ -43,11 +43,14 @@ _IDLE_S = "300"
 """Default --idle-timeout of a run, so that the study continues after a run that hangs."""
 _SILENT_S = 30.0
 _RESERVE_S, _RESERVE_SHARE, _LONGEST_RESERVE_S = 20.0, 0.1, 120.0
-"""Time before the end of the reservation at which the trainer stops: do not start a run that would reach it."""
+"""The trainer stops this long before the allocation ends; do not start a run that would not finish before then."""
 
 
 class StudyInterrupted(Exception):
-    """The study cannot continue now; the message is the reason. An interrupted run is discarded and run again."""
+    """The study cannot continue now; the message is the reason.
+
+    An interrupted run is not counted. It is repeated later, and its files are kept.
+    """
 
 
 def remaining_runs(study: Study, folder: Path, only: Sequence[str], retry_failed: bool) -> list[tuple[Point, int]]:
@@ -67,17 +70,17 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
     """Run the points and append a line per run to points.jsonl. SIGTERM stops the current run, then this process.
 
     Raises:
-        UserError: the reservation has too few nodes, or another process is running one of the points.
-        Cut: the reservation has ended or is about to end, or a run was interrupted.
+        UserError: the allocation has too few nodes, or another process is running one of the points.
+        StudyInterrupted: the allocation has ended or is about to end, or a run was interrupted.
     """
-    allocation = reservation(study.hosts, study.points[0].launch, os.environ)
+    allocation = study_allocation(study.hosts, study.points[0].launch, os.environ)
     hosts = tuple(host.name for host in allocation.hosts)
     largest = max((point for point, _ in runs), key=lambda point: point.nodes)
     if largest.nodes > len(hosts):
         fitting = dict.fromkeys(point.name for point, _ in runs if point.nodes <= len(hosts))
         raise UserError(f"point {largest.name} requires {largest.nodes} nodes, but there are {len(hosts)}",
                         where=allocation.source,
-                        instead=f"--point {','.join(fitting)}" if fitting else "a larger reservation")
+                        instead=f"--point {','.join(fitting)}" if fitting else "a larger allocation")
     signal.signal(signal.SIGTERM, _exit_on_signal)
     longest = 0.0
     for number, (point, repeat) in enumerate(runs, 1):
@@ -85,7 +88,7 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
         ends_at = allocation.ends_at or (float(from_env) if from_env else None)
         remaining_s = math.inf if ends_at is None else ends_at - time.time()
         if longest + _RESERVE_S + min(_RESERVE_SHARE * remaining_s, _LONGEST_RESERVE_S) > remaining_s:
-            raise StudyInterrupted("not enough time left in the reservation for another run")
+            raise StudyInterrupted("not enough time left in the allocation for another run")
         began = time.monotonic()
         chosen = nodes_of_repeat(hosts, point.nodes, repeat)
         point_dir = run_dir_of(folder, point, repeat).path.parent
@@ -99,8 +102,9 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
         print(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(result, study, chosen)}", flush=True)
 
 
-def _run_repeat(study: Study, folder: Path, point: Point, repeat: int, part: tuple[str, ...]) -> Repeat:
-    """Run one repeat and append its line. A run that finished without its line is only measured."""
+def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,
+                host_options: tuple[str, ...]) -> Repeat:
+    """Run one repeat and append its line; if an earlier run finished but its line is missing, only measure it."""
     run_dir = run_dir_of(folder, point, repeat)
     finished_repeats = {(finished.point, finished.repeat) for finished in read_repeats(folder)}
     if run_dir.path.exists():
@@ -110,13 +114,13 @@ def _run_repeat(study: Study, folder: Path, point: Point, repeat: int, part: tup
             return result
         _rename_attempt(run_dir.path)
     output = run_dir.path.with_suffix(".txt")
-    _launch(study, point, ("--run-dir", str(run_dir.path), *part), output)
+    _run_point(study, point, ("--run-dir", str(run_dir.path), *host_options), output)
     result = measure(folder, point, repeat)
     if result is None:
         record = read_record(run_dir)
         if record.get("exit") is not None:
             raise StudyInterrupted(record.get("stopped") or record["exit"]["cause"])
-        result = _repeat(folder, point, repeat, error=_launch_error(output))
+        result = _make_repeat(folder, point, repeat, error=_launch_error(output))
     add_repeat(folder, result)
     return result
 
@@ -133,14 +137,14 @@ def _wait_for_exit(run_dir: RunDir) -> None:
 
 
 def _rename_attempt(path: Path) -> None:
-    """Keep the files of an earlier attempt under another name."""
+    """Rename the run directory of an earlier attempt, to keep its files."""
     number = 1
     while (renamed := path.with_name(f"{path.name}.attempt-{number}")).exists():
         number += 1
     path.rename(renamed)
 
 
-def _launch(study: Study, point: Point, options: Sequence[str], output: Path) -> None:
+def _run_point(study: Study, point: Point, options: Sequence[str], output: Path) -> None:
     """Start launch with its output in a file, and wait until it exits."""
     has_limit = value_of(point.launch, "--idle-timeout", "--timeout-idle") is not None
     limit = () if has_limit else ("--idle-timeout", _IDLE_S)
@@ -176,7 +180,7 @@ def _exit_on_signal(number: int, frame: object) -> None:
 
 
 def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Sequence[str]) -> None:
-    """Submit a job per point, which runs the repeats of its point.
+    """Submit a job for each point, which runs the point's repeats.
 
     Args:
         words: the user's options for submit, such as --time and --account.
@@ -205,14 +209,14 @@ _TRACES = "trace-rank*.json.gz"
 
 
 def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
-    """Measure a finished repeat; return None if it was interrupted, by a signal or the end of the reservation."""
+    """Measure a finished repeat; return None if it was interrupted, by a signal or the end of the allocation."""
     run_dir = run_dir_of(study, point, repeat)
     record = read_record(run_dir)
     ended = record.get("exit")
     if ended is None or is_interrupted(ended):
         return None
     if ended["code"]:
-        return _repeat(study, point, repeat, error=f"{ended['cause']} (code {ended['code']})")
+        return _make_repeat(study, point, repeat, error=f"{ended['cause']} (code {ended['code']})")
     if record.get("stopped"):
         return None
     rows = list(read_lines(run_dir.metrics))
@@ -220,26 +224,27 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     is_script = is_own_script(point.command)
     if len(steps) < _MIN_STEPS:
         fix = "run more steps, and call ezpz_llm.record(…) in each" if is_script else "increase --steps"
-        return _repeat(study, point, repeat,
-                       error=f"{len(steps)} steady steps, but a measurement needs {_MIN_STEPS}: {fix}")
-    mfu = _mfu(steps)
+        return _make_repeat(study, point, repeat,
+                            error=f"{len(steps)} steady steps, but a measurement needs {_MIN_STEPS}: {fix}")
+    mfu = _median_mfu(steps)
     if mfu is not None and mfu > 1:
-        return _repeat(study, point, repeat, error="more than half of the steps have an MFU above 100 %, which is "
-                                                   "impossible (the run's output has the numbers)")
+        return _make_repeat(study, point, repeat,
+                            error="more than half of the steps have an MFU above 100 %, which is impossible (the "
+                                  "run's output has the numbers)")
     if is_script:
         tokens = [row["tokens_per_second"] * row["step_time_s"] for row in steps if "tokens_per_second" in row]
         if not tokens:
-            return _repeat(study, point, repeat, error="its steps have neither tokens nor samples: call "
-                                                       "ezpz_llm.record(step, loss=…, tokens=…)")
+            return _make_repeat(study, point, repeat, error="its steps have neither tokens nor samples: call "
+                                                            "ezpz_llm.record(step, loss=…, tokens=…)")
         batch = {"global_batch": point.ranks, "micro_batch": 1, "accumulation": 1,
                  "block_size": round(statistics.median(tokens) / point.ranks)}
-        return _as_repeat(study, point, repeat, record, batch, rows, steps, mfu)
+        return _measured_repeat(study, point, repeat, record, batch, rows, steps, mfu)
     layout = read_layout(run_dir.layout)
     if layout is None:
-        return _repeat(study, point, repeat, error=f"{run_dir.layout} is missing, so the batch is unknown")
+        return _make_repeat(study, point, repeat, error=f"{run_dir.layout} is missing, so the batch is unknown")
     batch = {name: layout["batch"][name] for name in ("global_batch", "micro_batch", "accumulation")}
     batch["block_size"] = record["model"]["block_size"]
-    return _as_repeat(study, point, repeat, record, batch, rows, steps, mfu)
+    return _measured_repeat(study, point, repeat, record, batch, rows, steps, mfu)
 
 
 def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -247,11 +252,11 @@ def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str
     traces = sorted(run_dir.profile.glob(_TRACES))
     if not traces:
         return steady_steps(rows)
-    first = _last_traced(traces[0]) + 1 + _WRITING_STEPS
+    first = _last_traced_step(traces[0]) + 1 + _WRITING_STEPS
     return [row for row in rows[:-1] if row["step"] >= first]
 
 
-def _last_traced(trace: Path) -> int:
+def _last_traced_step(trace: Path) -> int:
     """Return the last step in a trace, read in chunks; 0 if it has none."""
     last, buffer = 0, b""
     with open_regular(trace) as packed, gzip.open(packed) as file:
@@ -263,17 +268,17 @@ def _last_traced(trace: Path) -> int:
     return last
 
 
-def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], batch: dict[str, int],
-               rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
+def _measured_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], batch: dict[str, int],
+                     rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
     memory = record.get("memory") or {}  # missing in runs of the library
     times = tuple(row["step_time_s"] for row in steps)
     is_cpu = record["environment"]["device"]["type"] == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
-    split = _split(run_dir, point.ranks)
+    split = _read_split(run_dir, point.ranks)
     straggler = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
     slowest = split.straggler.rank if split else straggler
-    return _repeat(
+    return _make_repeat(
         study, point, repeat, **batch,
         step_times_s=times,
         tokens_per_second=batch["global_batch"] * batch["block_size"] / statistics.median(times),
@@ -288,7 +293,7 @@ def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], b
     )
 
 
-def _repeat(study: Path, point: Point, repeat: int, **measured: Any) -> Repeat:
+def _make_repeat(study: Path, point: Point, repeat: int, **measured: Any) -> Repeat:
     """Return a repeat of `point` with the planned values, overridden by measured values or an error."""
     planned = {name: getattr(point, name) for name in ("mode", "ds_config", "nodes", "ranks", "global_batch",
                                                        "micro_batch", "accumulation")}
@@ -296,13 +301,13 @@ def _repeat(study: Path, point: Point, repeat: int, **measured: Any) -> Repeat:
     return Repeat(**{"point": point.name, "repeat": repeat, "run_dir": str(run_dir), **planned, **measured})
 
 
-def _mfu(rows: Sequence[dict[str, Any]]) -> float | None:
+def _median_mfu(rows: Sequence[dict[str, Any]]) -> float | None:
     """Return the median MFU; None if no step has one. The trainer omits values above 1: count them as infinite."""
     values = [row.get("mfu", math.inf) for row in rows]
     return None if min(values) == math.inf else statistics.median(values)
 
 
-def _split(run_dir: RunDir, ranks: int) -> Split | None:
+def _read_split(run_dir: RunDir, ranks: int) -> Split | None:
     """Return the step-time breakdown of the traced steps; None unless all ranks were traced."""
     if not any(run_dir.profile.glob(_TRACES)):
         return None

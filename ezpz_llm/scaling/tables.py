@@ -16,8 +16,8 @@ from ezpz_llm.scaling.study import SPLIT
 
 STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 
-_USELESS = 10
-"""Upper over lower end of an interval above which the interval is not shown."""
+_MAX_INTERVAL_RATIO = 10
+"""Maximum ratio of an interval's ends; wider intervals are not shown."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,19 @@ def sections(findings: Findings) -> list[Section]:
 def curve_table(curve: Curve) -> Table:
     """Return the table of throughput and efficiency of a curve."""
     strong = curve.mode == "strong"
-    columns = (*_sizes(curve), "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
+    columns = (*_size_columns(curve), "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
                *(("speedup",) if strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
     rows = []
     for point in curve.points:
         efficiency = curve.efficiency(point)
-        rows.append((*_size(curve, point), *_speed(point), *((f"{curve.speed_up(point):.2f}",) if strong else ()),
-                     f"{efficiency.value:.1%}", "baseline" if point is curve.base else interval_text(efficiency)))
+        rows.append((*_size_cells(curve, point), *_speed_cells(point),
+                     *((f"{curve.speed_up(point):.2f}",) if strong else ()), f"{efficiency.value:.1%}",
+                     "baseline" if point is curve.base else interval_text(efficiency)))
     return Table(title_of(curve), columns, tuple(rows), curve_notes(curve))
 
 
 def title_of(curve: Curve) -> str:
-    """Return the title of a curve, with the batch that all sizes share."""
+    """Return the title of a curve's table, with the batch that all sizes share."""
     repeat = curve.base.first
     mode, tokens = curve.mode.capitalize(), repeat.block_size
     fixed = (f"{repeat.global_batch / curve.base.ranks:g} sequences of {tokens} tokens per step and device"
@@ -87,8 +88,8 @@ def split_table(points: Sequence[Measured]) -> Table:
         total = sum(split.values()) if split else 0.0
         rows.append((point.name, *(f"{split[part] * 1e3:.1f}" if split else "-" for part in SPLIT),
                      f"{split['exposed_communication'] / total:.0%}" if split and total else "-",
-                     f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory(point.peak_device_bytes),
-                     _memory(point.peak_host_bytes), f"{rank} {hostname} ({times}/{len(point.good)})"))
+                     f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory_cell(point.peak_device_bytes),
+                     _memory_cell(point.peak_host_bytes), f"{rank} {hostname} ({times}/{len(point.good)})"))
     return Table("Step-time breakdown (ms, mean over ranks in the traced steps, which the results above exclude)",
                  ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
                   "CPU GiB", "slowest rank"), tuple(rows))
@@ -100,9 +101,9 @@ def contest_table(contest: Sequence[Measured]) -> Table:
     rows = []
     for point in contest:
         share = ratio(best.step_time, point.step_time, point.first.step_tokens / best.first.step_tokens)
-        rows.append((point.ds_config, *_speed(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
-                     _memory(point.peak_device_bytes), _memory(point.peak_host_bytes), f"{share.value:.1%}",
-                     "-" if point is best else interval_text(share)))
+        rows.append((point.ds_config, *_speed_cells(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
+                     _memory_cell(point.peak_device_bytes), _memory_cell(point.peak_host_bytes),
+                     f"{share.value:.1%}", "-" if point is best else interval_text(share)))
     size = f"{count_noun(best.ranks, 'rank')} on {count_noun(best.nodes, 'node')} ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
     batch = f"{best.first.global_batch} sequences per step" if len(batches) == 1 else "with different batches"
@@ -142,7 +143,7 @@ def fit_notes(extrapolation: Extrapolation) -> list[str]:
     """Return the notes on a fit: its error, its ambiguities, and models that fit as well."""
     fit = extrapolation.fit
     if fit is None:
-        return [f"{extrapolation.ds_config}: {extrapolation.why}"]
+        return [f"{extrapolation.ds_config}: {extrapolation.reason}"]
     test = f"the fit deviates from the points by {fit.error:.1%} (root mean square)" if fit.free else \
         "the fit has as many terms as points, so nothing tests its form"
     notes = [f"{test}; the error of the points is {fit.noise:.1%}"]
@@ -157,14 +158,14 @@ def fit_notes(extrapolation: Extrapolation) -> list[str]:
     notes += [f"{predicted.curve.name} at {predicted.size} {predicted.curve.unit}: {predicted.efficiency:.1%} is "
               f"above 100 %: {reason}"
               for predicted in extrapolation.predictions if (reason := explain_predicted(fit, predicted))]
-    return [*notes, *extrapolation.refused]
+    return [*notes, *extrapolation.rejected]
 
 
 def interval_text(estimate: Estimate) -> str:
     """Format an interval in percent, marked with * if it is from the steps of one run."""
     if estimate.interval is None:
         return "unknown"
-    if estimate.interval[1] > _USELESS * estimate.interval[0]:
+    if estimate.interval[1] > _MAX_INTERVAL_RATIO * estimate.interval[0]:
         return "too wide"
     return _band(estimate.interval, 100, ".1f") + ("*" if estimate.basis == "steps" else "")
 
@@ -173,15 +174,15 @@ def _band(band: tuple[float, float], scale: float, form: str) -> str:
     return f"{band[0] * scale:{form}} to {band[1] * scale:{form}}"
 
 
-def _sizes(curve: Curve) -> tuple[str, ...]:
+def _size_columns(curve: Curve) -> tuple[str, ...]:
     return ("nodes", "ranks") if curve.unit == "nodes" else ("ranks",)
 
 
-def _size(curve: Curve, point: Measured) -> tuple[str, ...]:
+def _size_cells(curve: Curve, point: Measured) -> tuple[str, ...]:
     return (str(point.nodes), str(point.ranks)) if curve.unit == "nodes" else (str(point.ranks),)
 
 
-def _speed(point: Measured) -> tuple[str, ...]:
+def _speed_cells(point: Measured) -> tuple[str, ...]:
     steps = point.steps
     good, finished = len(point.good), len(point.repeats)
     return (str(good) if good == finished else f"{good}/{finished}", f"{point.step_time.value * 1e3:.1f}",
@@ -189,7 +190,7 @@ def _speed(point: Measured) -> tuple[str, ...]:
             format_number(point.tokens_per_second_per_device))
 
 
-def _memory(value: int | None) -> str:
+def _memory_cell(value: int | None) -> str:
     return f"{value / 2**30:.2f}" if value else "-"
 
 

@@ -19,7 +19,7 @@ from ezpz_llm.layout.optimizers import Optimizer
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    def unsupported(self, layout):
+    def unsupported_reason(self, layout):
         return "Lion has not been tried in a pipeline" if layout.pp > 1 else None
 
     def build(self, groups, settings, fused):

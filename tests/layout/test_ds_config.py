@@ -304,7 +304,7 @@ def test_defaults_equal_deepspeeds() -> None:
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6,
      '"zero_hpz_partition_size": 2 or "zero_hpz_partition_size": 3 or "zero_hpz_partition_size": 6'),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "ezpz_llm": {"tp": 2}}, 4, "with tp 2"),
-    ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 2, "does not scale gradients before that"),
+    ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 2, "cannot scale gradients before it"),
     ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4}, 2, '"reduce_scatter": false'),
     ({"wandb": {"enabled": True}}, 1, "--track wandb"),
     ({"comet": {"enabled": True}}, 1, "delete the key"),

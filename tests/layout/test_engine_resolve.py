@@ -16,7 +16,7 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.ds_defaults import sized
+from ezpz_llm.layout.ds_defaults import default_sizes
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.layout.precision_recipes import GradientDtypes
@@ -321,7 +321,7 @@ def test_gradients_are_reduced_during_the_backward_pass_on_devices_with_streams(
     assert reducing("pp2") == (None, 50_000_000)
     assert reducing("zero1", "cpu") == reducing("zero2", "mps") == (False, 50_000_000)
     offloaded = Layout("mine", "deepspeed", ZeroOptions(2, offload_optimizer="cpu"))
-    assert "overlap_comm" not in sized({}, offloaded, large, "cuda")
+    assert "overlap_comm" not in default_sizes({}, offloaded, large, "cuda")
     # The user's settings are kept.
     assert resolve_zero(write, {"stage": 1, "overlap_comm": False}) == {
         "stage": 1, "overlap_comm": False, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}

@@ -123,7 +123,7 @@ REJECTED = {
                    LayoutCheck(replace(ZERO1, tp=2), 2, replace(TINY, vocab_size=65, vocab_multiple=1)),
                    {"--tp 1", "--vocab-multiple 2"}),
     "layers": ("check_pipeline_depth", LayoutCheck(replace(ZERO1, pp=8), 8, TINY), {"--pp 4", "--n-layer 8"}),
-    "context": ("check_context", LayoutCheck(replace(ZERO1, sp=4), 4, replace(TINY, block_size=250)),
+    "context": ("check_sequence_length", LayoutCheck(replace(ZERO1, sp=4), 4, replace(TINY, block_size=250)),
                 {"--sp 2", "--block-size 248", "--block-size 252"}),
     "two at once": ("check_world_size", LayoutCheck(replace(ZERO3, tp=3, pp=2), 8, TINY),
                     {"--tp 4 --pp 1"}),

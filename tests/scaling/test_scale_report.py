@@ -175,7 +175,7 @@ def test_compare_two_studies(tmp_path, capsys):
     comparison = compare(find(first), find(second))
     assert {pair.verdict for pair in comparison.pairs} == {"slower"}
     for pair in comparison.pairs:
-        low, high = pair.faster.interval
+        low, high = pair.speed_ratio.interval
         assert low - 0.02 < 1 / 1.2 < high + 0.02
     assert comparison.differences == {"torch": ("2.13.0", "2.14.0")}
     shares = comparison.pairs[1].efficiencies

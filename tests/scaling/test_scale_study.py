@@ -83,7 +83,7 @@ def test_read_and_remove_options_of_a_command() -> None:
     (f"--nodes 1,2 -- launch --nodes 4 {PLAIN}", "launch --nodes"),
     (f"--nodes 1,2 -- {PLAIN} --run-dir x", "--run-dir is not supported in a study"),
     (f"--nodes 1,2 -- {PLAIN} --resume x", "--resume is not supported in a study"),
-    (f"--nodes 1,2 --ds-config ddp -- {PLAIN} --ds-config zero1", "given twice"),
+    (f"--nodes 1,2 --ds-config ddp -- {PLAIN} --ds-config zero1", "set twice"),
     (f"--nodes 1,2 --what layouts -- {PLAIN}", "at one size"),
     (f"--nodes 2 --what layouts --mode weak -- {PLAIN}", "the same global batch"),
     ("--study x --repeats 5", "cannot change"),
@@ -348,5 +348,5 @@ def test_submit_queues_one_job_per_point(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert "point weak-zero1-n2 requires 2 nodes, but there are 1" in process.stderr
     assert read_study(tmp_path / "s").points[1].launch == ("-n", "2", "--ppn", "1")
-    with pytest.raises(UserError, match="--ranks one reservation"):
+    with pytest.raises(UserError, match="--ranks one allocation"):
         plan(tmp_path, "--ranks 1,2 --submit --time=1h")

@@ -29,7 +29,7 @@ class Optimizer(ABC):
 
     Attributes:
         name: the value of `--optimizer`.
-        printed: its name in the start-up text and in help.
+        printed: the name in the start-up text and in help.
         state: kinds of state, by the names that checkpoints use, and their bytes per element.
         can_offload: True if DeepSpeed's CPU Adam computes the same step in layouts that offload optimizer state.
         is_known_to_deepspeed: True if ZeRO accepts it without `zero_allow_untested_optimizer`.
@@ -49,8 +49,8 @@ class Optimizer(ABC):
         """Bytes of state per element. Small tensors may need more."""
         return sum(self.state.values())
 
-    def unsupported(self, layout: Layout) -> str | None:
-        """Return why a layout does not support it, or None if it does."""
+    def unsupported_reason(self, layout: Layout) -> str | None:
+        """Return why `layout` does not support this optimizer, or None if it does."""
         return None
 
     @abstractmethod
@@ -60,14 +60,14 @@ class Optimizer(ABC):
         Args:
             groups: parameter groups, each with "params" and "weight_decay".
             settings: lr, betas and eps.
-            fused: False if a fused kernel must not be used.
+            fused: True if a fused kernel may be used.
 
         Raises:
             UserError: the parameters' device is unsupported.
         """
 
-    def begin(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Initialize the state of a parameter with zeros, as its first step would."""
+    def init_state(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Create zero-initialized state for `parameter`, as the optimizer would in its first step."""
         import torch
 
         state = optimizer.state[parameter]
@@ -90,20 +90,20 @@ class Optimizer(ABC):
         return nullcontext(self.stored(optimizer, parameter))
 
 
-def _built_in() -> Iterator[Optimizer]:
+def _built_in_optimizers() -> Iterator[Optimizer]:
     for module in pkgutil.iter_modules(__path__):
         values = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
         yield from (value for value in values if isinstance(value, Optimizer))
 
 
-def _all() -> dict[str, Optimizer]:
-    known = {optimizer.name: optimizer for optimizer in _built_in()}
+def _all_optimizers() -> dict[str, Optimizer]:
+    known = {optimizer.name: optimizer for optimizer in _built_in_optimizers()}
 
     def invalid(plugin: Any) -> str | None:
         if not isinstance(plugin, Optimizer):
             return f"it is a {type(plugin).__name__}, not an ezpz_llm.layout.optimizers.Optimizer"
         if not isinstance(plugin.name, str) or not re.fullmatch(r"[\w.-]{1,64}", plugin.name):
-            return "its name is not a word of at most 64 characters"
+            return "its name must be 1 to 64 letters, digits, or _ . -"
         if known.setdefault(plugin.name, plugin) is not plugin:
             return f"optimizer {plugin.name} already exists"
         return None
@@ -112,7 +112,7 @@ def _all() -> dict[str, Optimizer]:
     return known
 
 
-OPTIMIZERS: dict[str, Optimizer] = _all()
+OPTIMIZERS: dict[str, Optimizer] = _all_optimizers()
 if TYPE_CHECKING:
     OptimizerName = str
 else:
@@ -121,17 +121,17 @@ else:
 
 
 def check_optimizer(name: OptimizerName, layout: Layout) -> None:
-    """Check that a layout supports an optimizer and that it is installed.
+    """Check that a layout supports an optimizer and that the optimizer's package is installed.
 
     Raises:
-        UserError: it is unsupported or not installed.
+        UserError: the layout does not support the optimizer, or the package is missing.
     """
     optimizer = OPTIMIZERS[name]
     where, instead = f"--optimizer {name}", "--optimizer adamw"
     if not optimizer.can_offload and layout.zero.offload_optimizer is not None:
-        raise UserError("DeepSpeed's CPU AdamW steps offloaded optimizer state", where=where,
-                        instead=f"{instead}, or a layout without offload")
-    if (why := optimizer.unsupported(layout)) is not None:
+        raise UserError(f"{name} is not supported with optimizer offload, where DeepSpeed uses its own CPU Adam",
+                        where=where, instead=f"{instead}, or a layout without offload")
+    if (why := optimizer.unsupported_reason(layout)) is not None:
         raise UserError(why, where=where, instead=instead)
     if optimizer.package is not None and importlib.util.find_spec(optimizer.package) is None:
         raise UserError(f"{optimizer.package} is not installed", where=where,

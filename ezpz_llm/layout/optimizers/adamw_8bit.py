@@ -22,7 +22,7 @@ _MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 
 class _AdamW8bit(Optimizer):
 
-    def unsupported(self, layout: Layout) -> str | None:
+    def unsupported_reason(self, layout: Layout) -> str | None:
         if layout.tp == layout.pp == 1:
             return None
         return ("8-bit moments of a parameter replicated over tensor-parallel ranks or pipeline stages would "
@@ -38,8 +38,8 @@ class _AdamW8bit(Optimizer):
                             instead="--optimizer adamw")
         return bitsandbytes.optim.AdamW8bit(groups, **settings)
 
-    def begin(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        # init_state looks the parameter up in its group, where DeepSpeed's stage 3 has it only during its step.
+    def init_state(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        # bitsandbytes looks the parameter up in its group, where DeepSpeed's stage 3 has it only during its step.
         parameters, group["params"] = group["params"], [parameter]
         try:
             number = next(number for number, other in enumerate(optimizer.param_groups) if other is group)
