@@ -48,7 +48,7 @@ def read(path: Path) -> tuple[Node, ...]:
 
 
 def parse(text: str, where: str) -> tuple[Node, ...]:
-    """Return the nodes listed in `text`. A node listed k times without slots has k slots, as in a PBS node file.
+    """Return the nodes listed in `text`. Without slots, a node listed several times has that many, as in a PBS node file.
 
     Raises:
         UserError: a line is invalid; the message has `where`, the line number and the line.

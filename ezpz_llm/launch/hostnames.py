@@ -48,9 +48,9 @@ class NodeNames:
     def __init__(self, names: Iterable[str]) -> None:
         self._positions: dict[str, int] = {}
         self._by_label: dict[str, list[int]] = {}
-        for place, name in enumerate(map(normalize, names)):
-            if self._positions.setdefault(name, place) == place:
-                self._by_label.setdefault(first_label(name), []).append(place)
+        for position, name in enumerate(map(normalize, names)):
+            if self._positions.setdefault(name, position) == position:
+                self._by_label.setdefault(first_label(name), []).append(position)
 
     def __contains__(self, name: str) -> bool:
         return bool(self.find(name))
@@ -63,9 +63,9 @@ class NodeNames:
         name = normalize(name)
         label = first_label(name)
         # A short name and a full name match by the first label.
-        place = self._positions.get(name, self._positions.get(label))
-        if place is not None:
-            return [place]
+        position = self._positions.get(name, self._positions.get(label))
+        if position is not None:
+            return [position]
         return self.with_label(label) if name == label else []
 
     def with_label(self, label: str) -> list[int]:

@@ -15,7 +15,7 @@ def build(program: str, work: Work) -> Built:
     """Return a `flux run` command line: one job of the instance on whole nodes.
 
     `--exclusive`: there may be more ranks than cores, and ranks see all devices.
-    `exit-timeout=none`: by default Flux ends the other ranks 30 s after the first has ended. launch does that.
+    `exit-timeout=none`: by default Flux ends the other ranks 30 s after the first has ended; launch does that.
     `gpu-affinity=off`: each rank selects its device by local rank, as under other launchers; all stay visible.
     `--input=0`: only rank 0 reads stdin, because unread input would block the other ranks.
 
