@@ -105,7 +105,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     try:
         with _maybe_staged(plan, options) as plan:
             outcome = run(plan, options.idle_limit_s, start_limit_s=options.start_limit_s or None,
-                          keep=lambda ended: _record_end(plan, exit_record(ended)))
+                          record_end=lambda ended: _record_end(plan, exit_record(ended)))
     except UserError as error:
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise

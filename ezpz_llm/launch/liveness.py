@@ -306,7 +306,7 @@ def _activity(life: RankLife) -> str:
 
 
 NAMED_AFTER_S = 60.0
-"""Time after which launch names the ranks that have not started."""
+"""Time after which launch prints which ranks have not started."""
 _NAMED_EVERY_S = 30.0
 """Minimum time between two such messages: the ranks of a large run start one by one."""
 _START_ERROR_DELAY_S = 2.0

@@ -21,7 +21,7 @@ _MAX_RANKS_INDENTED = 1000
 
 
 def summary(plan: LaunchPlan) -> str:
-    """Return a summary of the plan, one line per item."""
+    """Return a summary of the plan, with one line per item."""
     lines = [
         f"scheduler  {_scheduler(plan)}",
         f"launcher   {_launcher(plan)}",

@@ -151,7 +151,7 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
     report = step.run_dir.path / "preflight.json"
     report.unlink(missing_ok=True)
     # If the preflight wrote its report, a post-mortem would add nothing.
-    code = run(step, None, _LIMIT_S, tell=lambda: not report.exists()).code
+    code = run(step, None, _LIMIT_S, prints_postmortem=lambda: not report.exists()).code
     if code == 0:
         return 0
     code = code if code in INTERRUPTED else EXIT_PREFLIGHT

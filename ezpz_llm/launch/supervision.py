@@ -55,15 +55,16 @@ _WARNED_ACTIONS: set[str] = set()
 
 
 def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
-        keep: Callable[[Postmortem], None] = lambda postmortem: None, tell: Callable[[], bool] = lambda: True,
+        record_end: Callable[[Postmortem], None] = lambda postmortem: None,
+        prints_postmortem: Callable[[], bool] = lambda: True,
         start_limit_s: float | None = None) -> Postmortem:
     """Run the plan to its end, and leave none of its processes on any reachable node.
 
     Args:
         idle_limit_s: time limit without a sign of life from a rank; None for no limit.
         limit_s: time limit of a command that launch runs before the user's; such a command gets no standard input.
-        keep: records the end of the run. It is called before launch prints anything, since the console may block.
-        tell: returns False if launch should not print the post-mortem.
+        record_end: records the outcome. It is called before launch prints anything, since the console may block.
+        prints_postmortem: returns False if launch should not print the post-mortem.
         start_limit_s: time limit for the start of all ranks; None for no limit.
 
     Raises:
@@ -76,7 +77,7 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
         try:
             launcher = _start(plan, None if limit_s is None else subprocess.DEVNULL)
             supervisor = _Supervisor(plan, launcher, signals, idle_limit_s, limit_s, start_limit_s)
-            outcome = supervisor.wait_for_end(keep, tell)
+            outcome = supervisor.wait_for_end(record_end, prints_postmortem)
         finally:
             remaining = end_marked(plan.run_id)
             node_folder.remove(plan.run_id)
@@ -119,7 +120,8 @@ class _Supervisor:
         self.first_ended_at: float | None = None
         self.has_noted = False
 
-    def wait_for_end(self, keep: Callable[[Postmortem], None], tell: Callable[[], bool]) -> Postmortem:
+    def wait_for_end(self, record_end: Callable[[Postmortem], None],
+                     prints_postmortem: Callable[[], bool]) -> Postmortem:
         """Wait for the end of the run, or end it, and report the outcome in files, then on the console."""
         stopped = self._wait()
         failed = ended_well = None
@@ -160,10 +162,10 @@ class _Supervisor:
                 # UTF-8 in any locale; names may have bytes that are not UTF-8.
                 text = hide(ended.text, secret_values(os.environ))
                 write_atomic(self.plan.run_dir.post_mortem, f"{text}\n".encode(errors="backslashreplace"))
-        keep(ended)
+        record_end(ended)
         if self._drain_console(stopped):
             self._warn_of_mpi()
-            if ended.text and tell():
+            if ended.text and prints_postmortem():
                 print_stderr(("\n" if self.relay.is_within_a_line else "")
                              + (ended.brief if self._has_shown(ended.lines_of) else ended.text))
         return ended
@@ -355,7 +357,7 @@ _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = tuple(128 + number for number in _STOP)
 """Exit codes of a run that was stopped by a signal to launch."""
 _REPEAT_WITHIN_S = 0.3
-"""Time within which equal signals count as one: timeout(1) and schedulers signal a process, then its group."""
+"""Time within which repeated signals count as one: timeout(1) and schedulers signal a process, then its group."""
 
 
 class Signals:
@@ -368,7 +370,7 @@ class Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Record signals instead of being ended by them."""
+        """Record signals instead of dying from them, within the `with` block."""
         # Keep an ignored SIGHUP (nohup). Do handle an ignored SIGINT: a shell sets that for `launch … &`, but the
         # user may send one to launch alone.
         handled = [number for number in (*_STOP, *_FORWARD)
