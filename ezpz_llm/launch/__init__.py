@@ -1,1 +1,1 @@
-"""Launcher: reservations, MPI dialects, the rank shim, supervision, and exit codes (without torch)."""
+"""Launcher: allocations, MPI dialects, the rank shim, supervision, and exit codes (without torch)."""

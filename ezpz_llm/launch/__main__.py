@@ -1,4 +1,4 @@
-"""Start a program on every rank of the reservation."""
+"""Start a program on every rank of the allocation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, update_record, write_atomic
 
 if TYPE_CHECKING:
-    from ezpz_llm.launch.precheck import Checked
+    from ezpz_llm.launch.precheck import CheckOutcome
 
 
-_PRINTS_ALONE = ("ezpz_llm.evaluate", "ezpz_llm.generate")
-_SHOWN_LINES, _SHOWN_BYTES = 64, 16384
-"""Maximum output of all ranks but rank 0 that launch prints at the end; longer output stays in the logs."""
+_PRINT_ONLY_COMMANDS = ("ezpz_llm.evaluate", "ezpz_llm.generate")
+_MAX_LINES, _MAX_BYTES = 64, 16384
+"""Limits on the output of ranks other than 0 that launch prints at the end; longer output stays in the logs."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print_lines(json_text(plan) if options.as_json else details(plan))
         return _dry_check(plan, options)
-    return _exec_command(plan) if plan.is_started else _start(plan, options, argv)
+    return _exec_command(plan) if plan.is_existing_rank else _start(plan, options, argv)
 
 
 def _exec_command(plan: LaunchPlan) -> int:
@@ -69,7 +69,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Report an error in a site's file of failure texts now, not when the run fails.
     site_texts(os.environ, {name: setting.value for name, setting in plan.env.items()})
     with contextlib.ExitStack() as stack:
-        # Own an existing directory before the check: if it is in use, that is the error to report.
+        # Become the owner of an existing directory before the check: if it is in use, report that error first.
         exists = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()
         owned = stack.enter_context(become_owner(plan.run_dir, plan.run_id, os.environ)) if exists else None
         checked = _check(plan)
@@ -83,7 +83,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
         return _run(plan, options, typed, checked)
 
 
-def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Checked) -> int:
+def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: CheckOutcome) -> int:
     from ezpz_llm.launch.failures.run_facts import exit_record, not_started
     from ezpz_llm.launch.supervision import run
 
@@ -105,7 +105,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     try:
         with _maybe_staged(plan, options) as plan:
             outcome = run(plan, options.idle_limit_s, start_limit_s=options.start_limit_s or None,
-                          keep=lambda ended: _record_end(plan, exit_record(ended)))
+                          record_end=lambda ended: _record_end(plan, exit_record(ended)))
     except UserError as error:
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
@@ -127,22 +127,22 @@ def _discards_run_dir(plan: LaunchPlan, options: Options) -> bool:
 
     Its directory would otherwise be the newest run in runs/.
     """
-    return plan.target.module in _PRINTS_ALONE and run_dir_of(plan.target, options.run_dir) is None
+    return plan.target.module in _PRINT_ONLY_COMMANDS and run_dir_of(plan.target, options.run_dir) is None
 
 
 def _dry_check(plan: LaunchPlan, options: Options) -> int:
     """Run the command's own check, as a start would, and return its exit code."""
-    if options.no_check or plan.is_started:
+    if options.no_check or plan.is_existing_rank:
         return 0
     checked = _check(plan)
     if checked.code:
-        print("launch: this would not start: the command's own check failed", file=sys.stderr, flush=True)
+        print("launch: the command would not start: its own check failed", file=sys.stderr, flush=True)
     elif options.explain and not options.as_json and checked.explanation:
         print(f"\n{checked.explanation}")
     return checked.code
 
 
-def _check(plan: LaunchPlan) -> Checked:
+def _check(plan: LaunchPlan) -> CheckOutcome:
     from ezpz_llm.launch.precheck import check_command
 
     places = list(Counter(place.host for place in plan.ranks).items())
@@ -160,15 +160,15 @@ def _record_end(plan: LaunchPlan, end: dict[str, object]) -> None:
 
 
 def _show_other_logs(plan: LaunchPlan) -> None:
-    """Print the output of the other ranks if it is short (`launch hostname`), else the path of their logs."""
+    """Print the output of ranks other than 0 if it is short (`launch hostname`), else the path of their logs."""
     logs = {place.rank: plan.run_dir.rank_log(place.rank) for place in plan.ranks if place.rank}
     sizes = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
     written = [rank for rank, size in sizes.items() if size]
     if not written:
         return
-    if sum(sizes.values()) <= _SHOWN_BYTES:
-        texts = {rank: system_text(logs[rank], most=_SHOWN_BYTES).splitlines() for rank in written}
-        if sum(map(len, texts.values())) <= _SHOWN_LINES:
+    if sum(sizes.values()) <= _MAX_BYTES:
+        texts = {rank: system_text(logs[rank], most=_MAX_BYTES).splitlines() for rank in written}
+        if sum(map(len, texts.values())) <= _MAX_LINES:
             print_stderr("\n".join(f"[{rank}] {line}" for rank, lines in texts.items() for line in lines))
             return
     print_stderr(f"launch: {len(written)} other rank{'' if len(written) == 1 else 's'} wrote to"
@@ -176,7 +176,7 @@ def _show_other_logs(plan: LaunchPlan) -> None:
 
 
 def _maybe_staged(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
-    """Return a context with the plan, which under --stage-env runs from copies of the environment."""
+    """Return a context manager for the plan; with --stage-env, its ranks run from copies of the environment."""
     if not options.stage_env:
         return contextlib.nullcontext(plan)
     from ezpz_llm.launch.staging.sender import staged
@@ -185,9 +185,10 @@ def _maybe_staged(plan: LaunchPlan, options: Options) -> contextlib.AbstractCont
 
 
 def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
-    """Create the run directory.
+    """Create the run directory, and return the plan for it.
 
-    A default directory belongs to this launch alone, even if another launch started in the same second.
+    A default directory belongs to this launch alone: if another launch has claimed it in the same second, the plan
+    is built again with another directory.
     """
     while run_dir_of(plan.target, options.run_dir) is None and not plan.run_dir.claim():
         plan = build_plan(options, os.environ)
@@ -202,16 +203,16 @@ def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
         killed: run id of a launch that was killed on this node; its processes are ended first.
     """
     if killed:
-        from ezpz_llm.launch.teardown import end_killed
+        from ezpz_llm.launch.teardown import end_killed_run
 
-        end_killed(plan.run_dir, killed)
+        end_killed_run(plan.run_dir, killed)
     from ezpz_llm.launch.node.messages import clear_orders
 
-    # Records and heartbeats of an earlier run would be read as those of this run.
+    # Records and heartbeats of an earlier run would be attributed to this run.
     clear_orders(plan.run_dir)
-    for path, begin in ((plan.run_dir.errors, "rank"), (plan.run_dir.heartbeat, "")):
+    for path, prefix in ((plan.run_dir.errors, "rank"), (plan.run_dir.heartbeat, "")):
         with make_private(path) as folder:
-            for name in folder.names(begin):
+            for name in folder.names(prefix):
                 folder.remove(name)
     plan.run_dir.post_mortem.unlink(missing_ok=True)
     # Incomplete checkpoints may fill the disk before the first new checkpoint is written.

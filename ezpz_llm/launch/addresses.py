@@ -25,7 +25,7 @@ _ANY_ADDRESS = ("0.0.0.0", "::")
 _RESOLVE_LIMIT_S = 3.0
 _PEERS_TRIED = 3
 _DISCARD_PORT = 9
-_FROM_USER = "your environment"
+_USER_SOURCE = "your environment"
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,26 @@ def find_local_node(hosts: Sequence[str]) -> int | None:
     """Return the position of this node in a list of hostnames or addresses, or None."""
     own_addresses = {"localhost", _LOOPBACK, *filter(None, list_interfaces().values())}
     own_name = socket.gethostname()
-    for place, host in enumerate(hosts):
+    for position, host in enumerate(hosts):
         if host == own_name or normalize(host) in own_addresses:
-            return place
-    places = _with_own_label(hosts)
-    names = [hosts[place] for place in places]
+            return position
+    positions = _with_own_label(hosts)
+    names = [hosts[position] for position in positions]
     matches = NodeNames(names).find(own_name)
     if len(matches) > 1:
-        # Several full names begin with this short name: the name service knows this node's own domain.
+        # Several full names begin with this short name: ask the name service for this node's full name.
         matches = NodeNames(names).find(canonical_name(own_name) or own_name)
     if len(matches) == 1:
-        return places[matches[0]]
+        return positions[matches[0]]
     if match_names([own_name], names).other_domains and _is_own_name(names[0]):
-        return places[0]
+        return positions[0]
     return None
 
 
 def domain_notes(hosts: Sequence[str], source: str) -> tuple[str, ...]:
     """Return a note if the list has the name of this node in another domain."""
     own_name = socket.gethostname()
-    for _, host in match_names([own_name], [hosts[place] for place in _with_own_label(hosts)]).other_domains:
+    for _, host in match_names([own_name], [hosts[position] for position in _with_own_label(hosts)]).other_domains:
         same = "the same node (by its address)" if find_local_node(hosts) is not None else "different nodes"
         return (f"the domains differ: this node is {own_name}, {source} has {host}; launch treats them as {same}",)
     return ()
@@ -80,7 +80,7 @@ def domain_notes(hosts: Sequence[str], source: str) -> tuple[str, ...]:
 
 def _with_own_label(hosts: Sequence[str]) -> list[int]:
     label = first_label(normalize(socket.gethostname()))
-    return [place for place, host in enumerate(hosts) if first_label(normalize(host)) == label]
+    return [position for position, host in enumerate(hosts) if first_label(normalize(host)) == label]
 
 
 def _is_own_name(name: str) -> bool:
@@ -104,14 +104,14 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     The address is, in this order:
 
     - `address`, if the user set one.
-    - One node: the loopback address.
-    - This is the first of several nodes: the address of `interface`; else the node's name, unless it resolves to
-      the loopback address; else the address from which this node reaches the others.
-    - Another node is the first: its name, with the site's `suffix`.
+    - With one node: the loopback address.
+    - If this is the first of several nodes: the address of `interface`; else, if there is no `suffix`, the node's
+      name, or the address from which it reaches the others if the name resolves to the loopback address.
+    - Otherwise: the first node's name, with the site's `suffix`.
 
     Args:
-        key: unique to this launch and secret; the port is derived from it. On rank 0's node the port is bound once
-            to check that it is free.
+        key: secret that is unique to this launch; the port is derived from it. On rank 0's node, the port is
+            bound once to check that it is free.
         address, port: MASTER_ADDR and MASTER_PORT of the user, which are used unchanged.
 
     Raises:
@@ -123,7 +123,7 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
         interface_name, interface_ip = interface_address(interface, interface_source)
     notes: tuple[str, ...] = ()
     if address:
-        source = _FROM_USER
+        source = _USER_SOURCE
         notes = _check_users_address(address, hosts, on_first_node)
     elif len(hosts) == 1:
         address, source = _LOOPBACK, "all ranks on one node"
@@ -135,7 +135,8 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     else:
         address, source, notes = _address_of_first_node(hosts, suffix)
     # The user's address may be routed here although no interface of this node has it.
-    number, port_source = _port("" if source == _FROM_USER else address, key, port, on_first_node, hosts[0])
+    rank_0_address = "" if source == _USER_SOURCE else address
+    number, port_source = _choose_port(rank_0_address, key, port, on_first_node, hosts[0])
     return Rendezvous(address, number, source, port_source, notes)
 
 
@@ -203,19 +204,19 @@ def _loopback_error(name: str, address: str, hosts: Sequence[str], where: str) -
                                           " or --interface NAME on that node")
 
 
-def _port(address: str, key: str, user_port: str | None, on_first_node: bool, host: str) -> tuple[int, str]:
+def _choose_port(address: str, key: str, user_port: str | None, on_first_node: bool, host: str) -> tuple[int, str]:
     if user_port is None:
         source = "derived for this launch"
         if on_first_node:
             return free_port(address, key), f"{source}; free when tested"
         return next(derived_ports(key)), f"{source}; not tested, since {host} is not this node"
     require_master_port(user_port)
-    number = bind_error("", int(user_port)) if on_first_node else 0
-    if number:
-        process = f": {holder(int(user_port))}" if number == errno.EADDRINUSE else ""
-        raise UserError(f"MASTER_PORT={user_port} cannot be used on {host}: {os.strerror(number)}{process}",
+    error_number = bind_error("", int(user_port)) if on_first_node else 0
+    if error_number:
+        process = f": {holder(int(user_port))}" if error_number == errno.EADDRINUSE else ""
+        raise UserError(f"MASTER_PORT={user_port} cannot be used on {host}: {os.strerror(error_number)}{process}",
                         where="environment", instead="unset MASTER_PORT: launch finds a free port")
-    return int(user_port), _FROM_USER
+    return int(user_port), _USER_SOURCE
 
 
 def resolve(name: str) -> str | None:
@@ -225,7 +226,7 @@ def resolve(name: str) -> str | None:
 
 def addresses_of(name: str) -> tuple[str, ...]:
     """Return the addresses of `name`; empty if it does not resolve within 3 s."""
-    return tuple(dict.fromkeys(str(place[0]) for _, _, _, _, place in _look_up(name)))
+    return tuple(dict.fromkeys(str(sockaddr[0]) for _, _, _, _, sockaddr in _look_up(name)))
 
 
 def canonical_name(name: str) -> str | None:
@@ -272,8 +273,8 @@ def listen(master: str, port: int, backlog: int = 4096) -> socket.socket:
     """Return a socket that listens on the address of `master` (MASTER_ADDR) on this node.
 
     The socket listens on all addresses only if `master` does not determine one: it does not resolve here, is not an
-    address of this node (but may be routed here), or is a name that resolves to the loopback address, as Debian's
-    /etc/hosts has it.
+    address of this node (but may be routed here), or is a name that resolves to the loopback address, as in
+    Debian's /etc/hosts.
 
     Args:
         port: 0 for any free port.
@@ -303,7 +304,7 @@ def local_address(listener: socket.socket) -> str:
 _SIOCGIFADDR = 0x8915
 """ioctl that returns the IPv4 address of an interface (linux/sockios.h)."""
 
-_BY_BACKEND = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+_INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
 def list_interfaces() -> dict[str, str | None]:
@@ -342,7 +343,7 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
     Raises:
         UserError: one is missing; the message lists the interfaces of this node.
     """
-    variable = _BY_BACKEND.get(backend)
+    variable = _INTERFACE_VARIABLES.get(backend)
     if variable is None or not (names := env.get(variable)):
         return
     interfaces = list_interfaces()
@@ -353,12 +354,12 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
 
 
 def missing_interface(variable: str, wanted: str, own: Collection[str]) -> str:
-    """Return the part of `wanted` that matches no interface in `own`, or "".
+    """Return gloo's first name, or NCCL's whole `wanted`, that matches no interface in `own`; else "".
 
     Args:
         variable: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; each has its own syntax.
     """
-    if variable == _BY_BACKEND["gloo"]:
+    if variable == _INTERFACE_VARIABLES["gloo"]:
         return next((name for name in wanted.split(",") if name not in own), "")
     # NCCL's environment guide: names are prefixes, "=" makes them exact, "^" excludes interfaces.
     if wanted.startswith("^"):
@@ -374,7 +375,7 @@ def describe(own: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name} ({address})" if address else name for name, address in own.items())
 
 
-# Below 32768, where the range of Linux for outgoing connections begins.
+# Below 32768, where Linux's range for outgoing connections begins.
 _FIRST_PORT, _LAST_PORT = 20000, 31999
 _TRIES = 200
 
@@ -396,11 +397,11 @@ def free_port(address: str, key: str) -> int:
         UserError: `address` is not an address of this node, or none of 200 ports is free.
     """
     for port in derived_ports(key):
-        number = bind_error(address, port)
-        if number == errno.EADDRNOTAVAIL:
+        error_number = bind_error(address, port)
+        if error_number == errno.EADDRNOTAVAIL:
             raise UserError(f"{address} is not an address of {socket.gethostname()}, where rank 0 listens",
                             where="MASTER_ADDR", instead="--interface NAME, with an interface of this node")
-        if number == 0:
+        if error_number == 0:
             return port
     raise UserError(f"no free port among {_TRIES} from {next(derived_ports(key))} on {address}; the first: "
                     f"{holder(next(derived_ports(key)))}", where="MASTER_PORT", instead="set MASTER_PORT yourself")
@@ -411,14 +412,14 @@ def bind_error(address: str, port: int) -> int:
     # torch's TCPStore listens on every interface, so the port must be free on all of them.
     for name in dict.fromkeys((address or "0.0.0.0", "0.0.0.0")):
         try:
-            family, _, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+            family, _, _, _, sockaddr = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         except OSError:
             return errno.EADDRNOTAVAIL
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As TCPStore does: a port in TIME_WAIT is free.
+            # TCPStore sets this option too; with it, a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(place)
+                probe.bind(sockaddr)
             except OSError as error:
                 return error.errno or errno.EINVAL
     return 0

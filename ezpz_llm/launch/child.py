@@ -29,9 +29,9 @@ def run_launch(words: Sequence[str], *, variables: Mapping[str, str] | None = No
     ends its ranks.
 
     Args:
-        variables: added to the environment of this process, without the run directory of an outer run.
+        variables: added to this process's environment, from which the run directory of an outer run is removed.
         output: receives standard output and standard error; by default launch inherits both.
-        limit_s: time limit of the run; the exit code is then 124.
+        limit_s: time limit of the run; if it is exceeded, the exit code is 124.
         end_within_s: time from SIGTERM to SIGKILL.
     """
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE} | dict(variables or {})

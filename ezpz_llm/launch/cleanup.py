@@ -1,4 +1,4 @@
-"""Kill all processes of a run, found by a marker in their environment and by descent, never by name."""
+"""Cleanup of a run: kill all its processes, found by a marker in their environment or by descent, never by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of each descendant whose own parent ends (a child subreaper)."""
+    """Make this process the parent of each descendant whose own parent exits (a child subreaper)."""
     _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -47,7 +47,7 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
     """Kill the remaining processes of a run on this node, and all their descendants.
 
     Args:
-        chosen: selects among the processes that carry the run's marker.
+        chosen: returns True for each process with the run's marker that is to be killed.
         roots: further processes whose descendants are killed even if they carry no marker.
 
     Returns:
@@ -85,7 +85,7 @@ def kill(pid: int, number: int) -> None:
 def detach(keep: Collection[int]) -> None:
     """Detach a forked process from its parent's session, signals and file descriptors.
 
-    Open copies of the descriptors (the console, PMI's socket) would keep their readers waiting.
+    Readers of these descriptors (the console, PMI's socket) would wait as long as the process keeps copies open.
 
     Args:
         keep: descriptors to leave open.
@@ -111,7 +111,7 @@ class Janitor:
     pipe: int
 
     def dismiss(self) -> None:
-        """End the janitor, since its owner exits normally."""
+        """Make the janitor exit without ending the run, since its owner exits normally."""
         # The janitor may have been killed and reaped already.
         with contextlib.suppress(OSError):
             os.write(self.pipe, b"!")
@@ -124,7 +124,7 @@ def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambd
                   keep: Collection[int] = (), last: Callable[[], None] = lambda: None) -> Janitor:
     """Fork the janitor of this process, its owner.
 
-    Once the owner is gone, the janitor calls `first`, waits `delay_s` so that processes can exit normally, kills
+    Once the owner is killed, the janitor calls `first`, waits `delay_s` so that processes can exit normally, kills
     the rest, and calls `last`.
 
     Args:
@@ -147,8 +147,8 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
     if not os.read(read_end, 1):
         with contextlib.suppress(OSError):
             first()
-        # Spare the agent: it notices that the node's shims are gone, reports it, and exits. Its folder, from which
-        # both lists come, is removed before.
+        # Spare the agent: it notices that the node's shims are gone, reports it, and exits. Read both lists now:
+        # they come from the agent's folder, which is removed during the delay.
         agent_pids, stray_roots = agents(run_id), set(strays(run_id))
         time.sleep(delay_s)
         end_marked(run_id, chosen=lambda process: process.pid not in agent_pids, roots=lambda: stray_roots)

@@ -1,4 +1,4 @@
-"""Containers for ranks, entered by a command prefix on each rank or by options of srun for the whole step.
+"""Containers for ranks, started by a command prefix on each rank, or by srun options for the whole step.
 
 Sources: https://apptainer.org/docs/user/main/cli/apptainer_exec.html (Singularity's commands are the same);
 https://github.com/NERSC/shifter; https://github.com/NERSC/podman-hpc, with podman-run(1);
@@ -17,7 +17,7 @@ from pathlib import Path
 from ezpz_llm.base import UserError, ask_command, user_path
 from ezpz_llm.launch.sites import ANY_RUNTIME, OF_SRUN, Site
 
-_ASK_S = 5.0
+_HELP_TIMEOUT_S = 5.0
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 
 
@@ -26,7 +26,7 @@ class RankContainer:
     """Container of the ranks, and the arguments that start it.
 
     Args:
-        image: file or name; empty without a container.
+        image: file or name of the image; empty if no container is used.
         runtime: one of `sites.RUNTIMES`.
         source: the option or site file that names the image.
         words: prefix of the command on each rank.
@@ -45,26 +45,26 @@ def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Pat
     """Return the container of the ranks, with the run directory and the working directory mounted in it.
 
     Args:
-        wanted: value of --container; "none" for no container, None for that of the site's `[job]`.
+        wanted: value of --container; "none" for no container, None for the container in the site's `[job]`.
         variables: names of the variables that launch sets; a container's own values must not replace them.
 
     Raises:
-        UserError: the runtime or the image is missing, or the runtime requires srun.
+        UserError: the runtime or the image is missing, or the runtime requires another launcher or another srun.
     """
     site_container = site.job.container
     image = wanted or site_container.image
     if not image or image == "none":
         return RankContainer()
     source = "--container" if wanted else f"[job] container of site {site.name}"
-    image = _image(image, source)
+    image = _resolve_image(image, source)
     runtime = site_container.runtime or next((name for name in ANY_RUNTIME if _is_on_path(name, env)),
                                              ANY_RUNTIME[0])
     if runtime in OF_SRUN:
         step_options = _srun_options(runtime, image, launcher, run_dir, variables, source, env)
         return RankContainer(image, runtime, source, srun=(*step_options, *site_container.options))
     if not _is_on_path(runtime, env):
-        raise UserError(f"{runtime} is not on PATH, and is required to run {image}", where=source,
-                        instead="load its module, name another runtime in the site file, or --container none")
+        raise UserError(f"{runtime}, which is required to run {image}, is not on PATH", where=source,
+                        instead="load its module, name another runtime in the site file, or pass --container none")
     return RankContainer(image, runtime, source,
                          words=_command_prefix(runtime, image, run_dir, site_container.options))
 
@@ -73,7 +73,7 @@ def _is_on_path(program: str, env: Mapping[str, str]) -> bool:
     return shutil.which(program, path=env.get("PATH", os.defpath)) is not None
 
 
-def _image(image: str, source: str) -> str:
+def _resolve_image(image: str, source: str) -> str:
     if "://" in image or not (image.startswith(("/", "./", "~")) or image.endswith(_IMAGE_SUFFIXES)):
         return image
     path = user_path(image).absolute()
@@ -102,7 +102,7 @@ def _srun_options(runtime: str, image: str, launcher: str, run_dir: Path, variab
         raise UserError(f"{option} is an option of srun, but {launcher} starts the ranks", where=source,
                         instead="--launcher srun in a Slurm job, another runtime in the site file, or --container"
                                 " none")
-    srun_help = ask_command(("srun", "--help"), env, _ASK_S).text
+    srun_help = ask_command(("srun", "--help"), env, _HELP_TIMEOUT_S).text
     if srun_help is not None and option not in srun_help:
         raise UserError(f"this srun has no option {option}, which runtime \"{runtime}\" requires", where=source,
                         instead="another runtime in the site file, or --container none")

@@ -14,25 +14,25 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 _DEV = Path("/dev")
-_FILES = ("nvidia", "kfd", "accel", "davinci", "hl", "mlu", "neuron")
+_DEVICE_FILES = ("nvidia", "kfd", "accel", "davinci", "hl", "mlu", "neuron")
 """Prefixes of device files of accelerators in /dev, including those that launch does not support."""
-_FILES_OF_MANY = {"dri": "libze_intel_gpu.so.1", "dxg": "libcuda.so.1"}
+_COMMON_DEVICE_FILES = {"dri": "libze_intel_gpu.so.1", "dxg": "libcuda.so.1"}
 """Device files that most laptops have too, with the library that computing on the device requires."""
 _LIBRARY_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/lib/wsl/lib")
-_PCI_PLACE = ("domain", "location_id")
+_PCI_PROPERTIES = ("domain", "location_id")
 """Properties of an AMD topology node that give its PCI address."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Visible accelerators, by their names in the mask or their numbers in the driver."""
+    """Visible accelerators: their ids in the mask, or their numbers in the driver."""
 
     ids: tuple[str, ...]
     source: str
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices:
-    """Return the devices of the first visibility mask in `env` (empty: no device), else those of the drivers."""
+    """Return the devices of the first visibility mask in `env`, even if empty; else those that a driver lists."""
     for name in MASKS:
         if (mask := env.get(name)) is not None:
             return Devices(_mask_ids(mask), name)
@@ -44,7 +44,7 @@ def visible_devices(env: Mapping[str, str]) -> Devices:
 
 
 def has_none(env: Mapping[str, str]) -> bool:
-    """Return True if no accelerator of any vendor can be usable here; False if unsure."""
+    """Return True if this node certainly has no usable accelerator of any vendor; False if unsure."""
     visible = visible_devices(env)
     if visible.ids:
         return False
@@ -52,9 +52,9 @@ def has_none(env: Mapping[str, str]) -> bool:
     if visible.source == "CUDA_VISIBLE_DEVICES":
         names = {name for name in names if not name.startswith("nvidia")}
     places = (*env.get("LD_LIBRARY_PATH", "").split(os.pathsep), *_LIBRARY_PLACES)
-    return not any(name.startswith(_FILES) for name in names) and not any(
+    return not any(name.startswith(_DEVICE_FILES) for name in names) and not any(
         name in names and any(os.path.exists(os.path.join(place, library)) for place in places)
-        for name, library in _FILES_OF_MANY.items())
+        for name, library in _COMMON_DEVICE_FILES.items())
 
 
 def device_addresses() -> tuple[str, ...]:
@@ -72,9 +72,9 @@ def _amd_nodes() -> list[Path]:
 
 def _amd_address(node: Path) -> str:
     values = dict(line.split(maxsplit=1) for line in system_text(node / "properties").splitlines() if " " in line)
-    domain, place = (int(values.get(name, "0")) for name in _PCI_PLACE)
+    domain, location = (int(values.get(name, "0")) for name in _PCI_PROPERTIES)
     # Bus, device and function are 8, 5 and 3 bits, as in the kernel's amdkfd.
-    return f"{domain:04x}:{place >> 8 & 0xff:02x}:{place >> 3 & 0x1f:02x}.{place & 0x7}"
+    return f"{domain:04x}:{location >> 8 & 0xff:02x}:{location >> 3 & 0x1f:02x}.{location & 0x7}"
 
 
 def _mask_ids(mask: str) -> tuple[str, ...]:

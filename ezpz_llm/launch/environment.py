@@ -1,4 +1,4 @@
-"""Environment variables that launch sets for ranks, with the reason; variables of the user are kept."""
+"""Environment variables that launch sets for ranks, each with its source or reason."""
 
 from __future__ import annotations
 
@@ -81,33 +81,34 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
 
 
 def rank_settings() -> dict[str, Setting]:
-    """Return the names of the rank variables of launchers from other packages."""
+    """Return the variable that passes the names of plug-in launchers' rank variables to the ranks."""
     return {name: Setting(value, "the step launchers of other packages") for name, value in rank_names().items()}
 
 
 def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the width of the terminal that shows rank 0's output, and whether to use color.
+    """Return the variable with the width of the terminal that shows rank 0's output, and permission to use color.
 
-    Empty for a terminal that cannot redraw lines, and for a file. See https://no-color.org.
+    If output goes to a file or to a terminal that cannot redraw lines, an inherited value is replaced with an empty
+    one. See https://no-color.org.
     """
-    shows = options.tee == "0" and sys.stdout.isatty() and env.get("TERM", "dumb") != "dumb"
-    if not shows and TERMINAL_VARIABLE not in env:
+    is_live = options.tee == "0" and sys.stdout.isatty() and env.get("TERM", "dumb") != "dumb"
+    if not is_live and TERMINAL_VARIABLE not in env:
         return {}
-    value = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOR}" if shows else ""
+    value = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOR}" if is_live else ""
     return {TERMINAL_VARIABLE: Setting(value, "the terminal of launch")}
 
 
 def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return variables that make Python flush output at once and print a traceback on a crash."""
+    """Return variables that make Python flush output immediately and print a traceback on a crash."""
     reasons = {"PYTHONUNBUFFERED": "launch: show lines as they are printed",
                "PYTHONFAULTHANDLER": "launch: print a Python traceback on a crash in native code"}
     return {name: Setting("1", reason) for name, reason in reasons.items() if name not in env}
 
 
 def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the directory where torch compiles extensions, such as DeepSpeed's ops, on first use.
+    """Return the variable for the directory where torch compiles extensions, such as DeepSpeed's ops.
 
-    Each Python environment has its own directory in the cache. launch finds the lock of a killed build there.
+    Each Python environment has its own directory in the cache. launch searches it for locks of killed builds.
     """
     if env.get(EXTENSIONS_VARIABLE):
         return {}
@@ -148,7 +149,7 @@ def interface_settings(interface: str | None, source: str, env: Mapping[str, str
 
 def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
                      env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the number of OpenMP threads, the cores that the shim binds, and the visible devices.
+    """Return variables for the number of OpenMP threads, the cores that the shim binds, and the visible devices.
 
     Args:
         mask: devices in the site's order; empty for the default order.
@@ -174,7 +175,7 @@ def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
     return not by_pbs and not by_torchrun and RUN_ID_VARIABLE not in env
 
 
-def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
+def forwarded_names(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
     """Return the names of the variables to pass to ranks on other nodes."""
     inherited = [name for name in env if name not in RANKS_OWN
                  and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]

@@ -48,7 +48,9 @@ def read(path: Path) -> tuple[Node, ...]:
 
 
 def parse(text: str, where: str) -> tuple[Node, ...]:
-    """Return the nodes listed in `text`. Repeating a plain name adds a slot, as in a PBS node file.
+    """Return the nodes listed in `text`.
+
+    A node that is listed several times without slots has that many slots, as in a PBS node file.
 
     Raises:
         UserError: a line is invalid; the message has `where`, the line number and the line.

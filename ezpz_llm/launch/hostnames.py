@@ -1,7 +1,7 @@
 """Comparison of hostnames: decides which names refer to the same node.
 
-A short name matches a full name with the same first label. Two different full names in one list are two nodes. DNS
-ignores case and a final dot. Addresses match only themselves.
+A short name matches a full name with the same first label. Two different full names in one list are two nodes. As
+in DNS, case and a final dot are ignored. Addresses match only themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ezpz_llm.base import UserError
 
-_NUMBERS = re.compile(r"\d+(\.\d+)+")
+_DOTTED_NUMBERS = re.compile(r"\d+(\.\d+)+")
 
 
 def normalize(name: str) -> str:
@@ -29,7 +29,7 @@ def normalize(name: str) -> str:
 
 def is_address(name: str) -> bool:
     """Return True for an IPv4 or IPv6 address, which has no domain."""
-    return ":" in name or (name[:1].isdigit() and _NUMBERS.fullmatch(name) is not None)
+    return ":" in name or (name[:1].isdigit() and _DOTTED_NUMBERS.fullmatch(name) is not None)
 
 
 def first_label(name: str) -> str:
@@ -43,29 +43,29 @@ def is_same_node(name: str, other: str) -> bool:
 
 
 class NodeNames:
-    """Index of the names in one source, such as a reservation or a log, for lookup by any spelling."""
+    """Index of the names in one source, such as an allocation or a log, for lookup by any spelling."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._places: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         self._by_label: dict[str, list[int]] = {}
-        for place, name in enumerate(map(normalize, names)):
-            if self._places.setdefault(name, place) == place:
-                self._by_label.setdefault(first_label(name), []).append(place)
+        for position, name in enumerate(map(normalize, names)):
+            if self._positions.setdefault(name, position) == position:
+                self._by_label.setdefault(first_label(name), []).append(position)
 
     def __contains__(self, name: str) -> bool:
         return bool(self.find(name))
 
     def find(self, name: str) -> list[int]:
-        """Return the positions of the names of the same node as `name`.
+        """Return the positions of the names that refer to the same node as `name`.
 
-        There are several if `name` is short and matches several full names.
+        There are several positions if `name` is short and matches several full names.
         """
         name = normalize(name)
         label = first_label(name)
         # A short name and a full name match by the first label.
-        place = self._places.get(name, self._places.get(label))
-        if place is not None:
-            return [place]
+        position = self._positions.get(name, self._positions.get(label))
+        if position is not None:
+            return [position]
         return self.with_label(label) if name == label else []
 
     def with_label(self, label: str) -> list[int]:
@@ -88,12 +88,12 @@ def node_keys(names: Sequence[str], where: str | None = None) -> list[str]:
     for name in names:
         matches = list(full_names.get(name, ()))
         if len(matches) > 1:
-            raise several_matches(name, matches, where)
+            raise ambiguous_name_error(name, matches, where)
         keys.append(matches[0] if matches else name)
     return keys
 
 
-def several_matches(name: str, matches: Sequence[str], where: str | None) -> UserError:
+def ambiguous_name_error(name: str, matches: Sequence[str], where: str | None) -> UserError:
     """Return the error for a short name that matches several full names."""
     return UserError(f"the short hostname {name} matches {' and '.join(matches[:2])}", where=where,
                      instead="the full name")
@@ -125,7 +125,7 @@ def count_repeats(names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Matches:
-    """Positions in one source of names from another (None: missing), and pairs whose domains differ."""
+    """Positions of names in another source (None if missing), and the pairs of names whose domains differ."""
 
     places: tuple[int | None, ...]
     other_domains: tuple[tuple[str, str], ...]
@@ -149,7 +149,7 @@ def match_names(names: Sequence[str], known: Sequence[str]) -> Matches:
     """Find each of `names` among the names of another source.
 
     Two full names with the same first label and different domains match if no other name in either source has that
-    label: networks of one cluster have domains of their own.
+    label: each network of a cluster may have its own domain.
     """
     index = NodeNames(known)
     matches = [index.find(name) for name in names]
@@ -165,6 +165,6 @@ def match_names(names: Sequence[str], known: Sequence[str]) -> Matches:
 
 
 def same_nodes(names: Sequence[str], known: Sequence[str]) -> Matches | None:
-    """Match two lists of the same nodes; None if a node is missing in either."""
+    """Return the matches of two lists of the same nodes; None if a node is missing in either list."""
     matches = match_names(names, known)
     return matches if matches.are_all_found and match_names(known, names).are_all_found else None

@@ -25,7 +25,7 @@ from ezpz_llm.rundir import RunDir
 START_S = 60.0
 """Time added to the idle limit until the first report of a rank."""
 
-_TRACE = re.compile(r"(?P<kind>rank|node)(?P<rank>\d+)(?:\.json)?")
+_FILE_NAME = re.compile(r"(?P<kind>rank|node)(?P<rank>\d+)(?:\.json)?")
 UNUSUAL_STATES = {"T": "stopped by a signal (state T; kill -CONT continues it)",
                   "D": "waits for a device or a file system (state D)"}
 """Kernel states of a process that are unusual for a rank."""
@@ -41,7 +41,7 @@ class RankLife:
         silent_s: seconds without a heartbeat; None if the rank has never sent one.
         idle_s: seconds without CPU time or output.
         node_s: seconds without a report from its node.
-        node_limit_s: `node_s` above which the node counts as silent.
+        node_limit_s: `node_s` above which the node is considered silent.
         state: the kernel's letter for the state of its main process.
     """
 
@@ -66,24 +66,24 @@ class RankLife:
         return self.node_s > self.node_limit_s
 
     def __str__(self) -> str:
-        doing = self.phase or "before its first heartbeat"
+        activity = self.phase or "before its first heartbeat"
         step = "" if self.step is None else f", step {self.step}"
         node = f"; its node has not reported for {self.node_s:.0f} s" if self.node_is_silent else ""
         state = f"; {UNUSUAL_STATES[self.state]}" if self.state in UNUSUAL_STATES else ""
-        return f"rank {self.rank} on {self.host}: {doing}{step}, silent for {self.quiet_s:.0f} s{state}{node}"
+        return f"rank {self.rank} on {self.host}: {activity}{step}, silent for {self.quiet_s:.0f} s{state}{node}"
 
 
 def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
-    """Return the silent ranks because of which the run must end, most likely cause first; else an empty list.
+    """Return the silent ranks, most likely cause first; if there are any, the run must end.
 
-    Without heartbeats, one active rank keeps the run alive. With heartbeats, each rank is judged by itself, but may
-    wait for a rank at the same or an earlier step that is active in a phase without heartbeats.
+    If no rank sends heartbeats, one active rank keeps the run alive. Otherwise each rank is judged by itself, but
+    may wait for a rank at the same or an earlier step that is active in a phase without heartbeats.
     """
-    beating = [rank for rank in ranks if rank.silent_s is not None]
-    if not beating:
+    with_heartbeats = [rank for rank in ranks if rank.silent_s is not None]
+    if not with_heartbeats:
         silent = list(ranks) if all(rank.idle_s > limit_s for rank in ranks) else []
         return sorted(silent, key=lambda rank: _cause_order(rank.state))
-    busy_steps = [-1 if rank.step is None else rank.step for rank in beating
+    busy_steps = [-1 if rank.step is None else rank.step for rank in with_heartbeats
                   if rank.phase in PATIENT and min(rank.silent_s or 0.0, rank.idle_s) <= limit_s]
     earliest = min(busy_steps, default=None)
     is_awaited = any(rank.silent_s is None and rank.idle_s <= limit_s for rank in ranks)
@@ -139,16 +139,16 @@ class HeartbeatMonitor:
                 if report.error is not None:
                     self._expect_no_reports(report.first_rank)
         if self.missing:
-            self._note_traces()
+            self._find_started_ranks()
 
-    def _note_traces(self) -> None:
+    def _find_started_ranks(self) -> None:
         """Find ranks that have started on nodes that cannot report.
 
         Without a directory for an agent, the shims create files themselves; on a full disk, a report is empty.
         """
         with contextlib.suppress(OSError), os.scandir(self._run_dir.rank_heartbeat(0).parent) as entries:
             for entry in entries:
-                if match := _TRACE.fullmatch(entry.name):
+                if match := _FILE_NAME.fullmatch(entry.name):
                     rank = int(match["rank"])
                     if match["kind"] == "rank":
                         self.missing.pop(rank, None)
@@ -180,14 +180,14 @@ class HeartbeatMonitor:
     def ranks(self, now: float) -> list[RankLife]:
         """Return the liveness of each rank that has not ended.
 
-        A rank that was never reported counts as idle once START_S have passed.
+        The idle time of a rank that was never reported begins START_S after the launcher was started.
         """
         node_limit_s = 3 * KEEPALIVE_S * self.interval_s
         lives = {}
         for report, received_at in self._reports.values():
             for rank, entry in report.ranks.items():
-                is_over = entry.ended is not None or report.state in (RANKS_ENDED, ENDED)
-                lives[rank] = None if is_over else _life(rank, entry, report, now - received_at, node_limit_s)
+                has_ended = entry.ended is not None or report.state in (RANKS_ENDED, ENDED)
+                lives[rank] = None if has_ended else _life(rank, entry, report, now - received_at, node_limit_s)
         for rank, host in self._hosts.items():
             if rank not in lives:
                 waited = now - self._started - START_S
@@ -207,7 +207,7 @@ class HeartbeatMonitor:
         return [(report, age) for report, age in ages if age > limit_s]
 
 
-_GONE_AFTER = 3
+_DEAD_AFTER = 3
 """Keep-alive intervals without a report after which an agent is considered dead."""
 
 
@@ -229,15 +229,18 @@ class Live:
 
 
 def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
-    """Return the state of a run, or None if it is over: its record says so, or nothing has reported for long.
+    """Return the state of a run, or None if it has ended.
 
-    A run whose ranks have all ended is running until launch has recorded the end.
+    It has ended if its record says so, or if no agent has reported recently, this node has no process of the run,
+    and launch is not running.
+
+    A run whose ranks have all ended is considered running until launch has recorded its end.
     """
     launch = record["launch"]
     run_id = launch["env"][RUN_ID_VARIABLE]
     reports = read_reports(run_dir, run_id)
     now = time.time()
-    aged = [(report, _age(run_dir, report, now), _GONE_AFTER * KEEPALIVE_S * report.interval_s)
+    aged = [(report, _age(run_dir, report, now), _DEAD_AFTER * KEEPALIVE_S * report.interval_s)
             for report in reports]
     is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
     if record.get("exit") is not None or not (is_fresh or any(marked(run_id)) or is_launch_running(run_dir,
@@ -268,9 +271,9 @@ def _life(rank: int, entry: RankReport, report: NodeReport, age: float, limit_s:
 
 def as_lines(live: Live) -> list[str]:
     """Return lines about all ranks, grouped by phase and step."""
-    groups = group_by_key((_doing(life), life) for life in sorted(live.ranks, key=lambda life: life.rank))
-    lines = [f"{rank_ranges(life.rank for life in ranks)}: {doing}, last sign of life within "
-             f"{max(life.quiet_s for life in ranks):.0f} s" for doing, ranks in groups.items()]
+    groups = group_by_key((_activity(life), life) for life in sorted(live.ranks, key=lambda life: life.rank))
+    lines = [f"{rank_ranges(life.rank for life in ranks)}: {activity}, last sign of life within "
+             f"{max(life.quiet_s for life in ranks):.0f} s" for activity, ranks in groups.items()]
     lines += [f"{rank_ranges(rank for rank, ended in live.ended.items() if ended == code)}: ended with code {code}"
               for code in sorted(set(live.ended.values()))]
     if live.missing:
@@ -295,7 +298,7 @@ def describe_silent_ranks(silent: Sequence[RankLife]) -> str:
     return f"silent: {silent[0]}" + (f" (and {len(silent) - 1} more: {other_ranks})" if other_ranks else "")
 
 
-def _doing(life: RankLife) -> str:
+def _activity(life: RankLife) -> str:
     if life.silent_s is None:
         return "no heartbeats"
     step = "" if life.step is None else f", step {life.step}"
@@ -303,7 +306,7 @@ def _doing(life: RankLife) -> str:
 
 
 NAMED_AFTER_S = 60.0
-"""Time after which launch names the ranks that have not started."""
+"""Time after which launch prints which ranks have not started."""
 _NAMED_EVERY_S = 30.0
 """Minimum time between two such messages: the ranks of a large run start one by one."""
 _START_ERROR_DELAY_S = 2.0
@@ -334,7 +337,7 @@ class StartMonitor:
         self._start_error: LogMatch | None = None
         self._start_error_at_s = 0.0
 
-    def news(self, missing: Mapping[int, str], waited_s: float) -> str | None:
+    def progress_message(self, missing: Mapping[int, str], waited_s: float) -> str | None:
         """Return a message about the `missing` ranks after `waited_s` seconds, or None if nothing has changed."""
         if not missing and self._named_ranks:
             self._named_ranks = frozenset()
@@ -346,8 +349,8 @@ class StartMonitor:
         return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
                 f"{fold_rank_places(missing)}{ended}")
 
-    def verdict(self, missing: Mapping[int, str], waited_s: float) -> Stop | None:
-        """Return a reason to end the run: the launcher cannot start a rank, or the time limit has passed."""
+    def stop_reason(self, missing: Mapping[int, str], waited_s: float) -> Stop | None:
+        """Return the reason to end the run, if the launcher cannot start a rank or the time limit has passed."""
         if not missing:
             return None
         if self._start_error is None and (error := self._find_start_error(missing)):
@@ -363,7 +366,7 @@ class StartMonitor:
     def _find_start_error(self, missing: Mapping[int, str]) -> LogMatch | None:
         """Return the launcher's error message about a rank that has not started.
 
-        Lines that are also in rank 0's log are from its program: its standard error is in both logs.
+        A line that is also in rank 0's log is from its program, whose standard error is in both logs.
         """
         try:
             size = self._log.stat().st_size

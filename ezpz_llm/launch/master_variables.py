@@ -18,7 +18,7 @@ def require_master_address(address: str) -> None:
     """Check that MASTER_ADDR has the form of a hostname or an address.
 
     Raises:
-        UserError: it does not, for example because a port is appended.
+        UserError: it does not have that form, for example because a port is appended.
     """
     if _is_valid(address):
         return

@@ -1,7 +1,7 @@
 """Detection of ranks whose MPI library silently forms a world of size 1.
 
-This happens under srun's plug-in `none`, under torchrun, and under the launcher of another MPI. Part of it is
-detected before the start, in the program's file; the rest in the libraries and variables of running ranks.
+This happens under srun's plug-in `none`, under torchrun, and under the launcher of another MPI. Some cases are
+detected before the start, in the program's file, the others in the libraries and variables of running ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ezpz_llm.base import UserError, ask_command, system_text
 from ezpz_llm.launch.variables import TORCHELASTIC_VARIABLE
 
 PLUGIN_VARIABLE = "SLURM_MPI_TYPE"
-"""Sets srun's default for `--mpi`."""
+"""Variable that sets srun's default for `--mpi`."""
 NO_PLUGIN = "none"
 
 _IMPORT = re.compile(rb"^(?:from|import)[ \t]+mpi4py\b", re.MULTILINE)
@@ -28,7 +28,7 @@ _SUPPORTED, _SUPPORTED_BY_OPEN_MPI = ("pmi2", "pmix"), ("pmix",)
 """Plug-ins in order of preference. A site whose MPI requires cray_shasta has it as the default."""
 
 
-def use_of_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
+def detect_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
     """Detect MPI in a program file: a script that imports mpi4py, or an executable linked to an MPI library.
 
     Returns:
@@ -62,7 +62,7 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
     Raises:
         UserError: the MPI of each rank would form a world of size 1.
     """
-    if ranks == 1 or launcher not in ("srun", "torchrun") or (use := use_of_mpi(program, env)) is None:
+    if ranks == 1 or launcher not in ("srun", "torchrun") or (use := detect_mpi(program, env)) is None:
         return {}
     evidence, is_open_mpi = f"{Path(program).name} {use[0]}", use[1]
     if launcher == "torchrun":
@@ -91,8 +91,8 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
 def offered_plugins(text: str) -> list[str]:
     """Return the plug-ins in the output of `srun --mpi=list`, without `none`.
 
-    There is one per line after a heading. Newer versions indent them, and list the versions of pmix on a further
-    line.
+    srun prints one plug-in per line after a heading. Newer versions of srun indent them, and list the versions of
+    pmix on a further line.
     """
     lines = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     return [line for line in lines if re.fullmatch(r"[a-z][\w.]*", line) and line != NO_PLUGIN]
@@ -104,8 +104,8 @@ def _disconnected_error(evidence: str, ranks: int, where: str, instead: str) -> 
 
 
 
-_FIRST_LOOKS_S, _LATER = 10.0, 2.0
-"""Check at every poll at first, while libraries are loaded; then at ages that grow by this factor."""
+_FIRST_CHECKS_S, _AGE_FACTOR = 10.0, 2.0
+"""Check at every poll for the first 10 s, while libraries are loaded; then at ages that grow by `_AGE_FACTOR`."""
 _MAX_PROCESSES = 4
 _LOADED = re.compile(r"/(lib(?:mpi|mpich|mpi_\w+|open-pal|open-rte|pmi2?|pmix|pals)\.so[.\d]*)$", re.MULTILINE)
 _LOADED_OF_OPEN_MPI = ("libopen-", "libmpi.so.20", "libmpi.so.40")
@@ -133,19 +133,19 @@ def find_disconnected_mpi(libraries: Collection[str], env: Mapping[str, str]) ->
 
 
 class MpiWatch:
-    """Periodic check of the processes of one rank per node: all ranks are alike."""
+    """Periodic check of the processes of one rank per node, since all ranks use the same libraries."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._began = self._look_at = time.monotonic()
+        self._began = self._check_at = time.monotonic()
         self.message: str | None = None
 
     def look(self, pids: Iterable[int], now: float) -> bool:
         """Check the processes; return True if an MPI with a world of size 1 was found, the first time only."""
-        if self.message is not None or now < self._look_at or self._ranks == 1:
+        if self.message is not None or now < self._check_at or self._ranks == 1:
             return False
         age = now - self._began
-        self._look_at = now if age < _FIRST_LOOKS_S else self._began + _LATER * age
+        self._check_at = now if age < _FIRST_CHECKS_S else self._began + _AGE_FACTOR * age
         for pid in list(pids)[:_MAX_PROCESSES]:
             if libraries := set(_LOADED.findall(system_text(f"/proc/{pid}/maps"))):
                 assignments = system_text(f"/proc/{pid}/environ", errors="surrogateescape").split("\0")

@@ -1,4 +1,4 @@
-"""Detection of a launcher, such as torchrun, as the command to launch: each rank would start a separate run."""
+"""Detection of a command that is a launcher itself, such as torchrun: each rank would start its own run."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _TORCH = re.compile(r"torchrun|deepspeed|accelerate|torch\.distributed\.(?:run|l
                     r"|accelerate\.commands\.\w+")
 """Programs and modules that run a Python script, or a module after `-m`."""
 _OTHER = re.compile(r"(?:mpi(?:exec|run)(?:[._-]\w+)*|orterun|prterun|srun|aprun|jsrun|ibrun|horovodrun|flux)")
-_BY_COMMAND = {"accelerate": "launch", "accelerate.commands.accelerate_cli": "launch", "flux": "run"}
+_SUBCOMMANDS = {"accelerate": "launch", "accelerate.commands.accelerate_cli": "launch", "flux": "run"}
 """Programs and modules that start ranks with only one of their subcommands."""
 _WRAPPERS = frozenset({"env", "exec", "ionice", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time",
                        "timeout"})
 _SHELLS = frozenset({"bash", "dash", "sh", "zsh"})
 _SEPARATORS = frozenset(";&|()")
 _ASSIGNMENT = re.compile(r"\w+=.*", re.DOTALL)
-_PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "-ppn")
-_IN_ALL = ("-n", "-np", "--np", "--ntasks", "--num_processes", "--num-processes")
+_PER_NODE_OPTIONS = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "-ppn")
+_WORLD_SIZE_OPTIONS = ("-n", "-np", "--np", "--ntasks", "--num_processes", "--num-processes")
 
 
 def nested_launcher_notes(command: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """Return a note with what to type instead, if `command` starts ranks itself."""
+    """Return a note that suggests another command line if `command` starts ranks itself; else an empty tuple."""
     nested_command = _find_launcher(command)
     if not nested_command:
         return ()
     name = os.path.basename(nested_command[0])
     starts = f"each of the {ranks} ranks starts" if ranks > 1 else "the rank starts"
     return (f"NESTED LAUNCHER: {name} is a launcher itself, and {starts} a separate run of it. Type instead:"
-            f" {_instead(nested_command)}",)
+            f" {_equivalent_launch(nested_command)}",)
 
 
 def _find_launcher(command: Sequence[str]) -> Sequence[str]:
@@ -56,7 +56,7 @@ def _find_launcher(command: Sequence[str]) -> Sequence[str]:
 
 def _starts_ranks(command: Sequence[str]) -> bool:
     program = os.path.basename(command[0])
-    subcommand = _BY_COMMAND.get(program)
+    subcommand = _SUBCOMMANDS.get(program)
     is_launcher = _TORCH.fullmatch(program) or _OTHER.fullmatch(program)
     return bool(is_launcher) and (subcommand is None or subcommand == next(iter(command[1:]), None))
 
@@ -98,7 +98,7 @@ def _simple_commands(script: str) -> Iterator[list[str]]:
     yield command
 
 
-def _instead(command: Sequence[str]) -> str:
+def _equivalent_launch(command: Sequence[str]) -> str:
     """Return the launch command line that starts the same program."""
     program: tuple[str, ...] = ("PROGRAM",)
     options = command[1:]
@@ -114,7 +114,7 @@ def _instead(command: Sequence[str]) -> str:
         options = command[1:number]
         break
     count: tuple[str, ...] = ()
-    for option, names in (("-n", _IN_ALL), ("--ppn", _PER_NODE)):
+    for option, names in (("-n", _WORLD_SIZE_OPTIONS), ("--ppn", _PER_NODE_OPTIONS)):
         if whole_number(value := value_of(options, *names) or ""):
             count = (option, value)
     return shlex.join(redact_words(["launch", *count, *program]))

@@ -1,4 +1,4 @@
-"""Command line of launch: its options up to the first other word, then the command to run."""
+"""Parser for launch's command line: options up to the first word that is not one, then the command to run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def split_options(words: Sequence[str], options: Sequence[Option],
     """Parse the leading options; return their values by field, and the remaining words.
 
     Options end at the first word without a leading dash, or at `--`. `--option=value` and `--option value` are
-    equal. Options cannot be abbreviated.
+    equivalent. Options cannot be abbreviated.
 
     Args:
         example: command line with `{option}` where options of the command belong, for the error message.
@@ -103,7 +103,7 @@ def _find(name: str, options: Sequence[Option], example: str) -> Option:
 
 
 def value_of(words: Sequence[str], *options: str) -> str | None:
-    """Return the value of an option, given by any of its names; the last one if repeated, None if absent."""
+    """Return the value of the option with any of these names: the last value if repeated, None if absent."""
     value = None
     for position, word in enumerate(words):
         if word in options and position + 1 < len(words):
@@ -196,7 +196,7 @@ def command_line(text: str) -> tuple[str, ...]:
 
 LAUNCHERS = ("auto", "mpiexec", "srun", "flux", "jsrun", "torchrun")
 SCHEDULERS = ("auto", *(scheduler.NAME for scheduler in OURS), "none")
-"""Built-in values of --scheduler; packages with further schedulers are loaded only if the user names one."""
+"""Built-in values of --scheduler; plug-in schedulers are loaded only if --scheduler is passed."""
 BINDINGS = ("auto", "none")
 TEES = ("0", "all", "none")
 
@@ -207,7 +207,7 @@ def scheduler_choices() -> tuple[str, ...]:
 
 
 def launcher_choices() -> tuple[str, ...]:
-    """Return the values of --launcher, including the launchers of schedulers from other packages."""
+    """Return the values of --launcher, including the launchers of plug-in schedulers."""
     return tuple(dict.fromkeys((*LAUNCHERS, *step_launchers())))
 
 
@@ -247,9 +247,9 @@ _OPTIONS = (
     Option(("-n",), "ranks", "total number of ranks", "N", whole(1, MAX_RANKS)),
     Option(("--ppn",), "per_host", "ranks per node", "P", whole(1, MAX_RANKS_PER_NODE)),
     Option(("--nodes",), "nodes", "use only the first K nodes", "K", whole(1, MAX_NODES)),
-    Option(("--hosts",), "hosts", "use only these nodes of the reservation: n1,n3 or n[1-4]", "LIST"),
+    Option(("--hosts",), "hosts", "use only these nodes of the allocation: n1,n3 or n[1-4]", "LIST"),
     Option(("--hostfile",), "hostfile", "nodes to use, one per line: host, host slots=N or host:N", "F", Path),
-    Option(("--scheduler",), "scheduler", f"scheduler of the reservation: {', '.join(SCHEDULERS)}", "NAME",
+    Option(("--scheduler",), "scheduler", f"scheduler of the allocation: {', '.join(SCHEDULERS)}", "NAME",
             lambda text: one_of(scheduler_choices())(text)),
     Option(("--launcher",), "launcher", f"program that starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
             lambda text: one_of(launcher_choices())(text)),
@@ -308,7 +308,7 @@ def help_text() -> str:
     """Return the text of `launch --help`."""
     return "\n".join([
         f"usage: {typed_name('launch')} [options] [--] COMMAND ARGUMENTS…", "",
-        wrapped("Start COMMAND on every rank of this reservation (Slurm, PBS, …), of a hostfile, or of this "
+        wrapped("Start COMMAND on every rank of this allocation (Slurm, PBS, …), of a hostfile, or of this "
                 "machine. Options of launch come first; all words from COMMAND on belong to COMMAND."), "",
         *option_lines(_OPTIONS), "",
         wrapped("Exit code: that of the first failing rank; 128 + signal number if a signal killed it; 124 after "

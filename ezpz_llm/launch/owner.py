@@ -1,9 +1,10 @@
-"""Ownership of a run directory: only one live process writes there.
+"""Ownership of a run directory: at most one live process writes to it.
 
 `launch` owns the directory of its run; if ranks were started without launch, rank 0 owns it. The owner creates the
 file `control/owner-NNNNNN` exclusively, and increments a counter in it every 5 s: some shared file systems have no
-locks, and the clocks of nodes differ. A successor creates the file with the next number. Of two processes that try
-at the same time, one fails, and no file is replaced while another process reads it.
+locks, and time stamps are unreliable because the clocks of nodes differ. A successor creates the file with the next
+number. Of two processes that try at the same time, one fails, and no file is replaced while another process reads
+it.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.rundir import RunDir
 
 BEAT_S = 5.0
-"""Interval of the owner's heartbeat, one small write."""
+"""Interval between heartbeats of the owner; each is one small write."""
 SILENT_S = 60.0
 """Time without a heartbeat after which an owner on another node is considered dead."""
 
-_BEATS_LOST = 3
-_LOOK_S = 0.2
-_ASK_S = 10.0
-_WIDTH = 512
+_MISSED_HEARTBEATS = 3
+_POLL_S = 0.2
+_TIMEOUT_S = 10.0
+_RECORD_BYTES = 512
 _MAX_BYTES = 4096
-_NAME = re.compile(r"owner-(\d{6,})")
+_FILE_NAME = re.compile(r"owner-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Owner:
     Attributes:
         begun: start time of its process, in clock ticks since boot.
         place: boot id and PID namespace in which `pid` is valid.
-        job: "VARIABLE ID" of its job.
-        restarts: number of times that Slurm had requeued the job.
-        launch: run id, "" without launch.
+        job: "VARIABLE ID" of its job; None outside a job.
+        restarts: number of times that Slurm had requeued the job when the process started.
+        launch: run id; "" if rank 0 is the owner.
         beat: heartbeat counter.
     """
 
@@ -87,44 +88,44 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
         self.killed = before.launch if before is not None and before.place == owner.place else ""
         """Run id of a launch that was killed on this node and may have left processes behind, or ""."""
         self._path, self._number, self._handle, self._owner = path, number, handle, owner
-        self._over = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="owner", daemon=True)
-        self._beating.start()
+        self._is_released = threading.Event()
+        self._heartbeat_thread = threading.Thread(target=self._beat, name="owner", daemon=True)
+        self._heartbeat_thread.start()
 
     def release(self) -> None:
         """Release the directory; a second call does nothing."""
-        if self._over.is_set():
+        if self._is_released.is_set():
             return
-        self._over.set()
-        self._beating.join(_ASK_S)
+        self._is_released.set()
+        self._heartbeat_thread.join(_TIMEOUT_S)
         with contextlib.suppress(OSError):
             _write(self._handle, replace(self._owner, released=True))
         with contextlib.suppress(OSError):
             os.close(self._handle)
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT_S):
+        while not self._is_released.wait(BEAT_S):
             # The file system may be full or unavailable for a moment: try again at the next beat.
             with contextlib.suppress(OSError):
                 if (successor := self._successor()) is not None:
-                    _end_for(successor)
+                    _kill_this_process(successor)
                 self._owner = replace(self._owner, beat=self._owner.beat + 1)
                 _write(self._handle, self._owner)
 
     def _successor(self) -> str | None:
-        """Return the new owner, or None if there is none.
+        """Return the new owner as text, or None if there is none.
 
-        There is none if the directory was removed, or replaced by one of another user.
+        There is none if the directory was removed, or replaced by a directory of another user.
         """
         try:
             folder = open_private(self._path)
         except OSError:
             return None
         with folder:
-            newest = _newest(folder)
+            newest = _newest_number(folder)
             if not newest:
                 return None
-            is_own_file = os.path.samestat(folder.stat(_file(newest)), os.fstat(self._handle))
+            is_own_file = os.path.samestat(folder.stat(_file_name(newest)), os.fstat(self._handle))
             return None if is_own_file else str(_read(folder, newest))
 
     def __exit__(self, *exception: object) -> None:
@@ -138,69 +139,71 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
     this process kills itself.
 
     Args:
-        launch: run id; "" without launch.
+        launch: run id; "" if rank 0 becomes the owner.
 
     Raises:
-        UserError: the directory has a live owner. On this node this is known at once, else after a heartbeat.
+        UserError: the directory has a live owner, or cannot be created. The heartbeat of an
+            owner on another node is awaited first.
     """
     try:
         folder = make_private(run_dir.control)
     except OSError as error:
-        raise _unusable(error, run_dir) from error
+        raise _creation_error(error, run_dir) from error
     with folder:
         while True:
-            number, before = _resolve_owner(run_dir, folder, env)
-            new_owner = _this_process(launch, env)
+            number, before = _require_no_live_owner(run_dir, folder, env)
+            new_owner = _make_owner(launch, env)
             try:
-                handle = folder.open(_file(number + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                handle = folder.open(_file_name(number + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 continue
             except OSError as error:
-                raise _unusable(error, run_dir) from error
+                raise _creation_error(error, run_dir) from error
             _write(handle, new_owner)
-            if _newest(folder) != number + 1:
+            if _newest_number(folder) != number + 1:
                 # Another process took and released the directory meanwhile, so `number` was outdated.
                 os.close(handle)
-                folder.remove(_file(number + 1))
+                folder.remove(_file_name(number + 1))
                 continue
             for older in _numbers(folder):
                 if older <= number:
-                    folder.remove(_file(older))
+                    folder.remove(_file_name(older))
             return Ownership(run_dir.control, number + 1, handle, new_owner, before)
 
 
 def is_launch_running(run_dir: RunDir, launch: str) -> bool:
-    """Return True if the launch with this run id is running, judging by one look.
+    """Return True if the launch with this run id is running; do not wait for a heartbeat.
 
     A launch on another node is running if its last heartbeat is recent. The result is False if the directory cannot
     be read.
     """
     try:
         with open_private(run_dir.control) as folder:
-            number = _newest(folder)
+            number = _newest_number(folder)
             owner = _read(folder, number) if number else None
             if owner is None or owner.launch != launch or owner.released:
                 return False
             if owner.place == pid_namespace_id():
                 return is_alive(owner.pid, owner.begun)
-            return time.time() - folder.stat(_file(number)).st_mtime < _BEATS_LOST * BEAT_S
+            return time.time() - folder.stat(_file_name(number)).st_mtime < _MISSED_HEARTBEATS * BEAT_S
     except OSError:
         return False
 
 
-def _unusable(error: OSError, run_dir: RunDir) -> UserError:
+def _creation_error(error: OSError, run_dir: RunDir) -> UserError:
     return UserError(f"cannot create the run directory: {error.strerror}", where=str(run_dir.control),
                      instead="--run-dir DIR, with a writable directory")
 
 
-def _resolve_owner(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str]) -> tuple[int, Owner | None]:
-    """Return the number of the newest owner file (0: none), and the owner if it died without releasing it.
+def _require_no_live_owner(run_dir: RunDir, folder: PrivateFolder,
+                           env: Mapping[str, str]) -> tuple[int, Owner | None]:
+    """Return the number of the newest owner file, or 0, and the owner if it died without releasing the directory.
 
     Raises:
         UserError: the owner is alive.
     """
     while True:
-        number = _newest(folder)
+        number = _newest_number(folder)
         if not number:
             return 0, None
         owner = _read(folder, number)
@@ -208,19 +211,19 @@ def _resolve_owner(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str
             return number, None
         reason = owner and _death_reason(owner, env)
         if reason is None and not (reason := _silence_reason(folder, number, owner)):
-            if owner is None or _newest(folder) != number:
+            if owner is None or _newest_number(folder) != number:
                 continue  # the file is being written, or there is a successor
             if (latest := _read(folder, number)) is not None and latest.released:
                 return number, None
             raise UserError(f"the run directory is in use: {owner}", where=str(run_dir.path),
-                            instead="wait for its end, end it there, or use another --run-dir")
+                            instead="wait until that run ends, stop it there, or use another --run-dir")
         name = owner or "an owner whose file is damaged"
         print(f"taking over the run directory {run_dir.path} from {name}: {reason}", file=sys.stderr, flush=True)
         return number, owner
 
 
 def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
-    """Return the reason why the owner must be dead, or None if that is not known at once."""
+    """Return the reason why the owner must be dead, or None if only a missing heartbeat can show it."""
     if owner.place == pid_namespace_id():
         return None if is_alive(owner.pid, owner.begun) else "that process has ended"
     variable, _, job = (owner.job or "").partition(" ")
@@ -233,20 +236,20 @@ def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
     if variable not in queries:
         return None
     query, end_texts = queries[variable]
-    answer = ask_command([*query, job], env, _ASK_S, 1)
-    is_over = answer.text is None and any(text in answer.complaint for text in end_texts)
-    return f"job {job} has ended" if is_over else None
+    answer = ask_command([*query, job], env, _TIMEOUT_S, 1)
+    has_ended = answer.text is None and any(text in answer.complaint for text in end_texts)
+    return f"job {job} has ended" if has_ended else None
 
 
 def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> str | None:
-    """Return the reason why an owner on another node is considered dead: no heartbeat during a wait."""
+    """Wait for a heartbeat of an owner on another node; return the reason why it is considered dead, or None."""
     if owner is not None and owner.place == pid_namespace_id():
         return None
-    first, deadline = _bytes(folder, number), time.monotonic() + SILENT_S
+    first, deadline = _read_bytes(folder, number), time.monotonic() + SILENT_S
     note_at = time.monotonic() + 2 * BEAT_S
     while time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-        if _bytes(folder, number) != first:
+        time.sleep(_POLL_S)
+        if _read_bytes(folder, number) != first:
             return None
         if note_at and time.monotonic() > note_at:
             note_at = 0.0
@@ -255,7 +258,7 @@ def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> 
     return f"no heartbeat for {SILENT_S:g} s"
 
 
-def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
+def _make_owner(launch: str, env: Mapping[str, str]) -> Owner:
     scheduler = scheduler_here(env)
     job = f"{name} {env[name]}" if scheduler and (name := scheduler.mark(env)) else None
     return Owner(socket.gethostname(), os.getpid(), started_at(os.getpid()), pid_namespace_id(), job,
@@ -267,44 +270,44 @@ def _restarts(env: Mapping[str, str]) -> int:
     return whole_number(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
-def _file(number: int) -> str:
+def _file_name(number: int) -> str:
     return f"owner-{number:06d}"
 
 
 def _numbers(folder: PrivateFolder) -> list[int]:
     """Return the numbers of all owner files that belong to this user."""
     return [int(match[1]) for name in folder.names("owner-")
-            if (match := _NAME.fullmatch(name)) and folder.has(name)]
+            if (match := _FILE_NAME.fullmatch(name)) and folder.has(name)]
 
 
-def _newest(folder: PrivateFolder) -> int:
-    """Return the highest number of an owner file, 0 without any."""
+def _newest_number(folder: PrivateFolder) -> int:
+    """Return the highest number of an owner file, or 0 if there is none."""
     return max(_numbers(folder), default=0)
 
 
-def _bytes(folder: PrivateFolder, number: int) -> bytes:
+def _read_bytes(folder: PrivateFolder, number: int) -> bytes:
     try:
-        return folder.read(_file(number), _MAX_BYTES)
+        return folder.read(_file_name(number), _MAX_BYTES)
     except OSError:
         return b""
 
 
 def _read(folder: PrivateFolder, number: int) -> Owner | None:
     """Read an owner file; return None if it is damaged, or being written."""
-    where = str(folder.path / _file(number))
+    where = str(folder.path / _file_name(number))
     try:
-        return as_dataclass(Owner, parse_json(_bytes(folder, number), where), where)
+        return as_dataclass(Owner, parse_json(_read_bytes(folder, number), where), where)
     except UserError:
         return None
 
 
 def _write(handle: int, owner: Owner) -> None:
-    # Constant length: a beat needs no new disk space. A partial read is not valid JSON.
-    os.pwrite(handle, json.dumps(asdict(owner)).ljust(_WIDTH).encode() + b"\n", 0)
+    # Constant length: a heartbeat needs no new disk space. A partial read is not valid JSON.
+    os.pwrite(handle, json.dumps(asdict(owner)).ljust(_RECORD_BYTES).encode() + b"\n", 0)
     os.fsync(handle)
 
 
-def _end_for(name: str) -> None:
+def _kill_this_process(name: str) -> None:
     """Kill this process, since the new owner writes to the directory."""
     print(f"{name} took over the run directory: this run ends", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

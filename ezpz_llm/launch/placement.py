@@ -17,7 +17,7 @@ from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
 @dataclass(frozen=True)
 class Placement:
-    """Number of ranks on each node that has any, in rank order."""
+    """Number of ranks on each node that has at least one, in rank order."""
 
     ranks: tuple[tuple[str, int], ...]
     source: str
@@ -42,9 +42,9 @@ class Placement:
 def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
     """Decide how many ranks each node gets.
 
-    The number per node is `per_host`, else the slots of the reservation or the hostfile, else the number of devices
-    if there are several, else 1. With `ranks`, nodes are filled in order up to that number if there is enough room,
-    else evenly.
+    The number per node is `per_host`, else the slots of the allocation or the hostfile, else the number of devices
+    if there are several, else 1. With `ranks`, nodes are filled in order up to that number per node; if `ranks`
+    exceeds their total, ranks are spread evenly.
 
     Args:
         devices: visible devices, or those of the site.
@@ -52,7 +52,7 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
         per_host: value of --ppn.
 
     Raises:
-        UserError: there are more ranks than --ppn or a hostfile's slots allow.
+        UserError: there are more ranks than --ppn, a hostfile's slots or MAX_RANKS_PER_NODE allow.
     """
     hosts = allocation.hosts
     if per_host is not None:
@@ -64,13 +64,13 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
                             instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
         capacities, source = [per_host] * len(hosts), "--ppn"
     else:
-        capacities = [_natural(host, devices) for host in hosts]
-        source = _natural_source(allocation, devices)
+        capacities = [_default_capacity(host, devices) for host in hosts]
+        source = _capacity_source(allocation, devices)
         world_size = sum(capacities) if ranks is None else ranks
         if ranks is not None:
             source = "-n"
         if world_size > sum(capacities):
-            capacities = _widened(allocation, capacities, world_size)
+            capacities = _raise_capacities(allocation, capacities, world_size)
     counts = _fill(capacities, world_size)
     if max(counts) > MAX_RANKS_PER_NODE:
         raise UserError(f"{max(counts)} ranks on one node are too many", where=source,
@@ -79,12 +79,12 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
     return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
 
 
-def _natural(host: Node, devices: Devices) -> int:
+def _default_capacity(host: Node, devices: Devices) -> int:
     device_count = len(devices.ids) if host.devices is None else host.devices
     return max(1, device_count) if host.slots is None else host.slots
 
 
-def _natural_source(allocation: Allocation, devices: Devices) -> str:
+def _capacity_source(allocation: Allocation, devices: Devices) -> str:
     if any(host.slots is not None for host in allocation.hosts):
         return allocation.slots_source or f"slots of {allocation.source}"
     counts = {host.devices for host in allocation.hosts}
@@ -95,8 +95,8 @@ def _natural_source(allocation: Allocation, devices: Devices) -> str:
     return "one per node: no slots and at most one device"
 
 
-def _widened(allocation: Allocation, capacities: list[int], world_size: int) -> list[int]:
-    # Nodes with slots in the user's hostfile keep to them; the others share the remaining ranks evenly.
+def _raise_capacities(allocation: Allocation, capacities: list[int], world_size: int) -> list[int]:
+    # Nodes with slots in the user's hostfile get that many ranks; the others share the remaining ranks evenly.
     fixed = [allocation.slots_are_a_limit and host.slots is not None for host in allocation.hosts]
     free = fixed.count(False)
     if not free:
@@ -149,8 +149,8 @@ class RankTable(Sequence[RankPlace]):
         self._hosts = [name for name, _ in placement.ranks]
         self._ends = list(accumulate(count for _, count in placement.ranks))
         columns = (binding.cores, binding.domains, binding.devices, binding.distances)
-        self._of_local_rank = [tuple(column[local_rank] if column else None for column in columns)
-                               for local_rank in range(placement.most)]
+        self._columns_by_local_rank = [tuple(column[local_rank] if column else None for column in columns)
+                                       for local_rank in range(placement.most)]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -178,4 +178,4 @@ class RankTable(Sequence[RankPlace]):
             rank = end
 
     def _place(self, rank: int, host: str, local_rank: int) -> RankPlace:
-        return RankPlace(rank, host, local_rank, *self._of_local_rank[local_rank])
+        return RankPlace(rank, host, local_rank, *self._columns_by_local_rank[local_rank])

@@ -32,7 +32,7 @@ from ezpz_llm.launch.environment import (
     Setting,
     binding_settings,
     extension_settings,
-    forwarded,
+    forwarded_names,
     interface_settings,
     is_users_choice,
     python_settings,
@@ -58,7 +58,7 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_wo
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that a launch runs.
+    """Everything that launch needs to start a run, and what it reports about it.
 
     Attributes:
         argv: command line of the launcher; ends with `command`.
@@ -85,8 +85,8 @@ class LaunchPlan:
     container: RankContainer = field(default_factory=RankContainer)
 
     @property
-    def is_started(self) -> bool:
-        """True if this process is a rank already, and only has to execute the command."""
+    def is_existing_rank(self) -> bool:
+        """True if this process is already a rank, so that launch only has to execute the command."""
         return self.allocation.scheduler == local.STARTED
 
     @property
@@ -99,7 +99,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     """Build the plan, without starting or writing anything.
 
     Raises:
-        UserError: the options, the environment and the installed software contradict each other.
+        UserError: the options are invalid, or do not fit the environment or the installed software.
     """
     _reject_script(options)
     target = read_command(options.command)
@@ -121,18 +121,19 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         **python_settings(env),
         **extension_settings(env),
     }
-    inside = choose_container(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
-    if inside.image and options.stage_env:
-        raise UserError(f"--stage-env cannot be used with the container {inside.image}",
+    container = choose_container(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
+    if container.image and options.stage_env:
+        raise UserError(f"--stage-env cannot be used with the container {container.image}",
                         where="--stage-env", instead="omit --stage-env: an image is a single file already")
-    command = (*inside.words, *options.wrap, *options.command)
-    work = _work_of(ranks, network, inside, command, run_dir, settings, env)
+    command = (*container.words, *options.wrap, *options.command)
+    work = _describe_work(ranks, network, container, command, run_dir, settings, env)
     built = ranks.launcher.build(ranks.launcher.program, work)
-    of_launcher = dict(built.env)
+    launcher_variables = dict(built.env)
     if target.module is None:
-        of_launcher |= mpi_settings(ranks.launcher.kind, built.argv, program_file(options.command, target),
-                                    ranks.placement.world_size, env, QUICK if options.dry_run else PATIENT)
-    settings |= {name: Setting(*entry) for name, entry in of_launcher.items() if not is_users_choice(name, env)}
+        launcher_variables |= mpi_settings(ranks.launcher.kind, built.argv, program_file(options.command, target),
+                                           ranks.placement.world_size, env, QUICK if options.dry_run else PATIENT)
+    settings |= {name: Setting(*entry) for name, entry in launcher_variables.items()
+                 if not is_users_choice(name, env)}
     return LaunchPlan(
         argv=built.argv,
         env=settings,
@@ -149,7 +150,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         notes=(*_nested_launcher_notes(options, ranks.placement.world_size), *_notes(env, ranks, network)),
         site=ranks.site,
         binding=ranks.binding,
-        container=inside,
+        container=container,
     )
 
 
@@ -159,7 +160,7 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
     launch uses this for its own commands before the user's command, such as the preflight.
 
     Args:
-        options: options of the user, without --wrap and --container.
+        options: the user's options; --wrap and --container are ignored.
         changes: options that differ.
     """
     step = build_plan(replace(options, wrap=(), container="none", **changes), os.environ)
@@ -171,11 +172,11 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
 
 def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
                             run_dir: RunDir | None) -> LaunchPlan:
-    """Build the plan for a process that is a rank already: it executes the command in its place."""
+    """Build the plan for a process that is already a rank: it replaces itself with the command (exec)."""
     info = local.rank_here({**env, **rank_names()})
     if options.ranks not in (None, info.world_size) and is_set_by_user(env):
-        raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
-                        " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",
+        raise UserError(f"-n {options.ranks}, but this process is already rank {info.rank} of {info.world_size}"
+                        " (RANK, WORLD_SIZE)", where="the environment, with MASTER_ADDR and MASTER_PORT",
                         instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers, else omit -n")
     if is_set_by_user(env):
         require_master_address(env["MASTER_ADDR"])
@@ -219,14 +220,15 @@ def _reject_script(options: Options) -> None:
         raise UserError(f"{word!r} is a Python module, not a program", where="the command to launch",
                         instead=f"launch [options] python3 -m {word}{more}")
     if word.endswith(".py"):
-        is_file = Path(word).is_file()
-        problem = "a Python script, not a program" if is_file else "neither a program nor a file"
-        raise UserError(f"{word!r} is {problem}", where="the command to launch",
+        if not Path(word).is_file():
+            raise UserError(f"{word!r} is neither a program nor a file", where="the command to launch",
+                            instead="launch [options] python3 SCRIPT, with the path of an existing script")
+        raise UserError(f"{word!r} is a Python script, not a program", where="the command to launch",
                         instead=f"launch [options] python3 {shlex.quote(word)}{more}")
 
 
 def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
-    """Return the reservation, or the part of it that the user selected."""
+    """Return the allocation, reduced to the nodes that the user selected."""
     hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
     allocation = supplement(find_allocation(env, options.scheduler, hosts_from), env,
                             QUICK if options.dry_run else PATIENT)
@@ -235,10 +237,10 @@ def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """Ranks on nodes with their cores and devices, and the launcher that starts them.
+    """Assignment of ranks to nodes, cores and devices, and the launcher that starts them.
 
     Attributes:
-        mask: devices in the order in which ranks see them; empty for the order of the system.
+        mask: devices in the order in which ranks see them; empty for the system's order.
         distance_notes: notes about ranks that are far from their device.
     """
 
@@ -259,23 +261,26 @@ class _Assignment:
 
 def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocation) -> _Assignment:
     site = find_site(options.site, env)
-    is_node = is_local_node_among([host.name for host in allocation.hosts])
-    devices, allocation = devices_of_nodes(env, site, allocation, is_node)
+    is_here_in_allocation = is_local_node_among([host.name for host in allocation.hosts])
+    devices, allocation = devices_of_nodes(env, site, allocation, is_here_in_allocation)
     placement = place(allocation, devices, options.ranks, options.per_host)
-    launcher = _choose(options, env, allocation, placement, site)
+    launcher = _choose_launcher(options, env, allocation, placement, site)
     return _Assignment(site, allocation, devices, placement, launcher,
-                       *bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_node))
+                       *bind_ranks(options.binding, site, allocation, placement, launcher, devices,
+                                   is_here_in_allocation))
 
 
-def _choose(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
-            site: Site) -> Launcher:
-    of_site = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
-    launcher = choose(of_site or options.launcher, allocation.scheduler, placement.world_size, env, site.dialect)
-    return replace(launcher, source=f"site {site.name}") if of_site else launcher
+def _choose_launcher(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
+                     site: Site) -> Launcher:
+    site_launcher = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
+    launcher = choose(site_launcher or options.launcher, allocation.scheduler, placement.world_size, env,
+                      site.dialect)
+    return replace(launcher, source=f"site {site.name}") if site_launcher else launcher
 
 
-def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
-    """Return the interfaces to use, their source, and a note if the site's interfaces do not exist here."""
+def _choose_interface(options: Options, site: Site,
+                      hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
+    """Return the interfaces to use, their source, and a note if this is the first node and it lacks the site's."""
     if options.interface or not site.interface:
         return options.interface, "--interface", ()
     if find_local_node(hosts) == 0 and list_interfaces().keys().isdisjoint(site.interface.split(",")):
@@ -285,7 +290,7 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[st
 
 @dataclass(frozen=True)
 class _Network:
-    """Rendezvous of the ranks, and the network interfaces to use, with the source of the latter."""
+    """Rendezvous of the ranks, and the network interfaces to use; `source` is that of the interfaces."""
 
     rendezvous: Rendezvous
     interface: str | None
@@ -295,9 +300,9 @@ class _Network:
 
 def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, run_id: str) -> _Network:
     site = ranks.site
-    interface, source, notes = _interface(options, site, ranks.hosts)
+    interface, source, notes = _choose_interface(options, site, ranks.hosts)
     user_values = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
-    # Prefer the site's name for the node to the address of its interface.
+    # Prefer the node's name with the site's suffix to the address of its interface.
     uses_suffix = bool(site.master_suffix) and not options.interface
     # Derive the port from the random run id, so that other users cannot predict and occupy it.
     rendezvous = find_rendezvous(ranks.hosts, run_id, interface=None if uses_suffix else interface,
@@ -306,31 +311,31 @@ def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, 
     return _Network(rendezvous, interface, source, notes)
 
 
-def _work_of(ranks: _Assignment, network: _Network, inside: RankContainer, command: tuple[str, ...],
-             run_dir: RunDir,
-             settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
-    """Describe the ranks to start, independent of the launcher."""
+def _describe_work(ranks: _Assignment, network: _Network, container: RankContainer, command: tuple[str, ...],
+                   run_dir: RunDir,
+                   settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
+    """Describe the ranks to start, independently of the launcher."""
     hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
     return Work(
         # If the whole step runs in the container, the image's Python must have this package.
-        command=("python3" if inside.srun else sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
+        command=("python3" if container.srun else sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
         placement=ranks.placement,
         here=len(hosts) == 1 and is_local_address(hosts[0]),
         node_list_path=run_dir.path / "hostfile",
         cores_per_rank=binding.cpus_per_rank,
-        variables=forwarded(env, settings),
+        variables=forwarded_names(env, settings),
         as_root=os.geteuid() == 0,
         scheduler=ranks.allocation.scheduler,
         cores_per_node=binding.cpus_per_host,
         binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
-        site_options=(*ranks.site.options.get(launcher.kind, ()), *inside.srun),
+        site_options=(*ranks.site.options.get(launcher.kind, ()), *container.srun),
         master=(network.rendezvous.address, network.rendezvous.port),
         env=env,
-        devices_per_host=_same({host.devices for host in ranks.allocation.hosts}),
+        devices_per_host=_common_value({host.devices for host in ranks.allocation.hosts}),
     )
 
 
-def _same(values: set[int | None]) -> int | None:
+def _common_value(values: set[int | None]) -> int | None:
     return next(iter(values)) if len(values) == 1 else None
 
 
@@ -350,7 +355,7 @@ def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tup
 def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
                      binding: Binding) -> tuple[str, ...]:
     notes = [*allocation.notes, *domain_notes([host.name for host in allocation.hosts], allocation.source)]
-    notes += [f"keeping {name}={env[name]} from your environment" for name in RENDEZVOUS_VARIABLES
+    notes += [f"using {name}={env[name]}, which is set in your environment" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
         notes.append(f"{placement.most} ranks share {count_noun(binding.cpus_per_host, 'CPU')} per node")

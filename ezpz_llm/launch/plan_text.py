@@ -16,12 +16,12 @@ _Row = TypeVar("_Row")
 _Gap = TypeVar("_Gap")
 
 _ROWS = 24
-"""Longer rank tables and files are printed without the middle rows."""
-_INDENTED_RANKS = 1000
+"""Rank tables and files with more rows are printed without the middle ones."""
+_MAX_RANKS_INDENTED = 1000
 
 
 def summary(plan: LaunchPlan) -> str:
-    """Return a summary of the plan, one line per item."""
+    """Return a summary of the plan, with one line per item."""
     lines = [
         f"scheduler  {_scheduler(plan)}",
         f"launcher   {_launcher(plan)}",
@@ -39,15 +39,11 @@ def summary(plan: LaunchPlan) -> str:
 def opening_lines(plan: LaunchPlan, width: int) -> str:
     """Return the lines printed before a run: ranks, nodes, run directory and notes, wrapped to `width` columns."""
     hosts = ", ".join(plan.hosts[:4]) + (", …" if len(plan.hosts) > 4 else "")
-    ranks, nodes = _count(len(plan.ranks), "rank"), _count(len(plan.hosts), "node")
+    ranks, nodes = count_noun(len(plan.ranks), "rank"), count_noun(len(plan.hosts), "node")
     job = f" in {plan.allocation.scheduler} job {plan.allocation.job_id}" if plan.allocation.job_id else ""
     by = "" if plan.launcher.kind == "none" else f", started by {plan.launcher.kind}"
     return align_rows([("launch", f"{ranks} on {nodes} ({hosts}){job}{by}"), ("files", str(plan.run_dir.path)),
                        *(("note", note) for note in plan.notes)], width).rstrip()
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def details(plan: LaunchPlan) -> str:
@@ -64,7 +60,7 @@ def details(plan: LaunchPlan) -> str:
 
 def json_text(plan: LaunchPlan) -> str:
     """Return the plan as JSON text, indented for up to 1000 ranks."""
-    return json.dumps(as_json(plan), indent=2 if len(plan.ranks) <= _INDENTED_RANKS else None)
+    return json.dumps(as_json(plan), indent=2 if len(plan.ranks) <= _MAX_RANKS_INDENTED else None)
 
 
 def as_json(plan: LaunchPlan) -> dict[str, Any]:
@@ -113,8 +109,9 @@ def _ranks(plan: LaunchPlan) -> str:
 
 
 def _container(plan: LaunchPlan) -> list[str]:
-    inside = plan.container
-    return [f"container  {inside.image}, by {inside.runtime} ({inside.source})"] if inside.image else []
+    container = plan.container
+    return ([f"container  {container.image}, run with {container.runtime} ({container.source})"]
+            if container.image else [])
 
 
 def _binding(plan: LaunchPlan) -> str:
@@ -126,7 +123,7 @@ def _binding(plan: LaunchPlan) -> str:
     else:
         how = "none"
     far = sum(distance == "far" for distance in binding.distances)
-    more = f"; {count_noun(far, 'rank')} per node on another socket than their device" if far else ""
+    more = f"; {count_noun(far, 'rank')} per node on a different socket from their device" if far else ""
     return f"{how} ({binding.source}){more}"
 
 
@@ -134,10 +131,12 @@ _HEADINGS = ("rank", "host", "local rank", "cores", "NUMA domain", "device", "di
 
 
 def _table(plan: LaunchPlan) -> list[tuple[str, ...]]:
-    unknown = f"{plan.binding.cpus_per_rank} of them" if plan.binding.kind == "depth" else "all of the node"
+    unlisted_cores = (f"{plan.binding.cpus_per_rank}, chosen by the launcher" if plan.binding.kind == "depth"
+                      else "all on the node")
     return [(f"… {len(plan.ranks) - _ROWS} more", *[""] * (len(_HEADINGS) - 1)) if place is None else
-            (str(place.rank), place.host, str(place.local_rank), place.cores or unknown, place.domains or "-",
-             place.device or "-", place.distance or "-") for place in _without_middle(plan.ranks, None)]
+            (str(place.rank), place.host, str(place.local_rank), place.cores or unlisted_cores,
+             place.domains or "-", place.device or "-", place.distance or "-")
+            for place in _without_middle(plan.ranks, None)]
 
 
 def _without_middle(rows: Sequence[_Row], gap: _Gap) -> list[_Row | _Gap]:

@@ -1,6 +1,6 @@
 """Checks before the start: commands of this package report configuration errors before any rank runs.
 
-launch prints the standard error of a check always, and its standard output only under --explain.
+launch always prints the standard error of a check, and its standard output with --explain or if the check fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckOutcome:
     """Exit code of a check, and its explanation for --explain."""
 
     code: int = 0
@@ -39,7 +39,7 @@ class CheckReport:
     Attributes:
         layout, precision: names. They and the batch are None if the run cannot start or is already complete.
         global_batch, micro_batch: batch sizes of a step in sequences.
-        accumulation: number of micro batches per step.
+        accumulation: number of micro-batches per step.
         explanation: every decision with its source, as `--check` without --json prints it.
         warnings: lines that `--check` without --json prints to standard error.
         error, where, instead: reason why the run cannot start, as in `UserError`.
@@ -58,7 +58,7 @@ class CheckReport:
 
 
 def check_command(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
-                  places: Sequence[tuple[str, int]] = ()) -> Checked:
+                  places: Sequence[tuple[str, int]] = ()) -> CheckOutcome:
     """Run `command --check --world-size N` once if it is a command of this package.
 
     Args:
@@ -67,9 +67,9 @@ def check_command(target: Target, command: tuple[str, ...], world_size: int, env
     Raises:
         UserError: the check cannot be run, or exceeds its time limit.
     """
-    # launch as the command of a rank only executes its own command.
+    # A launch that is started by a rank only executes its command, so there is nothing to check.
     if target.module in (None, "ezpz_llm.launch"):
-        return Checked()
+        return CheckOutcome()
     env = {**env, **({PLACES_VARIABLE: write_places(places)} if places else {})}
     result = run_check(command, world_size, env)
     explanation, warnings = result.stdout.rstrip(), result.stderr.rstrip()
@@ -77,7 +77,7 @@ def check_command(target: Target, command: tuple[str, ...], world_size: int, env
         print("\n".join(filter(None, (explanation, warnings))), file=sys.stderr, flush=True)
     elif warnings:
         print(warnings, file=sys.stderr, flush=True)
-    return Checked(result.returncode if result.returncode >= 0 else 128 - result.returncode, explanation)
+    return CheckOutcome(result.returncode if result.returncode >= 0 else 128 - result.returncode, explanation)
 
 
 def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *form: str, cwd: Path | None = None,
@@ -108,7 +108,7 @@ def write_places(places: Sequence[tuple[str, int]]) -> str:
 
 
 def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the nodes and ranks per node that launch passed to the check; empty without launch.
+    """Return the nodes and ranks per node that launch passed to the check; empty if launch did not start it.
 
     Raises:
         UserError: the value of the variable is invalid.
@@ -118,7 +118,7 @@ def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
     hosts, _, counts = text.rpartition(" ")
     names, ranks = expand_hostlist(hosts), expand_counts(counts)
     if len(names) != len(ranks):
-        raise UserError(f"{len(names)} nodes, but numbers of ranks for {len(ranks)}", where=PLACES_VARIABLE)
+        raise UserError(f"{len(names)} nodes, but ranks per node for {len(ranks)}", where=PLACES_VARIABLE)
     return list(zip(names, ranks, strict=True))
 
 
@@ -151,7 +151,7 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
     report = step.run_dir.path / "preflight.json"
     report.unlink(missing_ok=True)
     # If the preflight wrote its report, a post-mortem would add nothing.
-    code = run(step, None, _LIMIT_S, tell=lambda: not report.exists()).code
+    code = run(step, None, _LIMIT_S, prints_postmortem=lambda: not report.exists()).code
     if code == 0:
         return 0
     code = code if code in INTERRUPTED else EXIT_PREFLIGHT

@@ -1,10 +1,10 @@
-"""Rank of this process, read from environment variables of launchers with one order of precedence.
+"""Rank of this process, read from the launchers' environment variables, in a fixed order of precedence.
 
-Variables of an MPI launcher precede those of Slurm: under Hydra inside Slurm, every rank inherits the Slurm
-variables of its proxy. Variables of torchrun precede both: its children inherit those of the task that started
-torchrun. launch's shim sets torch's variables from those of the launcher; these come last, since a process that
-disagrees with them was started inside the rank. launch passes the variable names of launchers from other packages
-to the ranks.
+Variables of an MPI launcher take precedence over Slurm's: under Hydra inside Slurm, every rank inherits the Slurm
+variables of its proxy. Variables of torchrun take precedence over both: its children inherit those of the task that
+started torchrun. If launch's shim set torch's variables from the launcher's, torch's variables come last, because a
+process whose launcher variables differ from them was started inside the rank. launch passes the variable names of
+plug-in launchers to the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ezpz_llm.launch.variables import (
 )
 
 ALONE = "single process"
-"""Source of the rank of a process without a launcher."""
+"""Source of the rank of a process that no launcher started."""
 
 _RENDEZVOUS_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,7 +51,7 @@ class Family:
 
     Attributes:
         nodes: variable with the number of nodes.
-        requires: variables that must be set too; without them, the others belong to another launcher.
+        requires: variables that must be set too; if one is not, the rank variable belongs to another launcher.
     """
 
     name: str
@@ -72,7 +72,7 @@ _SRUN = Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), "SLURM_LOCALID
 _TORCH = Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
                 ("GROUP_RANK", "NODE_RANK"))
 
-_OF_MPIS = (
+_HIGH_PRECEDENCE = (
     _TORCH,
     # PALS has no variable for the size: use PMI's under Cray PMI, and launch's under PMIx.
     Family("Cray PALS", "PALS_RANKID", ("PMI_SIZE", WORLD_SIZE_VARIABLE), "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",),
@@ -89,14 +89,14 @@ _OF_MPIS = (
     Family("PMI", "PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
     Family("PMIx", "PMIX_RANK", (WORLD_SIZE_VARIABLE,), "PMIX_LOCAL_RANK"),
 )
-_OF_STEPS = (
+_JOB_STEPS = (
     Family("jsrun", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_LOCAL_RANK",
            ("JSM_NAMESPACE_LOCAL_SIZE",)),
     Family("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
     _SRUN,
 )
-FAMILIES = (*_OF_MPIS, *_OF_STEPS)
-"""In order of precedence. Launchers of other packages come in between, since their ranks may run an mpiexec."""
+FAMILIES = (*_HIGH_PRECEDENCE, *_JOB_STEPS)
+"""In order of precedence. `_families` inserts plug-in launchers between the groups: their ranks may run mpiexec."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Reading:
 
 
 def names_for_ranks(families: Sequence[Family]) -> dict[str, str]:
-    """Return the variable that passes families of other packages to `find_rank`; empty without any."""
+    """Return the variable that passes plug-in families to `find_rank`; empty if there are none."""
     return {RANK_NAMES_VARIABLE: json.dumps([asdict(family) for family in families])} if families else {}
 
 
@@ -121,18 +121,18 @@ def _families(env: Mapping[str, str]) -> tuple[Family, ...]:
     if not text:
         return FAMILIES
     plugin_families = as_type(tuple[Family, ...], parse_json(text, RANK_NAMES_VARIABLE), RANK_NAMES_VARIABLE)
-    return (*_OF_MPIS, *plugin_families, *_OF_STEPS)
+    return (*_HIGH_PRECEDENCE, *plugin_families, *_JOB_STEPS)
 
 
 def find_rank(env: Mapping[str, str]) -> RankInfo:
     """Read the rank of this process from `env`; without a launcher it is rank 0 of 1.
 
     Values that the preferred family lacks, such as the local rank when RANK was set manually, come from other
-    families that have the same rank and size. A node rank that no variable gives is computed; this assumes that all
-    nodes have the same number of consecutive ranks.
+    families that have the same rank and size, else from launch's plan. A node rank that is in neither is computed,
+    assuming that all nodes have the same number of consecutive ranks.
 
     Raises:
-        UserError: there is a rank without a size or the reverse, or a value is invalid.
+        UserError: a rank is set without a world size or vice versa, or a value is invalid.
     """
     _require_rank_and_size(env)
     # PMI_RANK belongs to three families: use the first of them whose other variables are set.
@@ -179,13 +179,13 @@ def leftover_variables(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def is_set_by_user(env: Mapping[str, str]) -> bool:
-    """Return True if RANK and the rendezvous were set without a known launcher (a training operator, say)."""
+    """Return True if RANK and MASTER_ADDR were set by hand or by a Kubernetes operator, not by a known launcher."""
     return (TORCHELASTIC_VARIABLE not in env and RANK_VARIABLE not in env
             and all(env.get(name) for name in _RENDEZVOUS_NAMES))
 
 
 def _is_set_by_shim(env: Mapping[str, str]) -> bool:
-    """Return True if the shim set torch's variables, rather than a torchrun or a script inside the rank."""
+    """Return True if the shim set torch's variables, rather than torchrun or a script inside the rank."""
     return (bool(env.get(RANK_SOURCE_VARIABLE)) and env.get("RANK") == env.get(RANK_VARIABLE)
             and env.get("WORLD_SIZE") == env.get(WORLD_SIZE_VARIABLE)
             and (TORCHELASTIC_VARIABLE in env) == env[RANK_SOURCE_VARIABLE].startswith(_TORCH.name))
@@ -196,28 +196,28 @@ def _complete(agreeing: list[_Reading], notes: list[str], planned: list[int]) ->
     rank, world_size, source = agreeing[0].rank, agreeing[0].world_size, agreeing[0].source
     local_rank = next((reading.local_rank for reading in agreeing if reading.local_rank is not None), None)
     local_size = next((reading.local_size for reading in agreeing if reading.local_size is not None), None)
-    place = _planned_place(rank, world_size, planned)
-    if local_rank is None and place is not None:
-        local_rank, local_size = place[1:]
+    position = _planned_position(rank, world_size, planned)
+    if local_rank is None and position is not None:
+        local_rank, local_size = position[1:]
     if local_rank is None:
         if world_size > 1:
-            notes.append(f"{source} gives no local rank: assuming one rank per node")
+            notes.append(f"{source} does not set a local rank: assuming one rank per node")
         local_rank, local_size = 0, 1
     elif local_size is None:
-        local_size = place[2] if place is not None and place[1] == local_rank else world_size
+        local_size = position[2] if position is not None and position[1] == local_rank else world_size
     if local_rank >= local_size:
         raise UserError(f"local rank {local_rank} is invalid for {local_size} ranks on the node",
                         where=f"environment ({source})")
     node_rank = next((reading.node_rank for reading in agreeing if reading.node_rank is not None
                       and reading.local_rank in (None, local_rank)), None)
-    if node_rank is None and place is not None and place[1:] == (local_rank, local_size):
-        node_rank = place[0]
+    if node_rank is None and position is not None and position[1:] == (local_rank, local_size):
+        node_rank = position[0]
     if node_rank is None:
         node_rank = (rank - local_rank) // local_size
     return RankInfo(rank, world_size, local_rank, local_size, node_rank, source, tuple(notes))
 
 
-def _planned_place(rank: int, world_size: int, planned: list[int]) -> tuple[int, int, int] | None:
+def _planned_position(rank: int, world_size: int, planned: list[int]) -> tuple[int, int, int] | None:
     """Return node rank, local rank and local size from launch's plan; None if its world size differs."""
     if sum(planned) != world_size:
         return None
@@ -231,13 +231,13 @@ def _planned_place(rank: int, world_size: int, planned: list[int]) -> tuple[int,
 
 def _is_set(family: Family, env: Mapping[str, str]) -> bool:
     names = (family.rank, *family.requires)
-    return all(env.get(name) for name in names) and _first(family.size, env) is not None
+    return all(env.get(name) for name in names) and _first_set(family.size, env) is not None
 
 
 def _require_rank_and_size(env: Mapping[str, str]) -> None:
     for present, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if env.get(present) and not env.get(missing):
-            raise UserError(f"{present}={env[present]} is set, {missing} is not", where="environment",
+            raise UserError(f"{present}={env[present]} is set, but {missing} is not", where="environment",
                             instead=f"unset {present} if it is a leftover, or set both")
 
 
@@ -245,50 +245,51 @@ def _reject_rank_without_size(env: Mapping[str, str]) -> None:
     # Without this error, every rank would become rank 0 of 1.
     for family in _families(env):
         if env.get(family.rank) and all(env.get(name) for name in family.requires):
-            raise UserError(f"{family.rank}={env[family.rank]} is set, {' or '.join(family.size)} is not",
+            raise UserError(f"{family.rank}={env[family.rank]} is set, but {' and '.join(family.size)}"
+                            f" {'is' if len(family.size) == 1 else 'are'} not",
                             where=f"environment ({family.name})",
                             instead=f"start with launch, or unset {family.rank} if it is a leftover")
 
 
 def _read(family: Family, env: Mapping[str, str]) -> _Reading:
-    size = _first(family.size, env) or family.size[0]
-    rank, world_size = _whole(family.rank, env), _whole(size, env)
+    size = _first_set(family.size, env) or family.size[0]
+    rank, world_size = _read_int(family.rank, env), _read_int(size, env)
     if not rank < world_size:
         raise UserError(f"{family.rank}={rank} is not a rank of {size}={world_size}", where="environment")
-    node_rank = _optional(_first(family.node_rank, env), env)
+    node_rank = _read_optional_int(_first_set(family.node_rank, env), env)
     source = env[RANK_SOURCE_VARIABLE] if family is _TORCH and _is_set_by_shim(env) else (
         f"{family.name} ({family.rank})")
-    return _Reading(source, rank, world_size, _optional(family.local_rank, env),
+    return _Reading(source, rank, world_size, _read_optional_int(family.local_rank, env),
                     _local_size(family, env, world_size, node_rank), node_rank)
 
 
 def _local_size(family: Family, env: Mapping[str, str], world_size: int, node_rank: int | None) -> int | None:
-    if name := _first(family.local_size, env):
-        return _whole(name, env)
+    if name := _first_set(family.local_size, env):
+        return _read_int(name, env)
     if family.tasks_per_node is not None:
         counts = _tasks_per_node(env.get(family.tasks_per_node, ""))
         return counts[node_rank] if node_rank is not None and node_rank < len(counts) else None
-    nodes = _optional(family.nodes, env)
+    nodes = _read_optional_int(family.nodes, env)
     return -(-world_size // nodes) if nodes else None
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's "2(x2),1" to [2, 2, 1]; empty if invalid, since other variables give the same."""
+    """Expand Slurm's "2(x2),1" to [2, 2, 1]; return [] if invalid: other variables hold the same information."""
     try:
         return expand_counts(text) if text else []
     except UserError:
         return []
 
 
-def _first(names: tuple[str, ...], env: Mapping[str, str]) -> str | None:
+def _first_set(names: tuple[str, ...], env: Mapping[str, str]) -> str | None:
     return next((name for name in names if env.get(name)), None)
 
 
-def _optional(name: str | None, env: Mapping[str, str]) -> int | None:
-    return _whole(name, env) if name and env.get(name) else None
+def _read_optional_int(name: str | None, env: Mapping[str, str]) -> int | None:
+    return _read_int(name, env) if name and env.get(name) else None
 
 
-def _whole(name: str, env: Mapping[str, str]) -> int:
+def _read_int(name: str, env: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", env[name].strip()):
         raise UserError(f"{name}={shorten_value(env[name])} is not a whole number", where="environment")
     return int(env[name])

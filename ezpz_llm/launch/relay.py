@@ -1,6 +1,6 @@
 """Console output of launch: its own lines, and the relayed output of the launcher.
 
-launch reads the launcher's pipes to their ends even if the console is closed (`| head -1`, a tee that Ctrl-C ended,
+launch reads the launcher's pipes to the end even if the console is closed (`| head -1`, a tee that Ctrl-C ended,
 a closed terminal). Otherwise SIGPIPE would end the launcher, and all ranks with it, before they have saved their
 work.
 The ranks' logs keep output that the console does not show.
@@ -24,7 +24,7 @@ from ezpz_llm.rundir import RunDir, private_opener
 
 
 def print_stderr(text: str) -> None:
-    """Print lines to standard error, without control characters; a closed standard error is not an error."""
+    """Print lines to standard error, with control characters escaped; ignore a closed standard error."""
     try:
         # A single write with the newline, so that output of a rank cannot come in between.
         sys.stderr.write(f"{escape_control_characters(text)}\n")
@@ -64,14 +64,14 @@ def is_same_file(descriptor: int, other: int) -> bool:
 
 
 _PIECE_BYTES = 1 << 16
-_WAITING_BYTES = 1 << 20
-"""Output that the console has not accepted yet beyond which the ranks block, as they would on a pipe."""
+_MAX_PENDING_BYTES = 1 << 20
+"""Limit on output that the console has not accepted yet; beyond it the ranks block, as they would on a pipe."""
 _DRAIN_S = 1.0
 _POLL_S = 0.05
 
 
 class Relay:
-    """Relay of the launcher's standard output and standard error to the console; the latter is also logged."""
+    """Relay of the launcher's standard output and standard error to the console; standard error is also logged."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], run_dir: RunDir) -> None:
         self._log = log = os.fdopen(
@@ -89,10 +89,10 @@ class Relay:
         self._streams = (_Stream(out.fileno(), 1, None, report_closed),
                          _Stream(err.fileno(), 2, log, lambda reason: None))
 
-    def keep(self, words: str) -> None:
+    def append_to_log(self, text: str) -> None:
         """Append text about the end of the run to the launcher's log."""
         with contextlib.suppress(OSError):
-            self._log.write(words.encode(errors="replace"))
+            self._log.write(text.encode(errors="replace"))
 
     def stop_blocking(self) -> None:
         """Drop output that the console does not accept: ranks that block on it cannot save before they end."""
@@ -100,8 +100,8 @@ class Relay:
         for stream in self._streams:
             stream.drop_pending()
 
-    def settle(self) -> None:
-        """Read the remaining output after the launcher's end, for at most 1 s.
+    def read_rest(self) -> None:
+        """Read the remaining output of the launcher, which has ended, for at most 1 s.
 
         A process that keeps a pipe open would otherwise block launch.
         """
@@ -110,8 +110,8 @@ class Relay:
         for stream in self._streams:
             stream.read_to_the_end(max(0.0, deadline - time.monotonic()))
 
-    def finish(self, is_urgent: Callable[[], bool]) -> bool:
-        """After `settle`, wait until the console has all output; return False if `is_urgent` ended the wait."""
+    def wait_until_shown(self, is_urgent: Callable[[], bool]) -> bool:
+        """After `read_rest`, wait until the console has all output; return False if `is_urgent` ended the wait."""
         while not (is_done := all(stream.is_shown for stream in self._streams)) and not is_urgent():
             time.sleep(_POLL_S)
         return is_done
@@ -130,9 +130,9 @@ class _Stream:
         self._source, self._console, self._log, self._on_closed = source, console, log, on_closed
         self._pieces: deque[bytes] = deque()
         self._bytes = 0
-        self._maximum_bytes: float = _WAITING_BYTES
-        self._drops = False
-        self._is_over = False
+        self._maximum_bytes: float = _MAX_PENDING_BYTES
+        self._is_dropping = False
+        self._has_ended = False
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._writer = threading.Thread(target=self._write, daemon=True)
@@ -141,24 +141,24 @@ class _Stream:
 
     def drop_pending(self) -> None:
         with self._changed:
-            self._drops = True
+            self._is_dropping = True
             self._changed.notify_all()
 
     def read_to_the_end(self, within_s: float) -> None:
         with self._changed:
             # A pipe holds little: read it without waiting for the console.
-            self._maximum_bytes, self._drops = float("inf"), False
+            self._maximum_bytes, self._is_dropping = float("inf"), False
             self._changed.notify_all()
         self._reader.join(within_s)
-        self._end()
+        self._mark_ended()
 
     @property
     def is_shown(self) -> bool:
         return not self._writer.is_alive()
 
-    def _end(self) -> None:
+    def _mark_ended(self) -> None:
         with self._changed:
-            self._is_over = True
+            self._has_ended = True
             self._changed.notify_all()
 
     def _read(self) -> None:
@@ -168,28 +168,28 @@ class _Stream:
                     # A full disk must not stop the console output.
                     self._log.write(data)
             with self._changed:
-                while self._bytes > self._maximum_bytes and not self._drops:
+                while self._bytes > self._maximum_bytes and not self._is_dropping:
                     self._changed.wait()
                 if self._bytes <= self._maximum_bytes:
                     self._pieces.append(data)
                     self._bytes += len(data)
                     self._changed.notify_all()
-        self._end()
+        self._mark_ended()
 
     def _write(self) -> None:
         while True:
             with self._changed:
-                while not self._pieces and not self._is_over:
+                while not self._pieces and not self._has_ended:
                     self._changed.wait()
                 if not self._pieces:
                     return
                 data = self._pieces.popleft()
-            self._show(data)
+            self._write_to_console(data)
             with self._changed:
                 self._bytes -= len(data)
                 self._changed.notify_all()
 
-    def _show(self, data: bytes) -> None:
+    def _write_to_console(self, data: bytes) -> None:
         self.is_within_a_line = not data.endswith(b"\n")
         try:
             while data:

@@ -27,7 +27,7 @@ from ezpz_llm.launch.variables import SITE_VARIABLE
 class Limit:
     """Limits of a queue; None for a limit that the site does not document.
 
-    A queue with several rows accepts a job that fits any of them.
+    If a queue has several of these, it accepts a job that fits any of them.
 
     Attributes:
         nodes: smallest and largest number of nodes.
@@ -42,15 +42,15 @@ class Limit:
 
 
 ANY_RUNTIME = ("apptainer", "singularity")
-"""Default runtimes: the first that is on PATH."""
+"""Default runtimes; the first one on PATH is used."""
 OF_SRUN = {"pyxis": "--container-image", "environment": "--environment"}
-"""Runtimes that are options of srun: NVIDIA's Pyxis and the Container Engine of Alps."""
+"""Runtimes of srun, with its option for the image: NVIDIA's Pyxis, and the Container Engine of Alps."""
 RUNTIMES = (*ANY_RUNTIME, "shifter", "podman-hpc", *OF_SRUN)
 
 
 @dataclass(frozen=True)
 class Container:
-    """Container of the ranks; without an image, the runtime and options for the image of --container.
+    """Container of the ranks. Without an image, the runtime and options apply to the image of --container.
 
     Attributes:
         runtime: one of `RUNTIMES`; None for the first of `ANY_RUNTIME` on PATH.
@@ -67,11 +67,11 @@ class Job:
     """Contents of job scripts.
 
     Attributes:
-        directives: whole lines such as "#PBS -l select={nodes}:system=polaris", in which submit replaces {nodes},
-            {time}, {account}, {queue}, {reservation} and {devices}. They replace submit's directives about the same
-            option.
+        directives: lines such as "#PBS -l select={nodes}:system=polaris", in which submit replaces {nodes},
+            {time}, {account}, {queue}, {reservation} and {devices}. They replace submit's directives for the
+            same option.
         queue: default queue, used if its `limits` allow the job.
-        setup: shell lines before the run, such as module loads.
+        setup: shell lines to execute before the run, such as module loads.
     """
 
     directives: tuple[str, ...] = ()
@@ -83,24 +83,24 @@ class Job:
 
 @dataclass(frozen=True)
 class Site:
-    """Facts about a machine; the defaults are those of a machine without special needs.
+    """Facts about a machine; the defaults suit a machine without special requirements.
 
     Args:
         name: file name without `.toml`.
-        source: option or variable that selects the site, or the reason for a guess.
-        scheduler: "pbs" or "slurm".
-        launcher: "mpiexec" or "srun"; the value of `--launcher auto` in a job.
-        dialect: dialect of an mpiexec with an unknown version text: "pals", or one of another package.
+        source: option or variable that selects the site, or from which launch guessed it.
+        scheduler: "pbs", "slurm", "flux", "lsf", or a plug-in scheduler.
+        launcher: launcher that `--launcher auto` selects in a job of this scheduler, such as "mpiexec" or "srun".
+        dialect: dialect of an mpiexec with an unknown version text: "pals", or a plug-in dialect.
         devices_per_host: number of accelerators that ranks see on a node.
         cores: cores of each NUMA domain ("0-51", "52-103") to which ranks may be bound.
-        sockets: number of sockets, over which the domains of `cores` are spread evenly.
+        sockets: number of sockets; each has the same number of the domains in `cores`.
         threads_per_core: number of CPUs per core as the site's launcher counts them.
         reserved_cores: cores that are reserved for the system ("0,52").
         binding: "list" (explicit cores for each rank), "depth" (number of cores per rank), "none", "auto".
-        device_domains: domain of each device, as a position in `cores`. The cores of a rank (under "depth", its
-            device) are chosen so that both are in the same domain.
+        device_domains: domain of each device, as a position in `cores`. A rank gets cores in the domain of its
+            device; under "depth", it gets a device in the domain of its cores.
         interface: network interface for rendezvous and communication ("hsn0"; several separated by commas).
-        master_suffix: suffix that turns the short name of a node into its name on that network.
+        master_suffix: suffix that, appended to the short name of a node, gives its name on that network.
         network: network that the communication library should report.
         env: variables for ranks, unless the user set them.
         options: additional options of launchers, by launcher.
@@ -108,7 +108,7 @@ class Site:
         sources: link to the source of each key.
         unsourced: keys that are missing because no public source has them.
         stage: way to copy an environment to each node: "sbcast", "mpi", or "squashfs" (mounted as an image).
-        recognise: variables and the patterns of their values at this site.
+        recognise: variables that identify this site, with patterns of their values.
     """
 
     name: str = "generic"
@@ -150,11 +150,11 @@ def read_site(path: Path, source: str) -> Site:
     except UserError as error:
         raise UserError(f"cannot read the site file: {error.found}", where=str(path),
                         instead="--site NAME or --site FILE; launchers/sites/generic.toml has all keys") from error
-    notes = tuple(f"{_place(path, text, key)}: {key} is no longer read: {reason}"
+    notes = tuple(f"{_location(path, text, key)}: {key} is no longer read: {reason}"
                   for key, reason in _OBSOLETE_KEYS.items() if content.pop(key, None) is not None)
-    _check(content, KEYS, path, text, "")
+    _check_keys(content, KEYS, path, text, "")
     job = content.pop("job", {})
-    _check(job, JOB_KEYS, path, text, "job.")
+    _check_keys(job, JOB_KEYS, path, text, "job.")
     limits = tuple(Limit(**_freeze(limit)) for limit in job.pop("limits", ()))
     container = Container(**_freeze(job.pop("container", {})))
     if missing := content.get("unsourced"):
@@ -166,15 +166,15 @@ def read_site(path: Path, source: str) -> Site:
     return site
 
 
-def _check(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, text: str, prefix: str) -> None:
+def _check_keys(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, text: str, prefix: str) -> None:
     for name, value in content.items():
         if name not in keys:
             near = nearest_name(name, keys)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(keys)}"
-            raise UserError(f"unknown key {prefix}{name} in a site file", where=_place(path, text, name),
+            raise UserError(f"unknown key {prefix}{name} in a site file", where=_location(path, text, name),
                             instead=hint)
         if not keys[name].is_accepted(value):
-            raise UserError(f"{prefix}{name} is {value!r}", where=_place(path, text, name),
+            raise UserError(f"{prefix}{name} is {value!r}", where=_location(path, text, name),
                             instead=keys[name].accepted)
 
 
@@ -187,18 +187,18 @@ def _freeze(value: Any) -> Any:
 def _check_domains(site: Site, path: Path, text: str) -> None:
     if site.sockets > 1 and (not site.cores or len(site.cores) % site.sockets):
         raise UserError(f"sockets is {site.sockets}, with {count_noun(len(site.cores), 'domain')} in cores",
-                        where=_place(path, text, "sockets"), instead="a number that divides the domains evenly")
+                        where=_location(path, text, "sockets"), instead="a number that divides the domains evenly")
     if not site.device_domains:
         return
     count = site.devices_per_host
     if len(site.device_domains) != count or max(site.device_domains) >= len(site.cores):
         raise UserError(f"device_domains is {list(site.device_domains)}, with devices_per_host {count} and "
                         f"{count_noun(len(site.cores), 'domain')} in cores",
-                        where=_place(path, text, "device_domains"),
+                        where=_location(path, text, "device_domains"),
                         instead="one number for each device, each the position of a domain in cores")
 
 
-def _place(path: Path, text: str, key: str) -> str:
+def _location(path: Path, text: str, key: str) -> str:
     pattern = re.compile(rf"""\s*(?:\[\s*)?["']?{re.escape(key)}["']?\s*(?:=|\]|\.)""")
     numbers = (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
     first = next(numbers, None)
@@ -209,7 +209,7 @@ def _place(path: Path, text: str, key: str) -> str:
 HINTS = ("PBS_O_HOST", "PBS_JOBID", "SLURM_CLUSTER_NAME", "NERSC_HOST", "LMOD_SYSTEM_NAME")
 """Variables of a scheduler or a module system that identify a machine.
 
-Names of compute nodes do not: nid000001 and x1000c0s0b0n0 exist on many machines.
+Hostnames of compute nodes do not identify a machine: nid000001 and x1000c0s0b0n0 exist on many machines.
 """
 
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -280,10 +280,10 @@ _LINES = Key("a list of lines", _list_of(_is_text))
 
 KEYS: Mapping[str, Key] = {
     "description": _TEXT,
-    "scheduler": Key("one of 'pbs', 'slurm', 'flux', 'lsf', or another scheduler",
+    "scheduler": Key("'pbs', 'slurm', 'flux', 'lsf', or the name of a plug-in scheduler",
                      lambda value: _is_text(value) and value in schedulers()),
-    "launcher": Key("one of 'mpiexec', 'srun', or a scheduler's own", _has_launcher),
-    "dialect": Key("'pals', or the name of another package's dialect", _has_dialect),
+    "launcher": Key("'mpiexec', 'srun', or another scheduler's launcher", _has_launcher),
+    "dialect": Key("'pals', or the name of a plug-in dialect", _has_dialect),
     "devices_per_host": _COUNT,
     "cores": Key('a list with the cores of each NUMA domain: ["0-51", "52-103"]', _list_of(_is_ranges)),
     "sockets": _COUNT,
@@ -315,7 +315,7 @@ JOB_KEYS: Mapping[str, Key] = {
     "setup": _LINES,
     "container": Key('a table such as { image = "x.sif", runtime = "apptainer", options = ["--nv"] }; runtimes:'
                      f" {', '.join(RUNTIMES)}", _is_container),
-    "limits": Key('tables such as { queue = "debug", nodes = [1, 2], hours = 1, jobs = 1 }, of which only the queue'
+    "limits": Key('tables such as { queue = "debug", nodes = [1, 2], hours = 1, jobs = 1 }, in which only the queue'
                   " is required", lambda value: isinstance(value, list) and all(map(_is_limit, value))),
 }
 
@@ -327,7 +327,7 @@ _GENERIC = "generic"
 def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
     """Return the site of --site, else of EZPZ_LLM_SITE, else a guess, else the generic site.
 
-    A guess is the only site whose `recognise` patterns match a variable in `env`.
+    launch guesses a site if it is the only one with a `recognise` pattern that matches a variable in `env`.
 
     Args:
         wanted: value of --site: a name or a TOML file.
@@ -340,7 +340,7 @@ def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
     if name := env.get(SITE_VARIABLE):
         return _load_site(name, SITE_VARIABLE)
     if any(env.get(hint) for hint in HINTS):
-        return _guessed(env)
+        return _guess_site(env)
     return _load_site(_GENERIC, "no site selected or recognized")
 
 
@@ -359,7 +359,7 @@ def _load_site(name: str, source: str) -> Site:
     return read_site(files[name], source)
 
 
-def _guessed(env: Mapping[str, str]) -> Site:
+def _guess_site(env: Mapping[str, str]) -> Site:
     sites = [read_site(path, "") for path in site_files().values()]
     guesses = {site.name: (site, variable) for site in sites if (variable := _matching_variable(site, env))}
     if len(guesses) == 1:

@@ -16,19 +16,19 @@ from ezpz_llm.rundir import RunDir, is_interrupted, read_record
 
 _TAIL_BYTES = 1 << 16
 _MAX_LINES = 50
-_READ_BY_LOOK = {"env", "world_size", "started"}
+_REQUIRED_KEYS = {"env", "world_size", "started"}
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run; values that are not known (yet) are None. Times are in seconds.
+    """Status of a run; unknown values are None. Times are in seconds.
 
     Attributes:
         state: "starting", "running", "ended", or "lost" if launch was killed.
         step: step of the rank that is furthest ahead.
         loss, tokens_per_second: from the last line of metrics.jsonl, which may be some steps behind.
         loss_step: step of that line.
-        slowest: rank that is behind the others.
+        slowest: rank more than one step behind the median, with its hostname and lag; None if there is none.
     """
 
     state: str
@@ -51,7 +51,7 @@ class Status:
     stopped: str | None = None
     """Reason why the run stopped early, if it stopped in an orderly way with its state saved."""
     run_id: str | None = None
-    """Id of this start of the run; a restart in the same directory has another id."""
+    """Id of this launch; a restart in the same directory has another id."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as a dictionary."""
@@ -84,7 +84,7 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
         return Status("ended", elapsed, step=step, code=ended.get("code"), cause=ended.get("cause"),
                       stopped=record.get("stopped") if not ended.get("code") or is_interrupted(ended) else None,
                       **common)
-    live = look(run_dir, record, silent_after_s) if run_id and launch.keys() >= _READ_BY_LOOK else None
+    live = look(run_dir, record, silent_after_s) if run_id and launch.keys() >= _REQUIRED_KEYS else None
     if live is None:
         return Status("lost" if run_id else "running", None, step=step, **common)
     return _running(live, step, started, common)
@@ -92,20 +92,20 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
 
 def _running(live: Live, logged_step: int | None, started: float | None, common: Mapping[str, Any]) -> Status:
     with_step = [life for life in live.ranks if life.step is not None]
-    first = max(with_step, key=lambda life: life.step or 0, default=None)
-    reached = [step for step in (logged_step, first.step if first else None) if step is not None]
+    leader = max(with_step, key=lambda life: life.step or 0, default=None)
+    reached = [step for step in (logged_step, leader.step if leader else None) if step is not None]
     step, steps, step_s = max(reached, default=None), common["steps"], common["step_s"]
     left_s = None if None in (step, steps, step_s) else max(0, steps - step) * step_s
-    doing = first or next(iter(live.ranks), None)
+    shown = leader or next(iter(live.ranks), None)
     return Status("running" if with_step else "starting", None if started is None else time.time() - started,
-                  doing.phase if doing else None, step, left_s=left_s, slowest=_slowest(with_step),
+                  shown.phase if shown else None, step, left_s=left_s, slowest=_slowest(with_step),
                   silent=tuple(life.rank for life in live.silent), **common)
 
 
 def _slowest(ranks: list[RankLife]) -> dict[str, Any] | None:
-    """Return the rank that is more than one step behind the median, or None.
+    """Return the slowest rank if it is more than one step behind the median, else None.
 
-    The median is used since reports of ranks are up to a second apart, during which fast steps advance by several.
+    The median is used because reports of ranks are up to a second apart, in which fast ranks finish several steps.
     """
     if len(ranks) < 2:
         return None
@@ -116,7 +116,7 @@ def _slowest(ranks: list[RankLife]) -> dict[str, Any] | None:
 
 
 def read_last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return the last lines of metrics.jsonl, from up to 64 KB, without a line that is being written."""
+    """Return up to 50 lines from the last 64 KiB of metrics.jsonl, without a line that is being written."""
     lines = []
     for text in system_text(run_dir.metrics, _TAIL_BYTES).split("\n")[:-1][-_MAX_LINES:]:
         try:
@@ -134,6 +134,6 @@ def _number(line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _last_log_line(run_dir: RunDir) -> str | None:
-    """Return the last line in rank 0's log."""
+    """Return the last line in rank 0's log that is not blank."""
     lines = [line for line in system_text(run_dir.rank_log(0), 4096).splitlines() if line.strip()]
     return lines[-1].strip() if lines else None

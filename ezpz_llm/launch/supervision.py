@@ -29,42 +29,43 @@ from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir import hide, secret_values, write_atomic
 
 PEER_GRACE_S = 3.0
-"""Time that the peers of a failed rank keep running, so that they can report errors of their own."""
+"""Time that the peers of a failed rank keep running, so that they can report their own errors."""
 KILL_AFTER_S = 5.0
 """Time from SIGTERM to SIGKILL if launch decides to end the run."""
 ASKED_KILL_AFTER_S = 10.0
-"""The same if launch received a signal: ranks may be saving their work."""
+"""Time from SIGTERM to SIGKILL if launch received a signal: ranks may be saving their work."""
 
 _SAVES_AT_SIGTERM = ("ezpz_llm.train",)
 _OUTER_RANK_VARIABLES = {*RANKS_OWN, *TORCHS_OWN}
-"""Rank variables to remove from the environment: of an outer rank, or left over in the shell.
+"""Rank variables to remove from the environment, which belong to an outer rank or are left over in the shell.
 
-mpiexec and srun replace variables of MPI, but torch's would be read as those of the new ranks.
+mpiexec and srun replace variables of MPI, but the new ranks would read torch's variables as their own.
 """
 
-_CONSOLE_S = 3.0
+_CONSOLE_LIMIT_S = 3.0
 """Time limit for the console to accept the remaining output of a run that launch ended."""
 _POLL_S = 0.1
-_LOOK_S = 5.0
+_REPORT_POLL_S = 5.0
 _ORPHAN_GRACE_S = 1.0
 _NODE_SILENT_S = 60.0
-_ONE_HAS_ENDED_S = 30.0
-_STACKS_WITHIN_S = 15.0
+_NOTE_AFTER_S = 30.0
+_STACKS_LIMIT_S = 15.0
 _MAX_STACKS = 8
 _WARNED_ACTIONS: set[str] = set()
 
 
 def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
-        keep: Callable[[Postmortem], None] = lambda postmortem: None, tell: Callable[[], bool] = lambda: True,
+        record_end: Callable[[Postmortem], None] = lambda postmortem: None,
+        prints_postmortem: Callable[[], bool] = lambda: True,
         start_limit_s: float | None = None) -> Postmortem:
     """Run the plan to its end, and leave none of its processes on any reachable node.
 
     Args:
         idle_limit_s: time limit without a sign of life from a rank; None for no limit.
-        limit_s: time limit of a command of launch itself before the user's program, which gets no standard input.
-        keep: records the end of the run. It is called before launch prints anything, since the console may block.
-        tell: returns False if launch should not print the post-mortem.
-        start_limit_s: time limit for the start of a rank; None for no limit.
+        limit_s: time limit of a command that launch runs before the user's; such a command gets no standard input.
+        record_end: records the outcome. It is called before launch prints anything, since the console may block.
+        prints_postmortem: returns False if launch should not print the post-mortem.
+        start_limit_s: time limit for the start of all ranks; None for no limit.
 
     Raises:
         UserError: the launcher cannot be started.
@@ -75,13 +76,14 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
                                 lambda: order_stop(plan.run_dir, StopOrder(plan.run_id, _ORPHAN_GRACE_S, "")))
         try:
             launcher = _start(plan, None if limit_s is None else subprocess.DEVNULL)
-            outcome = _Watch(plan, launcher, signals, idle_limit_s, limit_s, start_limit_s).wait_for_end(keep, tell)
+            supervisor = _Supervisor(plan, launcher, signals, idle_limit_s, limit_s, start_limit_s)
+            outcome = supervisor.wait_for_end(record_end, prints_postmortem)
         finally:
             remaining = end_marked(plan.run_id)
             node_folder.remove(plan.run_id)
             janitor.dismiss()
     if remaining:
-        warn(f"processes {remaining} of this run cannot be ended")
+        warn(f"could not end processes {', '.join(map(str, remaining))} of this run")
     return outcome
 
 
@@ -98,7 +100,7 @@ def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
                         instead="choose another --launcher") from error
 
 
-class _Watch:
+class _Supervisor:
     """Supervisor of one running launcher."""
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], signals: Signals,
@@ -112,19 +114,20 @@ class _Watch:
         self.relay = Relay(launcher, plan.run_dir)
         hosts = {place.rank: place.host for place in plan.ranks}
         self.life = HeartbeatMonitor(plan.run_dir, plan.run_id, hosts, self.started)
-        self.arrivals = StartMonitor(hosts, plan.run_dir, start_limit_s)
+        self.start_monitor = StartMonitor(hosts, plan.run_dir, start_limit_s)
         self.teardown = Teardown(plan, launcher, self.life)
         self.warned: set[str] = set()
         self.first_ended_at: float | None = None
         self.has_noted = False
 
-    def wait_for_end(self, keep: Callable[[Postmortem], None], tell: Callable[[], bool]) -> Postmortem:
+    def wait_for_end(self, record_end: Callable[[Postmortem], None],
+                     prints_postmortem: Callable[[], bool]) -> Postmortem:
         """Wait for the end of the run, or end it, and report the outcome in files, then on the console."""
         stopped = self._wait()
         failed = ended_well = None
         if stopped is not None:
             self.relay.stop_blocking()
-            with _survive("reading which ranks had ended"):
+            with _log_errors("reading the exit codes of ranks"):
                 self.life.look(time.monotonic())
                 codes = self._codes()
                 failed = frozenset(failure.rank for failure in read_failures(self.plan.run_dir, self.plan.run_id))
@@ -133,16 +136,16 @@ class _Watch:
             signal_count = len(self.signals.to_stop)
             if signal_count:
                 print_unless_blocked(("\n" if self.relay.is_within_a_line else "")
-                                     + _stopping(self.signals.to_stop[0], is_saving=self._saves_at_stop()))
+                                     + _stop_message(self.signals.to_stop[0], is_saving=self._saves_at_stop()))
             self.teardown.stop(ASKED_KILL_AFTER_S if signal_count else KILL_AFTER_S,
                                lambda: len(self.signals.to_stop) > signal_count, stopped.kind == "idle",
                                self.signals.to_stop[0].name if signal_count else "")
         ended_at = time.time()
         self.teardown.clear()
-        self.relay.settle()
+        self.relay.read_rest()
         if stopped is not None and stopped.kind == "signal" and (scheduler := scheduler_here(os.environ)):
             since = time.time() - time.monotonic() + self.started
-            self.relay.keep(scheduler.cancellations(os.environ, since))
+            self.relay.append_to_log(scheduler.cancellations(os.environ, since))
         facts = RunFacts(
             world_size=len(self.plan.ranks), hosts=tuple(place.host for place in self.plan.ranks),
             launcher=self.plan.launcher.kind, launcher_status=self.launcher.returncode, ended=ended_at,
@@ -159,16 +162,16 @@ class _Watch:
                 # UTF-8 in any locale; names may have bytes that are not UTF-8.
                 text = hide(ended.text, secret_values(os.environ))
                 write_atomic(self.plan.run_dir.post_mortem, f"{text}\n".encode(errors="backslashreplace"))
-        keep(ended)
+        record_end(ended)
         if self._drain_console(stopped):
             self._warn_of_mpi()
-            if ended.text and tell():
+            if ended.text and prints_postmortem():
                 print_stderr(("\n" if self.relay.is_within_a_line else "")
                              + (ended.brief if self._has_shown(ended.lines_of) else ended.text))
         return ended
 
     def _saves_at_stop(self) -> bool:
-        """Return True for a training that has started its first step."""
+        """Return True for a training run in a step: on SIGTERM, it saves a checkpoint."""
         return self.plan.target.module in _SAVES_AT_SIGTERM and any(
             entry.step is not None for report in self.life.nodes for entry in report.ranks.values())
 
@@ -179,14 +182,14 @@ class _Watch:
 
     def _drain_console(self, stopped: Stop | None) -> bool:
         """Wait for a slow reader (`| less`), but not if launch receives a signal."""
-        signals, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_S
-        return self.relay.finish(lambda: len(self.signals.to_stop) > signals
-                                 or (stopped is not None and time.monotonic() > deadline))
+        signals, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_LIMIT_S
+        return self.relay.wait_until_shown(lambda: len(self.signals.to_stop) > signals
+                                           or (stopped is not None and time.monotonic() > deadline))
 
     def _wait(self) -> Stop | None:
         """Wait until the launcher ends (return None) or must be stopped (return the reason)."""
         failed_at: float | None = None
-        look_at = self.started
+        reports_at = self.started
         while self.launcher.poll() is None:
             now = time.monotonic()
             if self.signals.to_stop:
@@ -194,19 +197,19 @@ class _Watch:
             while self.signals.to_forward:
                 with contextlib.suppress(OSError):
                     order_signal(self.plan.run_dir, self.plan.run_id, self.signals.to_forward.pop(0))
-            with _survive("reading the records of ranks"):
+            with _log_errors("reading the records of ranks"):
                 if failed_at is None and self._has_failed():
                     failed_at = now
             if failed_at is not None and now - failed_at > PEER_GRACE_S:
                 return Stop("rank", "a rank failed")
-            if failed_at is None and (stop := self._await_ranks(now)) is not None:
+            if failed_at is None and (stop := self._check_start(now)) is not None:
                 return stop
             if self.limit_s is not None and now - self.started > self.limit_s:
                 return Stop("idle", f"not ready after {self.limit_s:g} s; ending it")
-            if now >= look_at:
-                look_at = now + self._look_every_s()
-                with _survive("reading the reports of nodes"):
-                    if (silence := self._look(now)) is not None:
+            if now >= reports_at:
+                reports_at = now + self._report_poll_s()
+                with _log_errors("reading the reports of nodes"):
+                    if (silence := self._check_reports(now)) is not None:
                         return silence
             time.sleep(_POLL_S)
         return _by_signal(self.signals.to_stop[0]) if self.signals.to_stop else None
@@ -216,13 +219,13 @@ class _Watch:
         return bool(read_failures(self.plan.run_dir, self.plan.run_id)) or any(
             entry.ended for report in self.life.nodes for entry in report.ranks.values())
 
-    def _await_ranks(self, now: float) -> Stop | None:
+    def _check_start(self, now: float) -> Stop | None:
         waited_s = self.life.waited_s(now)
-        stop = self.arrivals.verdict(self.life.missing, waited_s)
+        stop = self.start_monitor.stop_reason(self.life.missing, waited_s)
         if stop is not None:
-            # Look again first: the last look may be some seconds old.
+            # Read the reports again first: the last ones may be some seconds old.
             self.life.look(now)
-            stop = self.arrivals.verdict(self.life.missing, waited_s)
+            stop = self.start_monitor.stop_reason(self.life.missing, waited_s)
         return stop
 
     def _codes(self) -> dict[int, int]:
@@ -230,19 +233,19 @@ class _Watch:
         return {rank: entry.ended for report in self.life.nodes for rank, entry in report.ranks.items()
                 if entry.ended is not None}
 
-    def _look_every_s(self) -> float:
-        interval_s = _LOOK_S if self.idle_limit_s is None else min(1.0, self.idle_limit_s / 4)
+    def _report_poll_s(self) -> float:
+        interval_s = _REPORT_POLL_S if self.idle_limit_s is None else min(1.0, self.idle_limit_s / 4)
         return max(interval_s, self.life.interval_s / 2)
 
-    def _look(self, now: float) -> Stop | None:
+    def _check_reports(self, now: float) -> Stop | None:
         self.life.look(now)
-        if (news := self.arrivals.news(self.life.missing, self.life.waited_s(now))) is not None:
-            warn(news)
+        if (message := self.start_monitor.progress_message(self.life.missing, self.life.waited_s(now))) is not None:
+            warn(message)
         self._warn_of_nodes(now)
         self._note_ended_ranks(now)
         ranks = self.life.ranks(now)
         for life in ranks:
-            if life.state == "T" and life.idle_s > _ONE_HAS_ENDED_S:
+            if life.state == "T" and life.idle_s > _NOTE_AFTER_S:
                 self._warn_once(f"stopped {life.rank}", str(life))
         if self.idle_limit_s is None:
             return None
@@ -274,21 +277,21 @@ class _Watch:
 
     def _warn_of_mpi(self) -> None:
         """Warn once about MPI ranks that are not connected; commands of this package do not use MPI."""
-        lonely = next((report.mpi for report in self.life.nodes if report.mpi is not None), None)
-        if lonely is not None and self.plan.target.module is None:
-            self._warn_once("mpi", lonely)
+        mpi_warning = next((report.mpi for report in self.life.nodes if report.mpi is not None), None)
+        if mpi_warning is not None and self.plan.target.module is None:
+            self._warn_once("mpi", mpi_warning)
 
     def _note_ended_ranks(self, now: float) -> None:
-        """Print a note if some ranks ended 30 s ago and others still run: these may be waiting for them."""
+        """Print a note if some ranks ended 30 s ago and others, which may be waiting for them, still run."""
         ended = sorted(self._codes())
         if not ended or len(ended) == len(self.plan.ranks):
             return
         self.first_ended_at = self.first_ended_at or now
-        if not self.has_noted and now - self.first_ended_at >= _ONE_HAS_ENDED_S:
+        if not self.has_noted and now - self.first_ended_at >= _NOTE_AFTER_S:
             self.has_noted = True
             running = len(self.plan.ranks) - len(ended)
             print_stderr(f"launch: {rank_ranges(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0"
-                         f" more than {_ONE_HAS_ENDED_S:.0f} s ago; {running} still "
+                         f" more than {_NOTE_AFTER_S:.0f} s ago; {running} still "
                          f"run{'s' if running == 1 else ''} ("
                          f"{to_typable(f'ezpz-llm why {self.plan.run_dir.path}')} shows what they do)")
 
@@ -300,7 +303,7 @@ class _Watch:
         stacks: dict[int, Path] = {}
         with contextlib.suppress(OSError):
             stacks = take_stacks(self.plan.run_dir, self.plan.run_id, dumped_ranks,
-                                 _STACKS_WITHIN_S + self.life.interval_s)
+                                 _STACKS_LIMIT_S + self.life.interval_s)
         lines = [f"launch: no sign of life for {limit_s:g} s:",
                  *(f"  {life}; {_stack_text(life, stacks)}" for life in silent[:_MAX_STACKS])]
         if len(silent) > _MAX_STACKS:
@@ -311,8 +314,8 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _survive(action: str) -> Iterator[None]:
-    """Continue after any error in the block, and print it once.
+def _log_errors(action: str) -> Iterator[None]:
+    """Continue after any error in the block; print the first error of each `action`.
 
     User programs may write anything into the run directory. launch must still watch the run, end it, and return its
     exit code.
@@ -341,7 +344,7 @@ def _by_signal(number: signal.Signals) -> Stop:
     return Stop("signal", f"launch was sent {number.name} ({_SENT_BY[number]}); the run is ended", number.name)
 
 
-def _stopping(number: signal.Signals, *, is_saving: bool) -> str:
+def _stop_message(number: signal.Signals, *, is_saving: bool) -> str:
     """Return the message printed when a signal arrives."""
     action = "stopping after this step, saving" if is_saving else "stopping all ranks by SIGTERM"
     again = "; press ^C again to stop now" if number == signal.SIGINT else ""
@@ -354,7 +357,7 @@ _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = tuple(128 + number for number in _STOP)
 """Exit codes of a run that was stopped by a signal to launch."""
 _REPEAT_WITHIN_S = 0.3
-"""Time within which equal signals count as one: timeout(1) and schedulers signal a process, then its group."""
+"""Time within which repeated signals count as one: timeout(1) and schedulers signal a process, then its group."""
 
 
 class Signals:
@@ -367,7 +370,7 @@ class Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Record signals instead of being ended by them."""
+        """Record signals instead of dying from them, within the `with` block."""
         # Keep an ignored SIGHUP (nohup). Do handle an ignored SIGINT: a shell sets that for `launch … &`, but the
         # user may send one to launch alone.
         handled = [number for number in (*_STOP, *_FORWARD)

@@ -29,15 +29,15 @@ from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir import RunDir
 
 _POLL_S = 0.1
-_AT_ONCE_S = 1.0
-"""Grace period after a second Ctrl-C, or if the launcher has exited."""
-_LAUNCHER_S = 2.0
+_SHORT_GRACE_S = 1.0
+"""Grace period once the launcher has exited."""
+_LAUNCHER_EXIT_S = 2.0
 """Time for the launcher to exit after its ranks, and again after SIGTERM."""
-_NODES_WITHIN_S = 12.0
-"""Time for nodes to report that they are clear, in addition to their polling interval."""
-_ASK_SLURM_AFTER_S = 2.0
-_AGENTS_COME_S = 3.0
-"""Time for ranks that have just started to get their agent."""
+_NODE_REPORTS_S = 12.0
+"""Time for nodes to report that no process of the run is left, in addition to their polling interval."""
+_QUERY_SCHEDULER_AFTER_S = 2.0
+_AGENT_START_S = 3.0
+"""Time for the agents of ranks that have just started to report."""
 
 
 class Teardown:
@@ -59,62 +59,62 @@ class Teardown:
         Args:
             grace_s: time from SIGTERM to SIGKILL.
             is_urgent: returns True once the user does not want to wait any longer.
-            is_hang: the ranks print their stacks.
+            is_hang: True if the ranks are to print their stacks.
             received: see `StopOrder`.
         """
         self._is_hang, self._received = is_hang, received
         self._order(grace_s)
-        deadline = time.monotonic() + _AGENTS_COME_S
-        while not (is_everywhere := self._is_everywhere()) and time.monotonic() < deadline and not is_urgent():
+        deadline = time.monotonic() + _AGENT_START_S
+        while not (have_agents := self._have_all_agents()) and time.monotonic() < deadline and not is_urgent():
             time.sleep(_POLL_S)
-        if not is_everywhere:
-            # Only the launcher can end ranks without an agent.
+        if not have_agents:
+            # Ranks that have no agent can be ended only by the launcher.
             self._signal(signal.SIGTERM)
-        self._wait(grace_s + self._order_s + _LAUNCHER_S, is_urgent)
+        self._wait(grace_s + self._order_s + _LAUNCHER_EXIT_S, is_urgent)
         if self._launcher.poll() is None:
             if is_urgent():
                 self._order(0.0)
             self._signal(signal.SIGTERM)
-            self._wait(_LAUNCHER_S, lambda: False)
+            self._wait(_LAUNCHER_EXIT_S, lambda: False)
         if self._launcher.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             self._launcher.wait()
-            # srun could not end its step, and Slurm would wait for the ranks.
+            # The killed srun can no longer end its step, so Slurm would wait for the ranks.
             self._cancel_step()
 
     def clear(self) -> None:
-        """Wait until every node or Slurm reports that no process of the run is left; warn if that is not confirmed.
+        """Wait until every node or the scheduler reports that no process of the run is left; warn if none does.
 
         The launcher must have ended.
         """
-        if self._unclear():
+        if self._unfinished():
             self._await_nodes()
         for report in self._life.nodes:
             if report.left:
-                warn(f"processes {list(report.left)} on {report.host} cannot be ended")
+                warn(f"could not end processes {', '.join(map(str, report.left))} on {report.host}")
 
     def _await_nodes(self) -> None:
-        self._order(_AT_ONCE_S)
+        self._order(_SHORT_GRACE_S)
         began = time.monotonic()
-        limit_s = _NODES_WITHIN_S + self._order_s + self._life.interval_s
-        ask_at = began + _ASK_SLURM_AFTER_S
-        while (unclear := self._unclear()) and time.monotonic() - began < limit_s:
-            if time.monotonic() > ask_at:
-                if self._step_is_over():
+        limit_s = _NODE_REPORTS_S + self._order_s + self._life.interval_s
+        query_at = began + _QUERY_SCHEDULER_AFTER_S
+        while (unfinished := self._unfinished()) and time.monotonic() - began < limit_s:
+            if time.monotonic() > query_at:
+                if self._steps_have_ended():
                     break
                 self._cancel_step()
-                ask_at = time.monotonic() + limit_s / 4
+                query_at = time.monotonic() + limit_s / 4
             time.sleep(_POLL_S)
-        for report in [] if self._step_is_over() else unclear:
-            warn(f"{report.host} has not reported the end of {_awaited(report)}: it is down, or processes may be "
-                 f"left there")
+        for report in [] if self._steps_have_ended() else unfinished:
+            warn(f"{report.host} has not reported {_remaining(report)} as ended: the node may be down, or"
+                 " processes may remain there")
 
-    def _unclear(self) -> list[NodeReport]:
+    def _unfinished(self) -> list[NodeReport]:
         self._life.look(time.monotonic())
         return [report for report in self._life.nodes if report.state != ENDED]
 
-    def _is_everywhere(self) -> bool:
+    def _have_all_agents(self) -> bool:
         self._life.look(time.monotonic())
         reporting = {rank for report in self._life.nodes for rank in report.ranks}
         return len(reporting) == len(self._plan.ranks)
@@ -135,7 +135,7 @@ class Teardown:
             time.sleep(_POLL_S)
 
     def _steps(self) -> list[str]:
-        """Return the scheduler's steps in which the agents ran, except one in which launch itself runs."""
+        """Return the scheduler's steps in which the agents ran, except the step in which launch itself runs."""
         own_step = self._scheduler.own_step(os.environ) if self._scheduler else None
         return sorted({step for node in self._life.nodes if (step := node.slurm_step) and step != own_step})
 
@@ -143,34 +143,34 @@ class Teardown:
         if self._scheduler and (steps := self._steps()):
             self._scheduler.kill_steps(steps)
 
-    def _step_is_over(self) -> bool:
-        """Return True if the scheduler says that all steps of the run are over.
+    def _steps_have_ended(self) -> bool:
+        """Return True if the scheduler says that all steps of the run have ended.
 
         When a step is canceled or exceeds its time limit, Slurm ends the agents too, so that no report comes.
         """
         steps = self._steps()
-        if not self._scheduler or not steps or any(report.slurm_step is None for report in self._unclear()):
+        if not self._scheduler or not steps or any(report.slurm_step is None for report in self._unfinished()):
             return False
         return self._scheduler.steps_are_over(steps)
 
 
-def end_killed(run_dir: RunDir, run_id: str) -> None:
-    """End the processes of a launch that was killed on this node, on all its nodes, and wait for the end.
+def end_killed_run(run_dir: RunDir, run_id: str) -> None:
+    """End all processes of a run whose launch was killed on this node, and wait until they have ended.
 
-    The nodes receive the same order as from the janitor of that launch.
+    Its nodes receive the same order as from the janitor of that launch.
     """
     with contextlib.suppress(OSError):
-        order_stop(run_dir, StopOrder(run_id, _AT_ONCE_S, ""))
-    deadline = time.monotonic() + _NODES_WITHIN_S
+        order_stop(run_dir, StopOrder(run_id, _SHORT_GRACE_S, ""))
+    deadline = time.monotonic() + _NODE_REPORTS_S
     while time.monotonic() < deadline and (
             any(marked(run_id)) or any(report.state != ENDED for report in read_reports(run_dir, run_id))):
         time.sleep(_POLL_S)
     if remaining := end_marked(run_id):
-        warn(f"processes {remaining} of the previous launch cannot be ended")
+        warn(f"could not end processes {', '.join(map(str, remaining))} of the previous launch")
 
 
-def _awaited(report: NodeReport) -> str:
-    """Return the ranks or processes that a node has not cleared, according to its last report."""
+def _remaining(report: NodeReport) -> str:
+    """Return the ranks or processes that still ran on a node at its last report, as text."""
     if report.state == RANKS_ENDED:
         return "the launcher's own processes"
     return rank_ranges(report.ranks) if report.ranks else "its ranks"

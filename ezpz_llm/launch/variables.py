@@ -9,7 +9,7 @@ WORLD_SIZE_VARIABLE = "EZPZ_LLM_WORLD_SIZE"
 """Number of ranks that launch starts."""
 
 ENDS_AT_VARIABLE = "EZPZ_LLM_ENDS_AT"
-"""End of the reservation in epoch seconds; unset if unknown."""
+"""End time of the allocation in epoch seconds; unset if unknown."""
 
 PLACES_VARIABLE = "EZPZ_LLM_PLACES"
 """Nodes and ranks per node in Slurm's compact form, "n[1-2] 4(x2)"; set only for the check of a command."""
@@ -34,7 +34,7 @@ IN_COLOR = "+color"
 LIVE_LINE = "\x1b[2K\x1b[1K\x1b[2K"
 """Prefix of a status line, which ends with a carriage return, is overwritten in place, and is not logged.
 
-It clears the terminal's line three times, so that a line of another program does not start with it by accident.
+It clears the terminal's line three times, so that a line of another program is unlikely to start with it.
 """
 
 LOG_BYTES_VARIABLE = "EZPZ_LLM_LOG_BYTES"
@@ -65,13 +65,13 @@ If nodes have unequal numbers of ranks, the node rank cannot be computed from th
 """
 
 RANK_NAMES_VARIABLE = "EZPZ_LLM_RANK_NAMES"
-"""Rank variables of launchers from other packages, as JSON; unset without such packages."""
+"""Names of the rank variables of plug-in launchers, as JSON; unset if there are none."""
 
 RANKS_OWN = (RANK_VARIABLE, RANK_SOURCE_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE, STACKS_VARIABLE)
 """Variables of a single rank, set by the shim; a launch inside a rank removes them."""
 
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Variable that only torchrun sets for its ranks."""
+"""Variable that only torchrun sets; its ranks have it."""
 
 TORCHS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK",
               "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", TORCHELASTIC_VARIABLE,
@@ -81,7 +81,7 @@ TORCHS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZ
 
 OUTER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
                    "SLURM_PROCID", "SLURM_LOCALID", "FLUX_TASK_", "JSM_NAMESPACE_")
-"""Prefixes of rank variables of srun and mpiexec, which are removed if they start torchrun on each node.
+"""Prefixes of rank variables of srun and mpiexec, which are removed if one of them starts torchrun on each node.
 
 The ranks of torchrun would inherit them, and MPI would identify all ranks of a node as the same rank.
 """
@@ -93,7 +93,7 @@ STACKS_SIGNAL = 58
 """Signal that makes a rank write its stacks: a real-time signal that no scheduler, MPI or NCCL uses."""
 
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME")
-"""Variables for ranks on other nodes and for jobs, if the launcher or scheduler does not pass all variables.
+"""Variables to pass to ranks on other nodes and to jobs, if the launcher or scheduler does not pass all variables.
 
 Variables with a prefix in FORWARDED_PREFIXES are passed too.
 """
@@ -114,4 +114,4 @@ SAVING = "saving"
 ENDING = "ending"
 
 PATIENT = frozenset({STARTING, LOADING, BUILDING, COMPILING, EVALUATING, SAMPLING, SAVING, ENDING})
-"""Phases without heartbeats: a rank is alive while it, or a rank for which it waits, is active."""
+"""Phases without heartbeats. In them, a rank is alive while it, or a rank for which it waits, is active."""

@@ -25,7 +25,7 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.base.package_data import cache_dir, data_dir
-from ezpz_llm.launch.mpi_world import find_disconnected_mpi, mpi_settings, offered_plugins, use_of_mpi
+from ezpz_llm.launch.mpi_world import detect_mpi, find_disconnected_mpi, mpi_settings, offered_plugins
 
 SCRIPTS = TESTS / "foreign_scripts"
 NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",
@@ -166,7 +166,7 @@ def test_what_shows_that_a_program_uses_mpi(tmp_path: Path) -> None:
              "open": "\x7fELF…\0libmpi.so.40\0"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    found = {name: use_of_mpi(str(tmp_path / name), {}) for name in (*texts, "missing")}
+    found = {name: detect_mpi(str(tmp_path / name), {}) for name in (*texts, "missing")}
     assert found == {"top": ("imports mpi4py", False), "c": ("needs libmpi.so.12", False),
                      "open": ("needs libmpi.so.40", True), "maybe": None, "other": None, "go": None,
                      "missing": None}

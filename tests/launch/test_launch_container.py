@@ -65,7 +65,7 @@ def test_ranks_run_inside(tmp_path: Path) -> None:
                                        "A=1", "hostname"]
     assert (plan["container"], plan["sources"]["container"]) == (image, "[job] container of site mine")
     shown = launch(tmp_path, "--dry-run", "--site", site, "-n", "2", "hostname", PATH=path).stdout
-    assert f"container  {image}, by apptainer ([job] container of site mine)" in shown.splitlines()
+    assert f"container  {image}, run with apptainer ([job] container of site mine)" in shown.splitlines()
     words = ("-n", "2", "--tee", "all", "--run-dir", "r", "bash", "-c", "echo $RANK in $INSIDE")
     done = launch(tmp_path, "--site", site, *words, PATH=path)
     assert done.returncode == 0, done.stderr
@@ -113,7 +113,7 @@ def test_missing_requirements_are_reported_once(tmp_path: Path) -> None:
     (tmp_path / "x.sif").touch()
     env = _slurm(tmp_path, "srun")
     said = _refused(tmp_path, "--container", "x.sif", **env)
-    assert f"error: apptainer is not on PATH, and is required to run {tmp_path}/x.sif" in said
+    assert f"error: apptainer, which is required to run {tmp_path}/x.sif, is not on PATH" in said
     assert "--container none" in said
     assert f"the image {tmp_path}/y.sif does not exist" in _refused(tmp_path, "--container", "./y.sif", **env)
     # This srun does not have Alps' Container Engine.

@@ -132,7 +132,7 @@ def test_the_users_own_values_win_and_the_plan_says_so(tmp_path: Path) -> None:
     assert plan.env["GLOO_SOCKET_IFNAME"].source == "site here"
     assert all(setting.source for setting in plan.env.values())
     # Also on other nodes.
-    assert "keeping MASTER_ADDR=192.0.2.7 from your environment" in plan.notes
+    assert "using MASTER_ADDR=192.0.2.7, which is set in your environment" in plan.notes
 
 
 def test_more_ranks_than_a_host_can_run_are_refused() -> None:

@@ -68,7 +68,7 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
     # Only if the reservation is ignored.
     aside = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
     assert _hosts(select_nodes(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
-    with pytest.raises(UserError, match=r"which has n1, n2, n3, n4, n5, n6, n7, n8, … \(900 in all\)"):
+    with pytest.raises(UserError, match=r"which has n1, n2, n3, n4, n5, n6, n7, n8, … \(900 in total\)"):
         select_nodes(_slurm("n[1-900]"), None, "n1000", None)
 
 

@@ -109,7 +109,7 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
 
     listed = ezpz_llm("--help")
     assert listed.returncode == 0
-    assert "\n  launch      Start a program on every rank of the reservation.\n" in listed.stdout
+    assert "\n  launch      Start a program on every rank of the allocation.\n" in listed.stdout
     assert "[]" in listed.stdout
     assert "Other commands" not in listed.stdout, "each command is in a group"
     assert max(map(len, listed.stdout.splitlines())) < 80

@@ -125,7 +125,7 @@ def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> No
            "MASTER_PORT": "20007", "OMP_NUM_THREADS": "3"}
     plan = _plan("hostname", env)
     assert not {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} & plan.env.keys()
-    assert "keeping MASTER_ADDR=localhost from your environment" in plan.notes
+    assert "using MASTER_ADDR=localhost, which is set in your environment" in plan.notes
     inner = _plan("hostname", env | {"EZPZ_LLM_RUN_ID": "outer"})
     assert inner.env["MASTER_ADDR"].value == "127.0.0.1"
     assert inner.env["EZPZ_LLM_RUN_ID"].value != "outer"
@@ -133,7 +133,7 @@ def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> No
 
 def test_a_rank_keeps_its_rank() -> None:
     plan = _plan("-n 8 python3 x.py", captured_env("mpi/env_mpich_rank2.txt"))
-    assert plan.is_started
+    assert plan.is_existing_rank
     assert plan.argv == ("python3", "x.py")
     assert "already rank 2 of 4" in plan.notes[0]
     assert "-n 8 is ignored" in plan.notes[0]
@@ -144,11 +144,11 @@ def test_a_rank_exported_for_another_program_is_left_aside(tmp_path: Path) -> No
     env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:")}
     for left in ({"WORLD_SIZE": "4"}, {"RANK": "7", "WORLD_SIZE": "9"}):
         plan = _plan("-n 2 python3 x.py", env | left)
-        assert (len(plan.ranks), plan.is_started) == (2, False)
+        assert (len(plan.ranks), plan.is_existing_rank) == (2, False)
         assert any("it was not set by a launcher, and each rank gets its own value" in note for note in plan.notes)
     by_hand = env | {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "20007"}
-    assert _plan("python3 x.py", by_hand).is_started
-    with pytest.raises(UserError, match="RANK=7 and WORLD_SIZE=9 make this process a rank already"):
+    assert _plan("python3 x.py", by_hand).is_existing_rank
+    with pytest.raises(UserError, match="this process is already rank 7 of 9"):
         _plan("-n 2 python3 x.py", by_hand)
 
 
@@ -196,7 +196,7 @@ def test_dry_run_of_our_own_command_runs_its_check(tmp_path: Path) -> None:
     wrong = launch(tmp_path, "--dry-run", "--json", "-n", "2", *command)
     assert wrong.returncode == 2
     assert "no-such-folder" in wrong.stderr
-    assert "launch: this would not start: the command's own check failed" in wrong.stderr
+    assert "launch: the command would not start: its own check failed" in wrong.stderr
     assert json.loads(wrong.stdout)["argv"][-2:] == ["--corpus", "no-such-folder/"], "the plan is printed"
     unchecked = launch(tmp_path, "--dry-run", "--no-check", "-n", "2", *command)
     assert (unchecked.returncode, unchecked.stderr) == (0, "")

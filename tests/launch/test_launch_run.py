@@ -144,7 +144,8 @@ def test_a_missing_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "found", "instead"), [
     ("train.py", "'train.py' is a Python script, not a program", "launch [options] python3 train.py …"),
     ("./train.py", "'./train.py' is a Python script, not a program", "launch [options] python3 ./train.py …"),
-    ("trian.py", "'trian.py' is neither a program nor a file", "launch [options] python3 trian.py …"),
+    ("trian.py", "'trian.py' is neither a program nor a file",
+     "launch [options] python3 SCRIPT, with the path of an existing script"),
     ("ezpz_llm.train", "'ezpz_llm.train' is a Python module", "launch [options] python3 -m ezpz_llm.train …")])
 def test_a_script_without_python_is_answered_before_the_start(word, found, instead, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")

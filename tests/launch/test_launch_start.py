@@ -48,37 +48,37 @@ def _arrivals(folder: Path, limit_s: float | None = 10.0, words: str = "") -> St
 
 def test_missing_ranks_are_named_again_as_they_change(tmp_path: Path) -> None:
     arrivals = _arrivals(tmp_path)
-    assert arrivals.news(_HOSTS, 0.5) is None
-    assert arrivals.news({1: "n1", 2: "n2", 3: "n2"}, 1.5) == (
+    assert arrivals.progress_message(_HOSTS, 0.5) is None
+    assert arrivals.progress_message({1: "n1", 2: "n2", 3: "n2"}, 1.5) == (
         "3 of 4 ranks have not started after 2 s: rank 1 on n1, ranks 2-3 on n2; the run is ended after 10 s"
         " (--start-timeout)")
-    assert arrivals.news({1: "n1", 2: "n2", 3: "n2"}, 100) is None
-    assert "1 of 4 ranks" in (arrivals.news({1: "n1"}, 101) or "")
-    assert arrivals.news({}, 109) == "all 4 ranks have started, the last after 109 s"
-    assert arrivals.news({}, 110) is None
+    assert arrivals.progress_message({1: "n1", 2: "n2", 3: "n2"}, 100) is None
+    assert "1 of 4 ranks" in (arrivals.progress_message({1: "n1"}, 101) or "")
+    assert arrivals.progress_message({}, 109) == "all 4 ranks have started, the last after 109 s"
+    assert arrivals.progress_message({}, 110) is None
 
 
 def test_a_start_in_time_is_not_reported(tmp_path: Path) -> None:
     arrivals = _arrivals(tmp_path)
-    assert arrivals.news(_HOSTS, 0.5) is None
-    assert arrivals.news({}, 2.0) is None
-    assert arrivals.verdict({}, 99.0) is None
+    assert arrivals.progress_message(_HOSTS, 0.5) is None
+    assert arrivals.progress_message({}, 2.0) is None
+    assert arrivals.stop_reason({}, 99.0) is None
 
 
 def test_many_hosts_are_named_in_a_line(tmp_path: Path) -> None:
     hosts = {rank: f"x{rank // 4}" for rank in range(10_000)}
-    text = StartMonitor(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).news(hosts, 2.0)
+    text = StartMonitor(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).progress_message(hosts, 2.0)
     assert text is not None
     assert len(text) < 400
     assert text.endswith("ranks 32-9999 on 2492 more nodes")
 
 
 def test_the_deadline(tmp_path: Path) -> None:
-    assert _arrivals(tmp_path).verdict({3: "n2"}, 9.0) is None
-    stop = _arrivals(tmp_path).verdict({3: "n2"}, 10.5)
+    assert _arrivals(tmp_path).stop_reason({3: "n2"}, 9.0) is None
+    stop = _arrivals(tmp_path).stop_reason({3: "n2"}, 10.5)
     assert stop is not None
     assert (stop.kind, stop.text.partition(" (")[0]) == ("late", "rank 3 on n2 did not start within 10 s")
-    assert _arrivals(tmp_path, limit_s=None).verdict({3: "n2"}, 1e6) is None
+    assert _arrivals(tmp_path, limit_s=None).stop_reason({3: "n2"}, 1e6) is None
 
 
 @pytest.mark.parametrize(("words", "missing", "is_refused"), [
@@ -91,12 +91,12 @@ def test_the_deadline(tmp_path: Path) -> None:
 def test_the_launchers_words_end_it_at_once(tmp_path: Path, words: str, missing: dict[int, str],
                                             is_refused: bool) -> None:
     arrivals = _arrivals(tmp_path, None, words)
-    assert arrivals.verdict(missing, 3.0) is None  # others may still say more
-    stop = arrivals.verdict(missing, 6.0)
+    assert arrivals.stop_reason(missing, 3.0) is None  # others may still say more
+    stop = arrivals.stop_reason(missing, 6.0)
     assert (stop is not None) is is_refused
     if stop is not None:
         assert (stop.kind, stop.text.startswith(" ".join(words.split()))) == ("refused", True)
-    assert arrivals.verdict({}, 7.0) is None
+    assert arrivals.stop_reason({}, 7.0) is None
 
 
 def test_messages_of_rank_0_about_other_nodes_are_ignored(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_messages_of_rank_0_about_other_nodes_are_ignored(tmp_path: Path) -> Non
     words = "ssh: Could not resolve hostname github.com: Temporary failure in name resolution\n"
     arrivals = _arrivals(tmp_path, None, words)
     RunDir(tmp_path).rank_log(0).write_text(f"begin\n{words}end\n")
-    assert arrivals.verdict({3: "n2"}, 3.0) is None
-    assert arrivals.verdict({3: "n2"}, 9.0) is None
+    assert arrivals.stop_reason({3: "n2"}, 3.0) is None
+    assert arrivals.stop_reason({3: "n2"}, 9.0) is None
 
 
 def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
 import sys
 from ezpz_llm.launch import supervision
 from ezpz_llm.launch.__main__ import main
-supervision._ONE_HAS_ENDED_S, supervision._LOOK_S = 1.0, 0.5
+supervision._NOTE_AFTER_S, supervision._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "stops.py").write_text("""

@@ -113,22 +113,22 @@ def test_ranks_exported_by_hand_take_the_local_rank_from_a_matching_family():
 def test_a_missing_local_rank_is_noted():
     info = find_rank({"RANK": "1", "WORLD_SIZE": "2"})
     assert info == RankInfo(1, 2, 0, 1, 1, "torchrun (RANK)",
-                            ("torchrun (RANK) gives no local rank: assuming one rank per node",))
+                            ("torchrun (RANK) does not set a local rank: assuming one rank per node",))
 
 
 @pytest.mark.parametrize(("env", "found"), [
-    ({"RANK": "1"}, "RANK=1 is set, WORLD_SIZE is not"),
-    ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, RANK is not"),
-    ({**captured("mpi/env_mpich_rank2.txt"), "RANK": "1"}, "RANK=1 is set, WORLD_SIZE is not"),
+    ({"RANK": "1"}, "RANK=1 is set, but WORLD_SIZE is not"),
+    ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but RANK is not"),
+    ({**captured("mpi/env_mpich_rank2.txt"), "RANK": "1"}, "RANK=1 is set, but WORLD_SIZE is not"),
     ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not a rank of WORLD_SIZE=4"),
     ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is not a rank of WORLD_SIZE=0"),
     ({"RANK": "one", "WORLD_SIZE": "4"}, "RANK='one' is not a whole number"),
     ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK='-1' is not a whole number"),
     ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is invalid for 4 ranks"),
-    ({"PMI_RANK": "2"}, "PMI_RANK=2 is set, PMI_SIZE is not"),
-    ({"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID=2 is set, PMI_SIZE or EZPZ"),
+    ({"PMI_RANK": "2"}, "PMI_RANK=2 is set, but PMI_SIZE is not"),
+    ({"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID=2 is set, but PMI_SIZE and EZPZ"),
     ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3 is set"),
-    ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_PROCID=1 is set, SLURM_STEP_NUM_TASKS is not"),
+    ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_PROCID=1 is set, but SLURM_STEP_NUM_TASKS is not"),
 ])
 def test_a_broken_environment_is_an_error_and_never_rank_0(env, found):
     with pytest.raises(UserError) as error:

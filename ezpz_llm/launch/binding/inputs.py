@@ -23,21 +23,21 @@ from ezpz_llm.launch.schedulers import scheduler_of
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 
-_GIVES_DEVICES = ("--gpus-per-task", "--gpu-bind")
+_DEVICE_OPTIONS = ("--gpus-per-task", "--gpu-bind")
 """srun options with which srun itself chooses each rank's device."""
 
 
 def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
-                     is_node: bool) -> tuple[Devices, Allocation]:
+                     is_here_in_allocation: bool) -> tuple[Devices, Allocation]:
     """Return the accelerators of a node, and the allocation with the number of devices of each node.
 
-    Precedence: a device mask in `env` that differs from the scheduler's number, since the user chose it for all
-    nodes; the scheduler's devices; the visible devices if this is a node of the job; the site file.
+    Precedence: a device mask in `env` whose length differs from the scheduler's number of devices, since the user
+    chose it for all nodes; the scheduler's devices; the visible devices if this node is in the job; the site file.
     """
     visible = visible_devices(env)
     maximum = max((host.devices or 0 for host in allocation.hosts), default=0)
-    place = find_local_node([host.name for host in allocation.hosts]) if maximum else None
-    local_count = None if place is None else allocation.hosts[place].devices
+    position = find_local_node([host.name for host in allocation.hosts]) if maximum else None
+    local_count = None if position is None else allocation.hosts[position].devices
     expected = maximum if local_count is None else local_count
     if maximum and (visible.source not in MASKS or len(visible.ids) == expected):
         if len(visible.ids) == maximum:
@@ -45,26 +45,26 @@ def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
         return Devices(tuple(map(str, range(maximum))), allocation.devices_source), allocation
     if maximum:
         allocation = replace(allocation, hosts=tuple(replace(host, devices=None) for host in allocation.hosts))
-    if site.devices_per_host is None or visible.source in MASKS or (is_node and visible.ids):
+    if site.devices_per_host is None or visible.source in MASKS or (is_here_in_allocation and visible.ids):
         return visible, allocation
     return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}"), allocation
 
 
 def device_notes(placement: Placement, devices: Devices, allocation: Allocation) -> tuple[str, ...]:
-    """Warn about idle devices and about ranks that share a device."""
+    """Return notes about idle devices and about ranks that share a device."""
     devices_of = {host.name: len(devices.ids) if host.devices is None else host.devices
                   for host in allocation.hosts}
     idle = [(host, devices_of[host], count) for host, count in placement.ranks if count < devices_of[host]]
     shared = [(host, devices_of[host], count) for host, count in placement.ranks if count > devices_of[host] > 0]
     notes = []
     if idle:
-        host, has, count = idle[0]
-        notes.append(f"IDLE DEVICES: {count_noun(count, 'rank')} for the {has} devices of {host}{_more(idle)};"
-                     f" --ppn {has} uses all ({devices.source})")
+        host, total, count = idle[0]
+        notes.append(f"IDLE DEVICES: {count_noun(count, 'rank')} for the {total} devices of {host}{_more(idle)};"
+                     f" --ppn {total} uses all ({devices.source})")
     if shared:
-        host, has, count = shared[0]
-        notes.append(f"{count} ranks for the {count_noun(has, 'device')} of {host}{_more(shared)}:"
-                     f" some ranks share a device or have none; --ppn {has} starts one rank per device"
+        host, total, count = shared[0]
+        notes.append(f"{count} ranks for the {count_noun(total, 'device')} of {host}{_more(shared)}:"
+                     f" some ranks share a device or have none; --ppn {total} starts one rank per device"
                      f" ({devices.source})")
     return tuple(notes)
 
@@ -74,7 +74,7 @@ def _more(nodes: Sequence[object]) -> str:
 
 
 def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return notes on contradictions between the site file and this job, and on unused keys of the file."""
+    """Return notes about obsolete and missing keys of the site file, and where it does not match this job."""
     notes = list(site.notes)
     if scheduler := scheduler_of(allocation):
         notes += scheduler.site_notes(env, site.env)
@@ -88,7 +88,7 @@ def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mappin
 
 
 def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Placement, launcher: Launcher,
-               devices: Devices, is_node: bool) -> tuple[Binding, tuple[str, ...], tuple[str, ...]]:
+               devices: Devices, is_here_in_allocation: bool) -> tuple[Binding, tuple[str, ...], tuple[str, ...]]:
     """Choose the binding of the ranks of a node.
 
     Returns:
@@ -96,13 +96,13 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         are not near their device.
     """
     name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
-    # Slurm overwrites each task's mask.
+    # Slurm overwrites the device mask of each task.
     is_fixed = devices.source in MASKS or launcher.kind == "srun"
-    topology = _topology(site, devices, is_node, name)
+    topology = _topology(site, devices, is_here_in_allocation, name)
     mask: tuple[str, ...] = ()
     if site.binding == "depth" and name in COUNTING and not is_fixed:
-        mask = _order(devices.ids, device_order(devices.ids, topology), placement.most)
-    by_launcher = any(word.startswith(_GIVES_DEVICES) for word in site.options.get(launcher.kind, ()))
+        mask = _spread_devices(devices.ids, device_order(devices.ids, topology), placement.most)
+    by_launcher = any(word.startswith(_DEVICE_OPTIONS) for word in site.options.get(launcher.kind, ()))
     order = () if by_launcher else mask or devices.ids
     inputs = BindingInputs(
         ranks=placement.most,
@@ -122,7 +122,7 @@ def _distance_notes(binding: Binding, inputs: BindingInputs) -> tuple[str, ...]:
                if distance not in (None, "near")]
     if distant:
         rank, distance = distant[0]
-        where = "on another socket" if distance == "far" else "in another NUMA domain of their socket"
+        where = "on another socket" if distance == "far" else "in another NUMA domain of the same socket"
         return (f"{len(distant)} of {count_noun(inputs.ranks, 'rank')} of a node are not near their device:"
                 f" local rank {rank} has cores {binding.cores[rank]}, but"
                 f" device {binding.devices[rank]} is {where}",)
@@ -132,9 +132,10 @@ def _distance_notes(binding: Binding, inputs: BindingInputs) -> tuple[str, ...]:
     return ()
 
 
-def _topology(site: Site, devices: Devices, is_node: bool, launcher: str) -> Topology | None:
+def _topology(site: Site, devices: Devices, is_here_in_allocation: bool, launcher: str) -> Topology | None:
     # srun's ranks are not limited to the cores of the process that starts srun.
-    if is_node and not (site.cores and launcher == "srun") and (topology := system_topology(site, devices)):
+    uses_site_cores = bool(site.cores) and launcher == "srun"
+    if is_here_in_allocation and not uses_site_cores and (topology := system_topology(site, devices)):
         return topology
     return site_topology(site) if site.cores else None
 
@@ -168,13 +169,15 @@ def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -
     shares = {cores // ranks: (host, cores, ranks) for host, cores, ranks in known_cores}
     if len(shares) < 2 or not min(shares) or binding.cpus_per_rank is None:
         return ()
-    (lowest_host, lowest_cores, few), (highest_host, highest_cores, many) = shares[min(shares)], shares[max(shares)]
-    return (f"nodes differ: {count_noun(lowest_cores, 'CPU')} for {count_noun(few, 'rank')} on {lowest_host},"
-            f" {highest_cores} for {many} on {highest_host}; every rank gets {binding.cpus_per_rank}",)
+    lowest_host, lowest_cores, lowest_ranks = shares[min(shares)]
+    highest_host, highest_cores, highest_ranks = shares[max(shares)]
+    return (f"nodes differ: {count_noun(lowest_cores, 'CPU')} for {count_noun(lowest_ranks, 'rank')} on"
+            f" {lowest_host}, {highest_cores} for {highest_ranks} on {highest_host}; every rank gets"
+            f" {binding.cpus_per_rank}",)
 
 
-def _order(ids: Sequence[str], order: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """Return all devices of `order`, first those of the local ranks, which are spread over `order` evenly.
+def _spread_devices(ids: Sequence[str], order: Sequence[str], ranks: int) -> tuple[str, ...]:
+    """Return all devices of `order`, first those of the local ranks, which are at even distances in `order`.
 
     Return () if `order` is the order of `ids`.
     """

@@ -31,9 +31,9 @@ class Topology:
     """Topology of a node.
 
     Attributes:
-        domains: in the order of their sockets.
+        domains: NUMA domains, in the order of their sockets.
         devices: maps a device's name to the number of its domain.
-        is_whole: ranks may use all cores of the node, except reserved ones.
+        is_whole: True if ranks may use all cores of the node, except reserved ones.
     """
 
     domains: tuple[Domain, ...]
@@ -81,8 +81,8 @@ def system_topology(site: Site, devices: Devices, root: Path = SYS,
                     allowed: Collection[int] | None = None) -> Topology | None:
     """Return the topology of this node from /sys; None if /sys lacks it.
 
-    It has the cores that this process may run on, without those that the site reserves. If the site lists cores,
-    only these are used.
+    It contains the cores that this process may run on, without those that the site reserves. If the site lists
+    cores, it contains only these.
 
     Args:
         root: replaces /sys in tests.
@@ -146,4 +146,5 @@ def _site_devices(root: Path, site: Site) -> dict[str, int]:
     # A site file numbers domains by their position in its list of cores, which may differ from Linux's numbers.
     nodes = _node_of_cpus(root)
     first_cpu = [expand_numbers(cores)[0] for cores in site.cores]
-    return {str(device): nodes.get(first_cpu[place], place) for device, place in enumerate(site.device_domains)}
+    return {str(device): nodes.get(first_cpu[position], position)
+            for device, position in enumerate(site.device_domains)}

@@ -57,11 +57,11 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
            site_dialect: str | None = None) -> Launcher:
     """Return the launcher `wanted`, or for "auto" the first that is available.
 
-    "auto" prefers the scheduler's step launcher in its job (srun, flux), then mpiexec, then for a single rank no
+    "auto" prefers, in a job, the scheduler's step launcher (srun, flux), then mpiexec, then for a single rank no
     launcher, then torchrun. PBS's own mpiexec wrapper is skipped with a note.
 
     Args:
-        site_dialect: the dialect of an mpiexec whose version text is unknown.
+        site_dialect: the site's name of the dialect to use if no dialect matches the mpiexec's version text.
 
     Raises:
         UserError: the launcher is not on PATH, or it is an unknown mpiexec.
@@ -71,7 +71,7 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
     for candidate in schedulers().values():
         if (step_launcher := candidate.step_launcher()) and step_launcher.program == wanted:
             return _from_step_launcher(step_launcher, "--launcher", env)
-    starter = partial(_starter, scheduler, env, site_dialect)
+    starter = partial(_choose_starter, scheduler, env, site_dialect)
     if wanted == "torchrun":
         return _torchrun(_require_program("torchrun", "--launcher", env), "--launcher", starter)
     if wanted == "mpiexec":
@@ -88,7 +88,7 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
                     instead="load the site's MPI module, or `pip install mpich`")
 
 
-def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
+def _choose_starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
     """Return the launcher that starts one torchrun on each of several nodes."""
     source = "--launcher torchrun on other nodes"
     if step_launcher := _step_launcher(scheduler, env):
@@ -165,23 +165,25 @@ def _version_text(program: str) -> str:
 
 
 def identify(version_text: str, program: str, source: str, site_dialect: str | None = None) -> Launcher:
-    """Return the launcher with the dialect in the first line of `mpiexec --version`, else the site's dialect.
+    """Return the launcher with the dialect that `mpiexec --version` shows in its first line, else the site's.
 
     Raises:
-        UserError: the line is unknown, and the site file names no dialect.
+        UserError: no dialect matches the line, and the site file names none.
     """
     first = next((line.strip() for line in version_text.splitlines() if line.strip()), "")
-    of_site = dialect_of_site(site_dialect)
+    default_dialect = dialect_of_site(site_dialect)
     for dialect in dialects():
         if match := re.match(dialect.first_line, first):
             version = match.groupdict().get("version") or _hydra_version(version_text)
             launcher = Launcher("mpiexec", f"{dialect.title} {version}".strip(), program, source, dialect.build)
-            if of_site and dialect.title != of_site.title:
+            if default_dialect and dialect.title != default_dialect.title:
                 return replace(launcher, notes=(f"{program} is {launcher.dialect}, but the site's mpiexec is"
-                                                f" {of_site.title}: an environment's mpiexec may hide it on PATH",))
+                                                f" {default_dialect.title}: a Python environment's mpiexec may"
+                                                " precede it on PATH",))
             return launcher
-    if of_site:
-        return Launcher("mpiexec", of_site.title, program, f"{source}; the site's dialect", of_site.build)
+    if default_dialect:
+        return Launcher("mpiexec", default_dialect.title, program, f"{source}; the site's dialect",
+                        default_dialect.build)
     raise UserError(f"unknown mpiexec; its version text begins with {first!r}", where=program,
                     instead="put the mpiexec of MPICH, Intel MPI, Open MPI or Cray PALS first on PATH, name the "
                             "--site, or use --launcher")

@@ -15,8 +15,8 @@ def build(program: str, work: Work) -> Built:
     """Return a `flux run` command line: one job of the instance on whole nodes.
 
     `--exclusive`: there may be more ranks than cores, and ranks see all devices.
-    `exit-timeout=none`: by default Flux ends the other ranks 30 s after the first has ended, which launch does.
-    `gpu-affinity=off`: each rank takes its device by local rank, as under other launchers; peers stay visible.
+    `exit-timeout=none`: by default Flux ends the other ranks 30 s after the first has ended; launch does that.
+    `gpu-affinity=off`: each rank selects its device by local rank, as under other launchers; all stay visible.
     `--input=0`: only rank 0 reads stdin, because unread input would block the other ranks.
 
     Raises:
@@ -39,6 +39,6 @@ def build(program: str, work: Work) -> Built:
 
 
 def _affinity(work: Work) -> tuple[str, ...]:
-    # "off" leaves a rank all cores of the job, which are all cores of the node.
+    # With "off", a rank may use all cores of the job, which are all cores of the node.
     how = f"map:{';'.join(work.binding.cores)}" if work.binding.kind == "list" else "off"
     return ("-o", f"cpu-affinity={how}")

@@ -15,8 +15,10 @@ from ezpz_llm.launch.hostlist import expand_numbers
 
 _USER_VARIABLES = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
                    "I_MPI_HYDRA_BOOTSTRAP_EXEC")
-"""Variables with which the user chooses how Hydra starts its proxies. launch then sets no options of its own for
-them, since ssh would reject srun's."""
+"""Variables with which the user chooses how Hydra starts its proxies.
+
+If one is set, launch passes no options for that, since ssh, for example, would reject srun's.
+"""
 
 
 def build_mpich(program: str, work: Work) -> Built:
@@ -95,6 +97,6 @@ def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tu
     elif not work.here:
         argv += ["-hosts", ",".join(hosts)]
     else:
-        # By default Hydra asks the scheduler, whose first node may be another one.
+        # By default Hydra asks the scheduler for nodes, of which the first may not be this node.
         argv += ["-launcher", "fork", "-hosts", "localhost"]
     return Built((*argv, *options, "-genvall", *work.site_options, *work.command), env, files)

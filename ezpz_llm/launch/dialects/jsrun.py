@@ -12,14 +12,14 @@ from ezpz_llm.launch.schedulers import lsf
 
 
 def build(program: str, work: Work) -> Built:
-    """Return a jsrun command line with one resource set per node, which has all cores and devices.
+    """Return a jsrun command line with one resource set per node, containing all of its cores and devices.
 
-    Each rank sees all devices and takes the one of its local rank. The rank shim binds ranks to cores. jsrun uses
-    the job's nodes in order. An explicit resource file could name others, but does not work according to Summit's
-    guide.
+    Each rank sees all devices and selects one by its local rank. The rank shim binds ranks to cores. jsrun uses
+    the job's nodes in order. An explicit resource file could name other nodes but, according to Summit's
+    guide, does not work.
 
     Raises:
-        UserError: unequal numbers of ranks per node, or nodes that are not the first of the job.
+        UserError: nodes have unequal numbers of ranks, or are not the first nodes of the job.
     """
     validate_command(program, work)
     if not work.placement.uniform:

@@ -1,4 +1,4 @@
-"""Wrapper between srun or mpiexec and one node's torchrun, which passes torchrun its node rank. For launch only."""
+"""Per-node wrapper, started by srun or mpiexec: it execs torchrun with this node's --node-rank. For launch only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.variables import OUTER_LAUNCHERS, WORLD_SIZE_VARIABLE
 
-_CHATTER = "TORCH_CPP_LOG_LEVEL"
+_LOG_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: the outer launcher did not start one process on each of NODES nodes.
     """
     nodes, ranks, program, *arguments = argv
-    # PALS sets no world size, so find_rank uses launch's. Here the world consists of torchruns, not of ranks.
+    # PALS sets no world size, so find_rank uses launch's. Here it must be the number of torchruns, not of ranks.
     info = find_rank({**os.environ, WORLD_SIZE_VARIABLE: nodes})
     if info.world_size != int(nodes) or info.local_size != 1:
         raise UserError(f"launch requested one torchrun on each of {nodes} nodes, but this is process "
@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
                         exit_code=EXIT_PREFLIGHT)
     die_with_parent(signal.SIGTERM)
     env = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_LAUNCHERS)}
-    # torchrun's default is 1 on any node.
+    # torchrun would set it to 1, regardless of the number of cores.
     env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks))))
-    if _CHATTER not in env:
-        # The first torchrun that ends closes the store, and the others print long warnings about it.
-        env[_CHATTER] = "ERROR"
+    if _LOG_LEVEL_VARIABLE not in env:
+        # The first torchrun to exit closes the store, and the other torchruns print long warnings about that.
+        env[_LOG_LEVEL_VARIABLE] = "ERROR"
         command = arguments.index("--") + 1
-        arguments[command:command] = ["env", "-u", _CHATTER]
+        arguments[command:command] = ["env", "-u", _LOG_LEVEL_VARIABLE]
     os.execve(program, (program, "--node-rank", str(info.rank), *arguments), env)
     return 0
 

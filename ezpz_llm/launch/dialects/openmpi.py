@@ -16,12 +16,12 @@ from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 
 
 def build_4(program: str, work: Work) -> Built:
-    """Return a command line for Open MPI 4, with a rank file in `--rankfile`."""
+    """Return a command line for Open MPI 4, which passes explicit cores, if any, in a rank file by `--rankfile`."""
     return _build(program, work, ("--rankfile", "{}"), "OMPI_MCA_plm_slurm_args", "OMPI_MCA_plm_rsh_agent")
 
 
 def build_5(program: str, work: Work) -> Built:
-    """Return a command line for Open MPI 5, with a rank file in `--map-by`.
+    """Return a command line for Open MPI 5, which passes explicit cores, if any, in a rank file by `--map-by`.
 
     Without `--bind-to core`, OVERSUBSCRIBE would override the cores in the rank file.
     """
@@ -30,13 +30,14 @@ def build_5(program: str, work: Work) -> Built:
 
 
 def _build(program: str, work: Work, rank_file_options: tuple[str, ...], slurm_variable: str,
-           agent_variable: str) -> Built:
+           remote_shell_variable: str) -> Built:
     """Build the command line with explicit slots and binding.
 
-    Open MPI would derive slots from cores, and would bind each of two ranks to one core whatever its threads.
+    By default, Open MPI derives slots from cores, and binds each of up to two ranks to a single core even if
+    the rank runs several threads.
     """
     validate_command(program, work)
-    # In a Slurm job Open MPI does not find the node by another name, such as localhost.
+    # In a Slurm job, Open MPI does not find this node under a name that Slurm does not use, such as localhost.
     is_alone = work.here and not work.starts_daemons_by_srun
     ranks = tuple(("localhost", count) for _, count in work.placement.ranks) if is_alone else work.placement.ranks
     argv = [program, "-n", str(work.placement.world_size)]
@@ -60,9 +61,9 @@ def _build(program: str, work: Work, rank_file_options: tuple[str, ...], slurm_v
         if work.starts_daemons_by_srun:
             env[slurm_variable] = SRUN_OVERLAP
         elif shell := work.remote_shell:
-            env[agent_variable] = (" ".join(shell), REMOTE_SHELL)
+            env[remote_shell_variable] = (" ".join(shell), REMOTE_SHELL)
     if work.as_root:
-        reason = "Open MPI does not run as root without it"
+        reason = "Open MPI requires it to run as root"
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": ("1", reason), "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": ("1", reason)}
     return Built((*argv, *work.site_options, *work.command), env, files)
 
@@ -72,5 +73,5 @@ def _rank_file(ranks: tuple[tuple[str, int], ...], cores: tuple[str, ...]) -> st
     # node, which is not part of the job, the numbers come from the site file and are core numbers already.
     core_of_cpu = logical_cores() if is_local_node_among([name for name, _ in ranks]) else {}
     slots = [fold_numbers(core_of_cpu.get(cpu, cpu) for cpu in expand_numbers(rank_cores)) for rank_cores in cores]
-    places = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
-    return "".join(f"rank {rank}={place}\n" for rank, place in enumerate(places))
+    lines = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
+    return "".join(f"rank {rank}={line}\n" for rank, line in enumerate(lines))

@@ -12,7 +12,7 @@ from ezpz_llm.launch.dialects.work import Built, Work, validate_command
 def build(program: str, work: Work) -> Built:
     """Return a PALS command line, always with a hostfile.
 
-    Without one PALS reads PBS's node file, which ignores --hosts and --nodes.
+    Without a hostfile, PALS would use PBS's node file, regardless of --hosts and --nodes.
 
     Raises:
         UserError: a single --ppn, which fills nodes in order, cannot place the ranks.

@@ -17,7 +17,7 @@ def build(program: str, work: Work) -> Built:
     other launches of the job.
     `--export=ALL`: `sbatch --export=NONE` also applies to steps.
     `--wait=0` and `--kill-on-bad-exit=0`: launch itself ends the peers of a failed rank, after a grace period in
-    which they report.
+    which they can report errors.
     `--input=0`: only rank 0 reads stdin, because unread input would block the other ranks.
     The MPI plugin remains the site's (MpiDefault) or the user's (SLURM_MPI_TYPE); ranks are numbered without it.
     """

@@ -1,4 +1,4 @@
-"""torchrun: directly on this node, else one per node, started by srun or mpiexec."""
+"""torchrun: started directly if all ranks run on this node, else once per node by srun or mpiexec."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ezpz_llm.launch.placement import Placement
 
 
 def build(program: str, work: Work, starter: Callable[[], Launcher]) -> Built:
-    """Return a torchrun command line. `starter` is called only if other nodes need a torchrun too.
+    """Return a torchrun command line. `starter` is called only if ranks run on other nodes.
 
     Raises:
-        UserError: unequal numbers of ranks per node; no rendezvous port; errors of `starter`.
+        UserError: nodes have unequal numbers of ranks, there is no rendezvous port, or `starter` fails.
     """
     if work.here:
         # Port 0 lets two runs share a node.
@@ -22,14 +22,14 @@ def build(program: str, work: Work, starter: Callable[[], Launcher]) -> Built:
     if not work.placement.uniform:
         raise UserError("torchrun requires the same number of ranks on every node", where="--launcher torchrun",
                         instead="--ppn, or --launcher mpiexec or srun")
-    outer = starter()
-    return outer.build(outer.program, _one_per_node(program, work))
+    launcher = starter()
+    return launcher.build(launcher.program, _one_per_node(program, work))
 
 
 def _one_per_node(program: str, work: Work) -> Work:
     """Return the work of starting one torchrun per node, each with all cores of the node.
 
-    The site's options are left out: they are for ranks, and would give each torchrun one device.
+    The site's options are omitted: they are for ranks, and would limit each torchrun to one device.
     """
     nodes = len(work.hosts)
     if nodes == 1:

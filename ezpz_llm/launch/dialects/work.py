@@ -35,8 +35,8 @@ class Work:
 
     Attributes:
         command: the rank shim with the user's command.
-        here: all ranks run on this node, so that no node needs a name.
-        cores_per_rank: in the scheduler's unit, which may be hardware threads; None if unknown.
+        here: True if all ranks run on this node, so that no hostname is needed.
+        cores_per_rank: cores per rank, in the scheduler's unit, which may be hardware threads; None if unknown.
         variables: names of environment variables that ranks on other nodes need too.
         cores_per_node: cores per node, in the same unit; None if unknown.
         site_options: the site file's options for the launcher.
@@ -88,8 +88,8 @@ class Work:
 class Built:
     """Command line of a launcher.
 
-    `env` maps variables that it needs, unless the user has set them, to (value, reason). `files` must be written
-    first.
+    `env` maps variables that the launcher needs to (value, reason); variables of the user are kept. `files` must be
+    written first.
     """
 
     argv: tuple[str, ...]
@@ -152,7 +152,7 @@ def logical_cores(root: Path = SYS) -> dict[int, int]:
     """Map each Linux CPU number of this node to hwloc's logical core number.
 
     hwloc numbers cores package by package, and within a package by their lowest CPU. CPUs outside this process's
-    affinity mask are left out, as hwloc does with those of other containers. Empty if /sys has no topology.
+    affinity mask are left out, as hwloc omits CPUs of other containers. Empty if /sys has no topology.
     """
     packages: dict[int, dict[str, list[int]]] = {}
     for number in sorted(os.sched_getaffinity(0)):
