@@ -193,7 +193,7 @@ def fake_engine(plan: RunPlan) -> Iterator[Engine]:
 
 
 def fake_samples(plan: RunPlan) -> list[tuple[Tensor, Tensor]]:
-    """Return tokens and targets, (B, T), of each micro batch of a step. Call it within `fake_engine`."""
+    """Return tokens and targets, (B, T), of each micro-batch of a step. Call it within `fake_engine`."""
     batch = plan.resolved.batch
     one = torch.empty(batch.micro_batch, plan.model.block_size, dtype=torch.long)
     return [(one, one)] * batch.accumulation
@@ -224,7 +224,7 @@ def device_branches() -> Iterator[None]:
     for function, code in functions.items():
         function.__code__ = _without_cpu(code)
     try:
-        with (mock.patch.object(loss, "most_logits_on", return_value=loss_chunk.most_logits("cuda", _MEMORY)),
+        with (mock.patch.object(loss, "most_logits_on", return_value=loss_chunk.max_logits("cuda", _MEMORY)),
               mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash_attention)):
             yield
     finally:

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, describe_unknown, run_command, version_text
+from ezpz_llm.base import UserError, run_command, unknown_name_error, version_text
 from ezpz_llm.base.command_parser import examples, help_width
 from ezpz_llm.base.shell_commands import to_typable
 
@@ -55,7 +55,7 @@ def _dispatch(argv: Sequence[str]) -> int | None:
     if name in _SYNONYMS:
         raise UserError(f"unknown command {argv[0]!r}", where="ezpz-llm", instead=f"ezpz-llm {_SYNONYMS[name]}")
     if name not in commands:
-        raise describe_unknown("command", argv[0], commands, where="ezpz-llm")
+        raise unknown_name_error("command", argv[0], commands, where="ezpz-llm")
     sys.argv = [f"ezpz-llm {name}", *argv[1:]]
     return importlib.import_module(module_of(commands[name])).main(argv[1:])
 

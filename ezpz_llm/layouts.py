@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--memory", type=float, metavar="GB",
                         help="memory of a device: add activations, sort by what to try first, recommend a layout")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N",
-                        help="sequences in a micro batch, for activations (%(default)s)")
+                        help="sequences in a micro-batch, for activations (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     options = parser.parse_args(argv)
     check_world(options.world, options.ranks_per_node)
@@ -58,7 +58,7 @@ def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
     if options.world is None or options.json:
         raise UserError("--memory requires --world and does not support --json", instead="--world 64 --memory 80")
     if not 0 < options.memory < 1e6 or options.micro_batch_size < 1:
-        raise UserError(f"invalid memory of {options.memory:g} GB or micro batch of {options.micro_batch_size}",
+        raise UserError(f"invalid memory of {options.memory:g} GB or micro-batch of {options.micro_batch_size}",
                         where="--memory, --micro-batch-size", instead="--memory 80 --micro-batch-size 4")
     memory = options.memory * 1e9
     layouts = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.check.server import Place, rendezvous_point, secret_of
+from ezpz_llm.check.server import Endpoint, rendezvous_point, shared_secret
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{info.world_size} ranks have no common run directory", where="environment",
                         instead="launch python3 -m ezpz_llm.preflight, or the same --run-dir for all")
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
-    rendezvous = Place(address, port, secret_of(os.environ, run_dir))
+    rendezvous = Endpoint(address, port, shared_secret(os.environ, run_dir))
     if info.rank == 0:
         from ezpz_llm.check.coordinator import run_coordinator
 

@@ -13,7 +13,7 @@ from ezpz_llm.base import UserError, run_command
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.launch.addresses import is_local_address
-from ezpz_llm.launch.devices import has_none
+from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
 from ezpz_llm.trainer.check_report import explain_plan, setting_warnings, warning
@@ -79,7 +79,7 @@ def _check(options: Options) -> CheckReport:
 
 def _device(places: Places) -> str | None:
     """Return "cpu" if all ranks run on this machine and it has no accelerator; else None: only torch can tell."""
-    return "cpu" if len(places) == 1 and is_local_address(places[0][0]) and has_none(os.environ) else None
+    return "cpu" if len(places) == 1 and is_local_address(places[0][0]) and has_no_accelerator(os.environ) else None
 
 
 if __name__ == "__main__":

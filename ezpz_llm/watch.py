@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_dir(named: Path | None) -> RunDir:
     run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), ANY, "ezpz-llm watch RUN_DIR")
-    run_dir.check_there()
+    run_dir.check_exists()
     return run_dir
 
 

@@ -17,7 +17,7 @@ from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
 from ezpz_llm.launch.failures.run_facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, look
+from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, read_live_state
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     named = options.run_dir
     run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), LAUNCHED, "ezpz-llm why RUN_DIR")
-    run_dir.check_there()
+    run_dir.check_exists()
     record = read_record(run_dir)
     if (ended := record.get("exit")) and "launch" not in record and ended.keys() >= {"cause", "code"}:
         return _show_exit_only(run_dir, ended, options.json)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     _warn_if_unreadable(run_dir)
     if options.logs:
         _request_logs(run_dir, options.logs)
-    live = look(run_dir, record, options.silent_after)
+    live = read_live_state(run_dir, record, options.silent_after)
     if live is None:
         # Read again: launch may have recorded the exit since the first read.
         return _show_ended(run_dir, read_record(run_dir), options.json)

@@ -19,11 +19,11 @@ from torch.nn import functional
 from ezpz_llm import Target
 
 SAMPLES = 8
-"""Samples per micro batch over all ranks, divisible by 1, 2, 4, and 8 ranks."""
+"""Samples per micro-batch over all ranks, divisible by 1, 2, 4, and 8 ranks."""
 
 
 def drawn(seed: int, number: int) -> torch.Generator:
-    """Return the random generator of a micro batch, the same on every rank."""
+    """Return the random generator of a micro-batch, the same on every rank."""
     return torch.Generator().manual_seed(100_000 * seed + number)
 
 

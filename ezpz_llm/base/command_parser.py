@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ezpz_llm.base.errors import UserError, nearest_name
+from ezpz_llm.base.errors import UserError, nearest_names
 from ezpz_llm.base.shell_commands import to_typable, to_typable_text
-from ezpz_llm.base.synonyms import unknown_option
+from ezpz_llm.base.synonyms import unknown_option_error
 
 _MAX_WIDTH = 110
 _REPLACEMENTS = {
@@ -33,7 +33,7 @@ def help_width() -> int:
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
 
 
-def wrapped(text: str, begin: str = "", indent: int = 0) -> str:
+def wrap_paragraph(text: str, begin: str = "", indent: int = 0) -> str:
     """Wrap a paragraph to `help_width`. Start the first line with `begin`, and others with `indent` spaces."""
     return textwrap.fill(" ".join(text.split()), help_width(), initial_indent=begin, subsequent_indent=" " * indent,
                          break_on_hyphens=False, break_long_words=False)
@@ -68,7 +68,7 @@ class HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
             return text
-        return "\n\n".join(map(wrapped, text.strip().split("\n\n")))
+        return "\n\n".join(map(wrap_paragraph, text.strip().split("\n\n")))
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -92,11 +92,11 @@ class CommandParser(argparse.ArgumentParser):
             words = message.partition(": ")[2].split()
             option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
             if option is not None:
-                raise unknown_option(option, self._options(), where=self.prog, remark=help_page)
+                raise unknown_option_error(option, self._options(), where=self.prog, remark=help_page)
         match = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
         if match:
             choices = match[4].replace("'", "").split(", ")
-            near = nearest_name(match[3], choices)
+            near = nearest_names(match[3], choices)
             instead = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(choices)}"
             raise UserError(f"{match[1]}: {match[2]}", where=self.prog, instead=instead)
         for pattern, replacement in _REPLACEMENTS.items():

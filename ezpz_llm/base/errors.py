@@ -122,7 +122,7 @@ def version_text() -> str:
     return f"ezpz_llm {__version__} from {folder} (Python {sys.version.split()[0]})"
 
 
-def nearest_name(word: str, known: Iterable[str], count: int = 3) -> list[str]:
+def nearest_names(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` known words that begin with `word` or are most similar to it, best first."""
     # Imported here because every command imports this module, and few of them fail.
     import difflib
@@ -133,15 +133,15 @@ def nearest_name(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     return [*completions, *(name for name in similar if name not in completions)][:count]
 
 
-def describe_unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
+def unknown_name_error(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
     """Return the error for an unknown name. It suggests the most similar known names, or else lists all of them."""
     known = sorted(known)
-    near = nearest_name(word, known)
+    near = nearest_names(word, known)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     return UserError(f"unknown {kind} {word!r}", where=where, instead=hint)
 
 
-def end_at_once_when_shown() -> None:
+def exit_after_uncaught_exception() -> None:
     """Make the process exit without the interpreter's clean-up once an uncaught exception is printed.
 
     Used by ranks with live process groups: the clean-up (NCCL's destructors, MPI_Finalize) would wait for ranks
@@ -177,7 +177,7 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
     """Run a command's `main(argv)`, print a `UserError` as a message, and return the exit code.
 
     System errors that the user can fix, such as a full disk, are printed as messages, too. Other exceptions
-    are bugs and keep their traceback. Does not return after `end_at_once_when_shown`: the process exits.
+    are bugs and keep their traceback. Does not return after `exit_after_uncaught_exception`: the process exits.
     """
     try:
         code = _run(main, argv)

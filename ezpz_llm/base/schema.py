@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ezpz_llm.base.errors import UserError, nearest_name
+from ezpz_llm.base.errors import UserError, nearest_names
 from ezpz_llm.base.untrusted_input import shorten_value
 
 # Each limit is larger than any existing machine needs, and far below what would exhaust the memory or CPU of a
@@ -137,7 +137,7 @@ def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
     fields, is_open = _fields(cls), is_typeddict(cls)
     for name in value:
         if name not in fields and not (drop or is_open):
-            near = nearest_name(str(name), fields)
+            near = nearest_names(str(name), fields)
             raise UserError(f"unknown key {shorten_value(_key_path(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
     members = dict(value) if is_open else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, nearest_name
+from ezpz_llm.base.errors import UserError, nearest_names
 from ezpz_llm.base.untrusted_input import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("synonyms.toml")
@@ -53,7 +53,8 @@ def synonym(option: str, known: Collection[str]) -> tuple[str, str | None]:
             next((answer for answer in answers if all(name in known for name in options_in(answer))), None))
 
 
-def unknown_option(option: str, known: Collection[str], *, where: str | None = None, remark: str = "") -> UserError:
+def unknown_option_error(option: str, known: Collection[str], *, where: str | None = None,
+                         remark: str = "") -> UserError:
     """Return the error for an unknown option.
 
     The message names the programs that have the option, and the option of this command with the same meaning or a
@@ -65,7 +66,7 @@ def unknown_option(option: str, known: Collection[str], *, where: str | None = N
     message = f"unknown option {option!r}" + (f", an option of {programs}" if programs else "")
     if answer is not None:
         return UserError(message, where=where, instead=answer)
-    near = [] if programs else nearest_name(option, known)
+    near = [] if programs else nearest_names(option, known)
     guess = f"did you mean {' or '.join(near)}?" if near else ""
     return UserError(message, where=where, instead=f"{guess} {remark}".strip())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, describe_unknown
+from ezpz_llm.base import UserError, unknown_name_error
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.injected_faults import FAULTS, find_fault
@@ -384,4 +384,4 @@ def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
 def _check_known(names: Sequence[str], valid: Sequence[str], kind: str, where: str) -> None:
     for name in names:
         if name not in valid:
-            raise describe_unknown(kind, name, valid, where=where)
+            raise unknown_name_error(kind, name, valid, where=where)

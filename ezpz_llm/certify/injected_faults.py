@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ezpz_llm.base import describe_unknown
+from ezpz_llm.base import unknown_name_error
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def find_fault(name: str) -> Fault:
         UserError: an unknown name.
     """
     if name not in FAULTS:
-        raise describe_unknown("fault", name, FAULTS, where="--inject-fault")
+        raise unknown_name_error("fault", name, FAULTS, where="--inject-fault")
     return FAULTS[name]
 
 
@@ -210,7 +210,7 @@ def _repeat_half_of_micro_batches(engine: Any, dist: Dist) -> None:
     inner = engine.train_step
 
     def train_step(micro_batches: Any, lr: float, span: Any) -> Any:
-        """Make a step that uses the first half of the micro batches twice, and not the second half."""
+        """Make a step that uses the first half of the micro-batches twice, and not the second half."""
         batches = list(micro_batches)
         half = batches[:len(batches) // 2]
         return inner([*half, *half], lr, span)
@@ -372,7 +372,7 @@ _FAULTS = (
           engine=lambda engine, dist: _scale_gradients(engine, dist.mesh.sp_size)),
     *(Fault(name, description, shows, _reason_unless_single_process, engine=engine, shared=True)
       for name, description, shows, engine in (
-          ("half-the-micro-batches", "half of a step's micro batches are skipped", ("forward", "backward"),
+          ("half-the-micro-batches", "half of a step's micro-batches are skipped", ("forward", "backward"),
            _repeat_half_of_micro_batches),
           ("rate-of-one-group", "the learning rate reaches the first group only", ("optimizer",),
            _change_groups(1, lr=lambda lr: 2e-3)),

@@ -57,7 +57,7 @@ class Arithmetic:
     """Rounding of a precision recipe, and random errors that emulate another summation order.
 
     Attributes:
-        parameters: dtype of parameters in the forward pass, and of their gradients within a micro batch.
+        parameters: dtype of parameters in the forward pass, and of their gradients within a micro-batch.
         products: dtype of the inputs and outputs of matmuls, and of elementwise operations on them.
         residual: dtype of the residual stream and of the outputs of norms.
         errors: largest relative error of a result in another summation order, before it is rounded.
@@ -83,7 +83,7 @@ ARITHMETIC = {
     # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8. A sum of two rounded halves, or
     # a kernel that rounds at another place, adds one such rounding.
     "bf16_autocast": Arithmetic(torch.float32, torch.bfloat16, torch.float32, errors=2.0 ** -8),
-    # bf16 parameters with fp32 master weights: the residual stream and each micro batch's gradients are rounded
+    # bf16 parameters with fp32 master weights: the residual stream and each micro-batch's gradients are rounded
     # too.
     "bf16": Arithmetic(torch.bfloat16, torch.bfloat16, torch.bfloat16, errors=2.0 ** -8),
 }
@@ -208,7 +208,7 @@ def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Ten
 
 def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: Settings,
               arithmetic: Arithmetic = EXACT) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss of a step (the mean of its micro batches' mean losses) and its gradients, in fp64."""
+    """Return the loss of a step (the mean of its micro-batches' mean losses) and its gradients, in fp64."""
     rounding = _Rounding(arithmetic)
     leaves = {name: value.detach().double().clone().requires_grad_() for name, value in weights.items()}
     total = 0.0

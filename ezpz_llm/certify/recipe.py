@@ -52,7 +52,7 @@ LONG, ODD_VOCABULARY = 160, 90
 the attention kernel, and a padded vocabulary."""
 LONG_BATCH, LONG_STEPS = 4, 3
 IGNORED_SHARE = 0.125
-"""Mean share of ignored targets in `uncovered_paths`; it differs between micro batches."""
+"""Mean share of ignored targets in `uncovered_paths`; it differs between micro-batches."""
 WIDE_CLIP, Z_LOSS = 100.0, 1e-3
 """Settings of the second run in `uncovered_paths`; no gradient norm reaches this clip."""
 

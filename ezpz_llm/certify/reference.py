@@ -211,7 +211,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
 
 
 def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-    """Copy micro batches to the CPU, for the plain step."""
+    """Copy micro-batches to the CPU, for the plain step."""
     return [(tokens.cpu(), targets.cpu()) for tokens, targets in batches]
 
 
@@ -331,7 +331,7 @@ def _combine_ranks(ranks: list[dict[str, _Sums]]) -> dict[str, dict[str, Any]]:
 
 
 Rows = Callable[[np.ndarray, int], np.ndarray]
-"""Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro batch order."""
+"""Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro-batch order."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Checks of the data reader: properties of the sample order that hold for every seed.
 
-A step has the same samples however it is split over ranks and micro batches. A sample is a window of T consecutive
+A step has the same samples however it is split over ranks and micro-batches. A sample is a window of T consecutive
 tokens, with the next token of each as its target. An epoch has each window exactly once, in an order that depends
 on the seed and the epoch. Each stream of a mixture contributes its share to every block, from its own epochs. An
 evaluation has each prediction exactly once.
@@ -35,7 +35,7 @@ COUNTS = (3 * BLOCK // 4, BLOCK // 4)
 STEP = 24
 """Samples per step. Neither an epoch nor a block is a multiple of it."""
 DIVISIONS = ((1, 24), (1, 4), (2, 3), (3, 8), (4, 2))
-"""Pairs of data-parallel size and micro batch size."""
+"""Pairs of data-parallel size and micro-batch size."""
 EVALUATED = 100
 """Predictions of the short evaluation. It ends within a window."""
 
@@ -75,7 +75,7 @@ def _stream(folder: Path, windows: int, begin: int) -> TokenStream:
 
 
 def _check_steps(stream: TokenStream) -> Iterator[str]:
-    """Check that a step's samples do not depend on the number of ranks, the micro batches, or reading ahead."""
+    """Check that a step's samples do not depend on the number of ranks, the micro-batches, or reading ahead."""
     for consumed in (0, ODD_EPOCH - STEP // 2, BLOCK - STEP // 2):
         whole = _step(stream, consumed)
         if whole.shape != (STEP, LENGTH + 1):
@@ -84,7 +84,7 @@ def _check_steps(stream: TokenStream) -> Iterator[str]:
             return
         for ranks, micro in DIVISIONS:
             if not np.array_equal(_step(stream, consumed, ranks, micro), whole):
-                yield (f"the step from sample {consumed} has different samples on {ranks} ranks in micro batches "
+                yield (f"the step from sample {consumed} has different samples on {ranks} ranks in micro-batches "
                        f"of {micro} than in a single batch")
     ahead = ReadAhead(stream, block_size=LENGTH, seed=1, global_batch=STEP, micro_batch=STEP, dp_rank=0, dp_size=1)
     for consumed in (0, STEP, STEP, 5 * STEP, 0):

@@ -80,7 +80,7 @@ class _Run:
     Attributes:
         numbers: numbers to compare with the reference.
         seen, all_ranks: trajectory of this rank, and those of all ranks.
-        drawn: for each data-parallel rank, the sample hashes of each micro batch.
+        drawn: for each data-parallel rank, the sample hashes of each micro-batch.
         weights: this rank's weights after the last step.
         statistics: by running statistic, the largest difference from the reference over the ranks.
     """
@@ -149,7 +149,7 @@ def _statistics_findings(apart: dict[str, float], reference: Reference, about: T
 
 
 def _data_findings(ranks: Sequence[dict[int, list[str]]], expected: dict[int, list[str]]) -> list[Finding]:
-    """Check that all ranks together draw the samples of one process, and that no rank repeats a micro batch."""
+    """Check that all ranks together draw the samples of one process, and that no rank repeats a micro-batch."""
     wrong, first_wrong = 0, ""
     repeated: set[int] = set()
     first_repeated = ""
@@ -157,7 +157,7 @@ def _data_findings(ranks: Sequence[dict[int, list[str]]], expected: dict[int, li
         drawn = Counter(sample for parts in ranks for sample in parts.get(number, []))
         if odd := sum((drawn - Counter(samples)).values()) + sum((Counter(samples) - drawn).values()):
             wrong += odd
-            first_wrong = first_wrong or f"; first in micro batch {number}"
+            first_wrong = first_wrong or f"; first in micro-batch {number}"
     for rank, parts in enumerate(ranks):
         first_use: dict[tuple[str, ...], int] = {}
         for number, samples in parts.items():
@@ -165,9 +165,9 @@ def _data_findings(ranks: Sequence[dict[int, list[str]]], expected: dict[int, li
             if earlier != number:
                 repeated.add(number)
                 first_repeated = (first_repeated
-                                  or f": on rank {rank}, micro batch {number} equals micro batch {earlier}")
+                                  or f": on rank {rank}, micro-batch {number} equals micro-batch {earlier}")
     return [_Count("samples occur more or less often over the ranks than in one process", wrong, 0.0, first_wrong),
-            _Count("micro batches are repeated", len(repeated), 0.0, first_repeated)]
+            _Count("micro-batches are repeated", len(repeated), 0.0, first_repeated)]
 
 
 def _random_findings(ranks: Sequence[Observations], drops: bool) -> list[Finding]:
@@ -193,8 +193,8 @@ def _likely_causes(findings: dict[str, list[Finding]], measured: verdict.Numbers
     ratio = measured["norms"][0][0] / expected["norms"][0]
     causes = {1 / world: f"the loss is divided by the number of ranks ({world}) twice",
               float(world): f"gradients are summed, not averaged, over the {world} ranks",
-              1 / ACCUMULATION: f"the loss is divided by the number of micro batches ({ACCUMULATION}) twice",
-              float(ACCUMULATION): f"gradients are summed, not averaged, over the {ACCUMULATION} micro batches"}
+              1 / ACCUMULATION: f"the loss is divided by the number of micro-batches ({ACCUMULATION}) twice",
+              float(ACCUMULATION): f"gradients are summed, not averaged, over the {ACCUMULATION} micro-batches"}
     for factor, cause in causes.items():
         if factor != 1 and abs(ratio / factor - 1) < SAME:
             yield f"likely: {cause} (gradients are {ratio:.4g} times the reference's)"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, describe_unknown, read_bytes
+from ezpz_llm.base import UserError, read_bytes, unknown_name_error
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.library.target import Target
 
@@ -67,7 +67,7 @@ def find_target(text: str, folders: tuple[Path, ...] = (Path(),)) -> TargetFile:
     except (SyntaxError, ValueError) as error:
         raise UserError(f"invalid Python: {error}", where=str(path)) from error
     if function not in defined:
-        raise describe_unknown("function", function, defined, where=str(path))
+        raise unknown_name_error("function", function, defined, where=str(path))
     return TargetFile(str(path), function, hashlib.sha256(content).hexdigest())
 
 

@@ -37,7 +37,7 @@ class TargetProperties(TypedDict):
     """Properties of a target that all layouts need.
 
     `clip` is the gradient clip, `parameters` the number of parameters, `drops` is True if the module has dropout,
-    `batches` are the samples of each micro batch, `statistics` is the baseline noise by running statistic.
+    `batches` are the samples of each micro-batch, `statistics` is the baseline noise by running statistic.
     """
 
     clip: float
@@ -55,7 +55,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
 
     Raises:
         UserError: a parameter gets no gradient, or starts as an untied copy of an embedding; the process disagrees
-            with the plain loop or, with split micro batches, with itself; `wrap` rejects the module.
+            with the plain loop or, with split micro-batches, with itself; `wrap` rejects the module.
     """
     assert job.target is not None
     target, single = load(job.target), single_rank_world(dist)
@@ -113,13 +113,13 @@ def check_ties(module: nn.Module) -> None:
 
 
 def _check_parts(whole: Batches, divided: Batches) -> None:
-    """Check that the parts of the first step's micro batches for the ranks add up to the full micro batches."""
+    """Check that the parts of the first step's micro-batches for the ranks add up to the full micro-batches."""
     whole.of_step(0), divided.of_step(0)
     for number, expected in whole.seen.items():
         drawn, complete = Counter(divided.seen[number]), Counter(expected)
         if odd := sum(((drawn - complete) + (complete - drawn)).values()):
-            raise UserError(f"{INCONSISTENT}: the parts of micro batch {number} for {divided.size} ranks have "
-                            f"{odd} samples more or less often than the full micro batch", where="Target.batch",
+            raise UserError(f"{INCONSISTENT}: the parts of micro-batch {number} for {divided.size} ranks have "
+                            f"{odd} samples more or less often than the full micro-batch", where="Target.batch",
                             exit_code=1,
                             instead="split the batch of dp_size 1 into dp_size equal parts and return part dp_rank")
 
@@ -144,7 +144,7 @@ def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> Non
     """Check that every parameter gets a gradient, and that splitting the batches over ranks does not change it.
 
     Args:
-        plain, divided: gradients of the full micro batches, and of their parts for the ranks.
+        plain, divided: gradients of the full micro-batches, and of their parts for the ranks.
 
     Raises:
         UserError: names the first parameter that fails.
@@ -159,7 +159,7 @@ def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> Non
                             instead="a module without this parameter, or a loss that depends on it")
         if not apart <= SAME * gradient.norm():
             raise UserError(f"{INCONSISTENT}: the gradient of {name} changes by {apart / gradient.norm():.2g} "
-                            "(relative) when micro batches are split over ranks", where="--target",
+                            "(relative) when micro-batches are split over ranks", where="--target",
                             instead="a loss that is the mean over samples, parts of equal size, nn.Dropout for "
                                     "dropout, and torch's BatchNorm for batch statistics",
                             exit_code=1)

@@ -76,17 +76,17 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
 
 
 def micro_batch_numbers(target: Target, steps: int) -> list[range]:
-    """Return the micro batch numbers of each step. Steps use the first micro batches of two epochs.
+    """Return the micro-batch numbers of each step. Steps use the first micro-batches of two epochs.
 
-    The first epoch has half of the steps, rounded up. Each rank computes a part of each micro batch.
+    The first epoch has half of the steps, rounded up. Each rank computes a part of each micro-batch.
 
     Raises:
-        UserError: an epoch has too few micro batches.
+        UserError: an epoch has too few micro-batches.
     """
     per_epoch = first_epoch_steps(steps)
     epoch = target.epoch_batches or per_epoch * ACCUMULATION
     if epoch < per_epoch * ACCUMULATION:
-        raise UserError(f"an epoch has {epoch} micro batches, but certify needs {per_epoch * ACCUMULATION}",
+        raise UserError(f"an epoch has {epoch} micro-batches, but certify needs {per_epoch * ACCUMULATION}",
                         where="Target.epoch_batches", instead="larger epochs, or fewer --steps")
     firsts = [step // per_epoch * epoch + step % per_epoch * ACCUMULATION for step in range(steps)]
     return [range(first, first + ACCUMULATION) for first in firsts]
@@ -94,13 +94,13 @@ def micro_batch_numbers(target: Target, steps: int) -> list[range]:
 
 @dataclass
 class Batches:
-    """Parts of micro batches that one process computes: those of the data-parallel ranks `dp_ranks` out of `size`.
+    """Parts of micro-batches that one process computes: those of the data-parallel ranks `dp_ranks` out of `size`.
 
     Attributes:
         order: seed for shuffling the parts of a step; 0 for no shuffling.
         keeps_rank_order: keep the order of each rank's parts when shuffling, since its running statistics depend
             on the order.
-        seen: sample hashes of each drawn micro batch, by its number.
+        seen: sample hashes of each drawn micro-batch, by its number.
     """
 
     target: Target
@@ -113,7 +113,7 @@ class Batches:
     seen: dict[int, list[str]] = field(default_factory=dict)
 
     def of_step(self, step: int) -> list[tuple[int, Any]]:
-        """Return the parts of a step's micro batches, each with its data-parallel rank."""
+        """Return the parts of a step's micro-batches, each with its data-parallel rank."""
         drawn: list[tuple[int, Any]] = []
         for number in micro_batch_numbers(self.target, self.steps)[step]:
             parts = [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
@@ -128,7 +128,7 @@ class Batches:
         return [(dp_rank, next(turns[dp_rank])) for dp_rank, _ in shuffled]
 
     def evaluation_parts(self) -> list[Any]:
-        """Return this process's parts of the evaluation batch: the first micro batch of the third epoch."""
+        """Return this process's parts of the evaluation batch: the first micro-batch of the third epoch."""
         number = 2 * (self.target.epoch_batches or first_epoch_steps(self.steps) * ACCUMULATION)
         if len(self.dp_ranks) == 1 or self.keeps_rank_order:
             return [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
@@ -218,12 +218,12 @@ def train(model: Wrapped, batches: Batches, *, use_own_step: bool, first: int = 
         else:
             loss = _step(target, model, parts, statistics, trajectory)
         if model.grad_norm is None or model.grad_norm is previous_norm:
-            raise UserError(f"the step function made no optimizer step after {model.accumulation} micro batches",
+            raise UserError(f"the step function made no optimizer step after {model.accumulation} micro-batches",
                             where="Target.step",
                             instead="call model.backward(loss) and model.step() for each of them")
         if not isinstance(loss, float | Tensor):
             raise UserError(f"the step function returns {type(loss).__name__}, not a loss", where="Target.step",
-                            instead="return the mean loss of the step's micro batches")
+                            instead="return the mean loss of the step's micro-batches")
         trajectory.losses.append(float(loss))
         trajectory.norms.append(float(model.grad_norm))
         trajectory.random.append(_hash(_bytes(_random_state(batches.device))))
@@ -253,7 +253,7 @@ def mean_held_out(ranks: Sequence[Observations]) -> float:
 
 def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByRank,
           trajectory: Observations) -> Tensor:
-    """Make a step, and return the mean of the micro batches' losses."""
+    """Make a step, and return the mean of the micro-batches' losses."""
     losses = []
     for dp_rank, batch in parts:
         with statistics.of(dp_rank):

@@ -157,7 +157,7 @@ def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, in
 
 
 def _pairs(windows: np.ndarray) -> list[MicroBatch]:
-    """Split windows (n, T + 1) into micro batches."""
+    """Split windows (n, T + 1) into micro-batches."""
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
             for part in torch.from_numpy(windows.astype(np.int64)).split(MICRO)]
 

@@ -1,7 +1,7 @@
 """Comparison of one process with the step definition, on code paths that the layouts' recipe does not use.
 
 Two short runs have sequences longer than a block of the attention kernel, a padded vocabulary, a different number
-of ignored targets in each micro batch, a resume before the last step, and an evaluation after it. The first run
+of ignored targets in each micro-batch, a resume before the last step, and an evaluation after it. The first run
 clips gradients and computes the loss in chunks. The second does not clip, computes all logits at once, and has a
 z-loss.
 """

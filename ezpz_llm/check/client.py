@@ -30,7 +30,7 @@ from ezpz_llm.check.node_facts import (
 )
 from ezpz_llm.check.report import report_path
 from ezpz_llm.check.rules.gathered import MPI, NETWORK
-from ezpz_llm.check.server import AUTHENTICATE_S, CLOCK, FACTS, Place, candidate_ports
+from ezpz_llm.check.server import AUTHENTICATE_S, CLOCK, FACTS, Endpoint, candidate_ports
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -58,7 +58,7 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def connect(endpoint: Place, info: RankInfo, folder: Path | None,
+def connect(endpoint: Endpoint, info: RankInfo, folder: Path | None,
             should_stop: Callable[[], bool]) -> Connection | None:
     """Connect to rank 0, retrying until `should_stop()`. Return None if it was not reached.
 
@@ -80,7 +80,7 @@ def connect(endpoint: Place, info: RankInfo, folder: Path | None,
     return None
 
 
-def _try_ports(endpoint: Place, info: RankInfo) -> Connection | str:
+def _try_ports(endpoint: Endpoint, info: RankInfo) -> Connection | str:
     """Return a connection, or the reason why there is none."""
     first_reason = ""
     for port in candidate_ports(endpoint.port):
@@ -121,7 +121,7 @@ def _authenticate(connection: socket.socket, frames: Frames, info: RankInfo) -> 
     return True
 
 
-def _report_unreached(folder: Path, endpoint: Place, info: RankInfo, reason: str) -> None:
+def _report_unreached(folder: Path, endpoint: Endpoint, info: RankInfo, reason: str) -> None:
     host = socket.gethostname()
     path = folder / _UNREACHED.replace("*", re.sub(r"[^A-Za-z0-9_.-]", "_", host))
     facts = network_facts({"MASTER_ADDR": endpoint.address})
@@ -159,7 +159,7 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
-def connect_and_serve(endpoint: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
+def connect_and_serve(endpoint: Endpoint, info: RankInfo, env: Mapping[str, str], folder: Path | None,
                       should_stop: Callable[[], bool]) -> bool:
     """Connect to rank 0 (see `connect`) and reply to its requests. Return False if it was not reached."""
     connection = connect(endpoint, info, folder, should_stop)
@@ -282,7 +282,8 @@ def _logging_environment(env: Mapping[str, str]) -> dict[str, str]:
 _GRACE_S = 5.0
 
 
-def run_client(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
+def run_client(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Endpoint,
+               limit_s: float) -> int:
     """Run preflight on a rank other than 0. Return exit code 0, since rank 0 reports the result.
 
     Raises:

@@ -17,7 +17,7 @@ from ezpz_llm.check.report import Report, as_text, report_path, write_report
 from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.rules.nodes import LOST, STUCK
-from ezpz_llm.check.server import CLOCK, FACTS, Member, Place, PreflightServer
+from ezpz_llm.check.server import CLOCK, FACTS, Endpoint, Member, PreflightServer
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
@@ -33,7 +33,7 @@ _JOIN_TIMEOUT_S = 4.0
 _UNREACHED_POLL_S = 1.0
 
 
-def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place,
+def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Endpoint,
                     limit_s: float) -> int:
     """Run all preflight stages and write the report. Return 0 if no check failed, else EXIT_PREFLIGHT."""
     began = time.monotonic()
@@ -41,7 +41,7 @@ def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, ren
         stale.unlink(missing_ok=True)
     server = PreflightServer(rendezvous.address, rendezvous.port, rendezvous.secret)
     # In a thread, so that the report is written even if gathering this rank's own facts hangs.
-    endpoint = Place(server.address, server.port, rendezvous.secret)
+    endpoint = Endpoint(server.address, server.port, rendezvous.secret)
     client_thread = threading.Thread(target=connect_and_serve, daemon=True, args=(
         endpoint, info, env, None, lambda: time.monotonic() > began + limit_s))
     client_thread.start()

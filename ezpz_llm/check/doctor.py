@@ -16,8 +16,8 @@ from ezpz_llm.check import software
 from ezpz_llm.check.node_facts import file_system_space, named_interfaces, node_facts, numa_domains
 from ezpz_llm.check.rules.gathered import Finding, first_problem, format_bytes
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
-from ezpz_llm.launch.addresses import describe, is_loopback, list_interfaces, missing_interface, resolve
-from ezpz_llm.launch.dialects import choose
+from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces, missing_interface, resolve
+from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.schedulers import find_allocation, local
 from ezpz_llm.launch.sites import find_site
@@ -75,7 +75,7 @@ def site_finding(env: Mapping[str, str]) -> Finding:
 def launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
     """Report the launcher that launch would use for several ranks."""
     try:
-        choice = choose("auto", scheduler, 2, env)
+        choice = choose_launcher("auto", scheduler, 2, env)
     except UserError as error:
         return Finding("bad", "launcher", error.found, error.instead or "")
     return Finding("ok", "launcher", f"{choice.dialect} ({choice.program}; {choice.source})")
@@ -189,7 +189,7 @@ def check_cache(env: Mapping[str, str]) -> Finding:
 def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for interfaces and this node's hostname."""
     interfaces = list_interfaces()
-    yield Finding("ok", "interfaces", describe(interfaces))
+    yield Finding("ok", "interfaces", format_interfaces(interfaces))
     for variable, names in named_interfaces(env).items():
         if missing := missing_interface(variable, names, interfaces):
             yield Finding("bad", "interfaces", f"{variable}={names}, but there is no {missing}",

@@ -18,7 +18,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError, escape_control_characters, make_private, run_secret
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.launch.addresses import holder, listen, local_address
+from ezpz_llm.launch.addresses import describe_port_holder, listen, local_address
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.rundir import RunDir
 
@@ -31,7 +31,7 @@ _SECRET_FILE, _SECRET_BYTES = "preflight-secret", 32
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Address and port at which rank 0 listens, and the run's shared secret."""
 
     address: str
@@ -61,7 +61,7 @@ def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]
     return address, require_master_port(port)
 
 
-def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
+def shared_secret(env: Mapping[str, str], run_dir: RunDir) -> bytes:
     """Return the run's shared secret.
 
     With launch, it is launch's secret. Without launch, the first rank creates it in a file in the run directory
@@ -271,7 +271,7 @@ class PreflightServer:
 def _describe(error: OSError, port: int) -> str:
     # Without the address that listen() adds to the message.
     text = os.strerror(error.errno) if error.errno else str(error)
-    return f"{text}: {holder(port)}" if error.errno == errno.EADDRINUSE else text
+    return f"{text}: {describe_port_holder(port)}" if error.errno == errno.EADDRINUSE else text
 
 
 def _allow_many_files() -> None:

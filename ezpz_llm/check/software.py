@@ -17,7 +17,7 @@ from ezpz_llm.base import UserError, extensions_dir, installed, parse_json
 from ezpz_llm.check.node_facts import drivers, mpi_library, torch_build
 from ezpz_llm.check.rules.gathered import Finding, first_problem
 from ezpz_llm.launch.devices import visible_devices
-from ezpz_llm.launch.dialects import choose
+from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
 
 _MIN_PYTHON, _MIN_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))
@@ -138,7 +138,7 @@ def check_mpi(library: str | None, dialect: str | None) -> Finding:
 
 def _mpiexec(env: Mapping[str, str]) -> str | None:
     try:
-        return choose("mpiexec", "", 2, env).dialect
+        return choose_launcher("mpiexec", "", 2, env).dialect
     except UserError:
         return None
 

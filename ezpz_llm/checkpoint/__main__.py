@@ -14,7 +14,15 @@ from typing import Any
 from ezpz_llm.base import UserError, count_noun, print_lines, run_command, user_path
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
-from ezpz_llm.checkpoint.manifest import LATEST, MANIFEST, complete, latest, read_manifest, read_state, verify
+from ezpz_llm.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    complete_checkpoints,
+    latest_checkpoint,
+    read_manifest,
+    read_state,
+    verify,
+)
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_source
 from ezpz_llm.model.config import ModelConfig
@@ -156,11 +164,11 @@ def _find_checkpoints(path: Path) -> list[Path]:
     if (path / MANIFEST).is_file():
         return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
-    folders = complete(checkpoints)
+    folders = complete_checkpoints(checkpoints)
     if not folders:
         raise UserError(f"no complete checkpoint in {path}", where="FOLDER",
                         instead="a run directory, or a checkpoints/step-… folder in one")
-    newest = latest(checkpoints)
+    newest = latest_checkpoint(checkpoints)
     if newest is not None and newest not in folders:
         raise UserError(f"{LATEST} names {newest.name}, which does not exist", where=str(checkpoints), exit_code=1)
     return folders

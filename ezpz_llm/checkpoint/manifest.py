@@ -38,7 +38,7 @@ def step_of(folder: Path) -> int:
     return int(re.findall(r"step-(\d+)", folder.name)[0])
 
 
-def complete(checkpoints: Path) -> list[Path]:
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints in a run's `checkpoints/` folder, by step."""
     if not checkpoints.is_dir():
         return []
@@ -47,7 +47,7 @@ def complete(checkpoints: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def latest(checkpoints: Path) -> Path | None:
+def latest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the checkpoint that the file `latest` names, even if it does not exist; None without a valid name."""
     pointer = checkpoints / LATEST
     name = system_text(pointer, most=_LONGEST_NAME).strip()
@@ -74,8 +74,8 @@ def publish(partial: Path, step: int) -> Path:
     pointer = checkpoints / LATEST
     _flush(partial)
     if final.exists():
-        if latest(checkpoints) == final:
-            before = [path for path in complete(checkpoints) if step_of(path) < step]
+        if latest_checkpoint(checkpoints) == final:
+            before = [path for path in complete_checkpoints(checkpoints) if step_of(path) < step]
             if before:
                 write_atomic(pointer, before[-1].name + "\n")
             else:
@@ -239,7 +239,7 @@ def check_size(folder: Path, record: FileRecord) -> None:
 
 def damaged_error(folder: Path, problem: str) -> DamagedCheckpointError:
     """Return the error for a damaged checkpoint; the advice names the run's newest other checkpoint, if any."""
-    others = [path for path in complete(folder.parent) if path.name != folder.name]
+    others = [path for path in complete_checkpoints(folder.parent) if path.name != folder.name]
     return DamagedCheckpointError(f"the checkpoint is damaged: {problem}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)
 

@@ -7,15 +7,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, nearest_name
+from ezpz_llm.base import UserError, nearest_names
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     all_damaged_error,
     check_size,
-    complete,
+    complete_checkpoints,
     folder_name,
-    latest,
+    latest_checkpoint,
     read_manifest,
     step_of,
 )
@@ -38,10 +38,10 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
 
     Call from one process, after a successful save.
     """
-    newest = latest(run_dir.checkpoints)
+    newest = latest_checkpoint(run_dir.checkpoints)
     if newest is None:
         return []
-    folders = [path for path in complete(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
+    folders = [path for path in complete_checkpoints(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
     excess = [path for path in folders[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
     for path in excess:
         # Rename first: an interrupted removal must not leave a folder that looks complete. If the rename fails, the
@@ -71,7 +71,7 @@ def find(where: str | Path) -> Path:
     raise all_damaged_error(skipped)
 
 
-def has_any(where: str | Path) -> bool:
+def has_checkpoint(where: str | Path) -> bool:
     """Return True if `where` has a checkpoint, even if damaged."""
     try:
         return bool(candidates(where))
@@ -91,14 +91,14 @@ def candidates(where: str | Path) -> list[Path]:
     path = Path(where)
     if not path.is_dir():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = [str(path.with_name(name)) for name in nearest_name(path.name, siblings)]
+        near = [str(path.with_name(name)) for name in nearest_names(path.name, siblings)]
         raise UserError(f"no run directory or checkpoint at {path}", where="--resume",
                         instead=f"did you mean {' or '.join(near)}?" if near else None)
     if (path / MANIFEST).is_file():
         return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
-    newest = latest(checkpoints)
-    older = [folder for folder in [*complete(checkpoints), *_replaced_checkpoints(checkpoints)]
+    newest = latest_checkpoint(checkpoints)
+    older = [folder for folder in [*complete_checkpoints(checkpoints), *_replaced_checkpoints(checkpoints)]
              if newest is None or step_of(folder) < step_of(newest)]
     folders = [*([newest] if newest else []), *sorted(older, key=step_of, reverse=True)]
     if not folders:

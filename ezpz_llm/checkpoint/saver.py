@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ezpz_llm.base import UserError
-from ezpz_llm.checkpoint.manifest import complete, start_partial
+from ezpz_llm.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.writer import Shard, buffers_of, complete_folder, facts, read_shard, write_shard
 from ezpz_llm.dist import Dist
@@ -243,7 +243,7 @@ class Saver:
             try:
                 return action()
             except OSError as failure:
-                earlier = complete(self._run_dir.checkpoints)
+                earlier = complete_checkpoints(self._run_dir.checkpoints)
                 intact = f"; {earlier[-1].name} is intact" if earlier else ""
                 raise NotWrittenError(
                     f"the checkpoint of step {step} could not be written: {failure.strerror}{intact}",

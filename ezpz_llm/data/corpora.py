@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, cache_dir, describe_unknown, user_path
+from ezpz_llm.base import UserError, cache_dir, unknown_name_error, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
@@ -124,7 +124,8 @@ def find_corpus(corpus: str) -> Corpus:
         if path.suffix or os.sep in corpus:
             raise UserError("no such corpus file or folder", where=str(path),
                             instead=f"pass a {_FILES} file, a folder, or one of " + ", ".join(CORPORA))
-        raise describe_unknown("corpus", corpus, CORPORA, where=f"neither a known name nor a file in {Path.cwd()}")
+        raise unknown_name_error("corpus", corpus, CORPORA,
+                                 where=f"neither a known name nor a file in {Path.cwd()}")
     return _path_corpus(path)
 
 

@@ -60,7 +60,7 @@ def step_read(folder: Path, step: int) -> StepRead:
             or has changed.
     """
     run_dir = RunDir(folder)
-    run_dir.check_there()
+    run_dir.check_exists()
     record = read_record(run_dir)
     data_record = record.get("data", {})
     config, model = record.get("config", {}), record.get("model", {})
@@ -76,7 +76,7 @@ def step_read(folder: Path, step: int) -> StepRead:
     if data.fingerprint != fingerprint:
         raise UserError("the tokens in this folder have changed since the run read them", where=str(shards),
                         instead=f"restore the original corpus: {config.get('corpus')}")
-    return StepRead(step, first, stop, extracts(data, block_size, seed, range(first, stop)))
+    return StepRead(step, first, stop, find_extracts(data, block_size, seed, range(first, stop)))
 
 
 def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: int) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def _recorded_positions(run_dir: RunDir, record: dict[str, Any]) -> Iterator[tup
         yield state["step"], state["consumed"]
 
 
-def extracts(data: TokenData, block_size: int, seed: int, samples: Sequence[int]) -> list[Extract]:
+def find_extracts(data: TokenData, block_size: int, seed: int, samples: Sequence[int]) -> list[Extract]:
     """Return the parts of documents in the given samples, ordered by sample."""
     stream_indices, starts = stream_offsets(as_mixture(data.split(TRAIN)), block_size, seed, np.asarray(samples))
     result: list[Extract] = []

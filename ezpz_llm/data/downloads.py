@@ -128,7 +128,7 @@ def writing(path: Path):
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print one line to stderr."""
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
@@ -183,7 +183,7 @@ def _line_printer(label: str, total: int, initial_bytes: int) -> Callable[[int],
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            say(f"{label}: {processed / 1e6:,.1f}{of} MB, "
-                f"{(processed - initial_bytes) / 1e6 / (now - began):,.1f} MB/s")
+            print_to_stderr(f"{label}: {processed / 1e6:,.1f}{of} MB, "
+                            f"{(processed - initial_bytes) / 1e6 / (now - began):,.1f} MB/s")
 
     return advance

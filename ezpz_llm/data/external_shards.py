@@ -21,7 +21,7 @@ import numpy as np
 
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.corpora import cached_folder
-from ezpz_llm.data.downloads import progress, reading, say
+from ezpz_llm.data.downloads import print_to_stderr, progress, reading
 from ezpz_llm.data.file_signatures import check_tokens
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
 from ezpz_llm.data.shards import open_npy
@@ -117,7 +117,7 @@ def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
                         instead="keep only shards from one preparation in the folder")
     size = sum(tokens.nbytes for split in opened.values() for tokens in split)
     if show:
-        say(f"reading {shards.written_by} shards once: {shards.folder}, {size / 1e6:,.1f} MB")
+        print_to_stderr(f"reading {shards.written_by} shards once: {shards.folder}, {size / 1e6:,.1f} MB")
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     splits: dict[str, Any] = {}
     with progress(f"reading {shards.folder}", size, show) as advance:

@@ -28,7 +28,7 @@ import numpy as np
 
 from ezpz_llm.base import UserError, open_regular, user_path
 from ezpz_llm.data.corpora import MANY_FILES_VAL_FRACTION, cached_folder
-from ezpz_llm.data.downloads import reading, say
+from ezpz_llm.data.downloads import print_to_stderr, reading
 from ezpz_llm.data.file_signatures import TOKENS, check_tokens, find_signature
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL, sampled_blocks, sampled_hash
 from ezpz_llm.data.token_width import CHECKED_TOKENS, pieces
@@ -213,7 +213,8 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     """
     index = read_index(data.bin, data.idx)
     if show:
-        say(f"reading the Megatron index {data.idx}: {index.tokens:,} tokens, {index.starts.size - 1:,} documents")
+        print_to_stderr(f"reading the Megatron index {data.idx}: {index.tokens:,} tokens, "
+                        f"{index.starts.size - 1:,} documents")
     entry, vocab_size, end = _tokenizer_facts(data)
     item = np.dtype(index.dtype).itemsize
     counts = _count(data, index, vocab_size)

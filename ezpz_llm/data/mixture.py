@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.hub import HUB_PREFIX
-from ezpz_llm.data.shards import shares
+from ezpz_llm.data.shards import samples_per_block
 
 _MAX_COMMAS = 8
 """Maximum number of commas in one path."""
@@ -65,17 +65,17 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
                         instead=f"--corpus {parts[0].corpus}, or several as A=0.7,B=0.3")
     if problems := [part.problem for part in parts if part.problem]:
         raise UserError("; ".join(dict.fromkeys(problems)), where=f"--corpus {words}", instead=_advice(parts))
-    names = [identity(part.corpus) for part in parts]
+    names = [canonical_corpus(part.corpus) for part in parts]
     for part, name in zip(parts, names, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.corpus} is given more than once", where=f"--corpus {words}",
                             instead="list each corpus once")
     weights = [part.number or 0.0 for part in parts]
-    shares([part.corpus for part in parts], weights)
+    samples_per_block([part.corpus for part in parts], weights)
     return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-def identity(corpus: str) -> str:
+def canonical_corpus(corpus: str) -> str:
     """Return a canonical spelling of a single corpus."""
     if corpus in CORPORA or corpus.startswith(HUB_PREFIX):
         return corpus

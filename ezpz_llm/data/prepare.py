@@ -16,7 +16,7 @@ import numpy as np
 from ezpz_llm.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import build_folder
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
-from ezpz_llm.data.downloads import say, writing
+from ezpz_llm.data.downloads import print_to_stderr, writing
 from ezpz_llm.data.external_shards import ExternalShards, check_shards, find_external_shards, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
@@ -25,7 +25,7 @@ from ezpz_llm.data.megatron import MegatronData, check_megatron, find_megatron, 
 from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.reader import check_documents
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
-from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
+from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, samples_per_block
 from ezpz_llm.data.tokenize_corpus import entropy, write_dataset
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, check_files, choose_tokenizer, describe
@@ -182,7 +182,7 @@ def _ensure(folder: Path, fingerprint: str, show: bool, create_in: Callable[[Pat
     """Return `folder` once it is complete; if necessary, `create_in` creates its content in a hidden folder."""
     def on_wait() -> None:
         if show:
-            say(f"waiting for another process that is preparing {folder}")
+            print_to_stderr(f"waiting for another process that is preparing {folder}")
 
     if not _is_finished(folder, fingerprint):
         with writing(folder), build_folder(folder, lambda: _is_finished(folder, fingerprint), on_wait) as hidden:
@@ -278,7 +278,7 @@ def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: 
     opened = [TokenData.open(part) for part, _ in parts]
     check_same_tokenizer(opened)
     weights = [weight for _, weight in parts]
-    counts_per_block = shares([str(part) for part, _ in parts], weights)
+    counts_per_block = samples_per_block([str(part) for part, _ in parts], weights)
     histogram = np.zeros(opened[0].vocab_size)
     for data, count in zip(opened, counts_per_block, strict=True):
         if not (data.folder / COUNTS).is_file():

@@ -1,8 +1,8 @@
-"""Samples of each step. Symbols: B micro batch size, T block size, n windows per epoch.
+"""Samples of each step. Symbols: B micro-batch size, T block size, n windows per epoch.
 
 Sample i is a pure function of (seed, i) and the stream. Samples are windows of T + 1 tokens at stride T, shuffled
 anew in each epoch; in a mixture, each stream has its own order. A step takes samples [consumed, consumed + global
-batch), so `consumed` is the complete data position: the number of ranks, the micro batch size and the number of
+batch), so `consumed` is the complete data position: the number of ranks, the micro-batch size and the number of
 accumulation steps only partition those samples, and may change on resume.
 
 The order is computed, never stored. The shuffle of [0, n) is evaluated at single positions, since n may be 10^10:
@@ -92,7 +92,7 @@ class Batches:
         if at_once < 1 or global_batch < 1 or global_batch % at_once:
             near = max(1, global_batch // max(1, at_once)) * at_once
             raise UserError(
-                f"a global batch of {global_batch} samples does not divide into micro batches of {micro_batch} "
+                f"a global batch of {global_batch} samples does not divide into micro-batches of {micro_batch} "
                 f"on {dp_size} data-parallel ranks ({at_once} at once)",
                 instead=f"use a multiple of {at_once}, such as --global-batch-size {near}, or another "
                         "--micro-batch-size",
@@ -108,7 +108,7 @@ class Batches:
         self.dp_size = dp_size
 
     def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return (tokens, targets) of each micro batch of the step that starts at sample `consumed`.
+        """Return (tokens, targets) of each micro-batch of the step that starts at sample `consumed`.
 
         Both are (B, T) int64. Rank r takes the r-th of dp_size contiguous parts of the step's samples.
         """
@@ -236,7 +236,7 @@ class ReadAhead(Batches):
         self._next: tuple[int, Future[list[tuple[np.ndarray, np.ndarray]]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the micro batches of a step, and start reading the next step."""
+        """Return the micro-batches of a step, and start reading the next step."""
         read_step = super().micro_batches
         if self._next and self._next[0] == consumed:
             micro_batches = self._next[1].result()

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ezpz_llm.base import UserError, apportion, describe_unknown, open_regular
+from ezpz_llm.base import UserError, apportion, open_regular, unknown_name_error
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest, read_part
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
@@ -99,7 +99,7 @@ class Mixture:
         return sum(map(len, self.streams))
 
 
-def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
+def samples_per_block(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
     """Return the number of samples for each weight in a block of 4096, by the largest-remainder method.
 
     Raises:
@@ -168,11 +168,11 @@ class TokenData:
         """Return the split "train" or "val"."""
         splits = self.manifest["splits"]
         if name not in splits:
-            raise describe_unknown("split", name, splits, where=str(self.folder / MANIFEST))
+            raise unknown_name_error("split", name, splits, where=str(self.folder / MANIFEST))
         if self.parts:
             folders = [str(part.folder) for part, _ in self.parts]
             return Mixture(tuple(part._stream(name) for part, _ in self.parts),
-                           shares(folders, [weight for _, weight in self.parts]))
+                           samples_per_block(folders, [weight for _, weight in self.parts]))
         return self._stream(name)
 
     def _stream(self, name: str) -> TokenStream:

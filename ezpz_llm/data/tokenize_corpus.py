@@ -20,7 +20,7 @@ import numpy as np
 from ezpz_llm.base import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL, InterruptedWriteError, Journal, clear
 from ezpz_llm.data.corpora import Request
-from ezpz_llm.data.downloads import progress, say
+from ezpz_llm.data.downloads import print_to_stderr, progress
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import resolve_revision
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD, TRAIN, VAL
@@ -109,9 +109,9 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
     """
     began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer.name})"
     if show:
-        say(f"{label}: {_size(request)}, {workers} {'process' if workers == 1 else 'processes'}")
+        print_to_stderr(f"{label}: {_size(request)}, {workers} {'process' if workers == 1 else 'processes'}")
         for name in request.corpus.left_out:
-            say(f"note: skipping {name}: not a regular file")
+            print_to_stderr(f"note: skipping {name}: not a regular file")
     try:
         work = _start_or_resume(request, folder, show)
         _write_remaining_tokens(work, workers, label, show)
@@ -128,8 +128,9 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
         raise
     if show:
         for remark in reading_notes(manifest["source"]):
-            say(f"note: {remark}")
-        say(f"prepared {manifest['tokens']:,} tokens in {time.monotonic() - began:.1f} s: {request.folder}")
+            print_to_stderr(f"note: {remark}")
+        print_to_stderr(f"prepared {manifest['tokens']:,} tokens in {time.monotonic() - began:.1f} s: "
+                        f"{request.folder}")
 
 
 def _size(request: Request) -> str:
@@ -159,8 +160,8 @@ def _start_or_resume(request: Request, folder: Path, show: bool) -> _Work:
             clear(folder, kept=(JOURNAL, SHARD))
             _copy_tokenizer(request, folder)
             if show:
-                say(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens that an earlier "
-                    "process wrote")
+                print_to_stderr(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens that an "
+                                "earlier process wrote")
             return work
     clear(folder)
     corpus, facts = request.corpus, {}

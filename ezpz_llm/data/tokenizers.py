@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from ezpz_llm.base import UserError, as_type, describe_unknown, read_json, require_package, user_path
+from ezpz_llm.base import UserError, as_type, read_json, require_package, unknown_name_error, user_path
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
 from ezpz_llm.data.text import cut_text, replace_surrogates
@@ -165,7 +165,7 @@ def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
         return CharTokenizer(characters)
     if name == "gpt2":
         return _checked(EncodingTokenizer("gpt2", _GPT2_PIECES, read_merges(GPT2_VOCAB.find().read_text("utf-8"))))
-    raise describe_unknown("tokenizer", name, TOKENIZERS)
+    raise unknown_name_error("tokenizer", name, TOKENIZERS)
 
 
 def _checked(tokenizer: EncodingTokenizer) -> EncodingTokenizer:
@@ -339,7 +339,7 @@ def describe(entry: Mapping[str, Any]) -> str:
     return f"{entry['name']} ({size}fingerprint {entry['fingerprint'][:12]})"
 
 
-def words_of(entry: Mapping[str, Any], folder: Path) -> str:
+def tokenizer_argument(entry: Mapping[str, Any], folder: Path) -> str:
     """Return the value of --tokenizer for the tokenizer of `folder`."""
     return str(folder.absolute()) if "table" in entry or "kind" in entry else entry["name"]
 
@@ -354,7 +354,8 @@ def choose_tokenizer(words: str) -> Choice:
         return Choice(words, words)
     path = user_path(words).absolute()
     if not os.path.exists(path):  # also False if the name is too long for a path
-        raise describe_unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also accepts {_ACCEPTED}")
+        raise unknown_name_error("tokenizer", words, TOKENIZERS,
+                                 where=f"--tokenizer, which also accepts {_ACCEPTED}")
     entry = find_entry(path)
     if entry is None:
         unsupported = find_unsupported_tokenizer(path)
@@ -363,7 +364,7 @@ def choose_tokenizer(words: str) -> Choice:
                         "this file is not a tokenizer: its name ends in neither .json nor .model",
                         where=f"--tokenizer {path}", instead=f"pass {_ACCEPTED}")
     if "kind" not in entry:
-        return Choice(entry["name"], words_of(entry, path), entry)
+        return Choice(entry["name"], tokenizer_argument(entry, path), entry)
     require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], f"--tokenizer {path}")
     return Choice(entry["name"], str(path), entry, find_file(path) or find_copy(path, entry))
 

@@ -42,7 +42,7 @@ def all_gather_number(dist: Dist, value: float) -> list[float]:
     return values.tolist()
 
 
-def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
     """All-reduce `values` on this rank's device, and return the result. Collective.
 
     Overwrites `values` if they are on that device. With a single rank, returns `values` unchanged.
@@ -71,7 +71,7 @@ def first_value(dist: Dist, value: T | None) -> T | None:
     if dist.world_size == 1:
         return value
     rank = torch.tensor(dist.world_size if value is None else dist.rank)
-    first = int(reduce(dist, rank, torch_dist.ReduceOp.MIN))
+    first = int(all_reduce(dist, rank, torch_dist.ReduceOp.MIN))
     if first == dist.world_size:
         return None
     values = [value]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ezpz_llm.base import UserError, describe_unknown
+from ezpz_llm.base import UserError, unknown_name_error
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
@@ -28,11 +28,11 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
     if asked in (None, "auto"):
         kind = _best()
         if kind == "cpu":
-            reject_idle_gpus(os.environ)
+            reject_unusable_gpus(os.environ)
     else:
         kind = asked
     if kind not in DEVICES:
-        raise describe_unknown("device", kind, [*DEVICES, "auto"], where="--device")
+        raise unknown_name_error("device", kind, [*DEVICES, "auto"], where="--device")
     count = _count(kind)
     if count == 0:
         raise UserError(f"no {kind} device is visible to this process", where="--device",
@@ -73,7 +73,7 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
     return info.local_rank
 
 
-def reject_idle_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
+def reject_unusable_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
     """Check that the node has no visible GPU that torch cannot use: the run would silently use the CPU.
 
     AMD's driver also lists integrated graphics of desktop CPUs, so it is checked only with a ROCm build of torch.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ezpz_llm.base import PrivateFolder, UserError, derive_key, open_private, run_secret
-from ezpz_llm.launch.addresses import address_towards, holder, is_loopback, listen, resolve
+from ezpz_llm.launch.addresses import address_towards, describe_port_holder, is_loopback, listen, resolve
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
@@ -87,7 +87,7 @@ def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
         return listen(address, port)
     except OSError as error:
         raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}, which is "
-                        f"taken: {holder(port)}", where=f"MASTER_PORT={port}",
+                        f"taken: {describe_port_holder(port)}", where=f"MASTER_PORT={port}",
                         instead="another MASTER_PORT, or unset it: launch chooses a free port") from error
 
 

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from ezpz_llm.base import UserError, end_at_once_when_shown
+from ezpz_llm.base import UserError, exit_after_uncaught_exception
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
@@ -275,7 +275,7 @@ def _skip_cleanup_at_exit() -> None:
     """
     if torch.distributed.is_initialized() and (torch.distributed.get_world_size() > 1
                                                or torch.distributed.get_backend() != "gloo"):
-        end_at_once_when_shown()
+        exit_after_uncaught_exception()
 
 
 def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[RunDir, Ownership | None]:

@@ -62,10 +62,10 @@ class Engine(ABC):
     @abstractmethod
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """Perform an optimizer step on `batch.accumulation` micro batches.
+        """Perform an optimizer step on `batch.accumulation` micro-batches.
 
         Args:
-            micro_batches: this rank's micro batches; each has the arguments of the model's forward pass, tokens and
+            micro_batches: this rank's micro-batches; each has the arguments of the model's forward pass, tokens and
                 targets.
 
         Returns:
@@ -108,14 +108,14 @@ class Engine(ABC):
 
 
 class MicroStepEngine(Engine):
-    """Engine that computes one micro batch at a time, forward and backward."""
+    """Engine that computes one micro-batch at a time, forward and backward."""
 
     @abstractmethod
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the module's output for one micro batch; for ezpz_llm's models, its mean loss, 0-d in fp32.
+        """Return the module's output for one micro-batch; for ezpz_llm's models, its mean loss, 0-d in fp32.
 
         Args:
-            last_micro_step: True for the last micro batch of a step. Engines that reduce gradients once per step
+            last_micro_step: True for the last micro-batch of a step. Engines that reduce gradients once per step
                 reduce them in the next backward pass.
         """
 
@@ -136,7 +136,7 @@ class MicroStepEngine(Engine):
 
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
-        """Perform an optimizer step on accumulated micro batches; return mean loss and global gradient norm."""
+        """Perform an optimizer step on accumulated micro-batches; return mean loss and global gradient norm."""
         accumulation = self.batch.accumulation
         loss = torch.zeros((), device=self.device)
         for index, inputs in enumerate(micro_batches):

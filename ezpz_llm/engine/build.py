@@ -17,7 +17,7 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.masters import round_parameters
 from ezpz_llm.engine.optimizer_state import MakeOptimizer, make_optimizer
-from ezpz_llm.engine.precision import autocast_forward, set_products
+from ezpz_llm.engine.precision import autocast_forward, set_tf32
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.resolve import Resolved, check_precision
 from ezpz_llm.layout.value_source import DEFAULT
@@ -74,7 +74,7 @@ def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list
         for buffer in model.buffers():
             buffer.data = buffer.data.to(dist.device)
     model.train()
-    set_products(dist.device, resolved.precision)
+    set_tf32(dist.device, resolved.precision)
     autocast_forward(model, dist.device, resolved.precision)
     running_statistics.compute_in_fp32(model, resolved.precision)
     round_parameters(model, resolved.precision)

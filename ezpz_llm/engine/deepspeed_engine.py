@@ -67,12 +67,12 @@ class DeepSpeedEngine(MicroStepEngine):
         self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the loss of a micro batch; DeepSpeed reduces gradients in the backward pass of the last one."""
+        """Return the loss of a micro-batch; DeepSpeed reduces gradients in the backward pass of the last one."""
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
         return self._engine(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the micro batch's gradients, multiplied by the loss scale."""
+        """Accumulate the micro-batch's gradients, multiplied by the loss scale."""
         # DeepSpeed divides by the accumulation steps itself. Its ZeRO optimizers apply the loss scale, but stage 0
         # does not.
         if self.layout.zero.stage == 0:

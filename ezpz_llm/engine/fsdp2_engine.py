@@ -86,7 +86,7 @@ class Fsdp2Engine(TorchEngine):
         return self._rows.values()
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the loss of a micro batch; gradients are reduced in the last backward pass, or in each one."""
+        """Return the loss of a micro-batch; gradients are reduced in the last backward pass, or in each one."""
         self.module.set_requires_gradient_sync(last_micro_step or self._reduces_each)
         return self.module(*inputs, **named)
 

@@ -1,6 +1,6 @@
 """Engine for pipeline layouts: DeepSpeed's pipeline with a client optimizer and ZeRO 1, one stage per rank.
 
-In bf16, DeepSpeed wraps the optimizer in a different class, which adds each micro batch's gradients to flat fp32
+In bf16, DeepSpeed wraps the optimizer in a different class, which adds each micro-batch's gradients to flat fp32
 buffers of the whole stage. This module averages the buffers over data-parallel ranks in place.
 
 Written for DeepSpeed 0.19. The stage is a module of ezpz_llm; DeepSpeed sends activations and gradients, sums the

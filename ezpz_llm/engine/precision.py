@@ -28,7 +28,7 @@ from ezpz_llm.layout.precision_recipes import RECIPES, supports_masters
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def product_dtype(precision: str) -> torch.dtype:
+def matmul_dtype(precision: str) -> torch.dtype:
     """Return the dtype of a recipe's matmuls; fp32 for tf32, which is a setting of the process."""
     return _DTYPES.get(RECIPES[precision].products, torch.float32)
 
@@ -40,7 +40,7 @@ def gradient_dtype(name: str) -> torch.dtype:
 
 def parameter_dtype(precision: str) -> torch.dtype:
     """Return the dtype of the parameters in a forward pass."""
-    return product_dtype(precision) if RECIPES[precision].has_masters else torch.float32
+    return matmul_dtype(precision) if RECIPES[precision].has_masters else torch.float32
 
 
 def native_precision(device: torch.device, layout: Layout) -> str:
@@ -70,7 +70,7 @@ def autocast_forward(module: nn.Module, device: torch.device, precision: str) ->
     """
     if not RECIPES[precision].autocast:
         return
-    dtype = product_dtype(precision)
+    dtype = matmul_dtype(precision)
     inner = module.forward
 
     @functools.wraps(inner)
@@ -81,7 +81,7 @@ def autocast_forward(module: nn.Module, device: torch.device, precision: str) ->
     module.forward = forward
 
 
-def set_products(device: torch.device, precision: str) -> None:
+def set_tf32(device: torch.device, precision: str) -> None:
     """Enable or disable TF32 matmuls for this process, and check that the setting has an effect.
 
     Devices without TF32 silently ignore the setting.
@@ -90,13 +90,13 @@ def set_products(device: torch.device, precision: str) -> None:
         UserError: tf32 is requested, but matmuls are as precise as without it.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    if precision == "tf32" and not rounds_products(device):
+    if precision == "tf32" and not rounds_matmuls(device):
         raise UserError(f"tf32 has no effect on {device}: its matmuls are as precise as in fp32",
                         where="precision",
                         instead="use --precision fp32, or bf16_autocast if the device has bf16 units")
 
 
-def rounds_products(device: torch.device) -> bool:
+def rounds_matmuls(device: torch.device) -> bool:
     """Return True if an fp32 matmul rounds its factors to TF32."""
     size = 512
     value = 1 + 2.0 ** -13

@@ -50,7 +50,7 @@ class TorchEngine(MicroStepEngine):
         return wrapped
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the loss of a micro batch; gradients are reduced only in the backward pass of the last one."""
+        """Return the loss of a micro-batch; gradients are reduced only in the backward pass of the last one."""
         # DDP reads the flag in the forward pass, so set it first.
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.require_backward_grad_sync = last_micro_step
@@ -59,7 +59,7 @@ class TorchEngine(MicroStepEngine):
         return self._wrapped(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the micro batch's gradients, divided by the accumulation steps, times the loss scale."""
+        """Accumulate the micro-batch's gradients, divided by the accumulation steps, times the loss scale."""
         (loss / self.batch.accumulation * self._loss_factor).backward()
 
     def step(self, lr: float | None) -> Tensor:

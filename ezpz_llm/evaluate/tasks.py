@@ -18,7 +18,13 @@ from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.evaluate.model import ModelPlan, add_common_arguments, remove_temporary_run
 from ezpz_llm.hf.config import family_of
 from ezpz_llm.hf.source import Source, find_source
-from ezpz_llm.hf.tokenizer import check_vocabulary, tokenizer_mismatch, tokenizer_of, tokenizer_warning, words_for
+from ezpz_llm.hf.tokenizer import (
+    check_vocabulary,
+    tokenizer_argument_for,
+    tokenizer_mismatch,
+    tokenizer_of,
+    tokenizer_warning,
+)
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -48,7 +54,7 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
     tokens = config.get("eval_tokens", 0) if options.tokens is None else options.tokens
     if tokens < 0:
         raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more, or 0 for the whole split")
-    tokenizer = words_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
+    tokenizer = tokenizer_argument_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
     text_key = config.get("text_key", TEXT) if corpus == config.get("corpus") else TEXT
     check_corpus(corpus, tokenizer, plan.model.block_size, text_key)
     return Corpus(corpus, tokenizer, tokens or None, text_key)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.base import count_noun, escape_control_characters, run_command
-from ezpz_llm.base.command_parser import CommandParser, wrapped
+from ezpz_llm.base.command_parser import CommandParser, wrap_paragraph
 from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.counterfactual import run_counterfactual
@@ -80,15 +80,16 @@ def diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
 
 
 def _causes(diagnosis: Diagnosis) -> str:
-    lines = [wrapped(sentence) + "\n" for sentence in diagnosis.opening]
-    lines.append(wrapped(f"{tables.CAUSES}:"))
+    lines = [wrap_paragraph(sentence) + "\n" for sentence in diagnosis.opening]
+    lines.append(wrap_paragraph(f"{tables.CAUSES}:"))
     for number, cause in enumerate(diagnosis.shown_causes, 1):
-        lines.append(wrapped(cause.what, f"  {number}. {cause.share:6.1%}  {cause.seconds:8.2f} s  ", indent=7))
-        lines += [wrapped(to_typable_text(line), "       try: ", indent=12) for line in cause.advice]
+        lines.append(wrap_paragraph(cause.what, f"  {number}. {cause.share:6.1%}  {cause.seconds:8.2f} s  ",
+                                    indent=7))
+        lines += [wrap_paragraph(to_typable_text(line), "       try: ", indent=12) for line in cause.advice]
     if not diagnosis.shown_causes:
         lines.append(f"  {tables.NO_CAUSE}")
     if diagnosis.missing_traces_note:
-        lines.append(wrapped(diagnosis.missing_traces_note, "  ", indent=2))
+        lines.append(wrap_paragraph(diagnosis.missing_traces_note, "  ", indent=2))
     return "\n".join(lines) + "\n"
 
 

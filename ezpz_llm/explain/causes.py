@@ -227,7 +227,7 @@ def communication_advice(label: str, run: dict[str, Any], deepspeed: dict[str, A
                 "a layout without tp",
                 "tensor-parallel ranks within one node, where links are fastest"]
     if "pp" in axes:
-        return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}, for more micro batches in flight"]
+        return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}, for more micro-batches in flight"]
     if "sp" in axes and "dp" not in axes:
         return ["a smaller --sp, if sequences fit in memory"]
     advice = []

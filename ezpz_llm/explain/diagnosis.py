@@ -205,7 +205,7 @@ def diagnose(run_dir: Path) -> Diagnosis:
     Raises:
         UserError: the directory is not that of a training run, has no step yet, or has an unreadable trace.
     """
-    RunDir(run_dir).check_there()
+    RunDir(run_dir).check_exists()
     record = read_record(RunDir(run_dir))
     rows = read_history(RunDir(run_dir))
     if "config" not in record or not len(rows):

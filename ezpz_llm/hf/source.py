@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base import UserError, nearest_name, read_json, untrusted_input, user_path
+from ezpz_llm.base import UserError, nearest_names, read_json, untrusted_input, user_path
 from ezpz_llm.checkpoint import DamagedCheckpointError, find
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.hf.config import from_hf
@@ -74,7 +74,7 @@ def find_source(where: str, option: str) -> Source:
 
 def _no_such_run(name: str, option: str) -> UserError:
     near = [str(folder / match) for folder in (Path(), Path("runs")) if folder.is_dir()
-            for match in nearest_name(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
+            for match in nearest_names(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
     return UserError(f"no run directory, checkpoint or model folder at {name}", where=option,
                      instead=f"did you mean {' or '.join(near)}?" if near
                      else f"the path of a folder; for a model of the hub, the id with its owner: OWNER/{name}")

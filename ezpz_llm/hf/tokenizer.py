@@ -24,7 +24,7 @@ from ezpz_llm.data.tokenizers import (
     from_entry,
     get_tokenizer,
     to_entry,
-    words_of,
+    tokenizer_argument,
 )
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
@@ -36,7 +36,7 @@ def entry_of(source: Source) -> Mapping[str, Any] | None:
     return find_entry(source.folder) if source.tokenizer is None else source.tokenizer
 
 
-def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
+def tokenizer_argument_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
     """Return the tokenizer to use with these weights on a corpus, as an argument of `prepare`.
 
     It is the weights' own tokenizer, unless the user chose another one; `tokenizer_mismatch` warns about it.
@@ -69,14 +69,14 @@ def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> st
         of_corpus = None if folder is None else read_manifest(folder)["tokenizer"]
         if of_corpus is not None and of_corpus["fingerprint"] != own["fingerprint"]:
             raise _mismatch(source, own, describe(of_corpus), str(folder))
-    return words_of(own, source.folder)
+    return tokenizer_argument(own, source.folder)
 
 
 def _mismatch(source: Source, own: Mapping[str, Any], of_corpus: str, where: str) -> UserError:
     return UserError(f"the weights' tokenizer is {describe(own)}, the corpus's is {of_corpus}: the same ids mean "
                      "different text", where=f"{where}, and {source.folder}",
-                     instead=f"prepare it with --tokenizer {words_of(own, source.folder)}, or pass the text "
-                             "itself as --corpus; to train the weights on other tokens, pass the corpus's "
+                     instead=f"prepare it with --tokenizer {tokenizer_argument(own, source.folder)}, or pass the "
+                             "text itself as --corpus; to train the weights on other tokens, pass the corpus's "
                              "--tokenizer")
 
 

@@ -84,7 +84,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
 
 
 def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: CheckOutcome) -> int:
-    from ezpz_llm.launch.failures.run_facts import exit_record, not_started
+    from ezpz_llm.launch.failures.run_facts import exit_record, not_started_record
     from ezpz_llm.launch.supervision import run
 
     if options.explain:
@@ -107,7 +107,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
             outcome = run(plan, options.idle_limit_s, start_limit_s=options.start_limit_s or None,
                           record_end=lambda ended: _record_end(plan, exit_record(ended)))
     except UserError as error:
-        _record_end(plan, not_started(error.exit_code, error.found, time.time()))
+        _record_end(plan, not_started_record(error.exit_code, error.found, time.time()))
         raise
     shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave their files behind
     if outcome.code == 0 and _discards_run_dir(plan, options):
@@ -179,9 +179,9 @@ def _maybe_staged(plan: LaunchPlan, options: Options) -> contextlib.AbstractCont
     """Return a context manager for the plan; with --stage-env, its ranks run from copies of the environment."""
     if not options.stage_env:
         return contextlib.nullcontext(plan)
-    from ezpz_llm.launch.staging.sender import staged
+    from ezpz_llm.launch.staging.sender import stage_environment
 
-    return staged(plan, options, os.environ)
+    return stage_environment(plan, options, os.environ)
 
 
 def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:

@@ -213,7 +213,7 @@ def _choose_port(address: str, key: str, user_port: str | None, on_first_node: b
     require_master_port(user_port)
     error_number = bind_error("", int(user_port)) if on_first_node else 0
     if error_number:
-        process = f": {holder(int(user_port))}" if error_number == errno.EADDRINUSE else ""
+        process = f": {describe_port_holder(int(user_port))}" if error_number == errno.EADDRINUSE else ""
         raise UserError(f"MASTER_PORT={user_port} cannot be used on {host}: {os.strerror(error_number)}{process}",
                         where="environment", instead="unset MASTER_PORT: launch finds a free port")
     return int(user_port), _USER_SOURCE
@@ -333,7 +333,7 @@ def interface_address(names: str, where: str) -> tuple[str, str]:
             return name.strip(), address
     present = [name for name in names.split(",") if name.strip() in interfaces]
     problem = f"interface {present[0]} has no IPv4 address" if present else f"no interface {names!r}"
-    raise UserError(f"{problem} on {socket.gethostname()}, which has {describe(interfaces)}", where=where,
+    raise UserError(f"{problem} on {socket.gethostname()}, which has {format_interfaces(interfaces)}", where=where,
                     instead="--interface NAME, with one of these")
 
 
@@ -349,7 +349,7 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
     interfaces = list_interfaces()
     if missing := missing_interface(variable, names, interfaces):
         raise UserError(f"rank {rank} is to use interface {missing}, which {socket.gethostname()} does not have; "
-                        f"it has {describe(interfaces)}", where=f"{variable}={names}",
+                        f"it has {format_interfaces(interfaces)}", where=f"{variable}={names}",
                         instead="--interface NAME, with an interface that every node has, or no --interface")
 
 
@@ -370,7 +370,7 @@ def missing_interface(variable: str, wanted: str, own: Collection[str]) -> str:
     return "" if is_present else wanted
 
 
-def describe(own: Mapping[str, str | None]) -> str:
+def format_interfaces(own: Mapping[str, str | None]) -> str:
     """Return the interfaces as text: `lo (127.0.0.1), hsn0 (10.0.0.1), hsn1`."""
     return ", ".join(f"{name} ({address})" if address else name for name, address in own.items())
 
@@ -404,7 +404,8 @@ def free_port(address: str, key: str) -> int:
         if error_number == 0:
             return port
     raise UserError(f"no free port among {_TRIES} from {next(derived_ports(key))} on {address}; the first: "
-                    f"{holder(next(derived_ports(key)))}", where="MASTER_PORT", instead="set MASTER_PORT yourself")
+                    f"{describe_port_holder(next(derived_ports(key)))}", where="MASTER_PORT",
+                    instead="set MASTER_PORT yourself")
 
 
 def bind_error(address: str, port: int) -> int:
@@ -425,7 +426,7 @@ def bind_error(address: str, port: int) -> int:
     return 0
 
 
-def holder(port: int) -> str:
+def describe_port_holder(port: int) -> str:
     """Return the process that listens on `port` here, as text: `pid 41 (python3 x.py) of user ann`."""
     uids = {inode: uid for name in ("tcp", "tcp6") for inode, uid in _listeners(_PROC / "net" / name, port)}
     if not uids:

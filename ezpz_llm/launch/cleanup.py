@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from ezpz_llm.launch.node.folder import agents, strays
+from ezpz_llm.launch.node.folder import agent_pids, strays
 from ezpz_llm.launch.node.processes import (
     Process,
     ProcessIdentity,
@@ -19,7 +19,7 @@ from ezpz_llm.launch.node.processes import (
     end_all,
     find_descendants,
     list_processes,
-    marked,
+    marked_processes,
     read_descendants,
     started_at,
 )
@@ -56,7 +56,7 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
     def find() -> Iterator[ProcessIdentity]:
         """Yield the chosen processes with the run's marker and all their descendants."""
         ancestors, spared = set(roots()), {os.getpid()}
-        for process in marked(run_id):
+        for process in marked_processes(run_id):
             if chosen(process):
                 ancestors.add(ProcessIdentity(process.pid, process.start))
                 yield ProcessIdentity(process.pid, process.start)
@@ -149,7 +149,7 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
             first()
         # Spare the agent: it notices that the node's shims are gone, reports it, and exits. Read both lists now:
         # they come from the agent's folder, which is removed during the delay.
-        agent_pids, stray_roots = agents(run_id), set(strays(run_id))
+        spared, stray_roots = agent_pids(run_id), set(strays(run_id))
         time.sleep(delay_s)
-        end_marked(run_id, chosen=lambda process: process.pid not in agent_pids, roots=lambda: stray_roots)
+        end_marked(run_id, chosen=lambda process: process.pid not in spared, roots=lambda: stray_roots)
         last()

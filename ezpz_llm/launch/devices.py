@@ -43,7 +43,7 @@ def visible_devices(env: Mapping[str, str]) -> Devices:
     return Devices((), "no accelerator driver found")
 
 
-def has_none(env: Mapping[str, str]) -> bool:
+def has_no_accelerator(env: Mapping[str, str]) -> bool:
     """Return True if this node certainly has no usable accelerator of any vendor; False if unsure."""
     visible = visible_devices(env)
     if visible.ids:

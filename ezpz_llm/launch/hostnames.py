@@ -164,7 +164,7 @@ def match_names(names: Sequence[str], known: Sequence[str]) -> Matches:
     return Matches(tuple(places), tuple(other_domains))
 
 
-def same_nodes(names: Sequence[str], known: Sequence[str]) -> Matches | None:
+def match_same_nodes(names: Sequence[str], known: Sequence[str]) -> Matches | None:
     """Return the matches of two lists of the same nodes; None if a node is missing in either list."""
     matches = match_names(names, known)
     return matches if matches.are_all_found and match_names(known, names).are_all_found else None

@@ -17,7 +17,7 @@ from ezpz_llm.launch.failures.log_patterns import LogMatch, read_matches
 from ezpz_llm.launch.failures.run_facts import Stop
 from ezpz_llm.launch.hostlist import fold_numbers, fold_rank_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
-from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.owner import is_launch_running
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir
@@ -73,7 +73,7 @@ class RankLife:
         return f"rank {self.rank} on {self.host}: {activity}{step}, silent for {self.quiet_s:.0f} s{state}{node}"
 
 
-def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
+def find_silent_ranks(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
     """Return the silent ranks, most likely cause first; if there are any, the run must end.
 
     If no rank sends heartbeats, one active rank keeps the run alive. Otherwise each rank is judged by itself, but
@@ -228,7 +228,7 @@ class Live:
     missing: tuple[int, ...]
 
 
-def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
+def read_live_state(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
     """Return the state of a run, or None if it has ended.
 
     It has ended if its record says so, or if no agent has reported recently, this node has no process of the run,
@@ -243,8 +243,8 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
     aged = [(report, _age(run_dir, report, now), _DEAD_AFTER * KEEPALIVE_S * report.interval_s)
             for report in reports]
     is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
-    if record.get("exit") is not None or not (is_fresh or any(marked(run_id)) or is_launch_running(run_dir,
-                                                                                                   run_id)):
+    if record.get("exit") is not None or not (is_fresh or any(marked_processes(run_id))
+                                              or is_launch_running(run_dir, run_id)):
         return None
     ranks = tuple(_life(rank, entry, report, age, limit_s) for report, age, limit_s in aged
                   for rank, entry in report.ranks.items() if entry.ended is None)
@@ -252,7 +252,7 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
              if entry.ended is not None}
     reported_ranks = {life.rank for life in ranks} | ended.keys()
     missing = tuple(rank for rank in range(launch["world_size"]) if rank not in reported_ranks)
-    return Live(run_id, ranks, tuple(judge(ranks, silent_after_s)), ended, missing)
+    return Live(run_id, ranks, tuple(find_silent_ranks(ranks, silent_after_s)), ended, missing)
 
 
 def _age(run_dir: RunDir, report: NodeReport, now: float) -> float:

@@ -22,8 +22,8 @@ from ezpz_llm.base import (
     user_path,
     whole_number,
 )
-from ezpz_llm.base.command_parser import examples, help_width, typed_name, wrapped
-from ezpz_llm.base.synonyms import unknown_option
+from ezpz_llm.base.command_parser import examples, help_width, typed_name, wrap_paragraph
+from ezpz_llm.base.synonyms import unknown_option_error
 from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
 
@@ -97,8 +97,8 @@ def _find(name: str, options: Sequence[Option], example: str) -> Option:
         if name in (*option.words, option.old_name):
             return option
     spellings = [word for option in options for word in option.words]
-    raise unknown_option(name, spellings,
-                         remark=f"(options of the command come after it: {example.format(option=name)})")
+    raise unknown_option_error(name, spellings,
+                               remark=f"(options of the command come after it: {example.format(option=name)})")
 
 
 
@@ -113,7 +113,7 @@ def value_of(words: Sequence[str], *options: str) -> str | None:
     return value
 
 
-def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
+def remove_options(words: Sequence[str], *options: str) -> tuple[str, ...]:
     """Return `words` without these options and their values."""
     remaining: list[str] = []
     iterator = iter(words)
@@ -308,11 +308,11 @@ def help_text() -> str:
     """Return the text of `launch --help`."""
     return "\n".join([
         f"usage: {typed_name('launch')} [options] [--] COMMAND ARGUMENTS…", "",
-        wrapped("Start COMMAND on every rank of this allocation (Slurm, PBS, …), of a hostfile, or of this "
-                "machine. Options of launch come first; all words from COMMAND on belong to COMMAND."), "",
+        wrap_paragraph("Start COMMAND on every rank of this allocation (Slurm, PBS, …), of a hostfile, or of this "
+                       "machine. Options of launch come first; all words from COMMAND on belong to COMMAND."), "",
         *option_lines(_OPTIONS), "",
-        wrapped("Exit code: that of the first failing rank; 128 + signal number if a signal killed it; 124 after "
-                "a timeout; 3 if a rank cannot be started; 2 for a usage error."), "",
+        wrap_paragraph("Exit code: that of the first failing rank; 128 + signal number if a signal killed it; 124 "
+                       "after a timeout; 3 if a rank cannot be started; 2 for a usage error."), "",
         examples(("launch -n 2 python3 -m ezpz_llm.train  two ranks, on this machine or in a job",
                   "launch --dry-run python3 train.py  what would run, and why",
                   "launch --nodes 2 --ppn 4 python3 train.py")),

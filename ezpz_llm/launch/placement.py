@@ -39,7 +39,7 @@ class Placement:
         return len({count for _, count in self.ranks}) == 1
 
 
-def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
+def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
     """Decide how many ranks each node gets.
 
     The number per node is `per_host`, else the slots of the allocation or the hostfile, else the number of devices

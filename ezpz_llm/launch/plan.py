@@ -25,7 +25,7 @@ from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_nodes, site_notes
 from ezpz_llm.launch.container import RankContainer, choose_container
 from ezpz_llm.launch.devices import Devices, usable_cores
-from ezpz_llm.launch.dialects import choose
+from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
 from ezpz_llm.launch.environment import (
     RENDEZVOUS_VARIABLES,
@@ -48,7 +48,7 @@ from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.nested_launcher import nested_launcher_notes
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
+from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place_ranks
 from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, rank_names, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
@@ -263,7 +263,7 @@ def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocati
     site = find_site(options.site, env)
     is_here_in_allocation = is_local_node_among([host.name for host in allocation.hosts])
     devices, allocation = devices_of_nodes(env, site, allocation, is_here_in_allocation)
-    placement = place(allocation, devices, options.ranks, options.per_host)
+    placement = place_ranks(allocation, devices, options.ranks, options.per_host)
     launcher = _choose_launcher(options, env, allocation, placement, site)
     return _Assignment(site, allocation, devices, placement, launcher,
                        *bind_ranks(options.binding, site, allocation, placement, launcher, devices,
@@ -273,8 +273,8 @@ def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocati
 def _choose_launcher(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
                      site: Site) -> Launcher:
     site_launcher = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
-    launcher = choose(site_launcher or options.launcher, allocation.scheduler, placement.world_size, env,
-                      site.dialect)
+    launcher = choose_launcher(site_launcher or options.launcher, allocation.scheduler, placement.world_size, env,
+                               site.dialect)
     return replace(launcher, source=f"site {site.name}") if site_launcher else launcher
 
 

@@ -70,7 +70,7 @@ def check_command(target: Target, command: tuple[str, ...], world_size: int, env
     # A launch that is started by a rank only executes its command, so there is nothing to check.
     if target.module in (None, "ezpz_llm.launch"):
         return CheckOutcome()
-    env = {**env, **({PLACES_VARIABLE: write_places(places)} if places else {})}
+    env = {**env, **({PLACES_VARIABLE: format_places(places)} if places else {})}
     result = run_check(command, world_size, env)
     explanation, warnings = result.stdout.rstrip(), result.stderr.rstrip()
     if result.returncode:
@@ -102,7 +102,7 @@ def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *
         raise UserError(f"{what} took longer than {TIMEOUT_S} s", where=" ".join(arguments)) from error
 
 
-def write_places(places: Sequence[tuple[str, int]]) -> str:
+def format_places(places: Sequence[tuple[str, int]]) -> str:
     """Return nodes and ranks per node as text for `read_places`."""
     return f"{fold_hostnames([host for host, _ in places])} {fold_counts([count for _, count in places])}"
 
@@ -139,7 +139,7 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
         record: returns the launch record for run.json, in which the preflight finds the nodes of its ranks.
     """
     # Imported here, since the check of a command imports this module for `CheckReport` and must start fast.
-    from ezpz_llm.launch.failures.run_facts import not_started
+    from ezpz_llm.launch.failures.run_facts import not_started_record
     from ezpz_llm.launch.plan import prepare_step
     from ezpz_llm.launch.relay import print_stderr
     from ezpz_llm.launch.supervision import INTERRUPTED, run
@@ -157,6 +157,6 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
     code = code if code in INTERRUPTED else EXIT_PREFLIGHT
     outcome = "was interrupted" if code in INTERRUPTED else "failed"
     cause = f"the preflight {outcome}: {report if report.exists() else step.run_dir.path}"
-    update_record(plan.run_dir, exit=not_started(code, cause, time.time()))
+    update_record(plan.run_dir, exit=not_started_record(code, cause, time.time()))
     print_stderr(f"launch: nothing was started: {cause}")
     return code

@@ -13,10 +13,10 @@ from ezpz_llm.base import (
     UserError,
     count_noun,
     data_dir,
-    describe_unknown,
-    nearest_name,
+    nearest_names,
     parse_toml,
     read_text,
+    unknown_name_error,
     user_path,
 )
 from ezpz_llm.launch.schedulers import schedulers, step_launchers
@@ -169,7 +169,7 @@ def read_site(path: Path, source: str) -> Site:
 def _check_keys(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, text: str, prefix: str) -> None:
     for name, value in content.items():
         if name not in keys:
-            near = nearest_name(name, keys)
+            near = nearest_names(name, keys)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(keys)}"
             raise UserError(f"unknown key {prefix}{name} in a site file", where=_location(path, text, name),
                             instead=hint)
@@ -355,7 +355,7 @@ def _load_site(name: str, source: str) -> Site:
         return read_site(path, source)
     files = site_files()
     if name not in files:
-        raise describe_unknown("site", name, files, where=f"{source} {name}")
+        raise unknown_name_error("site", name, files, where=f"{source} {name}")
     return read_site(files[name], source)
 
 

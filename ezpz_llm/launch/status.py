@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ezpz_llm.base import UserError, parse_json, system_text
-from ezpz_llm.launch.liveness import Live, RankLife, look
+from ezpz_llm.launch.liveness import Live, RankLife, read_live_state
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir, is_interrupted, read_record
 
@@ -84,7 +84,7 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
         return Status("ended", elapsed, step=step, code=ended.get("code"), cause=ended.get("cause"),
                       stopped=record.get("stopped") if not ended.get("code") or is_interrupted(ended) else None,
                       **common)
-    live = look(run_dir, record, silent_after_s) if run_id and launch.keys() >= _REQUIRED_KEYS else None
+    live = read_live_state(run_dir, record, silent_after_s) if run_id and launch.keys() >= _REQUIRED_KEYS else None
     if live is None:
         return Status("lost" if run_id else "running", None, step=step, **common)
     return _running(live, step, started, common)

@@ -18,7 +18,7 @@ from ezpz_llm.launch.failures.differences import describe_blocking_rank
 from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
 from ezpz_llm.launch.failures.run_facts import Postmortem, RunFacts, Stop, read_failures
 from ezpz_llm.launch.hostlist import rank_ranges
-from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, StartMonitor, judge
+from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, StartMonitor, find_silent_ranks
 from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.messages import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
@@ -250,7 +250,7 @@ class _Supervisor:
         if self.idle_limit_s is None:
             return None
         limit_s = self.life.limit_s(self.idle_limit_s)
-        silent = judge(ranks, limit_s)
+        silent = find_silent_ranks(ranks, limit_s)
         if not silent:
             return None
         cause = describe_blocking_rank(silent, ranks, self._report_silence(silent, ranks, limit_s))

@@ -22,7 +22,7 @@ from ezpz_llm.launch.node.messages import (
     order_stop,
     read_reports,
 )
-from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import warn
 from ezpz_llm.launch.schedulers import scheduler_here
@@ -163,7 +163,8 @@ def end_killed_run(run_dir: RunDir, run_id: str) -> None:
         order_stop(run_dir, StopOrder(run_id, _SHORT_GRACE_S, ""))
     deadline = time.monotonic() + _NODE_REPORTS_S
     while time.monotonic() < deadline and (
-            any(marked(run_id)) or any(report.state != ENDED for report in read_reports(run_dir, run_id))):
+            any(marked_processes(run_id)) or any(report.state != ENDED for report in read_reports(run_dir,
+                                                                                                  run_id))):
         time.sleep(_POLL_S)
     if remaining := end_marked(run_id):
         warn(f"could not end processes {', '.join(map(str, remaining))} of the previous launch")

@@ -1,4 +1,4 @@
-"""Batch sizes in sequences: global batch = micro batch x accumulation x data-parallel size (imports no torch)."""
+"""Batch sizes in sequences: global batch = micro-batch x accumulation x data-parallel size (imports no torch)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def option_of(name: str) -> str:
 class Batch:
     """Batch of one optimizer step.
 
-    Each of `dp_size` data-parallel ranks runs `accumulation` micro batches of `micro_batch` sequences.
+    Each of `dp_size` data-parallel ranks runs `accumulation` micro-batches of `micro_batch` sequences.
     `global_batch` is their product.
     """
 
@@ -37,14 +37,14 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
                 default_micro_batch: int = 4, where: str | None = None) -> Batch:
     """Compute the missing sizes; any two of the three determine the third.
 
-    Without a global batch, a missing micro batch is `default_micro_batch` and a missing accumulation is 1. With a
-    global batch alone, the micro batch is the largest size up to `default_micro_batch` that divides a rank's share.
+    Without a global batch, a missing micro-batch is `default_micro_batch` and a missing accumulation is 1. With a
+    global batch alone, the micro-batch is the largest size up to `default_micro_batch` that divides a rank's share.
 
     Raises:
         UserError: a size is below 1, the sizes contradict each other or do not divide (with the nearest valid
             sizes), or there are more ranks than sequences.
     """
-    for name, value in (("global batch", global_batch), ("micro batch", micro_batch),
+    for name, value in (("global batch", global_batch), ("micro-batch", micro_batch),
                         ("accumulation", accumulation)):
         if value is not None and value < 1:
             raise UserError(f"a {name} of {value} sequences" if name != "accumulation" else f"{value} micro-steps",
@@ -59,7 +59,7 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
         raise UserError(f"a global batch of {global_batch} sequences cannot feed {dp_size} data-parallel ranks",
                         where=where, instead=f"at least {dp_size} sequences, or at most {global_batch} ranks")
     if micro_batch is not None:
-        _check_divides(global_batch, micro_batch, dp_size, "micro batch", where)
+        _check_divides(global_batch, micro_batch, dp_size, "micro-batch", where)
         accumulation = global_batch // (micro_batch * dp_size)
     elif accumulation is not None:
         _check_divides(global_batch, accumulation, dp_size, "accumulation", where)
@@ -77,7 +77,7 @@ def _batch_if_consistent(global_batch: int, micro_batch: int, accumulation: int,
     product = micro_batch * accumulation * dp_size
     if product == global_batch:
         return Batch(global_batch, micro_batch, accumulation, dp_size)
-    problem = (f"a global batch of {global_batch} is not micro batch {micro_batch} x accumulation {accumulation} x "
+    problem = (f"a global batch of {global_batch} is not micro-batch {micro_batch} x accumulation {accumulation} x "
              f"{dp_size} data-parallel ranks = {product}")
     ranks, remainder = divmod(global_batch, micro_batch * accumulation)
     if remainder == 0 and dp_size == 1:

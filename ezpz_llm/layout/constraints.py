@@ -59,7 +59,7 @@ def check_pipeline_stage(case: LayoutCheck) -> RuleResults:
         return
     if layout.zero.stage in (2, 3):
         yield Problem(f"DeepSpeed rejects ZeRO stage {layout.zero.stage} in pipelines: a pipeline keeps whole "
-                      "gradients until its last micro batch",
+                      "gradients until its last micro-batch",
                       ("stage", "pp"), ("stage", "pp"))
     if layout.zero.offload_optimizer is not None:
         yield Problem("pipelines do not support optimizer offload",
@@ -118,14 +118,14 @@ def check_sequence_length(case: LayoutCheck) -> RuleResults:
 
 
 def check_pipeline_bubble(case: LayoutCheck) -> RuleResults:
-    """Note the pipeline bubble if there are fewer micro batches than stages."""
+    """Note the pipeline bubble if there are fewer micro-batches than stages."""
     stages = case.layout.pp
     if stages == 1 or case.batch is None:
         return
     micro_batches = case.batch(case.layout.dp_size(case.world_size)).accumulation
     if micro_batches < stages:
         bubble = (stages - 1) / (micro_batches + stages - 1)
-        count = f"{micro_batches} micro batch{'' if micro_batches == 1 else 'es'}"
+        count = f"{micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
         yield Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {count} "
                                   f"a step: (p - 1)/(m + p - 1); "
                                   f"--gradient-accumulation-steps {4 * stages} reduces it to "

@@ -15,10 +15,10 @@ from typing import Any, Union
 from ezpz_llm.base import (
     UserError,
     data_dir,
-    describe_unknown,
     installed,
     read_commented_json,
     read_json,
+    unknown_name_error,
     user_path,
 )
 
@@ -159,7 +159,7 @@ def load(name_or_path: str) -> DsConfig:
             if path.suffix == ".json" or len(path.parts) > 1:
                 raise UserError(f"{path} does not exist", where="--ds-config",
                                 instead=f"a path to a JSON file, or one of: {', '.join(names())}")
-            raise describe_unknown("ds_config", name_or_path, names(), where="--ds-config")
+            raise unknown_name_error("ds_config", name_or_path, names(), where="--ds-config")
     values = read_commented_json(path)
     if not isinstance(values, dict):
         raise UserError("a ds_config must be a JSON object", where=str(path),
@@ -213,7 +213,7 @@ def _validate_keys(values: Mapping[str, Any], keys: Keys, path: Path, prefix: st
 def _reject_or_warn_unknown(key: str, keys: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
     """Raise the error for an unknown key, or warn if the installed DeepSpeed is newer than the table."""
     valid = [*keys, *(() if prefix else (OUR_BLOCK,))]
-    error = describe_unknown("key", key, valid, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
+    error = unknown_name_error("key", key, valid, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
     newer = newer_deepspeed()
     if newer is None or prefix.startswith(OUR_BLOCK):
         raise error

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError, describe_unknown
+from ezpz_llm.base import UserError, unknown_name_error
 from ezpz_llm.layout.ds_config import DsConfig, number
 
 ADAM_DEFAULTS: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -112,7 +112,7 @@ def _check_parameter(name: str, value: Any, where: str) -> None:
                         instead=f"delete the key to use {json.dumps(_FIXED[name])}")
     supported = (*_TRANSLATED, *_FIXED, *_WITHOUT_EFFECT)
     if name not in supported:
-        raise describe_unknown("parameter", name, supported, where=where)
+        raise unknown_name_error("parameter", name, supported, where=where)
 
 
 def _read_betas(value: Any, config: DsConfig) -> dict[str, float]:
@@ -143,7 +143,7 @@ def read_scheduler(block: Mapping[str, Any] | None, autos: Collection[str], conf
     supported = _SCHEDULERS[kind]
     for name in params:
         if name not in supported:
-            raise describe_unknown("parameter", name, supported, where=where)
+            raise unknown_name_error("parameter", name, supported, where=where)
     if params.get("last_batch_iteration", -1) != -1:
         raise UserError(f"last_batch_iteration is {json.dumps(params['last_batch_iteration'])}", where=where,
                         instead="delete the key: a resumed run continues the schedule at its step")

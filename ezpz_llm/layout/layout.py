@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, as_dataclass, count_noun, describe_unknown
+from ezpz_llm.base import UserError, as_dataclass, count_noun, unknown_name_error
 from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.layout.ds_config_overrides import translated_degrees
@@ -153,7 +153,7 @@ def _shard_within(config: DsConfig, argument: int | None, place: str) -> int | N
 
 def _check_choice(value: Any, name: str, choices: tuple[str, ...], where: str) -> Any:
     if value not in choices:
-        raise describe_unknown(name, str(value), choices, where=where)
+        raise unknown_name_error(name, str(value), choices, where=where)
     return value
 
 

@@ -64,7 +64,7 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
 def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
     """Return autocast's copies on the rank that has most, if no block is recomputed.
 
-    A pipeline stage keeps copies for each micro batch in flight, as many as there are stages from it to the last.
+    A pipeline stage keeps copies for each micro-batch in flight, as many as there are stages from it to the last.
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
     max_blocks = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
@@ -80,7 +80,7 @@ def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
     return 0 if layout.zero.stage == 3 else 2 * blocks * block_matrix_count(model) // layout.tp
 
 
-def whole_bytes(layout: Layout, model: ModelConfig, precision: str, accumulation: int) -> int:
+def unsharded_bytes(layout: Layout, model: ModelConfig, precision: str, accumulation: int) -> int:
     """Return the bytes of unsharded state in fsdp2 besides the block that computes.
 
     Embedding, final norm and head stay gathered from forward to backward pass, because fully_shard keeps the
@@ -169,7 +169,7 @@ class Pass:
 def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
     """Return the bytes of activations on the rank that keeps most.
 
-    A pipeline stage keeps the activations of the micro batches in flight after it.
+    A pipeline stage keeps the activations of the micro-batches in flight after it.
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
     return max(_stage_bytes(layout, model, work, range(bounds[stage], bounds[stage + 1]), stage)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from ezpz_llm.base import UserError, cache_dir, describe_unknown, installed, system_text
+from ezpz_llm.base import UserError, cache_dir, installed, system_text, unknown_name_error
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.launch.variables import BUILDING
 from ezpz_llm.layout.layout import Layout
@@ -132,7 +132,7 @@ def build(name: str) -> None:
         UserError: an unknown op, a missing compiler, ninja or library, another running build, a failed compilation.
     """
     if name not in OPS:
-        raise describe_unknown("op", name, OPS, where="--build-ops")
+        raise unknown_name_error("op", name, OPS, where="--build-ops")
     if is_built(name):
         print(f"{name} is built: {built_library(name) or 'part of the installed DeepSpeed'}", flush=True)
         return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, describe_unknown, installed
+from ezpz_llm.base import UserError, installed, unknown_name_error
 from ezpz_llm.layout.deepspeed_versions import supports_bf16
 from ezpz_llm.layout.layout import Layout
 
@@ -132,8 +132,8 @@ def check_gradients(gradients: GradientDtypes, name: str | None, layout: Layout,
     """
     for key, dtype in (("grad_accum_dtype", gradients.accumulated), ("reduce_dtype", gradients.reduced)):
         if dtype not in get_args(GradientDtype):
-            raise describe_unknown("gradient dtype", dtype, get_args(GradientDtype),
-                                   where=f"{key} ({sources[key]})")
+            raise unknown_name_error("gradient dtype", dtype, get_args(GradientDtype),
+                                     where=f"{key} ({sources[key]})")
         reason = None if dtype == "fp32" else _reason_against_bf16(key, name, layout)
         if reason is not None:
             raise UserError(f"{key} is bf16, but {reason}", where=f"{key} ({sources[key]})",

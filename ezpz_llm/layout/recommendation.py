@@ -10,11 +10,11 @@ from ezpz_llm.base import UserError
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import LayoutCheck
 from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, whole_bytes
+from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.layout.precision_recipes import check_engine
 from ezpz_llm.layout.suggestions import selection, shipped_layouts
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.loss_chunk import choose_chunk, most_logits
+from ezpz_llm.model.loss_chunk import choose_chunk, max_logits
 from ezpz_llm.observe.tables import table
 
 RECIPES = ("bf16", "bf16_autocast")
@@ -80,11 +80,11 @@ def _device_bytes(layout: Layout, model: ModelConfig, world_size: int, micro_bat
     except UserError:
         return None
     tokens, columns = micro_batch * model.block_size // layout.sp, model.padded_vocab_size // layout.tp
-    # A pipeline is full with as many micro batches as stages.
-    chunk = choose_chunk(tokens, columns, most_logits("cuda", int(memory)))
+    # A pipeline is full with as many micro-batches as stages.
+    chunk = choose_chunk(tokens, columns, max_logits("cuda", int(memory)))
     work = Pass(micro_batch, layout.pp, recipe, chunk=chunk)
     states = total(memory_per_rank(layout, model, world_size, precision=recipe), "device")
-    return states + whole_bytes(layout, model, recipe, layout.pp) + activation_bytes(layout, model, work)
+    return states + unsharded_bytes(layout, model, recipe, layout.pp) + activation_bytes(layout, model, work)
 
 
 def recommendation(legal: list[Choice], memory: float, command: str) -> str:

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError, data_dir, describe_unknown
+from ezpz_llm.base import UserError, data_dir, unknown_name_error
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
@@ -133,7 +133,7 @@ class Request:
         optimizer: a name of `ezpz_llm.layout.optimizers`.
         nvme_path: folder on each node for state that a layout offloads to files.
         grad_accum_dtype, reduce_dtype: dtypes of gradient accumulation and reduction, "fp32" or "bf16".
-        default_micro_batch: maximum micro batch if the settings do not determine it.
+        default_micro_batch: maximum micro-batch if the settings do not determine it.
         sources: source of each value, by name, including lr and other hyperparameters. A value without an entry was
             typed on the command line.
     """
@@ -320,7 +320,7 @@ class _Inputs:
         used: dict[str, ValueSource] = {}
         notes = []
         for source, level in levels.items():
-            # Keep the micro batch before the other numbers: it was chosen for the memory.
+            # Keep the micro-batch before the other numbers: it was chosen for the memory.
             for name in BATCH_KEYS:
                 if name not in level or name in chosen:
                     continue
@@ -347,7 +347,7 @@ def check_precision(precision: str | None, source: ValueSource, device: str | No
         UserError: the precision is unknown or unsupported. The message names supported precisions.
     """
     if precision is not None and precision not in RECIPES:
-        raise describe_unknown("precision", precision, ("auto", *RECIPES), where=str(source))
+        raise unknown_name_error("precision", precision, ("auto", *RECIPES), where=str(source))
     if precision in SCALED and device in DEVICES and not DEVICES[device].fp16:
         raise UserError(f"{precision} is unsupported on a {device.upper()}: its matmuls are about 100 times slower "
                         "than in fp32", where=f"precision ({source})",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError, describe_unknown
+from ezpz_llm.base import UserError, unknown_name_error
 from ezpz_llm.dist import Dist, Heartbeat, Mesh
 from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup as set_up_rank
@@ -121,7 +121,7 @@ class Run:
                 yield
             return
         if name not in PHASES_BETWEEN_STEPS:
-            raise describe_unknown("phase", name, (*PHASES, *PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
+            raise unknown_name_error("phase", name, (*PHASES, *PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
         self.heartbeat.beat(PHASES_BETWEEN_STEPS[name], self.step)
         if not self.timeline.is_untouched:  # within a step, as "other" time of that step
             yield

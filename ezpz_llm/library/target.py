@@ -21,16 +21,16 @@ class Target:
 
     Attributes:
         module: () -> the module with its initial weights. Called several times, after `torch.manual_seed`.
-        batch: (seed, number, dp_rank, dp_size) -> this rank's part of micro batch `number`, from 0. All ranks'
+        batch: (seed, number, dp_rank, dp_size) -> this rank's part of micro-batch `number`, from 0. All ranks'
             parts have the same size, and concatenated they are the batch of a single process (`dp_rank` 0 of 1).
         loss: (model, batch) -> the mean loss over the samples of the batch, 0-d. It calls `model` like a module.
         optimizer: (module) -> torch's AdamW or Adam for all parameters; by default AdamW.
         step: (model, micro_batches) -> the loss of a custom step, which computes a loss and calls `model.backward`
-            and `model.step` for each micro batch. `model` is the result of `ezpz_llm.wrap`.
+            and `model.step` for each micro-batch. `model` is the result of `ezpz_llm.wrap`.
         evaluate: (model, batch) -> the loss of this rank's part of a batch, without changing any state.
         tp_plan: plan for tensor-parallel layouts, as for `ezpz_llm.wrap`; by default the module's.
-        epoch_batches: micro batches in an epoch of `batch`. Training uses the first micro batches of two epochs. By
-            default an epoch contains exactly the micro batches that are used.
+        epoch_batches: micro-batches in an epoch of `batch`. Training uses the first micro-batches of two epochs. By
+            default an epoch contains exactly the micro-batches that are used.
     """
 
     module: Callable[[], nn.Module]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base import UserError
-from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine import running_statistics
@@ -31,14 +31,14 @@ from ezpz_llm.model.tensor_parallel import Share
 class Wrapped:
     """Model under a layout, created by `ezpz_llm.wrap`.
 
-    For each micro batch call `loss = …model(inputs)…; model.backward(loss); model.step()`. Gradients are averaged
+    For each micro-batch call `loss = …model(inputs)…; model.backward(loss); model.step()`. Gradients are averaged
     over ranks once per step.
 
     Attributes:
         module: the model in the layout's precision; its parameters may be sharded.
         optimizer: the optimizer passed to `wrap`. Its learning rates are used.
         grad_norm: global gradient norm of the last step before clipping, 0-d; None before the first step.
-        accumulation: micro batches per step.
+        accumulation: micro-batches per step.
     """
 
     def __init__(self, run: Run, engine: MicroStepEngine, optimizer: torch.optim.Optimizer,
@@ -60,10 +60,10 @@ class Wrapped:
             return self._engine.forward(*inputs, last_micro_step=is_last, **keywords)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a micro batch's loss (0-d), divided by the number of micro batches per step.
+        """Accumulate the gradient of a micro-batch's loss (0-d), divided by the number of micro-batches per step.
 
         Raises:
-            UserError: the step already has all its micro batches, and `step` was not called.
+            UserError: the step already has all its micro-batches, and `step` was not called.
         """
         if self._micro_steps == self.accumulation:
             raise UserError(f"too many backward passes in a step: accumulation is {self.accumulation}",
@@ -74,12 +74,12 @@ class Wrapped:
         self._micro_steps += 1
 
     def step(self) -> Tensor | None:
-        """After the last micro batch, clip gradients, update parameters and zero gradients; otherwise do nothing.
+        """After the last micro-batch, clip gradients, update parameters and zero gradients; otherwise do nothing.
 
         A step with a non-finite gradient norm is skipped.
 
         Returns:
-            The global gradient norm before clipping, 0-d; None if more micro batches follow in the step.
+            The global gradient norm before clipping, 0-d; None if more micro-batches follow in the step.
         """
         if self._micro_steps < self.accumulation:
             return None
@@ -141,8 +141,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
         optimizer: a torch optimizer of all parameters of the model, before its first step.
         ds_config: name from ds_configs/ (ddp, fsdp2, zero0 to zero3, zero3_offload_all, …) or a file. Precision,
             batch and clipping are taken from it; the default precision is fp32.
-        micro_batch: samples in a micro batch of a rank, for DeepSpeed's records.
-        accumulation: micro batches per step.
+        micro_batch: samples in a micro-batch of a rank, for DeepSpeed's records.
+        accumulation: micro-batches per step.
         clip: maximum gradient norm; 0 disables clipping.
         tp_plan: styles of the layers for a tensor-parallel layout, by module name as in Hugging Face models
             (`colwise`, `rowwise`, `replicated_with_grad_allreduce`); by default the model's `tp_plan`. Ranks with
@@ -297,7 +297,7 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
     run = current("load_checkpoint")
     _require_known_state(model.optimizer)
     if where is None:
-        if not broadcast(run.dist, bool(complete(run.dist.run_dir.checkpoints))):
+        if not broadcast(run.dist, bool(complete_checkpoints(run.dist.run_dir.checkpoints))):
             return None
         where = run.run_dir
     run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)

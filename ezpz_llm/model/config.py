@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import MAX_IDS, UserError, describe_unknown, shorten_value
+from ezpz_llm.base import MAX_IDS, UserError, shorten_value, unknown_name_error
 
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]
@@ -101,7 +101,7 @@ class ModelConfig:
                 raise UserError(f"{name} is {shorten_value(value)}: it must be at most {maximum:,}", where="model")
         for name, choices in _CHOICES.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
-                raise describe_unknown(f"{name} of a model", str(getattr(self, name)), choices, where="model")
+                raise unknown_name_error(f"{name} of a model", str(getattr(self, name)), choices, where="model")
         for name in ("dropout", "norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1e12:
@@ -215,11 +215,11 @@ def get_model_config(name: str, **overrides: Any) -> ModelConfig:
         UserError: a name or field is unknown (the message suggests the nearest), or values are inconsistent.
     """
     if name not in _SHAPES:
-        raise describe_unknown("model", name, _SHAPES, where="--model")
+        raise unknown_name_error("model", name, _SHAPES, where="--model")
     names = {field.name for field in fields(ModelConfig)}
     changes = {key: value for key, value in overrides.items() if value is not None}
     for key in changes.keys() - names:
-        raise describe_unknown("setting of a model", key, names, where=f"model {name}")
+        raise unknown_name_error("setting of a model", key, names, where=f"model {name}")
     shape = dict(_SHAPES[name])
     if "n_embd" in changes and "intermediate_size" in shape:
         shape["intermediate_size"] = round(shape["intermediate_size"] * changes["n_embd"] / shape["n_embd"])

@@ -26,7 +26,7 @@ from torch.nn import functional
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.device import device_memory
 from ezpz_llm.model.embedding import Columns
-from ezpz_llm.model.loss_chunk import choose_chunk, most_logits
+from ezpz_llm.model.loss_chunk import choose_chunk, max_logits
 
 Reduction = Literal["mean", "sum", "rows"]
 """Reduction over targets that are not ignored: mean, 0-d; sum, 0-d; sum of each sequence, (B,)."""
@@ -97,7 +97,7 @@ _SUMMED = 2 ** 22
 @functools.cache
 def most_logits_on(device: torch.device) -> int:
     """Return the maximum number of logits in a chunk on a device of this machine."""
-    return most_logits(device.type, device_memory(device))
+    return max_logits(device.type, device_memory(device))
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,

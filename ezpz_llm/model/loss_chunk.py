@@ -12,7 +12,7 @@ _ROWS = 64
 """Multiple of tokens in a default chunk, for tensor cores."""
 
 
-def most_logits(device_type: str, memory: int | None) -> int:
+def max_logits(device_type: str, memory: int | None) -> int:
     """Return the maximum number of logits in a chunk.
 
     This is 2^26 on CPU, and 2^27 for an unknown memory. On other devices, it is the largest power of two that uses

@@ -255,7 +255,8 @@ def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
         if shapes.get(name) != table.get(name):
             raise UserError(f"{name} is {_format_shape(shapes.get(name))} in the model and "
                             f"{_format_shape(table.get(name))} in the table of parameters",
-                            where="ezpz_llm/model/parameters.py", instead="make the table agree with ezpz_llm/model/gpt.py", exit_code=1)
+                            where="ezpz_llm/model/parameters.py",
+                            instead="make the table agree with ezpz_llm/model/gpt.py", exit_code=1)
 
 
 def _format_shape(shape: tuple[int, ...] | None) -> str:

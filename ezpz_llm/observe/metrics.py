@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather_number, reduce
+from ezpz_llm.dist.agreement import all_gather_number, all_reduce
 from ezpz_llm.observe.history import OTHER, PHASES, is_finite, steady_steps, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
@@ -389,7 +389,7 @@ class MetricsLog:
                     if recorded.measured is not None}
         if not measured:
             return
-        sums = reduce(self._dist, torch.stack([measurements.sums for measurements in measured.values()]))
+        sums = all_reduce(self._dist, torch.stack([measurements.sums for measurements in measured.values()]))
         by_step = {line["step"]: line for line in lines}
         for (step, measurements), values in zip(measured.items(), sums.tolist(), strict=True):
             by_step[step].update(measurements.describe(values, by_step[step]["grad_norm"]))

@@ -105,7 +105,7 @@ def load_runs(paths: Sequence[Path], now: float | None = None) -> list[Run]:
 
 def _load(path: Path, name: str, now: float) -> Run:
     run_dir = RunDir(path)
-    run_dir.check_there()
+    run_dir.check_exists()
     record = read_record(run_dir)
     if not record and not run_dir.metrics.exists():
         inside = sorted(path.glob("*/metrics.jsonl"))

@@ -126,7 +126,7 @@ class RunDir:
         """Run directory of the preflight before this run."""
         return RunDir(self.path / "preflight")
 
-    def check_there(self) -> None:
+    def check_exists(self) -> None:
         """Check that the directory exists.
 
         Raises:

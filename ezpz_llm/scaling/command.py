@@ -80,7 +80,7 @@ def _description(study: Study, folder: Path, runs: int) -> str:
             f"runs       {len(study.points)} points x {study.repeats}, {runs} left to run"]
     rows += [f"  {point.name:<24} {count_noun(point.nodes, 'node')}, {count_noun(point.ranks, 'rank')}, "
              f"global batch {point.global_batch} "
-             f"(micro batch {point.micro_batch} x {point.accumulation} micro-steps)" for point in study.points]
+             f"(micro-batch {point.micro_batch} x {point.accumulation} micro-steps)" for point in study.points]
     return "\n".join([*rows, *(f"note       {note}" for note in study.notes)])
 
 

@@ -380,11 +380,11 @@ def _size_error(curve: Curve, size: int) -> UserError | None:
                          instead=f"a multiple of {smallest}")
     repeat = base.first
     micro_batches = {point.first.micro_batch for point in curve.points}
-    # If micro batches differ between points, the trainer chose them and may choose 1 elsewhere.
+    # If micro-batches differ between points, the trainer chose them and may choose 1 elsewhere.
     micro_batch = micro_batches.pop() if len(micro_batches) == 1 else 1
     dp = repeat.global_batch / (repeat.micro_batch * repeat.accumulation) * size / smallest
     if curve.mode == "strong" and (dp != int(dp) or repeat.global_batch % (micro_batch * int(dp))):
-        return UserError(f"a global batch of {repeat.global_batch} in micro batches of {micro_batch} cannot be "
+        return UserError(f"a global batch of {repeat.global_batch} in micro-batches of {micro_batch} cannot be "
                          f"divided over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
                          instead="a size that divides the batch, or a study with another --global-batch-size")
     return None
@@ -488,7 +488,7 @@ def _batch_causes(base: Measured, point: Measured) -> list[str]:
         causes.append(f"fewer micro-steps per step ({after.accumulation}, at the smallest point "
                       f"{before.accumulation}): less overhead per token")
     if after.micro_batch > before.micro_batch:
-        causes.append(f"a larger micro batch ({after.micro_batch}, at the smallest point {before.micro_batch}) "
+        causes.append(f"a larger micro-batch ({after.micro_batch}, at the smallest point {before.micro_batch}) "
                       "utilizes a device better")
     if after.ranks / after.nodes < before.ranks / before.nodes:
         causes.append(f"fewer ranks per node ({after.ranks / after.nodes:g}, at the smallest point "

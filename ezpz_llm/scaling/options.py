@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import MAX_RANKS, MAX_REPEATS, UserError
-from ezpz_llm.base.command_parser import examples, typed_name, wrapped
+from ezpz_llm.base.command_parser import examples, typed_name, wrap_paragraph
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -19,10 +19,10 @@ from ezpz_llm.launch.option_parsing import (
     option_lines,
     parse as parse_launch,
     read_command,
+    remove_options,
     split_options,
     value_of,
     whole,
-    without,
 )
 
 EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
@@ -142,8 +142,8 @@ def parse(words: Sequence[str]) -> Options:
         raise UserError("layouts are set twice", where="--ds-config of scale and of the command",
                         instead="only scale --ds-config")
     if values.get("model"):
-        command = (*without(command, "--model"), "--model", values["model"])
-    return Options(**{**values, "command": command}, launch_words=without(launch_words, "--hosts"),
+        command = (*remove_options(command, "--model"), "--model", values["model"])
+    return Options(**{**values, "command": command}, launch_words=remove_options(launch_words, "--hosts"),
                    hosts=launch.hosts)
 
 
@@ -218,10 +218,11 @@ def help_text() -> str:
         f"       {name} --nodes LIST [options] -- [launch [its options]] python3 mine.py …",
         f"       {name} --study D                    continue a study",
         f"       {name} report D | paper D | compare A B    each has --help", "",
-        wrapped("Run the command at each size, several times in random order, and report its scaling efficiency."),
+        wrap_paragraph("Run the command at each size, several times in random order, and report its scaling "
+                       "efficiency."),
         "", *option_lines(_OPTIONS), "",
-        wrapped("Exit codes: 0 if all runs succeeded; 1 if a run failed or is left to run; 2 if a point cannot run "
-                "as requested, in which case nothing is started."), "",
+        wrap_paragraph("Exit codes: 0 if all runs succeeded; 1 if a run failed or is left to run; 2 if a point cannot "
+                       "run as requested, in which case nothing is started."), "",
         examples(("ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train --ds-config zero1",
                   "ezpz-llm scale --ranks 1,2 --mode strong -- python3 -m ezpz_llm.train  on one machine",
                   "ezpz-llm scale report runs/scale-20261122-011944")),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ezpz_llm.base import UserError, as_dataclass, count_noun, parse_json
 from ezpz_llm.launch.node_selection import select_nodes
-from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, value_of, without
+from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, remove_options, value_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.precheck import CheckReport, run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
@@ -103,7 +103,7 @@ def _job_size(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
 
 def _single_node_size(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
     allocation = study_allocation(options.hosts, options.launch_words, env)
-    arguments = (*without(options.launch_words, "--ppn"),
+    arguments = (*remove_options(options.launch_words, "--ppn"),
                  *hosts_options(allocation, (allocation.hosts[0].name,)), "-n",
                  str(ranks), *options.command)
     plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
@@ -119,7 +119,7 @@ def _make_size(label: str, nodes: int, ranks: int, options: Options, threads: in
     per_node, remainder = divmod(ranks, nodes)
     arguments = (*options.launch_words, "-n", str(ranks))
     if not remainder:
-        arguments = (*without(arguments, "--ppn"), "--ppn", str(per_node))
+        arguments = (*remove_options(arguments, "--ppn"), "--ppn", str(per_node))
     return Size(label, nodes, ranks, arguments, threads)
 
 
@@ -248,7 +248,7 @@ def _weak_candidates(layout: str, command: tuple[str, ...], sizes: Sequence[Size
                      directory: Path) -> list[_Candidate]:
     """Return the weak-scaling points, all with the batch per rank of the smallest size."""
     base = check_command(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
-    fixed_batch = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
+    fixed_batch = (*remove_options(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
                    _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
     return [_Candidate("weak", layout, size, fixed_batch) for size in sizes]
 
@@ -273,7 +273,7 @@ def _strong_candidates(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[
         global_batch = str(max(answer.global_batch for answer in largest))
         note = (f"strong: the global batch is {global_batch} sequences, the default of "
                 f"{count_noun(sizes[-1].ranks, 'rank')}; add --global-batch-size to the command to change it")
-    return [_Candidate("strong", layout, size, (*without(command, *_GLOBAL_BATCH, *_ACCUMULATION),
+    return [_Candidate("strong", layout, size, (*remove_options(command, *_GLOBAL_BATCH, *_ACCUMULATION),
                                                 _GLOBAL_BATCH[0], global_batch))
             for layout, command in commands.items() for size in sizes], note
 

@@ -21,7 +21,7 @@ from typing import Any
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.launch.child import launch_words, run_launch
-from ezpz_llm.launch.liveness import look
+from ezpz_llm.launch.liveness import read_live_state
 from ezpz_llm.launch.option_parsing import value_of
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.history import is_finite, steady_steps
@@ -128,7 +128,7 @@ def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,
 def _wait_for_exit(run_dir: RunDir) -> None:
     """Wait for launch and its ranks, which may outlive a study that was killed."""
     record, announced = read_record(run_dir), False
-    while "launch" in record and look(run_dir, record, _SILENT_S) is not None:
+    while "launch" in record and read_live_state(run_dir, record, _SILENT_S) is not None:
         if not announced:
             print(f"waiting for an earlier attempt to exit: {run_dir.path}", flush=True)
         announced = True

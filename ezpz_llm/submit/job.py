@@ -14,7 +14,7 @@ from ezpz_llm.base import UserError, user_path
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, place
+from ezpz_llm.launch.placement import Placement, place_ranks
 from ezpz_llm.launch.schedulers import local, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node, Request, Scheduler
 from ezpz_llm.launch.sites import Site, find_site
@@ -115,7 +115,7 @@ def _placement(options: Options, site: Site) -> Placement:
     devices = Devices(tuple(map(str, range(site.devices_per_host or 0))), f"site {site.name}")
     job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
     selected = select_nodes(job, launch.nodes, launch.hosts, launch.hostfile)
-    return place(selected, devices, launch.ranks, launch.per_host)
+    return place_ranks(selected, devices, launch.ranks, launch.per_host)
 
 
 def write_script(job: Job, typed: list[str]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base import MAX_NODES, MAX_REPEATS, MAX_SECONDS, UserError
-from ezpz_llm.base.command_parser import examples, typed_name, wrapped
+from ezpz_llm.base.command_parser import examples, typed_name, wrap_paragraph
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -166,11 +166,11 @@ def help_text() -> str:
     name = typed_name("submit")
     return "\n".join([
         f"usage: {name} --nodes N --time T [options] [--] launch [its options] COMMAND ARGUMENTS…", "",
-        wrapped("Check COMMAND, write a job script to the run directory, and submit it with sbatch, qsub, flux "
-                "batch or bsub."), "",
+        wrap_paragraph("Check COMMAND, write a job script to the run directory, and submit it with sbatch, qsub, "
+                       "flux batch or bsub."), "",
         *option_lines(_OPTIONS), "",
-        wrapped("Exit code: 0 if the job is queued; 2 if the command or an option is invalid; 1 if the scheduler "
-                "rejects the job."), "",
+        wrap_paragraph("Exit code: 0 if the job is queued; 2 if the command or an option is invalid; 1 if the "
+                       "scheduler rejects the job."), "",
         examples(("ezpz-llm submit --nodes 4 --time 1:00:00 --account A -- launch python3 -m ezpz_llm.train",
                   "ezpz-llm submit --nodes 4 --time 1:00:00 --dry-run -- launch python3 x.py  print the script")),
     ])

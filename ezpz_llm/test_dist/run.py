@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agreement import all_gather, reduce, run_together
+from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -235,7 +235,7 @@ def _micro_batches(samples: Samples, batch: Batch, timeline: StepTimeline) -> It
 def _flush(losses: list[torch.Tensor], timeline: StepTimeline, completed_steps: int, global_batch: int,
            dist: Dist) -> list[dict[str, Any]]:
     """Average the losses since the last flush over ranks; rank 0 writes and prints them. Collective."""
-    means = reduce(dist, torch.stack(losses).double())
+    means = all_reduce(dist, torch.stack(losses).double())
     lines = [{"step": step, "loss": mean if math.isfinite(mean) else None,
               "samples_per_second": global_batch / times.step_time_s, "step_time_s": times.step_time_s,
               **{f"{phase}_s": seconds for phase, seconds in times.phases.items()}}

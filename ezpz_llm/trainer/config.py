@@ -221,7 +221,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "beta2": 0.99, "clip": 1.0, "precision": "fp32", "eval_every": 500, "eval_tokens": 0, "save_every": 0,
     },
 }
-"""Settings of complete runs. The global batch does not depend on the number of ranks; the micro batch is an upper
+"""Settings of complete runs. The global batch does not depend on the number of ranks; the micro-batch is an upper
 limit."""
 
 ADOPTS_VOCABULARY = ("tiny-gpt2", "tiny-llama", "tiny-qwen3", "tiny-olmo2", "shakespeare-char")

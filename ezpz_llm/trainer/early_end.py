@@ -12,8 +12,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import reduce
-from ezpz_llm.launch.node.messages import stop_ordered
+from ezpz_llm.dist.agreement import all_reduce
+from ezpz_llm.launch.node.messages import read_stop_order
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -98,7 +98,7 @@ class EarlyEnd:
         self._longest_gap_s = max(self._longest_gap_s, gap)
         step_s = gap / (1 if self._agreed_after is None else step - self._agreed_after)
         status = torch.tensor([float(self._signal), float(self._must_end()), float(busy), step_s])
-        number, must_end, anyone_busy, slowest_step_s = reduce(self._dist, status, ReduceOp.MAX).tolist()
+        number, must_end, anyone_busy, slowest_step_s = all_reduce(self._dist, status, ReduceOp.MAX).tolist()
         self._agreed_at, self._agreed_after = now, step
         self._agree_after = step + max(1, int(_AGREE_EVERY_S / max(slowest_step_s, 1e-6)))
         reason = None
@@ -114,7 +114,7 @@ class EarlyEnd:
         run_id = os.environ.get(RUN_ID_VARIABLE)
         if run_id is None or not self._dist.is_main:
             return None
-        stop = stop_ordered(self._dist.run_dir, run_id)
+        stop = read_stop_order(self._dist.run_dir, run_id)
         return stop.received or None if stop is not None else None
 
     def _must_end(self) -> bool:

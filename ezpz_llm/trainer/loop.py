@@ -76,7 +76,7 @@ def train_step(session: Session, step: int) -> None:
 
 
 def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the micro batches of the next step: tokens and targets (B, T) on the device."""
+    """Yield the micro-batches of the next step: tokens and targets (B, T) on the device."""
     device, timeline, batches = session.engine.device, session.timeline, session.batches
     mesh = session.dist.mesh
     # Tensor-, pipeline- and sequence-parallel peers get the same samples; only the first peer hashes them.

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import reduce
+from ezpz_llm.dist.agreement import all_reduce
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
-from ezpz_llm.engine.precision import product_dtype
+from ezpz_llm.engine.precision import matmul_dtype
 from ezpz_llm.layout.knobs import Kind
-from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, whole_bytes
+from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
 from ezpz_llm.model.loss_chunk import choose_chunk
@@ -76,14 +76,14 @@ class MemoryWatch:
         shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
         numbers = torch.tensor([*(live[kind] for kind in shown), peak, reserved or 0, _cpu_peak()])
-        *states, peak, most_reserved, host_peak = reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
+        *states, peak, most_reserved, host_peak = all_reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
         measured: dict[str, int] = dict(zip(shown, states, strict=True))
         expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in shown}
         if dist.device.type in ("cuda", "xpu"):
             # The peak minus the states on the device; offloaded states are not part of the peak.
             measured["activations"] = peak - sum(measured[kind] for kind in shown if expected[kind])
-        expected[_UNSHARDED] = whole_bytes(resolved.layout, plan.model, resolved.precision,
-                                           resolved.batch.accumulation)
+        expected[_UNSHARDED] = unsharded_bytes(resolved.layout, plan.model, resolved.precision,
+                                               resolved.batch.accumulation)
         expected["activations"] = activation_bytes(resolved.layout, plan.model, _pass(plan, dist.device))
         return Memory(expected,
                       {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in shown},
@@ -114,7 +114,7 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
 
 def _pass(plan: RunPlan, device: torch.device) -> Pass:
     config, model, batch, precision = plan.config, plan.model, plan.resolved.batch, plan.resolved.precision
-    kernel = attention_kernel(model, batch.micro_batch, device, product_dtype(precision),
+    kernel = attention_kernel(model, batch.micro_batch, device, matmul_dtype(precision),
                               config.attention == "explicit")
     chunk = config.loss_chunk
     if chunk is None:

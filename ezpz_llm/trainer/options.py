@@ -13,9 +13,9 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from ezpz_llm.base import NoFile, UserError, describe_unknown, read_yaml
-from ezpz_llm.base.command_parser import HelpFormatter, examples, typed_name, wrapped
-from ezpz_llm.base.synonyms import synonym, unknown_option
+from ezpz_llm.base import NoFile, UserError, read_yaml, unknown_name_error
+from ezpz_llm.base.command_parser import HelpFormatter, examples, typed_name, wrap_paragraph
+from ezpz_llm.base.synonyms import synonym, unknown_option_error
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTIONS, TrainConfig
@@ -75,7 +75,8 @@ class _FirstHelp(argparse.Action):
             action = parser._option_string_actions[option]
             page.add_argument(option, metavar=action.metavar, help=action.help)
         print(page.format_help())
-        print(wrapped(f"--help-all lists all {len(FIELDS)} settings, in groups: {'; '.join(SECTIONS.values())}."))
+        sections = "; ".join(SECTIONS.values())
+        print(wrap_paragraph(f"--help-all lists all {len(FIELDS)} settings, in groups: {sections}."))
         parser.exit()
 
 
@@ -132,7 +133,7 @@ def parse(argv: Sequence[str]) -> Options:
     preset_name = other_options["preset"] or from_file.pop("preset", None)
     if preset_name is not None:
         if preset_name not in PRESETS:
-            raise describe_unknown("preset", preset_name, PRESETS, where="--preset")
+            raise unknown_name_error("preset", preset_name, PRESETS, where="--preset")
         layers.append((ValueSource(Origin.PRESET, preset_name), PRESETS[preset_name]))
     layers += [(ValueSource(Origin.FILE, str(other_options["config"])), from_file), (COMMAND_LINE, given)]
 
@@ -186,7 +187,7 @@ def _parse_error(parser: ArgumentParser, argv: Sequence[str], error: Exception) 
     for word in argv:
         option = word.split("=")[0]
         if re.match("--?[A-Za-z]", option) and option not in options:
-            return unknown_option(option, options, where=parser.prog, remark=help_page)
+            return unknown_option_error(option, options, where=parser.prog, remark=help_page)
     return _type_error(error, "--", where=parser.prog)
 
 
@@ -204,7 +205,7 @@ def _type_error(error: Exception, prefix: str, where: str) -> UserError:
     value, hint = match[2], get_type_hints(TrainConfig)[name]
     option = option_of(name) if prefix else match[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
-        return describe_unknown(f"value of {option}", value, choices, where=where)
+        return unknown_name_error(f"value of {option}", value, choices, where=where)
     kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
     return UserError(f"{option} is {value!r}: it must be {kinds}", where=where)
 
@@ -247,6 +248,6 @@ def _unknown_setting(name: str, settings: Collection[str], where: str) -> UserEr
     setting."""
     programs, equivalent = synonym(f"--{name}", [f"--{setting.replace('_', '-')}" for setting in settings])
     if equivalent is None:
-        return describe_unknown("setting", name, settings, where=where)
+        return unknown_name_error("setting", name, settings, where=where)
     as_settings = re.sub(r"--([a-z][a-z0-9-]*)", lambda option: option[1].replace("-", "_") + ":", equivalent)
     return UserError(f"unknown setting {name!r}, an option of {programs}", where=where, instead=as_settings)

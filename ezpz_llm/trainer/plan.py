@@ -18,7 +18,7 @@ from ezpz_llm.data.tokenizers import choose_tokenizer as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source, find_source, with_model_changes
-from ezpz_llm.hf.tokenizer import words_for
+from ezpz_llm.hf.tokenizer import tokenizer_argument_for
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
 from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, resolve
@@ -90,7 +90,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     config = options.config
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
-    # A preset keeps its global batch on any number of ranks; its micro batch is an upper limit.
+    # A preset keeps its global batch on any number of ranks; its micro-batch is an upper limit.
     largest = config.micro_batch if options.origin("micro_batch") in (Origin.PRESET, Origin.RUN) else None
     resolved = resolve(Request(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                                micro_batch=None if largest else config.micro_batch,
@@ -355,11 +355,12 @@ def with_tokenizer(options: Options) -> Options:
 
     Raises:
         UserError: the tokenizer of the weights is unknown or unsupported, or differs from the tokenizer of a preset
-            or prepared corpus (see `words_for`).
+            or prepared corpus (see `tokenizer_argument_for`).
     """
     config = options.config
     if config.init_from is None:
         return options
-    tokenizer = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
-                          asked=options.origin("tokenizer") not in NOT_FROM_USER)
+    tokenizer = tokenizer_argument_for(find_source(config.init_from, "--init-from"), config.tokenizer,
+                                       config.corpus,
+                                       asked=options.origin("tokenizer") not in NOT_FROM_USER)
     return options if tokenizer == config.tokenizer else options.set(WEIGHTS, tokenizer=tokenizer)

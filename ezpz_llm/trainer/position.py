@@ -10,7 +10,7 @@ import torch
 
 from ezpz_llm.data.samples import mix
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import reduce
+from ezpz_llm.dist.agreement import all_reduce
 
 _MODULUS = 1 << 64
 
@@ -20,7 +20,7 @@ class Position:
     """Position in the sample order: the run has consumed samples [0, consumed).
 
     The hash is the sum modulo 2^64 of a hash of each sample's number and tokens. So each rank can add up its own
-    samples, and the sum over ranks does not depend on how samples are split into steps, micro batches and ranks. A
+    samples, and the sum over ranks does not depend on how samples are split into steps, micro-batches and ranks. A
     lost, repeated or swapped sample changes it. Runs that consumed the same samples of the same data have the same
     hash, no matter how often they were resumed.
 
@@ -46,7 +46,7 @@ class Position:
         """Return the same position with `own` summed over all ranks into `agreed`. Collective."""
         # torch does not reduce uint64; signed sums wrap around alike.
         own = torch.from_numpy(np.array([self.own], np.uint64).view(np.int64))
-        return Position(self.consumed, (self.agreed + int(reduce(dist, own).item())) % _MODULUS)
+        return Position(self.consumed, (self.agreed + int(all_reduce(dist, own).item())) % _MODULUS)
 
     @property
     def sample_hash(self) -> str:

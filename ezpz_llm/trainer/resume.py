@@ -13,7 +13,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError, shorten_value, user_path
 from ezpz_llm.checkpoint.manifest import read_state
-from ezpz_llm.checkpoint.retention import find, has_any
+from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json, read_record
@@ -67,7 +67,7 @@ def find_resume_point(options: Options) -> ResumePoint:
     record = read_record(run)
     given = options
     is_own = own_dir is not None and Path(own_dir).resolve() == run.path.resolve()
-    if has_any(target):
+    if has_checkpoint(target):
         options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(target))
         state, steps = read_state(find(target)), options.config.steps
         step = state["step"]
@@ -157,7 +157,7 @@ def _chosen(options: Options) -> set[str]:
 
 
 def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
-    """Return the run's batch sizes to restore: the global batch, and the micro batch as an upper limit."""
+    """Return the run's batch sizes to restore: the global batch, and the micro-batch as an upper limit."""
     try:
         batch = (read_plain_json(run.layout) or {}).get("batch") or {}
     except UserError:

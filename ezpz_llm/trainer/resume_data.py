@@ -8,7 +8,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import CORPORA
-from ezpz_llm.data.mixture import find_mixture, identity
+from ezpz_llm.data.mixture import canonical_corpus, find_mixture
 from ezpz_llm.data.prepare import find_prepared
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose_tokenizer, describe
@@ -58,8 +58,8 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
 def _identity(corpus: str) -> str | list[tuple[str, float]]:
     """Return a value that is equal for all spellings of the same corpus or mixture."""
     if parts := find_mixture(corpus):
-        return [(identity(part), weight) for part, weight in parts]
-    return identity(corpus)
+        return [(canonical_corpus(part), weight) for part, weight in parts]
+    return canonical_corpus(corpus)
 
 
 def _mismatch(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:

@@ -14,7 +14,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import reading_notes
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.precision import product_dtype, set_products
+from ezpz_llm.engine.precision import matmul_dtype, set_tf32
 from ezpz_llm.hf.tokenizer import tokenizer_mismatch
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.optimizers import OPTIMIZERS
@@ -120,7 +120,7 @@ def describe_saves(plan: RunPlan, dist: Dist) -> str:
 
 def describe_attention(plan: RunPlan, dist: Dist) -> str:
     """Describe the attention kernel and, if it stores the scores, their memory."""
-    dtype = product_dtype(plan.resolved.precision)
+    dtype = matmul_dtype(plan.resolved.precision)
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
                               plan.config.attention == "explicit")
     if not kernel.score_bytes:
@@ -138,7 +138,7 @@ def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
     the device, since measuring the matmul peak needs memory. Collective.
     """
     batch, products = plan.resolved.batch, RECIPES[plan.resolved.precision].products
-    set_products(dist.device, plan.resolved.precision)
+    set_tf32(dist.device, plan.resolved.precision)
     flops = count_flops(plan.model)
     work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
                     flops_per_token=flops.model if flops.is_proven else None,

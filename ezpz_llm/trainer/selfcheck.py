@@ -9,7 +9,7 @@ import torch
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather, reduce
+from ezpz_llm.dist.agreement import all_gather, all_reduce
 from ezpz_llm.engine.gradients import GroupNorms
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_counts, initial_std
@@ -72,13 +72,13 @@ class SelfChecks:
         for owners, norms in stepped.gradients:
             seen.index_add_(0, torch.tensor([index[name] for name in owners], device=dist.device),
                             (norms != 0).to(seen))
-        counts = reduce(dist, seen).tolist()
+        counts = all_reduce(dist, seen).tolist()
         return check_reached([name for name, count in zip(names, counts, strict=True) if not count],
                              is_new=self._first and not self._loaded)
 
     def _optimizer(self, stepped: GroupNorms, dist: Dist) -> str:
         seen = torch.tensor([*stepped.elements, float(stepped.unknown_parameters)], dtype=torch.float64)
-        *elements, unknown_parameters = (round(number) for number in reduce(dist, seen).tolist())
+        *elements, unknown_parameters = (round(number) for number in all_reduce(dist, seen).tolist())
         all_ranks = all_gather(dist, stepped.decays)
         decays: list[set[float]] = [set().union(*(of_rank[group] for of_rank in all_ranks)) for group in (0, 1)]
         return check_stepped(self._model, elements, unknown_parameters, decays, self._config.weight_decay)

@@ -13,7 +13,7 @@ from slowness import scaled
 
 from ezpz_llm import base
 from ezpz_llm.base import count_noun
-from ezpz_llm.base.errors import UserError, describe_unknown, run_command
+from ezpz_llm.base.errors import UserError, run_command, unknown_name_error
 from ezpz_llm.base.package_data import user_path
 
 
@@ -76,9 +76,9 @@ def test_unknown_home_directory_is_reported():
 
 
 def test_unknown_name_offers_the_nearest_or_all_names():
-    assert "zero1" in describe_unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
-    assert "gpt2-124m" in describe_unknown("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
-    assert describe_unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
+    assert "zero1" in unknown_name_error("ds_config", "zer01", ["ddp", "zero1"]).instead
+    assert "gpt2-124m" in unknown_name_error("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
+    assert unknown_name_error("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
 
 
 def test_messages_have_no_optional_plural():

@@ -56,7 +56,7 @@ def previous_samples(session: Any) -> Iterator[Any]:
     (tensor_parts, CpuMemory, "copy", lambda memory, shard: shard, "in the background changes with the training"),
     (tensor_parts, GPT, "_tie", lambda model: None, "the head is no longer tied to the embedding"),
     (loss_scaling, LossScale, "update", lambda scale, finite: update_scale(scale, True), "the scale is"),
-    (loss_scaling, gradients, "_scale", lambda optimizer, grads, norm, clip, scale: scale_gradients(
+    (loss_scaling, gradients, "_scale_gradients", lambda optimizer, grads, norm, clip, scale: scale_gradients(
         optimizer, grads, norm, clip, 1.0), "factor of the gradients that the optimizer gets"),
     (loss_scaling, NonFiniteStepSkipper, "_before", lambda *args: None, "changed the state"),
     (dropout_masks, GPT, "eval", lambda model: model, "the loss of an evaluation differs"),

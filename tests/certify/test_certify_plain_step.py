@@ -48,7 +48,7 @@ def in_fp64(config: ModelConfig) -> tuple[GPT, Tensors]:
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return micro batches of three sequences with different numbers of ignored targets."""
+    """Return micro-batches of three sequences with different numbers of ignored targets."""
     generator = torch.Generator().manual_seed(11)
     micro_batches = []
     for number in range(count):

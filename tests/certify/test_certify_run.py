@@ -100,7 +100,7 @@ ISSUED = {
                   "scalars": (2, 8)}),
     ],
     # Activations, and one all-reduce of all gradients. The loss gathers two numbers per token, in 11 chunks per
-    # micro batch.
+    # micro-batch.
     "tp2 tiny-llama": [
         ((0, 1), {"all_gather": (2 * 11, 16_384), "all_reduce": (37, 5_224_704), "scalars": (1, 4)}),
     ],

@@ -22,7 +22,7 @@ from ezpz_llm.base.frames import Frames
 from ezpz_llm.check.client import connect, read_unreached
 from ezpz_llm.check.measurements import Worker
 from ezpz_llm.check.node_facts import addresses, used_interfaces
-from ezpz_llm.check.server import Place, PreflightServer, rendezvous_point
+from ezpz_llm.check.server import Endpoint, PreflightServer, rendezvous_point
 from ezpz_llm.launch.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
@@ -193,7 +193,7 @@ def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.M
                             serve(peer)
 
             threading.Thread(target=answer, daemon=True).start()
-            place, turns = Place("127.0.0.1", squatter.getsockname()[1], SECRET), iter([False, False, True])
+            place, turns = Endpoint("127.0.0.1", squatter.getsockname()[1], SECRET), iter([False, False, True])
             assert connect(place, RankInfo(1, 2, 1, 2, 0, "test"), None, lambda turns=turns: next(turns)) is None
     ended.set()
 

@@ -14,7 +14,7 @@ from forked_ranks import Server, wait_for
 from slowness import scaled
 
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
+from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 RUN = ["--lr", "0.004", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32",
@@ -80,7 +80,7 @@ def test_a_full_disk_costs_only_a_checkpoint(server: Server, small_disk: Path,
     newest = find(run_dir)
     assert newest.name == "step-00000400"
     verify(newest, read_manifest(newest))
-    assert [path.name for path in complete(run_dir / "checkpoints")] == [newest.name]
+    assert [path.name for path in complete_checkpoints(run_dir / "checkpoints")] == [newest.name]
 
 
 @pytest.mark.full
@@ -102,7 +102,8 @@ def test_a_run_resumes_before_a_damaged_checkpoint(server: Server, tmp_path: Pat
     run_dir = tmp_path / "run"
     server.run(2, [*words, "--steps", "10", "--warmup-steps", "2", "--decay-steps", "16"], run_dir)
     before = losses(run_dir)
-    assert [path.name for path in complete(run_dir / "checkpoints")] == ["step-00000008", "step-00000010"]
+    assert [path.name for path in complete_checkpoints(run_dir / "checkpoints")] == ["step-00000008",
+                                                                                     "step-00000010"]
     victim = run_dir / "checkpoints" / "step-00000010" / "rank-00001.safetensors"
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
@@ -114,7 +115,7 @@ def test_a_run_resumes_before_a_damaged_checkpoint(server: Server, tmp_path: Pat
     after = losses(run_dir)
     assert list(after) == list(range(1, 17))
     assert {step: after[step] for step in before} == before
-    for folder in complete(run_dir / "checkpoints"):
+    for folder in complete_checkpoints(run_dir / "checkpoints"):
         verify(folder, read_manifest(folder))
 
 

@@ -15,7 +15,7 @@ from ezpz_llm.checkpoint import Keep, find, prune
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
-    complete,
+    complete_checkpoints,
     make_record,
     publish,
     read_manifest,
@@ -39,7 +39,7 @@ def latest(run_dir: RunDir) -> str:
 
 
 def names(run_dir: RunDir) -> list[str]:
-    return [path.name for path in complete(run_dir.checkpoints)]
+    return [path.name for path in complete_checkpoints(run_dir.checkpoints)]
 
 
 def test_find_returns_the_latest_of_a_run_or_the_folder_itself(tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from forked_ranks import Job, Server, wait_for
 from places import ROOT
 
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import STATE, complete, latest, read_json, read_manifest, step_of, verify
+from ezpz_llm.checkpoint.manifest import (
+    STATE,
+    complete_checkpoints,
+    latest_checkpoint,
+    read_json,
+    read_manifest,
+    step_of,
+    verify,
+)
 from ezpz_llm.rundir import RunDir, read_lines, write_json
 
 RESULT = ROOT / "benchmarks" / "results" / "kills.json"
@@ -38,9 +46,9 @@ def come_to(moment: str, job: Job, run_dir: RunDir, victim: int, dice: random.Ra
         "saving": lambda: any(run_dir.checkpoints.glob(".step-*.partial/rank-*")),
         "publishing": lambda: any(run_dir.checkpoints.glob(".step-*.partial/index.json")),
     }
-    for _ in range(dice.randint(0 if complete(run_dir.checkpoints) else 1, 2)):
-        before = latest(run_dir.checkpoints)
-        if not wait_for(lambda before=before: latest(run_dir.checkpoints) != before, job):
+    for _ in range(dice.randint(0 if complete_checkpoints(run_dir.checkpoints) else 1, 2)):
+        before = latest_checkpoint(run_dir.checkpoints)
+        if not wait_for(lambda before=before: latest_checkpoint(run_dir.checkpoints) != before, job):
             return
     if wait_for(conditions[moment], job):
         time.sleep(dice.uniform(0, 0.005 if moment in ("saving", "publishing") else 0.1))
@@ -49,7 +57,7 @@ def come_to(moment: str, job: Job, run_dir: RunDir, victim: int, dice: random.Ra
 def kill_once(server: Server, words: list[str], run_dir: RunDir, moment: str,
               dice: random.Random) -> dict[str, Any]:
     """Start or resume a run, kill one rank and then the other, and check that an intact checkpoint is left."""
-    saved = complete(run_dir.checkpoints)
+    saved = complete_checkpoints(run_dir.checkpoints)
     if saved:
         words = [*words, "--resume", str(run_dir.path)]
     elif run_dir.metrics.exists():
@@ -57,7 +65,7 @@ def kill_once(server: Server, words: list[str], run_dir: RunDir, moment: str,
     job = server.start(2, words, run_dir.path)
     victim = dice.randrange(2)
     come_to(moment, job, run_dir, victim, dice)
-    before = latest(run_dir.checkpoints)
+    before = latest_checkpoint(run_dir.checkpoints)
     os.kill(job.pids[victim], signal.SIGKILL)  # not reaped yet, so the PID cannot be reused
     time.sleep(dice.uniform(0, 0.3))
     job.kill()
@@ -67,11 +75,11 @@ def kill_once(server: Server, words: list[str], run_dir: RunDir, moment: str,
         folder = find(run_dir.path)
         verify(folder, read_manifest(folder))
         assert step_of(folder) >= step_of(before)
-        assert latest(run_dir.checkpoints) == folder
+        assert latest_checkpoint(run_dir.checkpoints) == folder
     done = -9 not in codes
     assert done or codes[victim] == -9, job.output
     return {"moment": moment, "rank": victim, "resumed": bool(saved), "was_writing": partial, "had_ended": done,
-            "left": step_of(find(run_dir.path)) if complete(run_dir.checkpoints) else None}
+            "left": step_of(find(run_dir.path)) if complete_checkpoints(run_dir.checkpoints) else None}
 
 
 def survive(server: Server, folder: Path, kills: int, steps: int, seed: int) -> list[dict[str, Any]]:
@@ -89,7 +97,7 @@ def survive(server: Server, folder: Path, kills: int, steps: int, seed: int) -> 
                 lives.append(life)
             ended = life["had_ended"] or life["left"] == steps
         if not ended:
-            resumes = ["--resume", str(run_dir.path)] if complete(run_dir.checkpoints) else []
+            resumes = ["--resume", str(run_dir.path)] if complete_checkpoints(run_dir.checkpoints) else []
             if not resumes:
                 run_dir.metrics.unlink(missing_ok=True)
             job = server.run(2, [*words, *resumes], run_dir.path)

@@ -13,7 +13,7 @@ import pytest
 from forked_ranks import Server
 from places import ROOT
 
-from ezpz_llm.checkpoint.manifest import STATE, complete, read_json
+from ezpz_llm.checkpoint.manifest import STATE, complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "zero0": (4, ["--ds-config", "zero0"]),
     "zero1": (4, ["--ds-config", "zero1"]),
     "zero2": (4, ["--ds-config", "zero2"]),
-    "zero2, micro batch 1": (4, ["--ds-config", "zero2", "--micro-batch-size", "1"]),
+    "zero2, micro-batch 1": (4, ["--ds-config", "zero2", "--micro-batch-size", "1"]),
     "zero3": (4, ["--ds-config", "zero3"]),
     "zero3_hpz2": (4, ["--ds-config", "zero3_hpz2"]),
     "zero3_offload_optimizer": (4, ["--ds-config", "zero3_offload_optimizer"]),
@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_zero3": (4, ["--ds-config", "tp2_zero3"]),
     "tp4": (4, ["--ds-config", "tp2", "--tp", "4"]),
     "pp2": (4, ["--ds-config", "pp2"]),
-    "pp2, micro batch 1": (4, ["--ds-config", "pp2", "--micro-batch-size", "1"]),
+    "pp2, micro-batch 1": (4, ["--ds-config", "pp2", "--micro-batch-size", "1"]),
     "pp4": (4, ["--ds-config", "pp2", "--pp", "4"]),
     "pp2_tp2": (4, ["--ds-config", "pp2_tp2"]),
     "sp2": (4, ["--ds-config", "sp2"]),
@@ -135,7 +135,7 @@ def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server
 
 @pytest.mark.full
 def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Server, tmp_path: Path) -> None:
-    """Resume a run three times, each time with other ranks, layout, global batch and micro batch."""
+    """Resume a run three times, each time with other ranks, layout, global batch and micro-batch."""
     run_dir, step = tmp_path / "run", 0
     lives = [(2, "zero1 on 3, global batch 6", ["--global-batch-size", "8", "--micro-batch-size", "1"], 5),
              (2, "tp2", ["--global-batch-size", "3", "--micro-batch-size", "3"], 9),
@@ -154,7 +154,7 @@ def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Ser
     assert record["samples_consumed"] == consumed == 5 * 8 + 4 * 3 + 3 * 20 + 2 * 8
     train = TokenData.open(prepare("stdlib", progress=False)).split("train")
     assert record["sample_hash"] == state["sample_hash"] == hash_of(train, consumed)
-    assert len(complete(RunDir(run_dir).checkpoints)) == 2
+    assert len(complete_checkpoints(RunDir(run_dir).checkpoints)) == 2
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
+from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_manifest, verify
 from ezpz_llm.layout.ops import is_built
 
 PROGRAM = HELPERS / "checkpoint_ranks.py"
@@ -196,7 +196,7 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> 
         folder = find(tmp_path)
         assert folder.name == latest(checkpoints)
         verify(folder, read_manifest(folder))
-        assert 1 <= len(complete(checkpoints)) <= 3
+        assert 1 <= len(complete_checkpoints(checkpoints)) <= 3
     assert killed_while_writing
     assert len(list(checkpoints.glob(".step-*.partial"))) <= 1
 

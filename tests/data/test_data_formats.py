@@ -334,7 +334,7 @@ def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: 
     with pytest.raises(InterruptedWriteError, match="one broken document more than --max-broken 17 allows"):
         prepare(str(folder), out=tmp_path / "out", max_broken=17, progress=False)
     messages = []
-    monkeypatch.setattr(tokenize_corpus, "say", messages.append)
+    monkeypatch.setattr(tokenize_corpus, "print_to_stderr", messages.append)
     prepare(str(folder), out=tmp_path / "out", max_broken=99)
     assert any("resuming after" in line for line in messages)
     facts = [read_manifest(shards) for shards in (whole, tmp_path / "out")]

@@ -14,7 +14,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data import megatron
-from ezpz_llm.data.document_lookup import extracts
+from ezpz_llm.data.document_lookup import find_extracts
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.megatron import read_index
 from ezpz_llm.data.prepare import check_corpus, prepare
@@ -167,7 +167,7 @@ def test_manifest_with_invalid_file_names_is_a_user_error(tmp_path: Path, name: 
     (folder / "manifest.json").write_text(json.dumps(whole | {"document_index": name}))
     data = TokenData.open(folder)
     with pytest.raises(UserError, match="this Megatron file is missing"):
-        extracts(data, block_size=8, seed=1, samples=[0])
+        find_extracts(data, block_size=8, seed=1, samples=[0])
     whole["splits"]["val"]["shards"][0]["file"] = name
     (folder / "manifest.json").write_text(json.dumps(whole))
     for open_folder in (TokenData.open, verify):

@@ -14,7 +14,7 @@ from ezpz_llm.data.manifest import verify
 from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw_streams, sample_windows, stream_offsets
-from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, shares
+from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, samples_per_block
 from ezpz_llm.data.tokenize_corpus import entropy
 
 
@@ -30,9 +30,9 @@ def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
     names = [str(weight) for weight in weights]
     if min(weights) / sum(weights) * BLOCK < 1:
         with pytest.raises(UserError, match="the minimum is 1 in 4096"):
-            shares(names, weights)
+            samples_per_block(names, weights)
         return
-    counts = shares(names, weights)
+    counts = samples_per_block(names, weights)
     assert sum(counts) == BLOCK
     exact = [weight / sum(weights) * BLOCK for weight in weights]
     assert all(abs(count - value) < 1 for count, value in zip(counts, exact, strict=True))
@@ -43,7 +43,7 @@ def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
 @settings(max_examples=30, deadline=None)
 def test_each_sample_of_each_stream_comes_once(weights: list[float], seed: int, block: int) -> None:
     """Each block has each stream's share of its next samples; computing one index alone gives the same sample."""
-    counts = shares([str(weight) for weight in weights], weights)
+    counts = samples_per_block([str(weight) for weight in weights], weights)
     streams, indices = draw_streams(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
     for part, count in enumerate(counts):
         np.testing.assert_array_equal(np.sort(indices[streams == part]),
@@ -53,7 +53,7 @@ def test_each_sample_of_each_stream_comes_once(weights: list[float], seed: int, 
 
 
 def test_streams_are_interleaved_and_seeds_differ() -> None:
-    counts = shares(["a", "b"], [0.7, 0.3])
+    counts = samples_per_block(["a", "b"], [0.7, 0.3])
     streams, _ = draw_streams(counts, 1, np.arange(20 * BLOCK))
     assert counts == (2867, 1229)
     for stretch in np.split(streams, 80):

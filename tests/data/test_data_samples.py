@@ -94,7 +94,7 @@ def test_ten_billion_tokens_cost_no_memory() -> None:
 
 
 def step_of(stream: TokenStream, consumed: int, dp_size: int, micro: int, **options: int) -> np.ndarray:
-    """Return the first tokens of a step's windows, over ranks and micro batches in order."""
+    """Return the first tokens of a step's windows, over ranks and micro-batches in order."""
     settings = {"block_size": 16, "seed": 3, "global_batch": 24} | options
     firsts = []
     for rank in range(dp_size):
@@ -128,7 +128,7 @@ def test_resume_continues_from_any_position(stream: TokenStream, cut: int, batch
 
 
 def test_indivisible_global_batch_is_rejected(stream: TokenStream) -> None:
-    with pytest.raises(UserError, match=r"24 samples .* micro batches of 5 on 2 .*\(10 at once\)") as caught:
+    with pytest.raises(UserError, match=r"24 samples .* micro-batches of 5 on 2 .*\(10 at once\)") as caught:
         step_of(stream, 0, 2, 5)
     assert "--global-batch-size 20" in str(caught.value)
     with pytest.raises(UserError, match="2 samples"):  # more ranks than the batch can feed

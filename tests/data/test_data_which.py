@@ -15,7 +15,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.__main__ import main
-from ezpz_llm.data.document_lookup import extracts
+from ezpz_llm.data.document_lookup import find_extracts
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
@@ -53,7 +53,7 @@ def check(data: TokenData, owners: list[int], documents: list[str]) -> None:
     """
     numbers = sorted(np.random.default_rng(3).choice(10**6, 1000, replace=False).tolist())
     by_sample: dict[int, list] = {number: [] for number in numbers}
-    for extract in extracts(data, T, SEED, numbers):
+    for extract in find_extracts(data, T, SEED, numbers):
         by_sample[extract.sample].append(extract)
     files = {name: np.fromfile(name, np.uint16) for name in {e.file for es in by_sample.values() for e in es}}
     batches = Batches(data.split("train"), block_size=T, seed=SEED, global_batch=1, micro_batch=1, dp_rank=0,
@@ -100,7 +100,7 @@ def test_a_mixture_names_the_corpus(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         parts[name] = megatron(tmp_path / name, [f"{word} {text}" for text in texts(300)], name)
     folder = prepare(f"{tmp_path / 'a' / 'a'}=0.75,{tmp_path / 'b' / 'b'}=0.25", "bytes", progress=False)
-    parts_read = extracts(TokenData.open(folder), T, SEED, range(4096))
+    parts_read = find_extracts(TokenData.open(folder), T, SEED, range(4096))
     names = {extract.sample: extract.corpus for extract in parts_read}
     assert sum("b.idx" in name for name in names.values()) == 1024
     assert all(extract.text.startswith("beta" if "b.idx" in extract.corpus else "alpha") for extract in parts_read)
@@ -131,7 +131,8 @@ def test_position_follows_the_runs_records(tmp_path: Path, capsys: pytest.Captur
     step = which(capsys, run, 3)
     assert (step["first"], step["stop"]) == (8, 16)
     assert {extract["sample"] for extract in step["extracts"]} == set(range(8, 16))
-    assert [e.document for e in extracts(data, T, SEED, range(8, 16))] == [e["document"] for e in step["extracts"]]
+    assert [e.document for e in find_extracts(data, T, SEED,
+                                              range(8, 16))] == [e["document"] for e in step["extracts"]]
     # Rollbacks from step 5 to 2 and from step 4 to 2 skip the samples in between.
     back = [{"from_step": 5, "to_step": 2, "samples_passed_over": 12},
             {"from_step": 4, "to_step": 2, "samples_passed_over": 20}]

@@ -20,7 +20,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.private_folders import make_private
 from ezpz_llm.dist import device as device_module
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, reject_idle_gpus
+from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, reject_unusable_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.mesh import AXES, Degrees
 from ezpz_llm.dist.rendezvous import _publish_name, node_file_store, share_error_without_group
@@ -298,28 +298,28 @@ def test_memory_is_reused_between_steps_unless_the_user_configured_malloc(tmp_pa
 def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    reject_idle_gpus({}, tmp_path)
+    reject_unusable_gpus({}, tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "kfd").touch()
-    reject_idle_gpus({}, tmp_path)  # integrated graphics of a desktop CPU, and a torch build without ROCm
+    reject_unusable_gpus({}, tmp_path)  # integrated graphics of a desktop CPU, and a torch build without ROCm
     (tmp_path / "dev" / "nvidia0").touch()
     with pytest.raises(UserError, match=r"a GPU that torch cannot use: torch .* is built for CPUs") as caught:
-        reject_idle_gpus({}, tmp_path)
+        reject_unusable_gpus({}, tmp_path)
     assert f"{tmp_path}/dev/nvidia0" in caught.value.where
     assert "--device cpu to use the CPU intentionally" in caught.value.instead
-    reject_idle_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
-    reject_idle_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+    reject_unusable_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    reject_unusable_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
     (tmp_path / "dev" / "nvidia0").unlink()
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(UserError, match=r"is built for ROCm 6\.2"):
-        reject_idle_gpus({}, tmp_path)
+        reject_unusable_gpus({}, tmp_path)
 
 
 def test_idle_gpus_are_checked_only_for_device_auto(monkeypatch):
     def reject(env):
         raise UserError("idle")
 
-    monkeypatch.setattr(device_module, "reject_idle_gpus", reject)
+    monkeypatch.setattr(device_module, "reject_unusable_gpus", reject)
     monkeypatch.setattr(device_module, "_best", lambda: "cpu")
     info = RankInfo(0, 1, 0, 1, 0, "test")
     assert choose_device("cpu", info) == torch.device("cpu")

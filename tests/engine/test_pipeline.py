@@ -305,7 +305,7 @@ FOUR = ("gpt2:fp32:pp2", "gpt2:bf16:pp2", "llama:fp32:pp2+recompute", "gpt2:fp32
 @pytest.mark.parametrize("run", FOUR)
 def test_four_ranks_equal_one_process(four_ranks: Path, run: str) -> None:
     shape, precision, _ = run.split(":")
-    # Two pipelines halve the micro batch; in bf16, matmuls of other sizes round differently.
+    # Two pipelines halve the micro-batch; in bf16, matmuls of other sizes round differently.
     reference = f"{shape}:{precision}:ddp{'+small' if precision == 'bf16' else ''}"
     assert_same(four_ranks, run, reference)
     result, expected = read(four_ranks, run), read(four_ranks, reference)

@@ -33,7 +33,7 @@ def alone(folder: Path) -> Dist:
 
 
 def micro_batches(step: int, accumulation: int) -> list[MicroBatch]:
-    """Return the micro batches of a step; later sequences have more ignored targets."""
+    """Return the micro-batches of a step; later sequences have more ignored targets."""
     generator = torch.Generator().manual_seed(step)
     rows = torch.randint(SMALL["vocab_size"], (BATCH, SMALL["block_size"] + 1), generator=generator)
     targets = rows[:, 1:].clone()

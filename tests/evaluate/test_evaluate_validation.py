@@ -1,4 +1,4 @@
-"""Validation loss: every token once, for any number of ranks and any micro batch."""
+"""Validation loss: every token once, for any number of ranks and any micro-batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 ALONE = Mesh(Degrees(1), 0)
 LENGTH = 16
 PREDICTIONS = (5, 60, 11 * LENGTH - 3)
-"""1, 4 and 11 windows, the last one short: on three ranks with micro batch 2, shares are uneven or empty."""
+"""1, 4 and 11 windows, the last one short: on three ranks with micro-batch 2, shares are uneven or empty."""
 
 
 def small_model():

@@ -30,7 +30,7 @@ def _write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("part", [1, 7, 1 << 20])
 def test_the_result_does_not_depend_on_the_chunk_size(tmp_path: Path, monkeypatch, indent: int | None,
                                                       part: int) -> None:
-    monkeypatch.setattr(untrusted_input, "_PART", part)
+    monkeypatch.setattr(untrusted_input, "_PART_LENGTH", part)
     events = [EVENT, {**EVENT, "cat": "kernel"}, {**EVENT, "cat": "cuda_runtime"}, {"ph": "M"},
               {**EVENT, "ts": 6, "dur": 0.5}, {**EVENT, "tid": 3, "name": "aten::add"}]
     whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": events,

@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.dist.setup import Dist, setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
@@ -289,7 +289,7 @@ def save_for_ever(folder: Path, dist: Dist) -> dict[str, object]:
     """Save step after step until killed, continuing from the last step of an earlier call."""
     engine = build("ddp", dist, seed=1, width=384)  # 43 MB of state: a save takes long enough to be hit
     run_dir = RunDir(folder)
-    folders = complete(run_dir.checkpoints)
+    folders = complete_checkpoints(run_dir.checkpoints)
     step = int(folders[-1].name.removeprefix("step-")) if folders else 0
     while True:
         step += 1

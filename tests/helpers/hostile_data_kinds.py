@@ -60,7 +60,7 @@ _PATHS = ["", "\0", ".", "..", "/", "/dev/zero", "/proc/self/mem", "/proc/self/e
 @kind
 def writtenby(rng: Random, folder: Path) -> object:
     """Read a manifest of another program's shards whose paths point anywhere."""
-    from ezpz_llm.data.document_lookup import extracts
+    from ezpz_llm.data.document_lookup import find_extracts
     from ezpz_llm.data.manifest import sampled_hash, verify
     from ezpz_llm.data.shards import TokenData
     from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
@@ -92,7 +92,7 @@ def writtenby(rng: Random, folder: Path) -> object:
     written(folder, "manifest.json", mutate.json_data(rng, whole) if way == 5 else json.dumps(whole).encode())
     data = TokenData.open(folder)
     streams = [data.split(name)[:4] for name in ("train", "val") if not data.parts]
-    return streams, verify(folder), extracts(data, 8, 1, [0, 3])
+    return streams, verify(folder), find_extracts(data, 8, 1, [0, 3])
 
 
 @functools.cache

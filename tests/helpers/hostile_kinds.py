@@ -473,7 +473,7 @@ def nodefile(rng: Random, folder: Path) -> object:
 
 @kind
 def orders(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.node.messages import SignalOrder, StacksOrder, read_orders, read_reports, stop_ordered
+    from ezpz_llm.launch.node.messages import SignalOrder, StacksOrder, read_orders, read_reports, read_stop_order
 
     run_dir = _run(
         rng,
@@ -486,7 +486,7 @@ def orders(rng: Random, folder: Path) -> object:
         },
     )
     return (
-        stop_ordered(run_dir, RUN_ID),
+        read_stop_order(run_dir, RUN_ID),
         read_orders(StacksOrder, run_dir, RUN_ID),
         read_orders(SignalOrder, run_dir, RUN_ID),
         read_reports(run_dir, RUN_ID),

@@ -16,13 +16,13 @@ _HOSTNAMES = ["n1", "n1.a.site.org", "N1.A.Site.Org.", "n1.b.site.org", "10.0.0.
 
 @kind
 def hostnames(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.hostnames import match_names, node_keys, same_nodes
+    from ezpz_llm.launch.hostnames import match_names, match_same_nodes, node_keys
 
     def names() -> list[str]:
         whole = [rng.choice(_HOSTNAMES) for _ in range(rng.randrange(1, 40))] * rng.choice([1, 1, 1, 200])
         return [mutate.text(rng, name) if rng.random() < 0.3 else name for name in whole]
 
-    return match_names(names(), names()), same_nodes(names(), names()), node_keys(names())
+    return match_names(names(), names()), match_same_nodes(names(), names()), node_keys(names())
 
 
 @kind

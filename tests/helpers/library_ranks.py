@@ -24,7 +24,7 @@ from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.model.parameters import whole_box
 
 STEPS, ACCUMULATION, BATCH, CLIP = 6, 2, 4, 0.5
-"""Steps, micro batches in a step, samples in a micro batch over all ranks, and the clipping threshold."""
+"""Steps, micro-batches in a step, samples in a micro-batch over all ranks, and the clipping threshold."""
 
 
 class TwoLosses(nn.Module):

@@ -54,7 +54,7 @@ def untimed(phase: str) -> AbstractContextManager[None]:
 
 
 def micro_batches(engine: Engine, dist: Dist) -> list[tuple[torch.Tensor, ...]]:
-    """Return this rank's micro batches of a step."""
+    """Return this rank's micro-batches of a step."""
     rows = sequences(0, 8, CONFIG.block_size + 1).chunk(engine.batch.dp_size)[dist.mesh.dp_rank]
     return [(part[:, :-1], part[:, 1:]) for part in rows.chunk(engine.batch.accumulation)]
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ezpz_llm import Target, Wrapped
 
 SAMPLES, EPOCH = 8, 40
-"""Samples in a micro batch over all ranks, and micro batches in an epoch."""
+"""Samples in a micro-batch over all ranks, and micro-batches in an epoch."""
 
 
 class TwoLosses(nn.Module):

@@ -21,9 +21,9 @@ from ezpz_llm.launch import addresses
 from ezpz_llm.launch.addresses import (
     bind_error,
     derived_ports,
+    describe_port_holder,
     find_rendezvous,
     free_port,
-    holder,
     interface_address,
     is_local_address,
     list_interfaces,
@@ -128,7 +128,7 @@ def test_ports_that_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_holder_that_cannot_be_seen() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        assert holder(bound.getsockname()[1]).startswith("no process listens on it now")
+        assert describe_port_holder(bound.getsockname()[1]).startswith("no process listens on it now")
     if os.geteuid():
         pytest.skip("only root can look with another user's eyes")
     with _listening() as port:
@@ -144,9 +144,9 @@ def test_a_holder_that_cannot_be_seen() -> None:
     ("nccl", "lo", True), ("nccl", "l", True), ("nccl", "=l", False), ("nccl", "=lo", True),
     ("nccl", "hsn0,lo", True), ("nccl", "hsn", False), ("nccl", "^docker,veth", True), ("xccl", "hsn", True),
 ])
-def test_interfaces_that_a_rank_is_told_to_use(backend: str, value: str, is_there: bool) -> None:
+def test_interfaces_that_a_rank_is_told_to_use(backend: str, value: str, exists: bool) -> None:
     env = {"GLOO_SOCKET_IFNAME": value} if backend == "gloo" else {"NCCL_SOCKET_IFNAME": value}
-    if is_there:
+    if exists:
         require_interfaces(backend, 3, env)
         return
     with pytest.raises(UserError, match=rf"rank 3 is to use interface .*, which {HERE} does not have") as raised:

@@ -17,7 +17,7 @@ from ezpz_llm.launch.node.messages import (
     StopOrder,
     read_orders,
     read_reports,
-    stop_ordered,
+    read_stop_order,
     write_report,
 )
 from ezpz_llm.rundir.files import RunDir
@@ -48,16 +48,16 @@ def test_invalid_orders_are_skipped(run_dir):
     for order, name in good:
         for text in changed(asdict(order)):
             (run_dir.control / name).write_text(text)
-            stop_ordered(run_dir, "me")
+            read_stop_order(run_dir, "me")
             read_orders(StacksOrder, run_dir, "me"), read_orders(SignalOrder, run_dir, "me")
     for order, name in good:
         (run_dir.control / name).write_text(json.dumps(asdict(order)))
     (run_dir.control / "stacks-b").write_text("[" * 50_000)
     (run_dir.control / "signal-b").write_text('{"run_id": "me", "token": "t", "number": 4000}')
-    assert stop_ordered(run_dir, "me") == good[0][0]
+    assert read_stop_order(run_dir, "me") == good[0][0]
     assert read_orders(StacksOrder, run_dir, "me") == [good[1][0]]
     assert read_orders(SignalOrder, run_dir, "me") == [good[2][0]]
-    assert stop_ordered(run_dir, "other") is None
+    assert read_stop_order(run_dir, "other") is None
 
 
 def test_invalid_records_do_not_affect_others(run_dir):

@@ -25,7 +25,7 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 from strangers import Strangers
 
-from ezpz_llm.launch.node.folder import agents, remove
+from ezpz_llm.launch.node.folder import agent_pids, remove
 
 _FEW, _MANY = 12, 200
 
@@ -104,7 +104,7 @@ def _kill(folder: Path, *kinds: str) -> None:
     """Kill processes of a run by kind: "shims", "agent", "launcher"."""
     of_run = left_over(folder / "r")
     shims = _shims(of_run.items())
-    agent = set(agents(record(folder / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]))
+    agent = set(agent_pids(record(folder / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]))
     assert agent
     launchers = {pid for pid, words in of_run.items() if "mpiexec" in words.split()[0] or "hydra" in words}
     for pid in set().union(*({"shims": shims, "agent": agent, "launcher": launchers}[kind] for kind in kinds)):

@@ -13,7 +13,7 @@ from launch_runs import CAPTURED, launch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding.core_binding import Binding
-from ezpz_llm.launch.dialects import choose, identify, srun, torchrun
+from ezpz_llm.launch.dialects import choose_launcher, identify, srun, torchrun
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work, logical_cores, mask
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
@@ -248,21 +248,22 @@ def test_pbs_own_wrapper_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     torchrun_beside.write_text("")
     torchrun_beside.chmod(0o755)
     only = {"PATH": str(wrapper.parent)}
-    chosen = choose("auto", "none", 2, only)
+    chosen = choose_launcher("auto", "none", 2, only)
     assert (chosen.kind, chosen.program, chosen.notes) == ("torchrun", str(torchrun_beside), (said,))
-    assert (choose("auto", "pbs", 1, only).kind, choose("auto", "pbs", 1, only).notes) == ("direct", (said,))
+    assert (choose_launcher("auto", "pbs", 1, only).kind,
+            choose_launcher("auto", "pbs", 1, only).notes) == ("direct", (said,))
     with pytest.raises(UserError, match="mpiexec is not on PATH") as raised:
-        choose("mpiexec", "pbs", 2, only)
+        choose_launcher("mpiexec", "pbs", 2, only)
     assert said in str(raised.value)
     # MPICH next to Python, where with-env installs it; then one later on PATH, in a PBS job.
     beside = _mpiexec_of(tmp_path / "venv/mpi", _version_texts()["mpich"])
-    assert choose("mpiexec", "pbs", 2, only).program == str(beside)
-    assert choose("auto", "none", 2, only).notes == (said,)
+    assert choose_launcher("mpiexec", "pbs", 2, only).program == str(beside)
+    assert choose_launcher("auto", "none", 2, only).notes == (said,)
     later = _mpiexec_of(tmp_path / "site", _version_texts()["openmpi5"])
-    chosen = choose("auto", "pbs", 2, {"PATH": f"{wrapper.parent}:{later.parent}"})
+    chosen = choose_launcher("auto", "pbs", 2, {"PATH": f"{wrapper.parent}:{later.parent}"})
     assert (chosen.program, chosen.dialect, chosen.notes) == (str(later), "Open MPI 5.0.11", (said,))
     # At a site with PALS, PBS's wrapper does not get PALS' dialect.
-    assert choose("auto", "pbs", 2, only, "pals").program == str(beside)
+    assert choose_launcher("auto", "pbs", 2, only, "pals").program == str(beside)
 
 
 def test_a_plan_says_that_pbs_own_wrapper_was_passed_over(tmp_path: Path) -> None:

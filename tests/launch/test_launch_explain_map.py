@@ -15,7 +15,7 @@ from slowness import scaled
 
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.launch.hostlist import expand_hostlist, fold_hostnames
-from ezpz_llm.launch.precheck import read_places, write_places
+from ezpz_llm.launch.precheck import format_places, read_places
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 from ezpz_llm.layout.layout import Layout, ZeroOptions, rank_map, tp_crossing_warning
 
@@ -113,7 +113,7 @@ def test_a_run_draws_it_and_says_its_degrees(tmp_path: Path) -> None:
 def test_node_lists_are_folded_and_parsed(hosts: list[str], data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(1, 3), min_size=len(hosts), max_size=len(hosts)))
     places = list(zip(hosts, counts, strict=True))
-    assert read_places({PLACES_VARIABLE: write_places(places)}) == places
+    assert read_places({PLACES_VARIABLE: format_places(places)}) == places
 
 
 @pytest.mark.parametrize(("hosts", "short"), [
@@ -132,7 +132,7 @@ def test_short_forms(hosts: list[str], short: str) -> None:
 
 def test_ten_thousand_hosts_are_a_short_line() -> None:
     places = [(f"nid{number:06d}", 12) for number in range(10_000)]
-    assert write_places(places) == "nid[000000-009999] 12(x10000)"
+    assert format_places(places) == "nid[000000-009999] 12(x10000)"
     layout = Layout("3d", "deepspeed", ZeroOptions(1), tp=4, pp=2)
     drawn = rank_map(layout, places).splitlines()
     assert len(drawn) == 35

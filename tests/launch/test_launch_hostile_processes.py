@@ -19,8 +19,8 @@ from places import TESTS
 from slowness import scaled
 
 from ezpz_llm.launch.cleanup import end_marked
-from ezpz_llm.launch.node.folder import agents, parse_heartbeat, remove
-from ezpz_llm.launch.node.processes import ProcessIdentity, list_processes, marked, read_descendants
+from ezpz_llm.launch.node.folder import agent_pids, parse_heartbeat, remove
+from ezpz_llm.launch.node.processes import ProcessIdentity, list_processes, marked_processes, read_descendants
 
 _PROGRAM = str(TESTS / "helpers/hostile_processes.py")
 
@@ -77,10 +77,10 @@ def test_a_run_of_which_some_are_killed(tmp_path: Path, tag: str, killed: tuple[
         _wait_for((tmp_path / "r/up0").exists, "the start of all")
         time.sleep(2.5)  # two polling intervals of the agent
         run_id = record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]
-        forks = {process.pid: process.parent for process in marked(run_id) if process.is_shim}
+        forks = {process.pid: process.parent for process in marked_processes(run_id) if process.is_shim}
         doomed = {pid for pid, parent in forks.items() if parent not in forks}
         if "agent" in killed:
-            doomed |= agents(run_id)
+            doomed |= agent_pids(run_id)
         for pid in doomed:
             os.kill(pid, signal.SIGKILL)
         run.communicate(timeout=scaled(60))
@@ -110,12 +110,12 @@ def test_the_marker_is_enough(tmp_path: Path, tag: str, run_id: str) -> None:
         assert end_marked(run_id, within_s=scaled(10)) == []
     # Processes without variables have no marker.
     assert len(_tagged(tag)) == len(NAMES[::2])
-    assert not any(list(marked(run_id)) for _ in range(3))
+    assert not any(list(marked_processes(run_id)) for _ in range(3))
 
 
 def test_a_hostile_rank_is_a_ranks(tmp_path: Path, tag: str, run_id: str) -> None:
     with _started(tmp_path, tag, run_id):
-        processes = list(marked(run_id))
+        processes = list(marked_processes(run_id))
         ours = [process for process in processes if process.pid in _tagged(tag)]
         # All except the process without the variable.
         assert sum(process.is_of_rank for process in ours) >= len(RANKS) + len(NAMES[1::2])

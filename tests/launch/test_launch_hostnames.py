@@ -13,7 +13,14 @@ from launch_runs import captured_env, launch
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import addresses, hostfile, node_selection
 from ezpz_llm.launch.addresses import domain_notes, find_local_node, is_local_address
-from ezpz_llm.launch.hostnames import NodeNames, count_repeats, is_same_node, match_names, node_keys, same_nodes
+from ezpz_llm.launch.hostnames import (
+    NodeNames,
+    count_repeats,
+    is_same_node,
+    match_names,
+    match_same_nodes,
+    node_keys,
+)
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, pbs, supplement
 from ezpz_llm.launch.schedulers.lsf import detect as detect_lsf
 from ezpz_llm.launch.schedulers.node_files import parse_slot_columns
@@ -50,7 +57,7 @@ def test_another_domain_in_another_source() -> None:
     # A first label shared by several nodes does not identify any of them.
     assert match_names(["mpi-worker.3.site.example"], _WORKERS).places == (None,)
     assert match_names(["w.1.x", "w.2.x"], ["w.1.y"]).places == (None, None)
-    assert same_nodes(["n1"], ["n1.site.example", "n2"]) is None
+    assert match_same_nodes(["n1"], ["n1.site.example", "n2"]) is None
     assert "n2.site.example" not in NodeNames(_WORKERS)
 
 

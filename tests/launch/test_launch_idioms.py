@@ -24,7 +24,7 @@ from launch_runs import LONG, SAVES, clean_env, left_over, record
 from simcluster.cluster import Cluster
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.launch.node.processes import is_alive, started_at
 
 # Writes its process id to a file, whatever the shell puts around it.
@@ -150,7 +150,7 @@ def test_the_trainers_checkpoint(tmp_path: Path) -> None:
     with _typed(tmp_path, IDIOMS["tee of both"], sys.executable, "-m", "ezpz_llm.train", *LONG) as typed:
         _wait_for(lambda: (tmp_path / "r/metrics.jsonl").exists(), "the first steps", 120)
         os.killpg(os.getpgid(typed.launch), signal.SIGINT)
-    [saved] = complete(tmp_path / "r/checkpoints")
+    [saved] = complete_checkpoints(tmp_path / "r/checkpoints")
     assert record(tmp_path / "r")["exit"]["code"] == 130
     words = (tmp_path / "r/postmortem.txt").read_text().splitlines()
     assert words[0].startswith("launch: launch was sent SIGINT (Ctrl-C)")

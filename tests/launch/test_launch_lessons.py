@@ -21,7 +21,7 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.placement import place
+from ezpz_llm.launch.placement import place_ranks
 from ezpz_llm.launch.plan import build_plan
 from ezpz_llm.launch.ranks import FAMILIES
 from ezpz_llm.launch.schedulers import find_allocation
@@ -138,7 +138,7 @@ def test_the_users_own_values_win_and_the_plan_says_so(tmp_path: Path) -> None:
 def test_more_ranks_than_a_host_can_run_are_refused() -> None:
     job = find_allocation(captured_env("slurm/env_sbatch_script.txt"))
     with pytest.raises(UserError, match="50000000 ranks on one node"):
-        place(job, Devices((), "none"), 100_000_000, None)
+        place_ranks(job, Devices((), "none"), 100_000_000, None)
 
 
 _SAYS = ["CUDA error: an illegal memory access", "AttributeError: 'NoneType'", "Traceback (most recent call last):",

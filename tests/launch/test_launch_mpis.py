@@ -13,7 +13,7 @@ from mpi_wheels import REQUIREMENTS, mpi_environment
 from slowness import scaled
 
 from ezpz_llm.launch.binding.core_binding import Binding
-from ezpz_llm.launch.dialects import choose
+from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.dialects.work import Work
 from ezpz_llm.launch.placement import Placement
 
@@ -125,7 +125,7 @@ def test_ranks_run_on_their_own_cores(tmp_path: Path, name: str) -> None:
     if len(cores) < 2:
         pytest.skip("one core here, and two ranks to put on cores of their own")
     env = clean_env(**mpi_environment(name))
-    launcher = choose("mpiexec", "none", 2, env)
+    launcher = choose_launcher("mpiexec", "none", 2, env)
     work = Work((sys.executable, "-c", _CORES, str(tmp_path)), Placement((("here", 2),), "test"), True,
                 tmp_path / "hostfile", 1, (), os.geteuid() == 0,
                 binding=Binding("list", (str(cores[1]), str(cores[0]))))

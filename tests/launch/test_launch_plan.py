@@ -18,7 +18,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.placement import Placement, RankTable, place
+from ezpz_llm.launch.placement import Placement, RankTable, place_ranks
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
@@ -47,20 +47,20 @@ def _allocation(*slots: int | None, limit: bool = False) -> Allocation:
 ])
 def test_ranks_per_host(slots: tuple[int | None, ...], devices: Devices, ranks: int | None, per_host: int | None,
                         expected: list[int]) -> None:
-    placement = place(_allocation(*slots), devices, ranks, per_host)
+    placement = place_ranks(_allocation(*slots), devices, ranks, per_host)
     assert [count for _, count in placement.ranks] == expected
     assert placement.source
 
 
 def test_a_hostfiles_slots_are_a_limit() -> None:
     with pytest.raises(UserError, match="5 ranks, but the nodes have 4 slots"):
-        place(_allocation(2, 2, limit=True), _NONE, 5, None)
+        place_ranks(_allocation(2, 2, limit=True), _NONE, 5, None)
     with pytest.raises(UserError, match="3 ranks for n1"):
-        place(_allocation(2, 4, limit=True), _NONE, None, 3)
+        place_ranks(_allocation(2, 4, limit=True), _NONE, None, 3)
     with pytest.raises(UserError, match="do not fit"):
-        place(_allocation(None, None), _NONE, 9, 4)
+        place_ranks(_allocation(None, None), _NONE, 9, 4)
     # A node without slots gets the ranks that the other nodes cannot take.
-    assert place(_allocation(2, None, limit=True), _NONE, 5, None).ranks == (("n1", 2), ("n2", 3))
+    assert place_ranks(_allocation(2, None, limit=True), _NONE, 5, None).ranks == (("n1", 2), ("n2", 3))
 
 
 def _programs(folder: Path, **bodies: str) -> str:
@@ -86,7 +86,7 @@ def test_inside_a_slurm_job_auto_is_srun(tmp_path: Path) -> None:
     assert words.endswith(" --nodelist n1,n2")
     assert plan.env["MASTER_ADDR"].value == "n1"
     assert plan.ranks_source == "slots of SLURM_JOB_NODELIST"
-    assert [(place.rank, place.host, place.local_rank) for place in plan.ranks] == [
+    assert [(place_ranks.rank, place_ranks.host, place_ranks.local_rank) for place_ranks in plan.ranks] == [
         (0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1)]
     assert _plan("--launcher mpiexec python3 x.py", env).launcher.kind == "mpiexec"
 
@@ -158,7 +158,7 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["argv"][-7:] == list(words[2:])
-    assert [place["local_rank"] for place in plan["ranks"]] == [0, 1]
+    assert [place_ranks["local_rank"] for place_ranks in plan["ranks"]] == [0, 1]
     assert plan["env"]["EZPZ_LLM_WORLD_SIZE"] == "2"
     assert plan["env"]["MASTER_ADDR"] == "127.0.0.1"
     assert 1024 < int(plan["env"]["MASTER_PORT"]) < 32768
@@ -175,7 +175,8 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
 def test_a_rank_is_looked_up_where_it_is_counted() -> None:
     placement = Placement((("n1", 3), ("n2", 1), ("n3", 2)), "test")
     table = RankTable(placement, Binding("list", cores=("0", "1", "2"), devices=("7", "6", "5")))
-    assert [(place.rank, place.host, place.local_rank, place.cores, place.device) for place in table] == [
+    assert [(place_ranks.rank, place_ranks.host, place_ranks.local_rank, place_ranks.cores,
+             place_ranks.device) for place_ranks in table] == [
         (0, "n1", 0, "0", "7"), (1, "n1", 1, "1", "6"), (2, "n1", 2, "2", "5"), (3, "n2", 0, "0", "7"),
         (4, "n3", 0, "0", "7"), (5, "n3", 1, "1", "6")]
     assert [table[rank] for rank in range(len(table))] == list(table)

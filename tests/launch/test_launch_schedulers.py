@@ -10,7 +10,7 @@ from launch_runs import CAPTURED, captured_env
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import devices as devices_module, hostfile
-from ezpz_llm.launch.devices import has_none, visible_devices
+from ezpz_llm.launch.devices import has_no_accelerator, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import find_allocation, local, pbs, slurm
@@ -299,4 +299,4 @@ def test_a_host_without_any_accelerator(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(devices_module, "_LIBRARY_PLACES", (str(tmp_path),))
     for name in ("_NVIDIA", "_AMD"):
         monkeypatch.setattr(devices_module, name, tmp_path / "no")
-    assert has_none({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == none
+    assert has_no_accelerator({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == none

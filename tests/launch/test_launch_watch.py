@@ -16,7 +16,7 @@ from launch_runs import clean_env, launch, left_over, record, start
 from slowness import scaled
 
 from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
-from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
+from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, find_silent_ranks
 from ezpz_llm.launch.node import folder
 from ezpz_llm.launch.node.folder import folder_prefix, parent_dir, remove_stale
 from ezpz_llm.launch.node.messages import (
@@ -61,7 +61,7 @@ def _life(rank: int, silent_s: float | None, idle_s: float = 0.0, phase: str | N
     ([], []),
 ])
 def test_silent_ranks(ranks: list[RankLife], silent: list[int]) -> None:
-    suspects = [rank.rank for rank in judge(ranks, limit_s=10.0)]
+    suspects = [rank.rank for rank in find_silent_ranks(ranks, limit_s=10.0)]
     assert sorted(suspects) == sorted(silent)
     assert suspects[:1] == silent[:1]
 

@@ -69,10 +69,10 @@ def test_no_process_survives_when_the_tests_are_killed(strangers: Strangers) -> 
     holder.kill()
     holder.communicate()
     until = time.monotonic() + scaled(10)
-    while is_there := Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+    while exists := Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     shutil.rmtree(folder)
-    assert not is_there
+    assert not exists
 
 
 def test_the_victim_can_launch(strangers: Strangers) -> None:

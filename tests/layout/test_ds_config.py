@@ -379,10 +379,10 @@ def test_the_check_rejects_fp16_without_accelerators(tmp_path: Path, monkeypatch
         monkeypatch.setenv(PLACES_VARIABLE, hosts)
         return main(["--ds-config", str(config), "--check", "--world-size", "2", *argv])
 
-    monkeypatch.setattr(train, "has_none", lambda env: True)
+    monkeypatch.setattr(train, "has_no_accelerator", lambda env: True)
     with pytest.raises(UserError, match="fp16 is unsupported on a CPU"):
         check(f"{socket.gethostname()} 2")
     assert check("elsewhere 2") == 0
     assert check(f"{socket.gethostname()} 2", "--device", "cuda") == 0
-    monkeypatch.setattr(train, "has_none", lambda env: False)
+    monkeypatch.setattr(train, "has_no_accelerator", lambda env: False)
     assert check(f"{socket.gethostname()} 2") == 0

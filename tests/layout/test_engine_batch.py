@@ -56,7 +56,7 @@ def test_a_global_batch_alone_uses_the_largest_micro_batch_that_divides_it() -> 
 
 @pytest.mark.parametrize(("numbers", "dp_size", "parts"), [
     ((512, 8, None), 7, ("512", "504", "560")),  # never rounded to 10 micro-steps
-    ((24, 8, None), 2, ("16 or 32", "micro batch 6 or 12")),
+    ((24, 8, None), 2, ("16 or 32", "micro-batch 6 or 12")),
     ((24, None, 5), 2, ("20 or 30", "accumulation 4 or 6")),
     ((7, None, None), 2, ("6 or 8",)),
     ((4, None, None), 8, ("cannot feed 8", "at least 8", "at most 4")),

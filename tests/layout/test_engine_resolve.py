@@ -222,7 +222,7 @@ def test_precedence_is_command_line_then_ds_config_then_the_rest(write) -> None:
 
 
 def test_batch_numbers_of_lower_precedence_are_overridden(write) -> None:
-    """A global batch on the command line keeps the file's micro batch, not its accumulation steps."""
+    """A global batch on the command line keeps the file's micro-batch, not its accumulation steps."""
     path = write({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2})
     resolved = resolve(Request(path, world_size=2, global_batch=64))
     assert resolved.batch == Batch(64, 4, 8, 2)

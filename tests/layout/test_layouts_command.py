@@ -24,7 +24,7 @@ from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total, whole_bytes
+from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.suggestions import shipped_layouts
 from ezpz_llm.layouts import main
@@ -167,8 +167,8 @@ def test_estimated_unsharded_state_of_fsdp2_equals_the_measured_one(tmp_path: Pa
     fsdp2 = next(layout for layout in shipped_layouts() if layout.name == "fsdp2")
     config = CONFIGS["llama"]
     for precision, (parameters, gradients) in measured.items():
-        assert whole_bytes(fsdp2, config, precision, 1) == parameters
-        assert whole_bytes(fsdp2, config, precision, 2) == parameters + gradients
+        assert unsharded_bytes(fsdp2, config, precision, 1) == parameters
+        assert unsharded_bytes(fsdp2, config, precision, 2) == parameters + gradients
     assert measured["bf16"][1] == 0 < measured["fp32"][1]
 
 

@@ -18,7 +18,7 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.loss import Head, configure_head
-from ezpz_llm.model.loss_chunk import choose_chunk, most_logits
+from ezpz_llm.model.loss_chunk import choose_chunk, max_logits
 
 WIDTH, VOCABULARY = 24, 70
 
@@ -225,7 +225,7 @@ def test_default_chunks_are_equal_and_bounded():
     ("xpu", 64, 28), ("cuda", 80, 29), ("cuda", 141, 29), ("cuda", 288, 29)])
 def test_chunk_of_logits_follows_from_device_memory(kind, gigabytes, power):
     memory = None if gigabytes is None else gigabytes * 10 ** 9
-    assert most_logits(kind, memory) == 2 ** power
+    assert max_logits(kind, memory) == 2 ** power
     if gigabytes and power > 26:
         assert 6 * 2 ** power <= memory / 24
 

@@ -276,7 +276,7 @@ def test_sizes_that_cannot_be_predicted():
     assert "1 to 16 nodes" in error.value.instead
     assert predict(fit, weak, 3).beyond is False
     assert predict(fit, weak, 16).beyond is True
-    with pytest.raises(UserError, match="batch of 64 in micro batches of 4 cannot be divided over 12"):
+    with pytest.raises(UserError, match="batch of 64 in micro-batches of 4 cannot be divided over 12"):
         predict(fit, strong, 12)
     assert extrapolation_sizes(strong) == [1, 2, 4, 8, 16]
     assert max(size for size, _, _ in fit_line(fit, weak)) == 16

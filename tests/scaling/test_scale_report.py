@@ -124,7 +124,7 @@ def test_json_and_csv_agree(folder):
     assert "no prediction for 17 nodes: the study measured 1 to 4" in beyond.stderr
     # Twelve nodes are valid for the weak curve, but cannot divide a global batch of 64.
     text = findings_text(find(folder, at=(12,)), 200, color=False)
-    assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
+    assert "strong ddp at 12 nodes: a global batch of 64 in micro-batches of 4 cannot be divided over 12" in text
     assert "12 nodes" in text
     wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=scaled(60), check=False)
     assert (wrong.returncode, "'abc' is not a list of whole numbers such as 16,32" in wrong.stderr) == (2, True)

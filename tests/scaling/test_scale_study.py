@@ -16,7 +16,7 @@ from scale_runs import TRAIN, scale
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.option_parsing import value_of, without
+from ezpz_llm.launch.option_parsing import remove_options, value_of
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import parse
@@ -63,7 +63,7 @@ def repeat(**changes: object) -> Repeat:
 def test_read_and_remove_options_of_a_command() -> None:
     command = ("train", "--lr", "1", "--steps=5", "--lr=2", "-x", "--steps-more", "7")
     assert (value_of(command, "--lr"), value_of(command, "--steps"), value_of(command, "--st")) == ("2", "5", None)
-    assert without(command, "--lr", "--steps") == ("train", "-x", "--steps-more", "7")
+    assert remove_options(command, "--lr", "--steps") == ("train", "-x", "--steps-more", "7")
 
 
 @pytest.mark.parametrize(("options", "message"), [

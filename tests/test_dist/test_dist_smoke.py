@@ -233,7 +233,7 @@ def test_a_loss_that_does_not_decrease_fails_the_run(tmp_path):
     (["--ds-config", "zero7"], "unknown ds_config 'zero7'"),
     (["--ds-config", "tp2"], "layout tp2: dp 1 x tp 2 requires a GPT"),
     (["--steps", "3"], "--steps must be at least 10, but is 3"),
-    (["--batch", "0"], "a micro batch of 0 sequences"),
+    (["--batch", "0"], "a micro-batch of 0 sequences"),
     (["--seed", "-1"], "seed -1 is out of range"),
     (["--device", "gpu"], "invalid choice: 'gpu'"),
     (["--step", "30"], "did you mean --steps"),
@@ -253,7 +253,7 @@ def test_the_batch_of_a_ds_config_overrides_the_default(tmp_path):
     batch = check(parser().parse_args(arguments), 2).batch
     assert (batch.global_batch, batch.micro_batch, batch.accumulation) == (100, 50, 1)
     assert check(parser().parse_args([*arguments, "--batch", "25"]), 2).batch.accumulation == 2
-    with pytest.raises(UserError, match="a global batch of 100 sequences is not a multiple of micro batch 64 x 2"):
+    with pytest.raises(UserError, match="a global batch of 100 sequences is not a multiple of micro-batch 64 x 2"):
         check(parser().parse_args([*arguments, "--batch", "64"]), 2)
     assert check(parser().parse_args([]), 2).batch.micro_batch == 64
 

@@ -15,7 +15,7 @@ import pytest
 from launch_runs import LONG
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.launch.node.messages import StopOrder, order_stop
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.observe import WallClock
@@ -57,7 +57,7 @@ def check_stopped(run_dir: Path, out: str, reason: str) -> None:
     assert f"stopped after step {step} of 100000: {record['stopped']}" in out
     assert f"--resume {run_dir}" in out
     assert [line["step"] for line in read_lines(RunDir(run_dir).metrics)] == list(range(1, step + 1))
-    assert complete(run_dir / "checkpoints")[-1].name == f"step-{step:08d}"
+    assert complete_checkpoints(run_dir / "checkpoints")[-1].name == f"step-{step:08d}"
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from poisoned_train import poisoned
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import complete, read_json
+from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.report.runs import load_runs
@@ -178,7 +178,7 @@ def test_a_few_bad_steps_are_skipped_and_the_run_continues(alone, tmp_path):
     assert read_record(RunDir(tmp_path / "run"))["summary"]["skipped_steps"] == 2
     [run_] = load_runs([tmp_path / "run"])
     assert "2 steps were skipped and changed nothing, first step 5" in run_.notes
-    assert complete(RunDir(tmp_path / "run").checkpoints)[-1].name == "step-00000012"
+    assert complete_checkpoints(RunDir(tmp_path / "run").checkpoints)[-1].name == "step-00000012"
 
 
 @pytest.mark.full
@@ -191,8 +191,8 @@ def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_
     assert "--resume" not in done.out.split("run directory")[-1]
     record = read_record(RunDir(tmp_path / "run"))
     assert record["steps"] == 12
-    assert [folder.name for folder in complete(RunDir(tmp_path / "run").checkpoints)] == ["step-00000003",
-                                                                                         "step-00000006"]
+    folders = complete_checkpoints(RunDir(tmp_path / "run").checkpoints)
+    assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
 
 
 def test_a_run_that_ends_with_nan_fails_even_if_too_short_to_be_stopped(alone, tmp_path):

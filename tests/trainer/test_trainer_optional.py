@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.observe.profile import PythonProfile
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer import step_hooks
@@ -27,7 +27,7 @@ DIVERGING = ["--steps", "6", "--warmup-steps", "0", "--grad-clip", "0", "--lr", 
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    return [folder.name for folder in complete(RunDir(run_dir).checkpoints)]
+    return [folder.name for folder in complete_checkpoints(RunDir(run_dir).checkpoints)]
 
 
 def test_a_diverging_run_saves_and_ends_without_a_traceback(tmp_path: Path,

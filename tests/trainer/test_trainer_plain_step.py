@@ -42,14 +42,14 @@ def lines_of(folder: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def pairs(windows: np.ndarray) -> list[MicroBatch]:
-    """Split windows (n, T + 1) into micro batches."""
+    """Split windows (n, T + 1) into micro-batches."""
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
             for part in torch.from_numpy(windows.astype(np.int64)).split(MICRO)]
 
 
 def test_a_run_is_the_definition_of_its_steps(tmp_path: Path) -> None:
     """Check that sample i is a function of (seed, i), the schedule is warm-up and cosine, the loss is the mean over
-    micro batches, and validation starts at the beginning of its split, with the weights after the last step."""
+    micro-batches, and validation starts at the beginning of its split, with the weights after the last step."""
     lines = lines_of(tmp_path / "run", "--dropout", "0", "--save-every", "-1")
     data = TokenData.open(prepare("stdlib", "bytes"))
     config = get_model_config("tiny-gpt2", **SHAPE, vocab_size=data.vocab_size)

@@ -93,7 +93,7 @@ def test_every_number_can_be_overridden_and_shorter_runs_keep_their_shape():
 
 def test_a_micro_batch_that_is_typed_is_taken_as_it_is():
     assert planned("--preset", "gpt2-124m-fineweb", "--micro-batch-size", "16").resolved.batch.accumulation == 4
-    with pytest.raises(UserError, match="not a multiple of micro batch 48"):
+    with pytest.raises(UserError, match="not a multiple of micro-batch 48"):
         planned("--preset", "gpt2-124m-fineweb", "--micro-batch-size", "48")
 
 

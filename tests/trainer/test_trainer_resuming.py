@@ -14,7 +14,7 @@ from launch_runs import launch, left_over, start
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
@@ -123,7 +123,7 @@ def test_runs_with_nothing_saved(train, tmp_path, capsys):
     code, out = train("--resume", tmp_path / "a", "--run-dir", tmp_path / "b", "--steps", "1", "--save-every", "0")
     assert (code, "ended before its first checkpoint: the run starts over" in out) == (0, True), out
     assert len(losses(tmp_path / "a")) == 2, "another run's metrics are not moved"
-    assert [folder.name for folder in complete(RunDir(tmp_path / "b").checkpoints)] == ["step-00000001"]
+    assert [folder.name for folder in complete_checkpoints(RunDir(tmp_path / "b").checkpoints)] == ["step-00000001"]
     (tmp_path / "empty").mkdir()
     for wrong in ("empty", "missing"):
         with pytest.raises(UserError):

@@ -16,7 +16,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify.cases import natural_worlds
-from ezpz_llm.checkpoint.manifest import STATE, complete, read_json
+from ezpz_llm.checkpoint.manifest import STATE, complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
@@ -150,7 +150,7 @@ def test_every_layout_trains_validates_samples_saves_and_plots(layout, finished,
     assert training[-1] < training[0] - 0.2
     assert read_record(RunDir(run_dir))["val_loss"] < training[0] - 0.2
     assert "sample after step 10" in done.stdout
-    assert len(complete(RunDir(run_dir).checkpoints)) == 1
+    assert len(complete_checkpoints(RunDir(run_dir).checkpoints)) == 1
     assert {path.name for path in RunDir(run_dir).plots.iterdir()} == {
         path.name for path in RunDir(finished[0]).plots.iterdir()}
 
@@ -212,7 +212,7 @@ def test_a_run_on_own_text_resumes_in_its_directory(tmp_path):
     assert [line["step"] for line in lines if "val_loss" in line] == [3, 5, 6, 8]
     # The validation split is shorter than --eval-tokens and used whole: every token but the first is predicted.
     assert {line["val_tokens"] for line in lines if "val_loss" in line} == {245}
-    assert [p.name for p in complete(RunDir(run_dir).checkpoints)] == ["step-00000005"]
+    assert [p.name for p in complete_checkpoints(RunDir(run_dir).checkpoints)] == ["step-00000005"]
     saved = find(run_dir)
     resumed = parse([*options, "--steps", "9", "--resume", str(run_dir)])
     with pytest.raises(UserError, match=f"the tokens of {folder} are not those of the checkpoint"):
@@ -295,7 +295,7 @@ def test_an_exception_is_reported_before_groups_are_destroyed(tmp_path):
     assert time.monotonic() - began < scaled(120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in done.stderr
-    assert "a smaller micro batch (--micro-batch-size)" in done.stderr
+    assert "a smaller micro-batch (--micro-batch-size)" in done.stderr
     failure = json.loads((tmp_path / "run" / "errors" / "rank0001.json").read_text())
     assert (failure["exit_code"], failure["exception"]["type"]) == (1, "torch.OutOfMemoryError")
 

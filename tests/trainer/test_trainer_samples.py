@@ -27,7 +27,7 @@ def test_samples_are_pinned_if_the_device_copies_from_pinned_memory(tmp_path, mo
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(tuple(self.shape)))
     monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], pins=pins))
     assert run(parse([*SMALL, "--run-dir", str(tmp_path / "run")])) == 0
-    # Three steps of two micro batches, tokens and targets.
+    # Three steps of two micro-batches, tokens and targets.
     assert pinned == kept == [(2, 32)] * 12 * pins
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.precision import rounds_products, set_products
+from ezpz_llm.engine.precision import rounds_matmuls, set_tf32
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.model.attention import (
     AttentionEnvironment,
@@ -105,12 +105,12 @@ def test_what_is_asked_for_is_what_is_reported() -> None:
 def test_tf32_that_does_nothing_is_found_out() -> None:
     with pytest.raises(UserError, match="a CPU does not support tf32"):
         plan_run(parse([*SHAPE, "--precision", "tf32"]), 1, device="cpu")
-    assert not rounds_products(CPU)
+    assert not rounds_matmuls(CPU)
     before = torch.get_float32_matmul_precision()
     try:
         with pytest.raises(UserError, match="tf32 has no effect on cpu"):
-            set_products(CPU, "tf32")
-        set_products(CPU, "fp32")
+            set_tf32(CPU, "tf32")
+        set_tf32(CPU, "fp32")
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -120,11 +120,11 @@ def test_tf32_that_does_nothing_is_found_out() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tf32_rounds_where_the_device_has_it() -> None:
     device = torch.device("cuda", 0)
-    set_products(device, "fp32")
-    assert not rounds_products(device)
-    set_products(device, "tf32")
-    assert rounds_products(device)
-    set_products(device, "fp32")
+    set_tf32(device, "fp32")
+    assert not rounds_matmuls(device)
+    set_tf32(device, "tf32")
+    assert rounds_matmuls(device)
+    set_tf32(device, "fp32")
 
 
 @pytest.mark.parametrize(("device", "precision", "dropout", "message"), [

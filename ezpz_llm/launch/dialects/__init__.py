@@ -53,8 +53,8 @@ def dialect_of_site(name: str | None) -> Dialect | None:
     return next((dialect for dialect in dialects() if dialect.site_name == name), None) if name else None
 
 
-def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
-           site_dialect: str | None = None) -> Launcher:
+def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
+                    site_dialect: str | None = None) -> Launcher:
     """Return the launcher `wanted`, or for "auto" the first that is available.
 
     "auto" prefers, in a job, the scheduler's step launcher (srun, flux), then mpiexec, then for a single rank no

@@ -15,7 +15,7 @@ from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, ranks_with_same_failure
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
-from ezpz_llm.launch.option_parsing import without
+from ezpz_llm.launch.option_parsing import remove_options
 from ezpz_llm.rundir import RunDir
 
 _MAX_HOSTS = 8
@@ -88,7 +88,7 @@ def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_di
 _ADVICE = {
     Kind.ENDED_EARLY: "every rank must enter every collective: the same number of batches on all (drop_last, or"
                       " torch's Join), no early return, no sys.exit",
-    Kind.OOM_KILLED: "use fewer ranks per node (--ppn), a smaller micro batch (--micro-batch-size),"
+    Kind.OOM_KILLED: "use fewer ranks per node (--ppn), a smaller micro-batch (--micro-batch-size),"
                      " --ds-config zero3, or a layout that offloads",
     Kind.NOT_FOUND: "check the program's path and name: ranks start in launch's working directory",
     Kind.WRONG_WORLD: "use the mpiexec (or srun --mpi plug-in) that belongs to this MPI; check it with"
@@ -119,7 +119,7 @@ def resume_command(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
         return f"your training command with --resume {shlex.quote(str(run_dir.path))}"
     if not typed:
         return None
-    return f"{shlex.join(without(typed, '--resume'))} --resume {shlex.quote(str(run_dir.path))}"
+    return f"{shlex.join(remove_options(typed, '--resume'))} --resume {shlex.quote(str(run_dir.path))}"
 
 
 def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
@@ -130,7 +130,7 @@ def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, t
         return f"use a node other than {bad}"
     if typed is None:
         return f"leave {bad} out: run your command with launch --hosts …"
-    typed = without(typed, "--hosts")
+    typed = remove_options(typed, "--hosts")
     command = resume_command(run_dir, typed) or shlex.join(typed)
     if len(remaining) <= 16:
         command = command.replace("launch ", f"launch --hosts {','.join(remaining)} ", 1)

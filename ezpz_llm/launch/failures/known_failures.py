@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, nearest_name, parse_toml, read_text, shorten_value, user_path
+from ezpz_llm.base import UserError, nearest_names, parse_toml, read_text, shorten_value, user_path
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.timed_pattern import MAX_S, TimedPattern
 from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE
@@ -137,7 +137,7 @@ def _parse_text(name: str, table: Any, path: Path, limit_s: float | None) -> Fai
                       f"add a table [{name}] with cause, patterns, source and examples")
     for key, value in table.items():
         if key not in _KEYS:
-            near = nearest_name(key, _KEYS)
+            near = nearest_names(key, _KEYS)
             raise invalid(f"unknown key {key}",
                           f"did you mean {near[0]}?" if near else f"known: {', '.join(_KEYS)}")
         if not isinstance(value, _KEYS[key]) or not value or (

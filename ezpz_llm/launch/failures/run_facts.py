@@ -92,10 +92,10 @@ def exit_record(postmortem: Postmortem) -> dict[str, object]:
     }
 
 
-NOT_STARTED = "not_started"
+NOT_STARTED = "not_started_record"
 
 
-def not_started(code: int, cause: str, ended: float) -> dict[str, object]:
+def not_started_record(code: int, cause: str, ended: float) -> dict[str, object]:
     """Return the `exit` entry of run.json for a run that launch did not start."""
     return {"code": code, "cause": cause, "kind": NOT_STARTED, "rank": None, "ended": ended}
 

@@ -36,7 +36,7 @@ from ezpz_llm.launch.node.messages import (
     control_interval_s,
     interval_s,
     read_orders,
-    stop_ordered,
+    read_stop_order,
     write_report,
 )
 from ezpz_llm.launch.node.processes import (
@@ -45,7 +45,7 @@ from ezpz_llm.launch.node.processes import (
     find_descendants,
     has_signal_handler,
     list_processes,
-    marked,
+    marked_processes,
 )
 from ezpz_llm.launch.node.rank_reports import Gatherer, format_stacks
 from ezpz_llm.launch.ranks import RankInfo
@@ -71,7 +71,7 @@ def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFol
     try:
         handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
-        return next(iter(files.agents(run_id)), 0)
+        return next(iter(files.agent_pids(run_id)), 0)
     pid = os.fork()
     if pid:
         os.write(handle, files.identity(pid).encode())
@@ -160,7 +160,7 @@ class _Agent:
                     gather_at = now
 
     def _gather(self, now: float) -> None:
-        processes = list(marked(self.run_id))
+        processes = list(marked_processes(self.run_id))
         self.strays.update(processes)
         ranks, has_news = self.gatherer.update(processes)
         pids = (process.pid for process in processes if process.rank == self.info.rank)
@@ -172,7 +172,7 @@ class _Agent:
             self.folder.touch(files.AGENT)
 
     def _execute_orders(self, now: float) -> None:
-        stop = stop_ordered(self.run_dir, self.run_id)
+        stop = read_stop_order(self.run_dir, self.run_id)
         if stop is not None and stop != self.stop:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
             # Shims forward SIGTERM to their ranks; processes that left a rank's group receive only SIGKILL.
@@ -197,7 +197,7 @@ class _Agent:
         local_ranks = sorted(files.registered_ranks(self.folder).keys() & set(ranks))
         if not local_ranks:
             return
-        processes = list(marked(self.run_id))
+        processes = list(marked_processes(self.run_id))
         for rank in local_ranks:
             heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (order {token})"
             of_rank = [process for process in processes if process.rank == rank]
@@ -234,7 +234,7 @@ class _Agent:
         remove_private(self.folder.path)
         if clears_node:
             deadline = time.monotonic() + _LINGER_S
-            while any(marked(self.run_id)) and time.monotonic() < deadline:
+            while any(marked_processes(self.run_id)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             self._write(ENDED, ranks, end_marked(self.run_id))
 

@@ -24,7 +24,7 @@ from ezpz_llm.base import (
     remove_private,
     run_secret,
 )
-from ezpz_llm.launch.node.processes import ProcessIdentity, is_alive, marked, pid_namespace_id, started_at
+from ezpz_llm.launch.node.processes import ProcessIdentity, is_alive, marked_processes, pid_namespace_id, started_at
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
@@ -185,7 +185,7 @@ def own_folders() -> Iterator[tuple[PrivateFolder, str, str]]:
                 yield folder, run_id, namespace
 
 
-def agents(run_id: str) -> frozenset[int]:
+def agent_pids(run_id: str) -> frozenset[int]:
     """Return the process ids of the run's agents on this node: one, or none."""
     return frozenset(pid for folder in _folders_of(run_id) if (pid := _agent(folder)))
 
@@ -243,7 +243,8 @@ def remove_stale(own_run_id: str) -> None:
     """Remove this user's folders of runs without processes, left by agents that were killed."""
     local_namespace = pid_namespace_id()
     for folder, run_id, namespace in own_folders():
-        if run_id != own_run_id and (namespace == local_namespace or _is_quiet(folder)) and not any(marked(run_id)):
+        if run_id != own_run_id and (namespace == local_namespace or _is_quiet(folder)) \
+                and not any(marked_processes(run_id)):
             remove_private(folder.path)
 
 

@@ -123,7 +123,7 @@ def _is_reply(path: Path, token: str) -> bool:
     return False
 
 
-def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
+def read_stop_order(run_dir: RunDir, run_id: str) -> StopOrder | None:
     """Return the order to stop this run, if there is one."""
     return next(iter(read_orders(StopOrder, run_dir, run_id)), None)
 

@@ -45,7 +45,7 @@ class Process:
     name: str = ""
 
 
-def marked(run_id: str) -> Iterator[Process]:
+def marked_processes(run_id: str) -> Iterator[Process]:
     """Yield this user's live processes on this node that carry the run's marker, except this one.
 
     The newest come first: otherwise a process that lives for 2 ms and leaves a child would end before it is read.
@@ -144,7 +144,7 @@ class ProcessIdentity(NamedTuple):
         pid, start = text.split()
         return cls(int(pid), int(start))
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return True while the process exists; another process with the same id is ignored."""
         try:
             return started_at(self.pid) == self.start
@@ -265,13 +265,13 @@ def end_all(find: Callable[[], Iterable[ProcessIdentity]], within_s: float) -> l
             _send(process, signal.SIGKILL)
         if alive:
             time.sleep(_POLL_S)
-    return sorted(process.pid for process in alive | unpermitted if process.is_there())
+    return sorted(process.pid for process in alive | unpermitted if process.exists())
 
 
 def _send(process: ProcessIdentity, number: signal.Signals) -> bool:
     """Send a signal if the process still exists; return False without permission."""
     try:
-        if process.is_there():
+        if process.exists():
             os.kill(process.pid, number)
     except ProcessLookupError:
         pass

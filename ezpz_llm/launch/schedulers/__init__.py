@@ -10,7 +10,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.launch.addresses import is_local_node_among
-from ezpz_llm.launch.hostnames import same_nodes
+from ezpz_llm.launch.hostnames import match_same_nodes
 from ezpz_llm.launch.ranks import leftover_variables, names_for_ranks
 from ezpz_llm.launch.schedulers import flux, local, lsf, pbs, slurm
 from ezpz_llm.launch.schedulers.node_files import NODE_FILES
@@ -190,7 +190,7 @@ def _choose_among_jobs(env: Mapping[str, str]) -> Allocation:
                                      " this node")
     notes: list[str] = []
     for other in other_allocations:
-        matches = same_nodes(_names(other), _names(first))
+        matches = match_same_nodes(_names(other), _names(first))
         if matches is None:
             choices = " or ".join(f"--scheduler {allocation.scheduler}" for allocation in (first, other))
             raise UserError(f"{all_marks} are {how} set, with different nodes: {_first_names(first)} and"

@@ -15,7 +15,7 @@ from typing import Any
 
 from ezpz_llm.base import MAX_NODES, UserError, ask_command, epoch, parse_json, read_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import MEMORY, NODE_FAILED, TIME_LIMIT
-from ezpz_llm.launch.hostnames import count_repeats, match_names, same_nodes
+from ezpz_llm.launch.hostnames import count_repeats, match_names, match_same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     HostfileCommand,
@@ -146,13 +146,13 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
         notes.append(f"PBS has started this job {job.run_count} times (run_count)")
     hosts = allocation.hosts
     in_file = [host.name for host in hosts]
-    matches = same_nodes(in_file, job.hosts)
+    matches = match_same_nodes(in_file, job.hosts)
     if job.hosts and matches is None:
         notes.append(f"the node file has {', '.join(sorted(in_file))}, but qstat's exec_host has "
                      f"{', '.join(job.hosts)}: using the node file")
     elif matches is not None:
         notes += matches.notes("the node file", "qstat's exec_host")
-    if same_nodes(in_file, with_cores := list(job.cores)):
+    if match_same_nodes(in_file, with_cores := list(job.cores)):
         places = match_names(in_file, with_cores).places
         hosts = tuple(replace(host, cores=job.cores[with_cores[place]])
                       for host, place in zip(hosts, places, strict=True) if place is not None)

@@ -24,7 +24,7 @@ from ezpz_llm.launch.failures.log_kinds import (
     TIME_LIMIT,
 )
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
-from ezpz_llm.launch.hostnames import same_nodes
+from ezpz_llm.launch.hostnames import match_same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     HostfileCommand,
@@ -198,7 +198,7 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
     notes = [] if ends_at is not None else ["the job's end time is unknown: squeue reports none"]
     if hosts and allocation.step_id is None:
-        matches = same_nodes([host.name for host in allocation.hosts], _expand_or_empty(hosts))
+        matches = match_same_nodes([host.name for host in allocation.hosts], _expand_or_empty(hosts))
         notes += matches.notes(allocation.source, "squeue") if matches else (
             f"{allocation.source} is {env.get(allocation.source)}, but squeue says {hosts}: using"
             f" {allocation.source}",)

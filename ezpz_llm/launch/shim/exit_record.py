@@ -19,7 +19,7 @@ from ezpz_llm.launch.failures.tracebacks import (
 )
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import parse_heartbeat
-from ezpz_llm.launch.node.messages import read_log_order, stop_ordered
+from ezpz_llm.launch.node.messages import read_log_order, read_stop_order
 from ezpz_llm.launch.shim.memory import find_oom_evidence
 from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
@@ -44,7 +44,7 @@ def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
     exception = None if signal in _EXTERNAL_SIGNALS else last_exception(
         output, MAX_LINES_AFTER if code == 1 else MAX_LINES_AFTER_IF_CAUGHT)
     ended_by = rank.end_signal.name if rank.end_signal else None
-    if ended_by and stop_ordered(run_dir, rank.run_id) is not None:
+    if ended_by and read_stop_order(run_dir, rank.run_id) is not None:
         ended_by = "launch"
     failure = Failure(
         rank=number, host=socket.gethostname(), pid=pid, exit_code=code, signal=signal,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
-from ezpz_llm.launch.devices import has_none
+from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, await_agent, file_of, have_all_ended, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
@@ -132,7 +132,7 @@ class Rank:
     def _environment(self) -> dict[str, str]:
         outer = OUTER_LAUNCHERS if TORCHELASTIC_VARIABLE in os.environ else ()
         env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-        if self.info.world_size > 1 and has_none(env):
+        if self.info.world_size > 1 and has_no_accelerator(env):
             # Without it, accelerate and Hugging Face's Trainer treat each CPU rank as a world of one.
             env.setdefault("ACCELERATE_USE_CPU", "true")
         env |= {**rank_variables(self.info), HEARTBEAT_VARIABLE: str(self.heartbeat())}
@@ -219,11 +219,11 @@ class Rank:
         the stacks (PYTHONFAULTHANDLER).
         """
         # Imported late, because successful ranks do not need it.
-        from ezpz_llm.launch.node.messages import stop_ordered
+        from ezpz_llm.launch.node.messages import read_stop_order
 
         if self.has_requested_stacks:
             return True
-        stop = stop_ordered(self.run_dir, self.run_id)
+        stop = read_stop_order(self.run_dir, self.run_id)
         if (stop is not None and stop.is_hang and not has_signal_handler(child.pid, signal.SIGTERM)
                 and has_signal_handler(child.pid, signal.SIGABRT)):
             with contextlib.suppress(OSError):

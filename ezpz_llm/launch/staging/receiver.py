@@ -35,7 +35,7 @@ from ezpz_llm.base import (
     run_command,
     run_secret,
 )
-from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.staging.archive import MANIFEST
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
@@ -112,7 +112,7 @@ def remove_stale(folder: Path) -> None:
     for other in folder.parent.glob(f"{begin}-*"):
         try:
             is_old = time.time() - other.lstat().st_mtime > _STALE_S and other.lstat().st_uid == os.getuid()
-            if is_old and not any(marked(re.split("[-.]", other.name)[2])):
+            if is_old and not any(marked_processes(re.split("[-.]", other.name)[2])):
                 shutil.rmtree(other) if other.is_dir() else other.unlink()
         except OSError:
             # The process of another node may have removed it, if the disk is shared.

@@ -29,7 +29,7 @@ _RECEIVE = (sys.executable, "-m", "ezpz_llm.launch.staging.receiver")
 
 
 @contextlib.contextmanager
-def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterator[LaunchPlan]:
+def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterator[LaunchPlan]:
     """Yield the plan that runs from each node's copy of the environment; remove the copies at the end.
 
     Raises:

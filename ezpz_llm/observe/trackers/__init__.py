@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ezpz_llm.base import UserError, describe_unknown
+from ezpz_llm.base import UserError, unknown_name_error
 from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 
@@ -237,7 +237,7 @@ def parse_trackers(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ..
 def _choice(word: str, env: Mapping[str, str]) -> Choice:
     name, colon, mode = word.partition(":")
     if name not in _NEEDS:
-        raise describe_unknown("tracker", name, _NEEDS, where="--track")
+        raise unknown_name_error("tracker", name, _NEEDS, where="--track")
     if colon and mode != _ONLINE:
         raise UserError(f"unknown tracker mode {mode!r}", where=f"--track {word}",
                         instead=f"{name} (only in the run directory) or {name}:{_ONLINE}")
