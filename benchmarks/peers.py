@@ -101,7 +101,7 @@ def main() -> int:
                     "command": " ".join(["python3", "benchmarks/peers.py", *sys.argv[1:]]), "work": words,
                     "date": datetime.date.today().isoformat(), "machine": machine(),
                     "peers": {name: state_of(folder, MAINS[name]) for name, folder in given.peers.items()},
-                    "steps": given.steps, "omitted_cases": SKIP, "rounds": number, "load_before": load,
+                    "steps": given.steps, "left_out": SKIP, "rounds": number, "load_before": load,
                     "load_after": os.getloadavg(), "learns": learns, "bars": rows, "programs": table,
                     "runs": {name: [{key: one[key] for key in EACH if key in one} for one in found]
                              for name, found in runs.items()}})

@@ -160,8 +160,8 @@ def _start_or_resume(request: Request, folder: Path, show: bool) -> _Work:
             clear(folder, kept=(JOURNAL, SHARD))
             _copy_tokenizer(request, folder)
             if show:
-                print_to_stderr(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens that an "
-                                "earlier process wrote")
+                print_to_stderr(f"resuming after {journal.documents:,} documents and {work.tokens:,} tokens that "
+                                "an earlier process wrote")
             return work
     clear(folder)
     corpus, facts = request.corpus, {}

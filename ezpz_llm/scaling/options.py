@@ -221,8 +221,8 @@ def help_text() -> str:
         wrap_paragraph("Run the command at each size, several times in random order, and report its scaling "
                        "efficiency."),
         "", *option_lines(_OPTIONS), "",
-        wrap_paragraph("Exit codes: 0 if all runs succeeded; 1 if a run failed or is left to run; 2 if a point cannot "
-                       "run as requested, in which case nothing is started."), "",
+        wrap_paragraph("Exit codes: 0 if all runs succeeded; 1 if a run failed or is left to run; 2 if a point "
+                       "cannot run as requested, in which case nothing is started."), "",
         examples(("ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train --ds-config zero1",
                   "ezpz-llm scale --ranks 1,2 --mode strong -- python3 -m ezpz_llm.train  on one machine",
                   "ezpz-llm scale report runs/scale-20261122-011944")),

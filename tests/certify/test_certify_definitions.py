@@ -30,7 +30,7 @@ from ezpz_llm.trainer import loop, run
 from ezpz_llm.trainer.schedule import SCHEDULES
 
 update_scale, samples, state_of = LossScale.update, loop.micro_batches, run.resume_from_checkpoint
-scale_gradients, init_dropout = gradients._scale, RankedDropout.__init__
+scale_gradients, init_dropout = gradients._scale_gradients, RankedDropout.__init__
 
 
 @pytest.mark.parametrize("topic", [schedule_rates, tensor_parts, loss_scaling, dropout_masks, wide_sums,

@@ -71,7 +71,7 @@ def test_layouts_whose_copies_would_diverge_are_rejected(layout: str, world: int
 def test_offloaded_state_requires_deepspeeds_adamw() -> None:
     layout = resolve(Request("zero3", world_size=2)).layout.with_zero(offload_optimizer="cpu")
     for optimizer in ("adamw_8bit", "adamw_unfused"):
-        with pytest.raises(UserError, match="DeepSpeed's CPU AdamW"):
+        with pytest.raises(UserError, match="DeepSpeed uses its own CPU Adam"):
             check_optimizer(optimizer, layout)
     check_optimizer("adamw", layout)
 

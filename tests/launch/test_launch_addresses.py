@@ -139,7 +139,7 @@ def test_a_holder_that_cannot_be_seen() -> None:
     assert done.stdout == "a process of user root that is not visible from here\n"
 
 
-@pytest.mark.parametrize(("backend", "value", "is_there"), [
+@pytest.mark.parametrize(("backend", "value", "exists"), [
     ("gloo", "lo", True), ("gloo", "lo,hsn0", False), ("gloo", "l", False),
     ("nccl", "lo", True), ("nccl", "l", True), ("nccl", "=l", False), ("nccl", "=lo", True),
     ("nccl", "hsn0,lo", True), ("nccl", "hsn", False), ("nccl", "^docker,veth", True), ("xccl", "hsn", True),

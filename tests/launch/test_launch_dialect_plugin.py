@@ -93,4 +93,4 @@ def test_a_site_names_it(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "mine.toml").write_text('dialect = "theirs"\n')
     done = _launch(tmp_path, env, "--dry-run", "--site", "./mine.toml", "hostname")
     assert done.returncode == 2
-    assert "another package's dialect" in done.stderr
+    assert "a plug-in dialect" in done.stderr

@@ -159,7 +159,7 @@ def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
     assert "the launcher could not start the ranks: rank 1 on" in done.stderr
     assert "did not start within 4 s (--start-timeout); the run is ended" in done.stderr
     assert "under the same paths" in (tmp_path / "r/postmortem.txt").read_text()
-    assert record(tmp_path / "r")["exit"]["kind"] == "not_started_record"
+    assert record(tmp_path / "r")["exit"]["kind"] == "not_started"
     assert left_over(tmp_path / "r") == {}
 
 

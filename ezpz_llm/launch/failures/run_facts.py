@@ -92,7 +92,7 @@ def exit_record(postmortem: Postmortem) -> dict[str, object]:
     }
 
 
-NOT_STARTED = "not_started_record"
+NOT_STARTED = "not_started"
 
 
 def not_started_record(code: int, cause: str, ended: float) -> dict[str, object]:
