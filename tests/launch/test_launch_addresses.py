@@ -133,7 +133,7 @@ def test_a_holder_that_cannot_be_seen() -> None:
         pytest.skip("only root can look with another user's eyes")
     with _listening() as port:
         # In a child: pytest itself stays root.
-        script = f"import os; os.setuid(65534); print(ezpz_llm.launch.addresses.holder({port}))"
+        script = f"import os; os.setuid(65534); print(ezpz_llm.launch.addresses.describe_port_holder({port}))"
         done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.addresses; {script}"],
                               capture_output=True, text=True, timeout=scaled(120), check=True)
     assert done.stdout == "a process of user root that is not visible from here\n"
