@@ -123,7 +123,7 @@ _PY_SPY_TIMEOUT_S = 10.0
 _HANDLER_TIMEOUT_S = 3.0
 _MAX_PROCESSES = 8
 _NO_STACK = f"""\
-  no Python stack: py-spy is not installed or not permitted, and the program has registered_ranks no fault handler.
+  no Python stack: py-spy is not installed or not permitted, and the program has not registered faulthandler.
   Run `pip install py-spy`, or add to the program:
     import faulthandler, os
     faulthandler.register({STACKS_SIGNAL}, open(os.environ["{STACKS_VARIABLE}"], "a"))
