@@ -19,9 +19,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser("doctor", description=__doc__, shown=(
         "ezpz-llm doctor",
-        "ezpz-llm doctor --build-ops cpu_adam  compile it now instead of in the first run"))
+        "ezpz-llm doctor --build-ops cpu_adam  compile cpu_adam now, not during the first run"))
     parser.add_argument("--build-ops", nargs="*", metavar="OP",
-                        help=f"compile these ops into the cache (default: all that layouts need: {', '.join(OPS)})")
+                        help="compile these ops into the cache; without OP, all that layouts need:"
+                             f" {', '.join(OPS)}")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     options = parser.parse_args(argv)
     if options.build_ops is not None:

@@ -1,4 +1,4 @@
-"""Train a GPT under the layout of a ds_config: `launch python3 -m ezpz_llm.train`."""
+"""Train a GPT with the layout that a ds_config describes: `launch python3 -m ezpz_llm.train`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _check_as_json(argv: Sequence[str]) -> int:
 
 
 def _check(options: Options) -> CheckReport:
-    """Return the plan of the run and its warnings.
+    """Check that the run can start; return the report. If the run is complete, the report only says so.
 
     Raises:
         UserError: the run cannot start.
@@ -78,7 +78,10 @@ def _check(options: Options) -> CheckReport:
 
 
 def _device(places: Places) -> str | None:
-    """Return "cpu" if all ranks run on this machine and it has no accelerator; else None: only torch can tell."""
+    """Return "cpu" if all ranks are known to run on this machine and it has no accelerator.
+
+    Otherwise return None, since only torch can tell.
+    """
     return "cpu" if len(places) == 1 and is_local_address(places[0][0]) and has_no_accelerator(os.environ) else None
 
 

@@ -1,4 +1,7 @@
-"""Certify one case: train a layout from the seed checkpoint and compare it with the reference. Collective."""
+"""Certify one case: train a layout from the seed checkpoint and compare it with the reference. Collective.
+
+Cases with a shared fault are compared with the step definition instead; see `one_process_with`.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,16 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
 _STEADY_STEP = 1
-"""Step (from 0) whose memory is measured. Step 0 includes setup. Collectives are counted in the step after it."""
+"""Step, counted from 0, in which memory is measured; step 0 would include setup.
+
+Collectives are counted in the next step.
+"""
 
 
 def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, Any]:
-    """Run a case and compare it with the reference. Collective; every rank gets the same result.
+    """Run a case and compare it with the reference. Collective.
+
+    Every rank gets the same result, except for `seconds`.
 
     Args:
         root: directory below which `make_reference` wrote the reference of this model, dtype and number of steps.
@@ -111,6 +119,7 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
         rows = fault.rows(rows, dist)
 
     def compare_gradients(trajectory: Trajectory) -> None:
+        # After the first step, exp_avg is (1 - beta1) times the clipped gradient.
         measured["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
                                        scale=1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor)
 
@@ -127,7 +136,7 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
 
 
 def theoretical_numbers(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
-    """Return the unmeasured numbers of a result: estimated memory, and traffic according to the papers."""
+    """Return the calculated numbers of a result: estimated memory, and traffic as in `published_traffic`."""
     precision, gradients = resolved.precision, resolved.gradients
     return {"arithmetic": [asdict(part) for part in memory_per_rank(resolved.layout, config, world,
                                                                     precision=precision, gradients=gradients)],
@@ -138,8 +147,8 @@ def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
                    observed: Mapping[str, Any]) -> list[verdict.Finding]:
     """Check that gradients are reduced and held in at least as many bytes as the requested dtypes need.
 
-    Only recipes with master weights have these findings: there, the noise of bf16 matmuls would hide a sum in bf16
-    instead of fp32.
+    Checked only for recipes with master weights: the rounding noise of their bf16 matmuls would hide gradients that
+    were summed in bf16 instead of fp32.
 
     Args:
         observed: measured "collectives" and "memory", by rank.
@@ -148,20 +157,22 @@ def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
     if not RECIPES[resolved.precision].has_masters:
         return []
     expected = published_traffic(layout, config, batch, resolved.precision, gradients)
-    # `published_traffic` counts one reduction per step, but stages 1 and 2 run with stage 2's settings, which
-    # reduce in each micro-step. Pipelines reduce once.
+    # For stages 1 and 2, `published_traffic` counts one reduction per step, but they run with stage 2's settings,
+    # which reduce in each micro-step. Pipelines reduce once.
     times = batch.accumulation if layout.zero.stage in (1, 2) and layout.pp == 1 else 1
     by_kind: Counter[str] = Counter()
     for name, size in expected.items():
-        by_kind[name.partition(" (")[0]] += size  # "reduce_scatter (2 ranks)" among others
-    reduced = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
-    sent = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
-               for group in observed["collectives"])
+        by_kind[name.partition(" (")[0]] += size  # names may have a suffix: "reduce_scatter (2 ranks)"
+    needed_reduced = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
+    actual_reduced = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"]
+                             for kind in ("all_reduce", "reduce_scatter"))
+                         for group in observed["collectives"])
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
-    requested = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
-    actual = max(rank["gradients"] for rank in observed["memory"])
+    needed_held = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
+    actual_held = max(rank["gradients"] for rank in observed["memory"])
     return [verdict.Finding(f"bytes of gradients that {label}", max(0, need - count), 0.0, f": {count} of {need}")
-            for label, count, need in (("are reduced", sent, reduced), ("are held", actual, requested))]
+            for label, count, need in (("are reduced", actual_reduced, needed_reduced),
+                                       ("are held", actual_held, needed_held))]
 
 
 @torch.no_grad()
@@ -180,7 +191,7 @@ def _fill_with_nan(engine: Engine) -> None:
 
 
 class _Watcher:
-    """Records the peak memory of one steady-state step and the collectives of the next."""
+    """Records the memory at two phases of one step, by kind, and the collectives of the next step."""
 
     def __init__(self, engine: Engine, storages: dict[int, int]) -> None:
         self.engine, self.storages = engine, storages
@@ -192,14 +203,15 @@ class _Watcher:
     def around(self, step: int) -> Iterator[None]:
         """Count the collectives of the step after the steady-state step; see `around` of `reference.train`."""
         self._measuring = step == _STEADY_STEP
-        # Measuring memory touches many tensors, which is slow under a dispatch mode: count in the next step.
+        # Measuring memory runs many tensor operations, which are slow under the counter's dispatch mode, so
+        # collectives are counted in the next step.
         with self.counter if step == _STEADY_STEP + 1 else nullcontext():
             yield
 
     def span(self, phase: str) -> AbstractContextManager[None]:
         """Measure memory at the start of the backward and optimizer phases of the steady-state step."""
         if self._measuring and phase in ("backward", "optimizer"):
-            # Full gradients may live until they are reduced and shards afterwards, so take the maximum per kind.
+            # Full gradients may exist before the reduction and shards only after it: take the maximum per kind.
             # For "other", keep the value before the optimizer: before the backward pass, it includes activations.
             sizes = live_tensor_memory(self.engine, self.storages)
             self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
@@ -232,17 +244,18 @@ _FP32_BYTES = 4
 
 def published_traffic(layout: Layout, model: ModelConfig, batch: Batch, precision: str = "fp32",
                       gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
-    """Return the bytes of communication buffers per step, by kind, according to the papers.
+    """Return the bytes of communication buffers per step, by type of collective, according to the papers below.
 
-    The bytes are those of the rank with the most parameters. Parameters and activations have 4 bytes, or 2 in
-    recipes with master weights.
+    The bytes are those of the rank with the most parameters. Each element of parameters and
+    activations takes 4 bytes, or 2 in recipes with master weights.
 
-    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced. In ZeRO stages 1 and 2, gradients are
-    reduce-scattered and the new parameters all-gathered. In stage 3 and FSDP, parameters are all-gathered in both
-    passes of each micro-step. Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the
-    activations per layer and pass, one after the embedding, one before the head. Pipeline (Huang et al. 2019,
-    arXiv:1811.06965): activations and their gradients, sent and received between stages. Sequence parallel (Jacobs
-    et al. 2023, arXiv:2309.14509): all-to-all of queries, keys, values and attention output in each pass.
+    Data parallel: gradients are all-reduced. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): in stages 1 and
+    2, gradients are reduce-scattered and the new parameters all-gathered; in stage 3 and FSDP, parameters are
+    all-gathered in both passes, and gradients reduce-scattered, in each micro-step. Tensor parallel (Shoeybi et
+    al. 2019, arXiv:1909.08053): two all-reduces of the activations per layer and pass, one after the embedding,
+    one before the head. Pipeline (Huang et al. 2019, arXiv:1811.06965): activations and their gradients, sent
+    and received between stages. Sequence parallel (Jacobs et al. 2023, arXiv:2309.14509): all-to-all of
+    queries, keys, values and attention output in each pass.
     """
     traffic: Counter[str] = Counter()
     parameters = max(held_parameters(layout, model, stage) for stage in range(layout.pp))

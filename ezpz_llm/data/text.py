@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 _CONTEXT = 1024
-"""Bytes on either side of a cut that are encoded to check it; many words in any script."""
+"""Bytes on each side of a cut that are tokenized to check it: enough for many words in any script."""
 _TRIES = 32
-"""Candidate positions to try per separator; a tokenizer that allows cuts at a separator allows most of them."""
+"""Candidate positions to try per separator.
+
+A tokenizer that can be cut at a separator at all can be cut at most of its occurrences.
+"""
 
 
 def replace_surrogates(text: str) -> str:
@@ -22,21 +25,22 @@ def replace_surrogates(text: str) -> str:
 
 
 def cut_text(data: bytes) -> int:
-    """Return the last position where a cut changes no token of bytes, char and gpt2; 0 if there is none.
+    """Return a position near the end where a cut changes no token of bytes, char and gpt2.
 
-    GPT-2's pieces never extend over a single space or newline between two non-whitespace characters: a space
-    belongs to the next word, and a newline is a separate piece. So the cut is before such a space, or after such a
-    newline. The other two tokenizers can be cut anywhere.
+    It is before the last suitable space, else after the last suitable newline; 0 if there is none. No pre-token of
+    GPT-2 contains text on both sides of a single space or newline between two non-whitespace characters: a space
+    belongs to the next word, and a newline is a separate pre-token. The other two tokenizers can be cut anywhere.
     """
     return next(_positions_between_words(data, b" ", 0), 0) or next(_positions_between_words(data, b"\n", 1), 0)
 
 
 def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
                 encode_rest: Callable[[str], np.ndarray]) -> int:
-    """Return a position like `cut_text`, checked with the tokenizer itself.
+    """Do the same as `cut_text` for any tokenizer, by trying positions with the tokenizer itself.
 
-    The check compares the tokens of 1 KiB on either side. So the cut could be wrong for a tokenizer whose tokens
-    depend on text more than 1 KiB away; BPE, WordPiece and unigram models depend on a few words.
+    The check tokenizes the 1 KiB before and after the position, together and separately, and compares the tokens.
+    So the cut could be wrong for a tokenizer whose tokens depend on text more than 1 KiB away; BPE, WordPiece and
+    unigram models depend on a few words.
 
     Args:
         encode: returns the ids of a text.
@@ -56,7 +60,10 @@ def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
 
 
 def _positions_between_words(data: bytes, separator: bytes, shift: int) -> Iterator[int]:
-    """Yield the positions of a separator between two non-whitespace characters, from the last to the first."""
+    """Yield the cuts at separators between two non-whitespace characters, from the last to the first.
+
+    A cut is before the separator (shift 0) or after it (shift 1).
+    """
     place = len(data)
     while (place := data.rfind(separator, 0, place)) > 0:
         # A character has at most four bytes; the decoder ignores an incomplete one at the outer end.

@@ -1,7 +1,7 @@
 """Process groups of a mesh under the names that DeepSpeed uses.
 
-By default, DeepSpeed creates all groups of a pipeline grid and of hpZ on every rank. With two stages, these are
-about 2.5 groups per rank in the world, and creating a group is a collective call in NCCL.
+Using them avoids DeepSpeed's own groups: by default, every rank creates all groups of a pipeline grid and of hpZ.
+With two stages, these are about 2.5 times the world size, and creating a group is a collective call in NCCL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ezpz_llm.dist.mesh import Mesh
 class ModelParallelUnit:
     """Groups of a mesh under the names in DeepSpeed's `mpu` interface.
 
-    Sequence-parallel ranks hold the same parameters, so they are data-parallel ranks to DeepSpeed.
+    Sequence-parallel ranks hold the same parameters, so DeepSpeed treats them as data-parallel ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -70,7 +70,7 @@ class PipelineGrid:
         self.pp_group = mesh.degrees.peers(mesh.rank, "pp")
 
     def get_global_rank(self) -> int:
-        """Return this rank's index in the world."""
+        """Return this rank's global rank."""
         return self.global_rank
 
     def get_stage_id(self) -> int:
@@ -80,7 +80,7 @@ class PipelineGrid:
     get_pipe_parallel_rank = get_stage_id
 
     def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
-        """Return the rank of a stage in this rank's pipeline, or in the pipeline at the given coordinates."""
+        """Return the global rank with a stage of this rank's pipeline, or of the one at the given coordinates."""
         peers, rank = self._mesh.degrees.peers, self.pp_group[stage_id]
         if data is not None:
             rank = peers(rank, "dp", "sp")[data]
@@ -107,7 +107,7 @@ class PipelineGrid:
         return self._mesh.real_group("dp", "sp")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the world ranks of the data-parallel group."""
+        """Return the global ranks of the data-parallel group."""
         return self._mesh.degrees.peers(self.global_rank, "dp", "sp")
 
     def get_model_parallel_rank(self) -> int:
@@ -140,14 +140,14 @@ class PipelineGrid:
 
 @contextmanager
 def building_engine(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
-    """Make DeepSpeed use the mesh's groups while it builds an engine, and discard its output."""
+    """Make DeepSpeed use the mesh's groups in the block that builds an engine; discard what it prints to stdout."""
     module, groups = deepspeed.runtime.pipe.module, deepspeed.utils.groups
 
     def new_group(ranks: Any) -> ProcessGroup | None:
-        """Return the group of all ranks, or of the stages that share the tied embedding."""
+        """Return the group of all ranks, or, if this rank is in it, of the ranks that share the tied embedding."""
         if len(ranks) == mesh.size("pp", "dp", "sp", "tp"):
             return torch.distributed.group.WORLD
-        group = mesh.end_stages_group()  # collective in the first call
+        group = mesh.end_stages_group()  # collective on the first call
         return group if mesh.rank in ranks else None
 
     def create_hpz_group(size: int) -> None:

@@ -1,10 +1,10 @@
 """Ownership of a run directory: at most one live process writes to it.
 
 `launch` owns the directory of its run; if ranks were started without launch, rank 0 owns it. The owner creates the
-file `control/owner-NNNNNN` exclusively, and increments a counter in it every 5 s: some shared file systems have no
-locks, and time stamps are unreliable because the clocks of nodes differ. A successor creates the file with the next
-number. Of two processes that try at the same time, one fails, and no file is replaced while another process reads
-it.
+file `control/owner-NNNNNN` with O_EXCL, and increments a counter in it every 5 s. Locks and timestamps are no
+alternative: some shared file systems have no locks, and the clocks of nodes differ. A successor creates the file
+with the next number. If two processes try at the same time, one of them cannot create the file and checks for an
+owner again. No file is replaced while another process reads it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class Owner:
     Attributes:
         begun: start time of its process, in clock ticks since boot.
         place: boot id and PID namespace in which `pid` is valid.
-        job: "VARIABLE ID" of its job; None outside a job.
+        job: the scheduler's job variable and its value, such as "SLURM_JOB_ID 123"; None outside a job.
         restarts: number of times that Slurm had requeued the job when the process started.
         launch: run id; "" if rank 0 is the owner.
+        since: time at which it became the owner.
         beat: heartbeat counter.
     """
 
@@ -113,9 +114,9 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
                 _write(self._handle, self._owner)
 
     def _successor(self) -> str | None:
-        """Return the new owner as text, or None if there is none.
+        """Return the process that took the directory over, as text.
 
-        There is none if the directory was removed, or replaced by a directory of another user.
+        Return None if none did, or if the directory was removed or now belongs to another user.
         """
         try:
             folder = open_private(self._path)
@@ -136,14 +137,13 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
     """Become the owner of an existing run directory; print a line if it is taken over from a dead owner.
 
     If another process later takes the directory over, for example because the file system was unavailable here,
-    this process kills itself.
+    this process kills itself. Waits up to `SILENT_S` for a heartbeat of an owner on another node.
 
     Args:
         launch: run id; "" if rank 0 becomes the owner.
 
     Raises:
-        UserError: the directory has a live owner, or cannot be created. The heartbeat of an
-            owner on another node is awaited first.
+        UserError: the directory has a live owner, or its control folder cannot be created.
     """
     try:
         folder = make_private(run_dir.control)
@@ -161,7 +161,7 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
                 raise _creation_error(error, run_dir) from error
             _write(handle, new_owner)
             if _newest_number(folder) != number + 1:
-                # Another process took and released the directory meanwhile, so `number` was outdated.
+                # In the meantime, another process became the owner and released the directory.
                 os.close(handle)
                 folder.remove(_file_name(number + 1))
                 continue
@@ -174,8 +174,8 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
 def is_launch_running(run_dir: RunDir, launch: str) -> bool:
     """Return True if the launch with this run id is running; do not wait for a heartbeat.
 
-    A launch on another node is running if its last heartbeat is recent. The result is False if the directory cannot
-    be read.
+    A launch on another node counts as running if its last heartbeat is recent by this node's clock. The result is
+    False if the directory cannot be read.
     """
     try:
         with open_private(run_dir.control) as folder:
@@ -198,6 +198,8 @@ def _creation_error(error: OSError, run_dir: RunDir) -> UserError:
 def _require_no_live_owner(run_dir: RunDir, folder: PrivateFolder,
                            env: Mapping[str, str]) -> tuple[int, Owner | None]:
     """Return the number of the newest owner file, or 0, and the owner if it died without releasing the directory.
+
+    Waits until it is known whether the owner is alive, and announces a takeover on stderr.
 
     Raises:
         UserError: the owner is alive.
@@ -242,7 +244,10 @@ def _death_reason(owner: Owner, env: Mapping[str, str]) -> str | None:
 
 
 def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> str | None:
-    """Wait for a heartbeat of an owner on another node; return the reason why it is considered dead, or None."""
+    """Wait for a heartbeat of an owner on another node; return the reason why it is considered dead.
+
+    Return None if there was a heartbeat, or if the owner is on this node.
+    """
     if owner is not None and owner.place == pid_namespace_id():
         return None
     first, deadline = _read_bytes(folder, number), time.monotonic() + SILENT_S
@@ -253,7 +258,8 @@ def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> 
             return None
         if note_at and time.monotonic() > note_at:
             note_at = 0.0
-            print(f"the run directory has an owner: {owner}; waiting up to {SILENT_S:g} s for its heartbeat",
+            name = owner or "an owner whose file is damaged"
+            print(f"the run directory has an owner: {name}; waiting up to {SILENT_S:g} s for its heartbeat",
                   file=sys.stderr, flush=True)
     return f"no heartbeat for {SILENT_S:g} s"
 
@@ -307,7 +313,7 @@ def _write(handle: int, owner: Owner) -> None:
     os.fsync(handle)
 
 
-def _kill_this_process(name: str) -> None:
+def _kill_this_process(successor: str) -> None:
     """Kill this process, since the new owner writes to the directory."""
-    print(f"{name} took over the run directory: this run ends", file=sys.stderr, flush=True)
+    print(f"{successor} took over the run directory: this run ends", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel: torch's choice, the explicit definition, or FlashAttention-3."""
+"""Choice of the attention kernel: torch's choice, an explicit computation of all scores, or FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 Attention = Literal["auto", "explicit", "flash3"]
-"""Attention kernels: "auto" is torch's choice; as an option, the best for the shapes (see
-`best_attention`). "explicit" is the definition with
-all scores in memory, for comparison; "flash3" is FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608)."""
+"""Attention kernels: "auto" lets torch choose; as the value of --attention, it is first replaced by the choice of
+`best_attention`. "explicit" computes and stores all scores, for comparison; "flash3" is FlashAttention-3
+(Shah et al. 2024, arXiv:2407.08608)."""
 
 _MODULE = "flash_attn_interface"
-_MIN_CONTEXT, _MAX_HEAD = 512, 256
-"""Context length from which FlashAttention-3 is faster, and its maximum head dimension."""
+_MIN_CONTEXT, _MAX_HEAD_DIM = 512, 256
+"""Context length from which FlashAttention-3 is faster than torch's kernels, and its maximum head dimension."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ def best_attention(environment: AttentionEnvironment, *, half: bool, dropout: fl
                    head_dim: int) -> Attention:
     """Return the kernel for --attention auto.
 
-    This is FlashAttention-3 on Hopper GPUs if it is installed and supports the shapes, otherwise torch's choice. On
-    GPUs with compute capability 9.0 and 10.0, torch prefers cuDNN's kernel to its own flash attention, since cuDNN
-    9.15 (torch's sdp_utils.cpp, check_prefer_cudnn_attention).
+    This is FlashAttention-3 on Hopper GPUs if it is installed, supports the dtype, dropout and head dimension, and
+    is faster at this context length; otherwise torch's choice. On GPUs with compute capability 9.0 and 10.0, with
+    cuDNN 9.15 or later, torch prefers cuDNN's kernel to its own flash attention (torch's sdp_utils.cpp,
+    check_prefer_cudnn_attention).
 
     Args:
         half: True if matmuls are in bf16 or fp16.
@@ -51,7 +52,7 @@ def best_attention(environment: AttentionEnvironment, *, half: bool, dropout: fl
     """
     is_hopper = environment.capability is not None and environment.capability[0] == 9
     has_flash3 = is_hopper and environment.can_activate and environment.installed
-    fits = half and not dropout and context >= _MIN_CONTEXT and head_dim % 8 == 0 and head_dim <= _MAX_HEAD
+    fits = half and not dropout and context >= _MIN_CONTEXT and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
     return "flash3" if has_flash3 and fits else "auto"
 
 
@@ -86,7 +87,7 @@ def check_attention(attention: Attention, device: str, precision: str, dropout: 
         raise _unsupported(f"does not support dropout, but the model's dropout is {dropout:g}", "use --dropout 0")
     if importlib.util.find_spec(_MODULE) is None:
         raise _unsupported(f"is not installed: there is no module {_MODULE}",
-                           "build it from the folder hopper of github.com/Dao-AILab/flash-attention")
+                           "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention")
 
 
 def use_attention(model: nn.Module, attention: Attention, device: torch.device) -> None:

@@ -20,19 +20,22 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 POINTS = "o"
 """Mark of points that are not connected by a line."""
 COLORS = (39, 208, 42, 170, 220, 205, 51, 250)
-"""Colors of a 256-color terminal that are distinct on black and on white."""
+"""xterm-256 color numbers that are distinguishable on black and on white backgrounds."""
 _HUGE = 1e300
 _IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), "│": "|", "─": "-", "█": "#", "■": "#"})
-_LOW_HEIGHT = 9  # lines of a plot that only needs to show if a value was steady
+_LOW_HEIGHT = 9  # lines of a plot that only needs to show whether a value was steady
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
 Values = Sequence[float | None] | np.ndarray
-"""Values by step; None or NaN marks a missing value."""
+"""Coordinates of a series; None or NaN marks a missing value."""
 Reduce = Callable[[np.ndarray], float]
 
 
 def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> tuple[list[float], list[float]]:
-    """Reduce a series to at most `points` points: equal groups of neighbors, with the mean x and the reduced y."""
+    """Reduce a series to at most `points` points.
+
+    Each is at the mean x and the reduced y of one of `points` groups of consecutive points.
+    """
     x, y = np.asarray(x, float), np.asarray(y, float)
     if len(x) <= points:
         return x.tolist(), y.tolist()
@@ -43,7 +46,9 @@ def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> t
 
 @dataclass(frozen=True)
 class Curve:
-    """Series of a plot, drawn in braille dots or in the character `mark`. POINTS are not connected by a line.
+    """Series of a plot, drawn with the character `mark`, or as braille dots if that is empty.
+
+    With the mark POINTS, the points are not connected by a line.
 
     `color` is a number of a 256-color terminal, or -1 for plotext's choice.
     """
@@ -87,7 +92,7 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
     Non-finite values and None are skipped. Long lines are reduced to two values per column.
 
     Args:
-        is_ascii: do not use braille and box characters (default: if standard output cannot show them).
+        is_ascii: use no braille or box-drawing characters (default: True if standard output cannot show them).
     """
     is_ascii = wants_ascii() if is_ascii is None else is_ascii
     import plotext
@@ -127,7 +132,7 @@ def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = DEFAUL
 def _figure(title: str, width: int, height: int) -> Any:
     import plotext
 
-    # By default plotext limits plots to 80x22 without a terminal. It also has a single global figure.
+    # Without a terminal, plotext limits plots to 80x22 by default. Its only figure is global, so clear it.
     plotext.terminal.limit(False, False)
     figure = plotext.figure
     figure.clear()
@@ -149,13 +154,13 @@ def _figure_text(figure: Any, color: bool, is_ascii: bool, **axes: Sequence[floa
 
 def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, history: History | None = None,
              side: SideFiles | None = None, unit: str = "nats/token") -> str:
-    """Plot the loss and tokens/s of a run, or the step time if tokens/s are unknown.
+    """Plot the loss and throughput of a run: tokens/s, or the step time if that is unknown.
 
     Writes plain text to `plots/<metric>.txt`, and returns both plots for the console. The throughput plot has fewer
     lines, and omits the first and last steps, which would dominate its scale.
 
     Args:
-        history: lines of the run, if they have been read.
+        history: metrics of the run, if already read.
         side: writer of auxiliary files.
         unit: unit of the loss.
     """
@@ -174,21 +179,21 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, 
         speed: partial(draw, timed.steps, timed.column(speed) * scale, title, ylabel=unit_of_speed,
                        reduce=np.median),
     }
-    for metric, draw in drawings.items():
-        side.write(run_dir.plots / f"{metric}.txt", draw(is_ascii=False))
+    for metric, draw_metric in drawings.items():
+        side.write(run_dir.plots / f"{metric}.txt", draw_metric(is_ascii=False))
     return drawings["loss"](color=color) + "\n" + drawings[speed](color=color, height=_LOW_HEIGHT)
 
 
 def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:
-    # NaN makes plotext's C++ code abort the process, so it must be removed. A range that overflows a float cannot
-    # be scaled.
+    # NaN makes plotext's C++ code abort the process, so it must be removed. Values from 1e300 are removed
+    # as well, because the range max - min could overflow.
     a, b = np.asarray(x, float), np.asarray(y, float)
     usable = (np.abs(a) < _HUGE) & (np.abs(b) < _HUGE)
     return a[usable], b[usable]
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Return three to eight round numbers between `low` and `high`, or one number if they are equal."""
+    """Return two to eight round numbers between `low` and `high`, or one number if they are equal."""
     if not high - low > abs(high) * 1e-12:
         return [low]
     raw = (high - low) / 7

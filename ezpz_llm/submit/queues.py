@@ -10,12 +10,18 @@ from ezpz_llm.launch.sites import Limit, Site
 
 
 def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: int) -> str | None:
-    """Return the queue `wanted`, else the site's default, else the first of its queues that accepts the job.
+    """Return `wanted`, else the first queue that accepts the job, the site's default first.
 
-    There are `jobs` jobs, each with `nodes` nodes and `time_s` seconds. A queue without limits accepts every job.
+    Return None if the site file names no queue. A queue without limits accepts every job.
+
+    Args:
+        nodes: nodes of each job.
+        time_s: wall time of each job.
+        jobs: number of jobs in the chain.
 
     Raises:
-        UserError: the queue `wanted`, or every queue of the site, does not accept the job; names the limit.
+        UserError: the queue `wanted`, or every queue of the site, does not accept the job. The message
+            names the exceeded limits.
     """
     queues = list(dict.fromkeys([*filter(None, [site.job.queue]), *(limit.queue for limit in site.job.limits)]))
     accepting = [queue for queue in queues if _accepts(site, queue, nodes, time_s, jobs)]
@@ -38,19 +44,19 @@ def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: 
 
 
 def _accepts(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> bool:
-    rows = _rows(site, queue)
-    return not rows or any(not _exceeded_limits(limit, nodes, time_s, jobs) for limit in rows)
+    limits = _limits_of(site, queue)
+    return not limits or any(not _exceeded_limits(limit, nodes, time_s, jobs) for limit in limits)
 
 
 def _describe_exceeded(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> str:
-    """Describe the limits of the queue that the job exceeds, preferring rows for its number of nodes."""
-    rows = _rows(site, queue)
-    fitting = [limit for limit in rows if not _exceeded_limits(limit, nodes, 0, 0)] or rows
+    """Describe the limits of the queue that the job exceeds, preferring limits that its number of nodes fits."""
+    limits = _limits_of(site, queue)
+    fitting = [limit for limit in limits if not _exceeded_limits(limit, nodes, 0, 0)] or limits
     return ", or ".join(dict.fromkeys(" and ".join(_exceeded_limits(limit, nodes, time_s, jobs))
                                       for limit in fitting))
 
 
-def _rows(site: Site, queue: str) -> list[Limit]:
+def _limits_of(site: Site, queue: str) -> list[Limit]:
     return [limit for limit in site.job.limits if limit.queue == queue]
 
 
