@@ -44,6 +44,8 @@ _NOISE_ACCUMULATIONS = (8, 1, 4)
 
 
 class Noise(TypedDict):
+    """Baseline noise: differences between single-process runs that sum in another order, by quantity."""
+
     loss: float
     norm: list[float]
     gradient: dict[str, float]

@@ -152,6 +152,8 @@ def _as_text(facts: dict[str, Any]) -> str:
 def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_format_value(inner)}" for key, inner in value.items())
+    if isinstance(value, list):  # the spike detector's window has a hundred values
+        return f"({count_noun(len(value), 'value')})"
     return "-" if value is None else str(value)
 
 

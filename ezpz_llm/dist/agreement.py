@@ -38,7 +38,9 @@ def all_gather_number(dist: Dist, value: float) -> list[float]:
     if dist.world_size == 1:
         return [value]
     values = torch.empty(dist.world_size, device=dist.device)
-    torch_dist.all_gather_into_tensor(values, torch.tensor([value], device=dist.device))
+    # torch 2.13 renamed all_gather_into_tensor, and warns about the old name.
+    all_gather_tensor = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+    all_gather_tensor(values, torch.tensor([value], device=dist.device))
     return values.tolist()
 
 

@@ -57,6 +57,7 @@ def test_four_ranks_of_plain_mpiexec_use_mpi_for_the_rendezvous(tmp_path):
     """Ranks have neither MASTER_ADDR nor a run directory, and get both from rank 0."""
     done = run_ranks([MPIEXEC, "-n", "4", sys.executable], tmp_path, device="cpu", tp=2, name="bare")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("bare-")
     ranks = read_results(run_dir, 4)
@@ -65,6 +66,7 @@ def test_four_ranks_of_plain_mpiexec_use_mpi_for_the_rendezvous(tmp_path):
         assert result["source"] == "Hydra (PMI_RANK)"
         assert (result["backend"], result["device"]) == ("gloo", "cpu")
         assert result["mpi4py"]
+        assert result["numbers"] == [0.5, 1.5, 2.5, 3.5]
         assert result["run_dir"] == str(run_dir)
         exported = result["exported"]
         assert [exported[name] for name in VARIABLES[:4]] == [str(rank), "4", str(rank), "4"]

@@ -17,6 +17,7 @@ from ezpz_llm.base.errors import run_command
 
 
 def main(argv: list[str]) -> int:
+    from ezpz_llm.dist.agreement import all_gather_number
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.launch.ranks import find_rank
 
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
         report = {"rank": dist.rank, "world_size": dist.world_size, "local_rank": dist.info.local_rank,
                   "source": dist.info.source, "backend": dist.backend, "device": str(dist.device),
                   "run_dir": str(dist.run_dir.path), "sums": sums, "place": [mesh.dp_rank, mesh.tp_rank],
+                  "numbers": all_gather_number(dist, dist.rank + 0.5),
                   "exported": {name: os.environ.get(name) for name in
                                ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}}
     report |= {"mpi4py": "mpi4py" in sys.modules, "environment_as_before": dict(os.environ) == before}

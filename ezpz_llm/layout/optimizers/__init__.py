@@ -99,7 +99,7 @@ def _built_in_optimizers() -> Iterator[Optimizer]:
 def _all_optimizers() -> dict[str, Optimizer]:
     known = {optimizer.name: optimizer for optimizer in _built_in_optimizers()}
 
-    def invalid(plugin: Any) -> str | None:
+    def find_problem(plugin: Any) -> str | None:
         if not isinstance(plugin, Optimizer):
             return f"it is a {type(plugin).__name__}, not an ezpz_llm.layout.optimizers.Optimizer"
         if not isinstance(plugin.name, str) or not re.fullmatch(r"[\w.-]{1,64}", plugin.name):
@@ -108,7 +108,7 @@ def _all_optimizers() -> dict[str, Optimizer]:
             return f"optimizer {plugin.name} already exists"
         return None
 
-    entry_points("ezpz_llm.optimizers", invalid)
+    entry_points("ezpz_llm.optimizers", find_problem)
     return known
 
 
