@@ -83,6 +83,7 @@ class Spread:
     """Relative difference between two plain steps with different summation orders.
 
     For scalars, the root mean square over the steps; for gradients, the maximum over the steps by parameter.
+    `scale` is the spread of the common factor of the gradients.
     """
 
     loss: float
@@ -116,7 +117,11 @@ class _Recomputed:
 
 
 def _recompute(step: ObservedStep, dtype: str, seed: int | None = None) -> _Recomputed:
-    """Recompute a step by definition, in the arithmetic of the precision recipe."""
+    """Recompute a step's loss and gradients with the plain step, in the arithmetic of the precision recipe.
+
+    Args:
+        seed: selects another summation order; None for the usual one.
+    """
     arithmetic = ARITHMETIC[dtype] if seed is None else ARITHMETIC[dtype].reordered(seed)
     loss, gradients = plain_step.gradients(step.before.weights, step.micro_batches, step.settings, arithmetic)
     return _Recomputed(loss, plain_step.global_norm(gradients), gradients)
@@ -205,7 +210,7 @@ def _common_factor(values: Tensors, expected: Tensors) -> float:
 
 
 def _resume_findings(step: ObservedStep) -> list[Finding]:
-    """Check that the loaded state equals the saved one bitwise."""
+    """Check that the loaded state equals the saved one exactly."""
     if step.resumed is None:
         return []
     kinds = (("weights", step.resumed.weights, step.before.weights),
@@ -218,7 +223,7 @@ def _resume_findings(step: ObservedStep) -> list[Finding]:
 
 
 def _loss_finding(label: str, loss: float, expected: float, spread: Spread) -> Finding:
-    # The losses of tokens and their sum are computed in fp32.
+    # 16 roundings: the losses of tokens and their sum are computed in fp32.
     bound = (SCALAR_FACTOR * spread.loss + 16 * _U) * abs(expected)
     return Finding(label, _nan_to_inf(abs(loss - expected)), bound, f": {loss:.7g}, not {expected:.7g}")
 
@@ -241,15 +246,15 @@ def _gradient_findings(step: ObservedStep, plain: _Recomputed, spread: Spread) -
     for name in backward_order(plain.gradients):
         length = plain.gradients[name].norm().item()
         recovery_error = _ratio(error[name].norm().item(), abs(scale) * length)
-        apart = _ratio((clipped[name] - scale * plain.gradients[name]).norm().item(), abs(scale) * length)
-        each.append(Finding(f"gradient of {name}", _nan_to_inf(apart),
+        difference = _ratio((clipped[name] - scale * plain.gradients[name]).norm().item(), abs(scale) * length)
+        each.append(Finding(f"gradient of {name}", _nan_to_inf(difference),
                             FACTOR * spread.gradient[name] + recovery_error, " (relative)"))
     norm = Finding("gradient norm", _nan_to_inf(abs(step.norm / plain.norm - 1)),
                    SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {plain.norm:.7g}")
     recovery_error = _ratio(math.sqrt(sum(value.square().sum().item() for value in error.values())),
                             plain_step.global_norm(clipped))
     # `_ratio`, because a skipped step leaves the moments unchanged or reports an infinite norm: both divide by 0.
-    scaled = Finding("factor of the gradients that the optimizer gets",
+    scaled = Finding("factor by which the gradients are scaled before the optimizer",
                      _nan_to_inf(_ratio(abs(scale - factor), factor)),
                      SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + recovery_error,
                      f" (relative): {scale:.7g}, where clipping a norm of {step.norm:.7g} to "
@@ -264,17 +269,17 @@ def _recover_clipped_gradients(step: ObservedStep) -> tuple[dict[str, Tensor], d
         The gradients, and the error bound of each element. A first moment is computed with two rounded products
         and a rounded sum, and 1 - beta1 is rounded to fp32.
     """
-    share = 1 - step.settings.betas[0]
+    beta1 = step.settings.betas[0]
     gradients, error = {}, {}
     for name, after in step.after.first.items():
         new, old = after.double(), step.before.first[name].double()
-        gradients[name] = (new - (1 - share) * old) / share
-        error[name] = (4 * _U * (new.abs() + old.abs()) + _U * gradients[name].abs()) / share
+        gradients[name] = (new - beta1 * old) / (1 - beta1)
+        error[name] = (4 * _U * (new.abs() + old.abs()) + _U * gradients[name].abs()) / (1 - beta1)
     return gradients, error
 
 
 def _optimizer_findings(step: ObservedStep) -> list[Finding]:
-    """Compare second moments and weights element by element, to a few fp32 roundings (_U) of the terms.
+    """Compare second moments and weights element by element, within a few fp32 roundings (_U) of the terms.
 
     Second moments are recomputed from the gradients, weights from the moments after the step. The bounds hold for
     gradients near Adam's epsilon too, because an element's update depends on its own gradient only.
@@ -282,15 +287,16 @@ def _optimizer_findings(step: ObservedStep) -> list[Finding]:
     clipped, error = _recover_clipped_gradients(step)
     before, after = step.before.to(torch.float64), step.after.to(torch.float64)
     expected = plain_step.update_moments(before, clipped, step.settings)
-    share = 1 - step.settings.betas[1]
-    # Use the actual moments; the loop below compares the second ones.
+    beta2 = step.settings.betas[1]
+    # Use the process's own moments; the loop below checks the second moments.
     updated = plain_step.update_weights(State(before.weights, after.first, after.second, expected.step), step.rate,
                                         step.settings)
     findings = [Finding("the optimizer's step count", abs(after.step - expected.step), 0.0)]
     for name in backward_order(expected.weights):
         g, off, old = clipped[name].abs(), error[name], before.second[name]
         second = expected.second[name]
-        allowed = share * (2 * g * off + off ** 2) + 8 * _U * (old + second) + 2 * _U * g ** 2 + _MIN_TOLERANCE
+        allowed = ((1 - beta2) * (2 * g * off + off ** 2) + 8 * _U * (old + second) + 2 * _U * g ** 2
+                   + _MIN_TOLERANCE)
         findings.append(_worst_element(f"second moments of {name}", after.second[name], second, allowed))
     for name in backward_order(expected.weights):
         old, new = before.weights[name], updated.weights[name]
@@ -301,9 +307,10 @@ def _optimizer_findings(step: ObservedStep) -> list[Finding]:
 
 def _worst_element(label: str, actual: Tensor, expected: Tensor, allowed: Tensor) -> Finding:
     """Return the finding of the element whose ratio of difference to bound is largest."""
-    apart = torch.nan_to_num((actual - expected).abs(), nan=math.inf)
-    worst = int((apart / allowed).flatten().argmax())
-    return Finding(label, apart.flatten()[worst].item(), allowed.flatten()[worst].item(), f" at element {worst}")
+    difference = torch.nan_to_num((actual - expected).abs(), nan=math.inf)
+    worst = int((difference / allowed).flatten().argmax())
+    return Finding(label, difference.flatten()[worst].item(), allowed.flatten()[worst].item(),
+                   f" at element {worst}")
 
 
 def _nan_to_inf(value: float) -> float:

@@ -144,7 +144,7 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
             rows, start = (start, start + size), start + size
             if symmetric.get(name) != rows and not tensors[f"gradient/{name}"][slice(*rows)].any():
                 raise UserError(f"the gradient of {name}, rows {rows[0]} to {rows[1]}, is 0 in one process, so "
-                                "certify could not notice a layout that loses it", where="certify",
+                                "certify would not notice if a layout lost it", where="certify",
                                 instead="initial weights that give it a gradient, or an exception in "
                                         "zero_by_symmetry (ezpz_llm/certify/recipe.py)")
 

@@ -19,7 +19,7 @@ from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.local_launches import Job, reference_file
 from ezpz_llm.certify.reference import Reference, compare, free_memory, read_reference
 from ezpz_llm.certify.target_file import ACCUMULATION, SAME, load
-from ezpz_llm.certify.target_reference import STATISTIC, TargetProperties, gradient_scale, write_ds_config
+from ezpz_llm.certify.target_reference import STATISTIC, TargetProperties, gradient_scale, scaled_ds_config
 from ezpz_llm.certify.target_resume import MidRunCheckpoints, WeightSlices, compare_resumed, copy_weights, resume
 from ezpz_llm.certify.target_run import Batches, Observations, mean_held_out, mean_losses, train, wrap_target
 from ezpz_llm.certify.verdict import Finding
@@ -98,7 +98,7 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
            checkpoints: MidRunCheckpoints) -> _Run:
     assert job.target is not None
     target = load(job.target)
-    file = write_ds_config(job.root / "ds_configs", case.layout, case.dtype, about["parameters"],
+    file = scaled_ds_config(job.root / "ds_configs", case.layout, case.dtype, about["parameters"],
                            write=dist.is_main)
     dist.barrier()
     model = wrap_target(target, dist, file, ACCUMULATION, about["clip"])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.certify import verdict
 from ezpz_llm.certify.cases import scaled_down
 from ezpz_llm.certify.local_launches import Job, reference_file
@@ -36,8 +36,9 @@ _ROUNDING_ALONE = 1e-6
 class TargetProperties(TypedDict):
     """Properties of a target that all layouts need.
 
-    `clip` is the gradient clip, `parameters` the number of parameters, `drops` is True if the module has dropout,
-    `batches` are the samples of each micro-batch, `statistics` is the baseline noise by running statistic.
+    `clip` is the gradient clip, `parameters` is the number of parameters, `drops` is True if the module had
+    dropout before `fresh_module` disabled it, `batches` are the samples of each micro-batch, and `statistics` is
+    the baseline noise by running statistic.
     """
 
     clip: float
@@ -48,20 +49,21 @@ class TargetProperties(TypedDict):
 
 
 def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
-    """Train one process, compare its first gradients with a plain loop, and write tensors and numbers.
+    """Train in a single process, compare its first gradients with a plain loop, and write the results.
 
-    Call on one rank. If the module uses batch statistics (BatchNorm), this process computes the parts of each micro
-    batch for the ranks one after the other, as the ranks do.
+    Call on one rank. If the module uses batch statistics (BatchNorm), this process computes the ranks' parts of
+    each micro-batch one after the other, because each rank normalizes over its own part.
 
     Raises:
-        UserError: a parameter gets no gradient, or starts as an untied copy of an embedding; the process disagrees
-            with the plain loop or, with split micro-batches, with itself; `wrap` rejects the module.
+        UserError: a parameter gets no gradient, or starts as an untied copy of an embedding; the ranks' parts do
+            not add up to the full micro-batches; the process disagrees with the plain loop or, with split
+            micro-batches, with itself; `wrap` rejects the module.
     """
     assert job.target is not None
     target, single = load(job.target), single_rank_world(dist)
     path = reference_file(job.root, model, dtype, job.steps, dist.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    module, drops = fresh_module(target)
+    module, has_dropout = fresh_module(target)
     check_ties(module)
     in_parts, size = normalizes_over_batch(module), max(2, dist.world_size)
 
@@ -85,8 +87,8 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     noise = baseline_noise(None, whole_run, tensors, repetitions)
     if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
         noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses)))
-    about = TargetProperties(clip=clip, parameters=sum(value.numel() for value in plain.values()), drops=drops,
-                             batches=whole.seen,
+    about = TargetProperties(clip=clip, parameters=sum(value.numel() for value in plain.values()),
+                             drops=has_dropout, batches=whole.seen,
                              statistics={name: max(
                                  (run[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
                                  for _, run in repetitions) for name in statistics_of(module)})
@@ -113,14 +115,14 @@ def check_ties(module: nn.Module) -> None:
 
 
 def _check_parts(whole: Batches, divided: Batches) -> None:
-    """Check that the parts of the first step's micro-batches for the ranks add up to the full micro-batches."""
+    """Check that the ranks' parts of each micro-batch in the first step add up to the full micro-batch."""
     whole.of_step(0), divided.of_step(0)
     for number, expected in whole.seen.items():
         drawn, complete = Counter(divided.seen[number]), Counter(expected)
         if odd := sum(((drawn - complete) + (complete - drawn)).values()):
-            raise UserError(f"{INCONSISTENT}: the parts of micro-batch {number} for {divided.size} ranks have "
-                            f"{odd} samples more or less often than the full micro-batch", where="Target.batch",
-                            exit_code=1,
+            raise UserError(f"the parts of micro-batch {number} for {divided.size} ranks have "
+                            f"{count_noun(odd, 'extra or missing sample')}, compared with the full micro-batch",
+                            where="Target.batch", exit_code=1,
                             instead="split the batch of dp_size 1 into dp_size equal parts and return part dp_rank")
 
 
@@ -151,14 +153,15 @@ def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> Non
     """
     total = _norm(plain)
     for name, gradient in plain.items():
-        apart = (divided[name] - gradient).norm().item()
-        if not gradient.any() or (apart > SAME * gradient.norm() and gradient.norm() < _ROUNDING_ALONE * total):
+        difference = (divided[name] - gradient).norm().item()
+        is_order_dependent = difference > SAME * gradient.norm()
+        if not gradient.any() or (is_order_dependent and gradient.norm() < _ROUNDING_ALONE * total):
             state = "is only rounding noise" if gradient.any() else "is 0 or missing"
-            raise UserError(f"the gradient of {name} {state} in one process, so certify could not notice a layout "
-                            "that loses it", where="--target",
+            raise UserError(f"the gradient of {name} {state} in one process, so certify would not notice if a "
+                            "layout lost it", where="--target",
                             instead="a module without this parameter, or a loss that depends on it")
-        if not apart <= SAME * gradient.norm():
-            raise UserError(f"{INCONSISTENT}: the gradient of {name} changes by {apart / gradient.norm():.2g} "
+        if not difference <= SAME * gradient.norm():
+            raise UserError(f"{INCONSISTENT}: the gradient of {name} changes by {difference / gradient.norm():.2g} "
                             "(relative) when micro-batches are split over ranks", where="--target",
                             instead="a loss that is the mean over samples, parts of equal size, nn.Dropout for "
                                     "dropout, and torch's BatchNorm for batch statistics",
@@ -167,10 +170,10 @@ def check_gradients(plain: dict[str, Tensor], divided: dict[str, Tensor]) -> Non
 
 def _check_against_plain_loop(plain: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name, gradient in plain.items():
-        apart = ((tensors[f"gradient/{name}"] - gradient).norm() / gradient.norm()).item()
-        if not apart <= SAME:
-            raise UserError(f"{DISAGREES}: the first gradient of {name} differs by {apart:.2g} (relative) from "
-                            "a plain loop", where="--target", exit_code=1,
+        difference = ((tensors[f"gradient/{name}"] - gradient).norm() / gradient.norm()).item()
+        if not difference <= SAME:
+            raise UserError(f"{DISAGREES}: the first gradient of {name} differs by {difference:.2g} (relative) "
+                            "from a plain loop", where="--target", exit_code=1,
                             instead="fix this first: every layout is compared with the single process")
 
 
@@ -179,9 +182,9 @@ def _norm(gradients: dict[str, Tensor]) -> float:
 
 
 def _run(batches: Batches, single: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
-    """Train one process; return its trajectory and the tensors of `reference.Reference`."""
+    """Train in a single process; return its observations and the tensors of `reference.Reference`."""
     accumulation = ACCUMULATION * len(batches.dp_ranks)
-    file = write_ds_config(single.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
+    file = scaled_ds_config(single.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
     model = wrap_target(batches.target, single, file, accumulation, clip)
     tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
 
@@ -203,8 +206,8 @@ def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Observat
     return 1 / (1 - optimizer.param_groups[0]["betas"][0]) / min(1.0, clip / (seen.norms[0] + 1e-6))
 
 
-def write_ds_config(folder: Path, layout: str, dtype: str, parameters: int, *, write: bool) -> Path:
-    """Return the path of a ds_config in a precision, scaled down to a small model; if `write`, write the file."""
+def scaled_ds_config(folder: Path, layout: str, dtype: str, parameters: int, *, write: bool) -> Path:
+    """Return the path of `layout`'s ds_config in a precision, scaled down to a small model. Write it if `write`."""
     path = folder / f"{Path(layout).stem}-{dtype}.json"
     if not write:
         return path

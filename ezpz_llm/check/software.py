@@ -1,4 +1,4 @@
-"""Software checks of doctor: Python, torch and drivers, DeepSpeed and its ops, MPI, compilers, py-spy."""
+"""Software checks of doctor: Python, torch and drivers, DeepSpeed and its ops, MPI, compiler, py-spy, clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def check_torch(build: Mapping[str, str], loaded: Mapping[str, str],
     """
     if not build:
         return Finding("bad", "torch", "not installed",
-                       "run in launchers/with-env, which finds or installs torch (docs/use/install.md)")
+                       "run the command with launchers/with-env, which finds or installs torch "
+                       "(docs/use/install.md)")
     versions = [f"{name} {build[key]}" for key, (name, _) in _BUILDS.items() if key in build]
     text = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
@@ -95,7 +96,8 @@ def check_package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> 
     """Check that a package is installed in a tested version."""
     version, requirement = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
     return first_problem(name, version or "not installed",
-                         (version is None, "bad", f"pip install '{requirement}', or run in launchers/with-env"),
+                         (version is None, "bad",
+                          f"pip install '{requirement}', or run the command with launchers/with-env"),
                          (not least <= _numbers(version or "") < below, "warn",
                           f"pip install '{requirement}'; other versions are untested"))
 
@@ -118,21 +120,21 @@ def check_devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
     names = parse_json(result.stdout.splitlines()[-1], "torch") if result.returncode == 0 else []
     if names:
         return Finding("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
-    reason = (result.stderr.strip().splitlines() or ["torch finds none of them"])[-1]
-    return Finding("warn", "devices", f"{text}, but torch finds none: {reason}",
+    reason = "".join(f": {line}" for line in result.stderr.strip().splitlines()[-1:])
+    return Finding("warn", "devices", f"{text}, but torch finds none{reason}",
                    "install a torch built for these devices, unless the mask hides them intentionally")
 
 
 def check_mpi(library: str | None, dialect: str | None) -> Finding:
     """Check that mpi4py's MPI library matches the mpiexec that launch would use."""
     if library is None:
-        return Finding("warn", "MPI library", "mpi4py loads none",
+        return Finding("warn", "MPI library", "mpi4py is not installed or cannot load an MPI library",
                        "load the site's MPI module or pip install mpich, if a program needs MPI")
     # MPICH, Intel MPI and Cray MPICH share a start-up protocol (PMI). Open MPI's ranks need Open MPI's mpiexec.
     if dialect is not None and ("open mpi" in library.lower()) != dialect.startswith("Open MPI"):
         return Finding("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
-                       "in MPI, each rank would be rank 0 of 1: put the mpiexec of that library first on "
-                       "PATH, or set MPI4PY_LIBMPI to the library of this mpiexec")
+                       "put the mpiexec of that library first on PATH, or set MPI4PY_LIBMPI to the library of this "
+                       "mpiexec; otherwise each rank would be alone in its own MPI world (rank 0 of 1)")
     return Finding("ok", "MPI library", library)
 
 
@@ -176,7 +178,7 @@ def check_op(name: str) -> Finding:
     """Check that one of DeepSpeed's ops is built."""
     built = is_built(name)
     return first_problem(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
-                         (not built, "warn", f"for layouts with offload, ezpz-llm doctor --build-ops {name}"))
+                         (not built, "warn", f"for layouts with offload, run ezpz-llm doctor --build-ops {name}"))
 
 
 def check_compiler(env: Mapping[str, str]) -> Finding:
@@ -212,12 +214,12 @@ def check_clock(now: float, is_synchronized: bool | None) -> Finding:
     text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
     suffix = ", not synchronized by chrony or ntpd on this machine" if is_synchronized is False else ""
     return first_problem("clock", text + suffix, (now < _EARLIEST, "bad",
-                                                  "set it, or certificates, logs and the remaining job time are "
-                                                  "wrong"))
+                                                  "set it: otherwise TLS certificates may be rejected, and log "
+                                                  "times and the remaining job time are wrong"))
 
 
 def is_clock_synchronized() -> bool | None:
-    """Return True if the kernel's clock is synchronized, by a read-only adjtimex(2)."""
+    """Return whether adjtimex(2) reports that the clock is synchronized; None if unknown. Read-only."""
     try:
         state = ctypes.create_string_buffer(256)
         answer = ctypes.CDLL(None).adjtimex(state)

@@ -14,8 +14,8 @@ from ezpz_llm.dist.groups import RankGroups
 _CPU = torch.device("cpu")
 
 _COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
-"""Groups along several axes: ranks that share their parameters, ranks that together hold one copy of the model, and
-ranks that differ in their tokens or layers."""
+"""Groups along several axes: ranks that compute with the same parameters, ranks that together hold one copy of the
+model, and ranks that differ in their tokens or layers."""
 
 
 class Mesh:
@@ -96,7 +96,7 @@ class Mesh:
         return ranks.index(self.rank), len(ranks)
 
     def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """Return the axes with more than one coordinate. The other axes do not change the group."""
+        """Return those of the axes whose degree is above 1. The others do not affect the group."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
 
     def _create(self, axes: tuple[Axis, ...], purpose: str = "") -> ProcessGroup:

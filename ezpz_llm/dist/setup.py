@@ -57,7 +57,7 @@ class Dist:
     side: SideFiles = field(default_factory=SideFiles)
     """Writer of files that training does not depend on."""
     owns_group: bool = True
-    """True if `setup` created the process group; `close` then leaves it."""
+    """True if `setup` created the process group, which `close` then destroys."""
     optional: OptionalWork = field(default_factory=OptionalWork)
     """Runner of optional work, such as samples and plots, whose failure is only a warning."""
 
@@ -99,10 +99,10 @@ class Dist:
             self.mesh = Mesh(degrees, self.rank, groups=self.mesh.rank_groups)
 
     def close(self) -> None:
-        """Release the run directory, restore the environment, and leave `setup`'s process group. Collective."""
+        """Release the run directory, restore the environment, and destroy `setup`'s process group. Collective."""
         self._release()
         if self.owns_group and torch.distributed.is_initialized():
-            _leave_group()
+            _destroy_group()
 
     def _release(self) -> None:
         self.optional.store = None  # rank 0's store listens until its last reference is dropped
@@ -136,9 +136,9 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         keeps_memory: call `keep_freed_memory` on a CPU.
 
     Raises:
-        UserError: rank variables are invalid, the world size differs from launch's, rank 0's address is missing or
-            unreachable, no device is available, two ranks share a device, two run directories are given, or another
-            run is writing to the run directory.
+        UserError: rank variables are invalid, the world size differs from launch's, an existing process group has
+            another rank or world size, rank 0's address is missing or unreachable, no device is available, two
+            ranks share a device, two run directories are given, or another run is writing to the run directory.
     """
     answer_with_stacks(os.environ)
     info = find_rank(os.environ)
@@ -177,10 +177,10 @@ def _check_group(info: RankInfo) -> None:
     Raises:
         UserError: rank or world size differs.
     """
-    group_rank = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if group_rank != (info.rank, info.world_size):
+    in_group = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if in_group != (info.rank, info.world_size):
         raise UserError("this process already has a process group, as rank {} of {}, but its environment says rank "
-                        "{} of {} ({})".format(*group_rank, info.rank, info.world_size, info.source),
+                        "{} of {} ({})".format(*in_group, info.rank, info.world_size, info.source),
                         where="torch.distributed", instead="call setup() instead of init_process_group()")
 
 
@@ -251,8 +251,8 @@ def _restore(environment_before: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _leave_group() -> None:
-    """Leave the process group. Collective."""
+def _destroy_group() -> None:
+    """Wait for all ranks, and destroy the process group. Collective."""
     try:
         if torch.distributed.get_world_size() > 1:
             # The thread that drops the last reference to a gloo work object frees a tensor, which needs the GIL. If
@@ -268,7 +268,7 @@ def _leave_group() -> None:
 
 
 def _skip_cleanup_at_exit() -> None:
-    """Do not destroy the process groups after an exception, and exit once the exception is printed.
+    """After an exception, exit as soon as it is printed, without destroying the process groups.
 
     NCCL destroys groups collectively. Other ranks may be in another collective, and this process would print its
     exception only after a timeout.
@@ -302,7 +302,7 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
     if path is None:
         if info.world_size > 1:
             # All ranks raise the error. A program that catches it continues or exits without a process group.
-            _leave_group()
+            _destroy_group()
         raise error or UserError(failure or "rank 0 could not create the run directory")
     return RunDir(Path(path)), ownership
 
@@ -335,9 +335,9 @@ _MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
     """Stop glibc from returning freed memory to the kernel between steps.
 
-    glibc returns large blocks at once, and the kernel zeroes each page again in the next step. This takes a sixth
-    of the CPU time of a step with a large vocabulary. torch caches only the memory of accelerators. No effect if
-    the user has set malloc variables, with another C library, or with a replaced allocator.
+    glibc returns large blocks immediately, and the kernel zeroes each page again in the next step. This takes a
+    sixth of the CPU time of a step with a large vocabulary. torch caches only the memory of accelerators. No effect
+    if the user has set malloc variables, with another C library, or with a replaced allocator.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(environ.get(name) for name in _MALLOC_VARIABLES):

@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
                              "(default: %(default)s)")
     parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
                         help="bytes, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder with one of "
-                             "these; evaluate warns if it is not the source's (default: the source's)")
+                             "these; evaluate warns if it differs from the tokenizer of SOURCE (default: that "
+                             "tokenizer)")
 
 
 def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
@@ -136,7 +137,7 @@ def open_model(plan: ModelPlan, dist: Dist) -> Engine:
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     with open_for_ranks(plan.source, dist) as weights:
         module = assemble(plan.model, layout, dist.mesh, 0, dist.device.type, weights.read)
-        # Engines shard the parameters, and require an optimizer, which never steps.
+        # The engine shards the parameters. It requires an optimizer, which never steps.
         engine = build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
                               param_groups=decay_groups(module, 0.0))
         weights.check_finite(dist)

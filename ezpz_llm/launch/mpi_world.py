@@ -48,8 +48,8 @@ def detect_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
 
 
 def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
-                 env: Mapping[str, str], effort: tuple[float, int]) -> dict[str, tuple[str, str]]:
-    """Return variables, with value and reason, that make the MPI of all ranks form one world.
+                 env: Mapping[str, str], query_limits: tuple[float, int]) -> dict[str, tuple[str, str]]:
+    """Return variables, each with value and reason, with which the ranks form one MPI world.
 
     Empty if the program does not use MPI, in which case Slurm is not queried, or if the launcher's defaults work.
 
@@ -57,10 +57,10 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
         launcher: kind of the launcher.
         words: command line of the launcher.
         program: file that each rank runs.
-        effort: timeout in seconds of a Slurm query, and number of attempts.
+        query_limits: timeout in seconds of a Slurm query, and number of attempts.
 
     Raises:
-        UserError: the MPI of each rank would form a world of size 1.
+        UserError: each rank would form an MPI world of size 1.
     """
     if ranks == 1 or launcher not in ("srun", "torchrun") or (use := detect_mpi(program, env)) is None:
         return {}
@@ -71,21 +71,26 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
     if any(word.startswith("--mpi") for word in words) or env.get(PLUGIN_VARIABLE, NO_PLUGIN) != NO_PLUGIN:
         return {}
     source = f"{PLUGIN_VARIABLE}={NO_PLUGIN}"
-    offered = offered_plugins(ask_command(["srun", "--mpi=list"], env, *effort).text or "")
-    plugins = [name for name in (_SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED) if name in offered]
+    offered = offered_plugins(ask_command(["srun", "--mpi=list"], env, *query_limits).text or "")
+    supported = _SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED
+    plugins = [name for name in supported if name in offered]
     if not env.get(PLUGIN_VARIABLE):
-        config = ask_command(["scontrol", "show", "config"], env, *effort).text or ""
+        config = ask_command(["scontrol", "show", "config"], env, *query_limits).text or ""
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
         if default is None or default[1] != NO_PLUGIN:
             return {}
         source = f"MpiDefault={NO_PLUGIN}"
         if plugins:
-            return {PLUGIN_VARIABLE: (plugins[0],
-                                      f"{evidence}; with {source}, the MPI of each rank would be rank 0 of 1")}
-    supported = ", ".join(offered) or "the plug-ins of srun --mpi=list"
-    raise _disconnected_error(evidence, ranks, source,
-                              f"{PLUGIN_VARIABLE}={plugins[0] if plugins else 'pmi2'} launch …;"
-                              f" this srun supports {supported}")
+            return {PLUGIN_VARIABLE: (plugins[0], f"{evidence}; with {source}, each rank would be alone in its own "
+                                                  "MPI world (rank 0 of 1)")}
+    if plugins:
+        instead = f"{PLUGIN_VARIABLE}={plugins[0]} launch …; this srun supports {', '.join(offered)}"
+    elif offered:
+        instead = (f"{PLUGIN_VARIABLE}=NAME launch …, if this MPI supports one of srun's plug-ins "
+                   f"({', '.join(offered)}), or --launcher mpiexec")
+    else:
+        instead = f"{PLUGIN_VARIABLE}={supported[0]} launch …; for the plug-ins of this srun, run srun --mpi=list"
+    raise _disconnected_error(evidence, ranks, source, instead)
 
 
 def offered_plugins(text: str) -> list[str]:
@@ -99,30 +104,31 @@ def offered_plugins(text: str) -> list[str]:
 
 
 def _disconnected_error(evidence: str, ranks: int, where: str, instead: str) -> UserError:
-    return UserError(f"{evidence}, and the MPI of each of the {ranks} ranks would be rank 0 of 1", where=where,
-                     instead=instead)
-
+    return UserError(f"{evidence}, and each of the {ranks} ranks would be alone in its own MPI world (rank 0 of 1)",
+                     where=where, instead=instead)
 
 
 _FIRST_CHECKS_S, _AGE_FACTOR = 10.0, 2.0
-"""Check at every poll for the first 10 s, while libraries are loaded; then at ages that grow by `_AGE_FACTOR`."""
+"""Check at every poll for the first 10 s, while libraries are loaded, then each time the age has grown by a factor
+of `_AGE_FACTOR`."""
 _MAX_PROCESSES = 4
 _LOADED = re.compile(r"/(lib(?:mpi|mpich|mpi_\w+|open-pal|open-rte|pmi2?|pmix|pals)\.so[.\d]*)$", re.MULTILINE)
 _LOADED_OF_OPEN_MPI = ("libopen-", "libmpi.so.20", "libmpi.so.40")
-_OLD_PMI = ("libpmi.so", "libpmi2.so", "libpals.so")
+_CONNECTS_WITHOUT_VARIABLES = ("libpmi.so", "libpmi2.so", "libpals.so")
 """Libraries that can connect to a launcher without the variables that are checked here."""
 
 
 def find_disconnected_mpi(libraries: Collection[str], env: Mapping[str, str]) -> str | None:
-    """Return the name of an MPI that no variable in `env` connects to a launcher; None if unsure or without MPI.
+    """Return a description of the loaded MPI if no variable in `env` connects it to a launcher.
 
+    None if a variable connects it, if unsure, or without MPI.
     MPICH, Intel MPI and Cray MPICH use PMI, or PMIx if its library is loaded. Open MPI uses PMIx.
 
     Args:
         libraries: file names of the loaded libraries.
     """
     mpi = next((name for name in sorted(libraries) if name.startswith(("libmpi", "libopen-"))), None)
-    if mpi is None or any(name.startswith(_OLD_PMI) for name in libraries):
+    if mpi is None or any(name.startswith(_CONNECTS_WITHOUT_VARIABLES) for name in libraries):
         return None
     if any(name.startswith(_LOADED_OF_OPEN_MPI) for name in libraries):
         is_connected = _has_prefix(env, ("PMIX_", "OMPI_COMM_WORLD_"))
@@ -140,7 +146,7 @@ class MpiWatch:
         self._began = self._check_at = time.monotonic()
         self.message: str | None = None
 
-    def look(self, pids: Iterable[int], now: float) -> bool:
+    def check(self, pids: Iterable[int], now: float) -> bool:
         """Check the processes; return True if an MPI with a world of size 1 was found, the first time only."""
         if self.message is not None or now < self._check_at or self._ranks == 1:
             return False
@@ -159,12 +165,12 @@ def _message(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
     if env.get(TORCHELASTIC_VARIABLE):
         reason, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
     elif env.get("SLURM_STEP_ID") and not _has_prefix(env, ("PMI_", "PMIX_")):
-        reason = f"srun used no MPI plug-in: SLURM_MPI_TYPE={env.get('SLURM_MPI_TYPE', 'none')}"
+        reason = f"srun set no PMI or PMIx variables, and SLURM_MPI_TYPE is {env.get(PLUGIN_VARIABLE, 'not set')}"
         instead = "SLURM_MPI_TYPE=pmi2 launch …, or pmix, if srun --mpi=list and this MPI support it"
     else:
         reason, instead = "the launcher belongs to another MPI", "put the mpiexec of this MPI first on PATH"
-    return (f"the ranks load {mpi}, but are not connected: MPI is rank 0 of 1 in each of the {ranks} ranks"
-            f" ({reason}); if they communicate by MPI: {instead}")
+    return (f"the ranks load {mpi}, but are not connected: each of the {ranks} ranks is alone in its own MPI world"
+            f" (rank 0 of 1), because {reason}; if they communicate through MPI: {instead}")
 
 
 def _has_prefix(env: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:

@@ -223,9 +223,9 @@ def tp_crossing_warning(layout: Layout, places: Places, can_run: Callable[[int, 
         return None
     first, last = split[0] * layout.tp, split[0] * layout.tp + layout.tp - 1
     hostnames = [places[bisect_right(ends, rank)][0] for rank in (first, last)]
-    text = (f"warning: {count_noun(len(split), 'tensor-parallel group')} of {layout.tp} span"
-            f"{'s' if len(split) == 1 else ''} several nodes, such as ranks {first} to {last} on "
-            f"{' and '.join(hostnames)}")
+    subject = f"{count_noun(len(split), 'tensor-parallel group')} (tp {layout.tp})"
+    predicate = "spans several nodes:" if len(split) == 1 else "span several nodes, such as"
+    text = f"warning: {subject} {predicate} ranks {first} ({hostnames[0]}) to {last} ({hostnames[1]})"
     suggestions = _suggest_sizes(layout, places, can_run)
     return f"{text}\n  instead: {' or '.join(suggestions)}" if suggestions else text
 

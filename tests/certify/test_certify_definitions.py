@@ -57,7 +57,7 @@ def previous_samples(session: Any) -> Iterator[Any]:
     (tensor_parts, GPT, "_tie", lambda model: None, "the head is no longer tied to the embedding"),
     (loss_scaling, LossScale, "update", lambda scale, finite: update_scale(scale, True), "the scale is"),
     (loss_scaling, gradients, "_scale_gradients", lambda optimizer, grads, norm, clip, scale: scale_gradients(
-        optimizer, grads, norm, clip, 1.0), "factor of the gradients that the optimizer gets"),
+        optimizer, grads, norm, clip, 1.0), "factor by which the gradients are scaled before the optimizer"),
     (loss_scaling, NonFiniteStepSkipper, "_before", lambda *args: None, "changed the state"),
     (dropout_masks, GPT, "eval", lambda model: model, "the loss of an evaluation differs"),
     (dropout_masks, dropout_masks, "dropout_seed", lambda config, dist: dist.rank, "draws the masks of ranks [0]"),

@@ -45,7 +45,7 @@ REFUSED = {
     "unused_parameter": "the gradient of spare.weight is 0 or missing in one process",
     "frozen_part": "the gradient of head.weight is 0 or missing in one process",
     "tied_weight_copied": "3.weight starts as a copy of 0.weight but is not tied to it",
-    "same_samples_on_all_ranks": "one process disagrees with itself: the parts of micro-batch 0 for 2 ranks have",
+    "same_samples_on_all_ranks": "the parts of micro-batch 0 for 2 ranks have",
     "statistics_of_the_batch": "one process disagrees with itself: the gradient of",
     "not_a_target": "not_a_target() returns dict",
 }

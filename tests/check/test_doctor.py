@@ -15,6 +15,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.check import doctor, software
+from ezpz_llm.launch.devices import Devices
 from ezpz_llm.layout import ops
 
 
@@ -117,6 +118,17 @@ def test_torch_and_driver_match(build: dict, loaded: dict, driver: tuple | None,
 ])
 def test_mpi_library_and_mpiexec_must_match(library: str | None, dialect: str | None, level: str) -> None:
     assert software.check_mpi(library, dialect).level == level
+
+
+@pytest.mark.parametrize(("error", "found"), [
+    ("", "2 visible (CUDA_VISIBLE_DEVICES), but torch finds none"),
+    ("a\nno driver\n", "2 visible (CUDA_VISIBLE_DEVICES), but torch finds none: no driver"),
+])
+def test_devices_that_torch_does_not_find(monkeypatch: pytest.MonkeyPatch, error: str, found: str) -> None:
+    monkeypatch.setattr(software.subprocess, "run",
+                        lambda words, **options: subprocess.CompletedProcess(words, 1, "", error))
+    monkeypatch.setattr(software, "visible_devices", lambda env: Devices(("0", "1"), "CUDA_VISIBLE_DEVICES"))
+    assert software.check_devices({}, {"version": "2.6"}).found == found
 
 
 def test_login_nodes_and_jobs_are_reported(tmp_path: Path) -> None:

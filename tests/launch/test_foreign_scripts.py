@@ -24,6 +24,7 @@ from places import TESTS
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
+from ezpz_llm.base import UserError
 from ezpz_llm.base.package_data import cache_dir, data_dir
 from ezpz_llm.launch.mpi_world import detect_mpi, find_disconnected_mpi, mpi_settings, offered_plugins
 
@@ -62,8 +63,8 @@ def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, recording
                        OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(cache_dir()), **env)
     if (script, way) in REFUSED:
         assert done.returncode == 2, done.stdout + done.stderr
-        assert ("mpi4py_sum.py imports mpi4py, and the MPI of each of the 2 ranks would be rank 0 of 1"
-                in done.stderr)
+        assert ("mpi4py_sum.py imports mpi4py, and each of the 2 ranks would be alone in its own MPI world"
+                " (rank 0 of 1)" in done.stderr)
         result = "refused before the start: " + done.stderr.partition("error: ")[2].partition("\n")[0]
     else:
         assert done.returncode == 0, done.stdout + done.stderr
@@ -149,12 +150,14 @@ done
         assert "rank 0 of 1" not in chosen
     if in_c:
         refused = shown["refused"]
-        assert "mpi_sum needs libmpi.so.12, and the MPI of each of the 2 ranks would be rank 0 of 1" in refused
+        assert ("mpi_sum needs libmpi.so.12, and each of the 2 ranks would be alone in its own MPI world"
+                " (rank 0 of 1)" in refused)
         assert "instead: SLURM_MPI_TYPE=pmi2 launch …; this srun supports pmix, cray_shasta, pmi2" in refused
     hidden = shown["hidden.py"]
     assert "[0] 0 1\n" in hidden
-    warning = ("launch: warning: the ranks load MPICH or a derivative (libmpi.so.12), but are not connected: MPI is"
-               " rank 0 of 1 in each of the 2 ranks (srun used no MPI plug-in")
+    warning = ("launch: warning: the ranks load MPICH or a derivative (libmpi.so.12), but are not connected: each"
+               " of the 2 ranks is alone in its own MPI world (rank 0 of 1), because srun set no PMI or PMIx"
+               " variables")
     assert hidden.count(warning) == 1, hidden
     assert "SLURM_MPI_TYPE=pmi2 launch" in hidden
     assert "MPI" not in shown["2"].replace("MPICH/Hydra", "")
@@ -180,6 +183,24 @@ def test_the_plugins_of_srun() -> None:
     text = ("MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\n"
             "specific pmix plugin versions available: pmix_v4\n")
     assert offered_plugins(text) == ["pmix", "cray_shasta", "pmi2"]
+
+
+@pytest.mark.parametrize(("plugins", "instead"), [
+    ("pmi2 pmix", "SLURM_MPI_TYPE=pmix launch …; this srun supports pmi2, pmix"),
+    ("pmi2", "SLURM_MPI_TYPE=NAME launch …, if this MPI supports one of srun's plug-ins (pmi2), or --launcher "
+             "mpiexec"),
+    ("", "SLURM_MPI_TYPE=pmix launch …; for the plug-ins of this srun, run srun --mpi=list"),
+])
+def test_the_advice_for_open_mpi_without_a_plugin(tmp_path: Path, plugins: str, instead: str) -> None:
+    program = tmp_path / "program"
+    program.write_text("\x7fELF…\0libmpi.so.40\0")
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n" + "".join(f"echo '\t{name}'\n" for name in plugins.split()))
+    srun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_MPI_TYPE": "none"}
+    with pytest.raises(UserError, match="each of the 2 ranks would be alone in its own MPI world") as caught:
+        mpi_settings("srun", ("srun",), str(program), 2, env, (10.0, 1))
+    assert caught.value.instead == instead
 
 
 _MPICH, _OPEN_MPI = {"libmpi.so.12"}, {"libmpi.so.40", "libopen-pal.so.80", "libpmix.so.2"}

@@ -57,8 +57,8 @@ def test_the_map_of_a_slurm_job_of_two_hosts(tmp_path: Path) -> None:
 def test_a_warning_for_groups_across_nodes_suggests_a_layout_without_them(tmp_path: Path) -> None:
     done = explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2")
     assert done.returncode == 0
-    assert done.stderr == ("warning: 1 tensor-parallel group of 2 spans several nodes, such as ranks 2 to 3 on "
-                           "n1 and n2\n  instead: launch --ppn 2 or launch --ppn 4 or --tp 1\n")
+    assert done.stderr == ("warning: 1 tensor-parallel group (tp 2) spans several nodes: ranks 2 (n1) to 3 (n2)\n"
+                           "  instead: launch --ppn 2 or launch --ppn 4 or --tp 1\n")
     assert explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "tp2").stderr == ""
     assert explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2", "--tp", "1").stderr == ""
 
@@ -79,7 +79,7 @@ def test_a_pbs_job_and_a_group_as_large_as_the_job(tmp_path: Path) -> None:
     done = explained(tmp_path, *TRAIN, "--ds-config", "tp2_zero1", "--tp", "4",
                      job="pbs/env_job_sel2_nc2_mpi2.txt", PBS_NODEFILE=str(nodes), MASTER_ADDR="n1")
     assert done.returncode == 0, done.stderr
-    assert "such as ranks 0 to 3 on n1 and n2\n  instead: launch --ppn 4 or --tp 2" in done.stderr
+    assert "spans several nodes: ranks 0 (n1) to 3 (n2)\n  instead: launch --ppn 4 or --tp 2" in done.stderr
     assert "  2     0   2   n2\n" in done.stdout
 
 
@@ -148,8 +148,8 @@ def test_every_group_that_crosses_is_counted() -> None:
     split = {tuple(degrees.peers(rank, "tp")) for rank in range(16)
              if len({host_of[peer] for peer in degrees.peers(rank, "tp")}) > 1}
     text = tp_crossing_warning(layout, uneven, lambda world_size, tp: world_size % (tp * 2) == 0)
-    assert f"{len(split)} tensor-parallel group{'s' * (len(split) > 1)} of" in text
-    assert "ranks 4 to 7 on b and d" in text
+    assert f"{len(split)} tensor-parallel group{'s' * (len(split) > 1)} (tp 4) span" in text
+    assert "nodes: ranks 4 (b) to 7 (d)" in text
     assert text.endswith("instead: launch --ppn 8 or launch --ppn 12 or --tp 1")
     assert tp_crossing_warning(layout, [("a", 8), ("b", 4), ("c", 4)], lambda *_: True) is None
     assert "\n" not in tp_crossing_warning(layout, uneven, lambda *_: False)

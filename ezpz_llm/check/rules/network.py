@@ -41,8 +41,9 @@ def _wrong_network(gathered: Gathered) -> Iterator[Finding]:
         consequence = ", which is TCP and many times slower" if network_family(network) == "tcp" else ""
         yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({rank_ranges(numbers)}), but "
                                         f"the network of this site is {gathered.network!r}{consequence}",
-                      "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin) and put it on "
-                      f"LD_LIBRARY_PATH; with NCCL_NET={gathered.network!r}, NCCL fails without it")
+                      "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin), and put the "
+                      f"plug-in's folder on LD_LIBRARY_PATH; set NCCL_NET={gathered.network!r} to make NCCL fail, "
+                      "instead of falling back, if the plug-in is missing")
 
 
 def _network_differences(gathered: Gathered) -> Iterator[Finding]:
@@ -91,7 +92,7 @@ def _unreached_nodes(gathered: Gathered) -> Iterator[Finding]:
                           for report in gathered.unreached if report["rank"] not in reported)
     for (master, reason, route), names in groups.items():
         instead = ("pass launch --interface NAME, or set MASTER_ADDR to an address of rank 0's node that every "
-                   "node reaches")
+                   "node can reach")
         if reason == "timed out":
             instead = "check for a firewall or a route that drops packets, or " + instead
         yield Finding("bad", "rendezvous",
@@ -143,13 +144,13 @@ def _hostname_problems(gathered: Gathered) -> Iterator[Finding]:
     if on_loopback:
         yield Finding("warn", "interface",
                       f"on {node_ranges(on_loopback)} the hostname resolves to a loopback address",
-                      "pass launch --interface NAME, or gloo listens on that address")
+                      "pass launch --interface NAME; otherwise gloo listens on that address")
     boots = group_by_key((boot, host) for host, ranks in hosts.items() if (boot := ranks[0]["boot_id"]))
     for names in boots.values():
         if len(names) > 1:
             yield Finding("warn", "hosts", f"{node_ranges(names)} have the same boot id",
-                          "if they are containers on one kernel, set NCCL_HOSTID or separate boot ids: NCCL and "
-                          "UCX may try shared memory between them")
+                          "if they are containers on one kernel, set a different NCCL_HOSTID or boot id in each: "
+                          "NCCL and UCX may try shared memory between them")
 
 
 SLOW, VERY_SLOW = 2.0, 5.0
@@ -162,9 +163,10 @@ Key = TypeVar("Key", bound=Hashable)
 def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
     """Return the slow keys, and how many times slower than the median they are.
 
-    A key is slow if its rate is more than SLOW times and more than three robust standard deviations (1.4826 x the
-    median absolute deviation, which outliers do not affect) below the median, on a logarithmic scale, because load
-    changes rates by factors. Two values alone, or noise in all values, are never outliers.
+    A key is slow if its rate is below the median by more than a factor of SLOW and by more than three robust
+    standard deviations (1.4826 x the median absolute deviation, which outliers do not affect). Deviations are
+    measured on a logarithmic scale, because load changes rates by factors. Two values are never outliers, and noise
+    in all values rarely makes one.
     """
     if not rates:
         return {}
@@ -206,8 +208,8 @@ def _slow_nodes(gathered: Gathered) -> Iterator[Finding]:
         yield Finding(_slowdown_level(times), "links",
                       f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median node "
                       f"({format_rate(rates[host], 'B/s')})",
-                      "check the links between its devices (nvidia-smi topo -m, nvlink -s), or exclude it with "
-                      "launch --hosts")
+                      "check the links between its devices (nvidia-smi topo -m, nvidia-smi nvlink -s), or "
+                      "exclude it with launch --hosts")
 
 
 def link_rates(gathered: Gathered) -> dict[str, float]:

@@ -33,7 +33,7 @@ class Topology:
     Attributes:
         domains: NUMA domains, in the order of their sockets.
         devices: maps a device's name to the number of its domain.
-        is_whole: True if ranks may use all cores of the node, except reserved ones.
+        is_whole: True if this process may run on all online CPUs of the node, or if the site file is the source.
     """
 
     domains: tuple[Domain, ...]
@@ -96,18 +96,18 @@ def system_topology(site: Site, devices: Devices, root: Path = SYS,
         online = set(expand_numbers((root / "devices/system/cpu/online").read_text().strip()))
     except (OSError, ValueError):
         return None
-    attached = _site_devices(root, site) | _device_domains(root, devices)
+    attached = _site_device_domains(root, site) | _device_domains(root, devices)
     return Topology(domains, "this node as Linux lists them", attached, is_whole=online <= affinity)
 
 
 def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
-    nodes = _node_of_cpus(root)
+    domain_of_cpu = _domain_of_cpu(root)
     cores: dict[tuple[int, int], dict[str, list[int]]] = {}
     for cpu in sorted(usable):
         socket, siblings = socket_and_siblings(cpu, root)
-        cores.setdefault((socket, nodes.get(cpu, 0)), {}).setdefault(siblings, []).append(cpu)
-    return tuple(Domain(node, socket, tuple(sorted(map(tuple, by_siblings.values()))))
-                 for (socket, node), by_siblings in sorted(cores.items()))
+        cores.setdefault((socket, domain_of_cpu.get(cpu, 0)), {}).setdefault(siblings, []).append(cpu)
+    return tuple(Domain(number, socket, tuple(sorted(map(tuple, by_siblings.values()))))
+                 for (socket, number), by_siblings in sorted(cores.items()))
 
 
 def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
@@ -121,13 +121,13 @@ def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
     return int((topology / "physical_package_id").read_text()), siblings
 
 
-def _node_of_cpus(root: Path) -> dict[int, int]:
-    nodes: dict[int, int] = {}
+def _domain_of_cpu(root: Path) -> dict[int, int]:
+    domains: dict[int, int] = {}
     # A kernel without NUMA has no such folder, and a memory-only domain has no CPUs.
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         if cpus := (folder / "cpulist").read_text().strip():
-            nodes |= dict.fromkeys(expand_numbers(cpus), int(folder.name.removeprefix("node")))
-    return nodes
+            domains |= dict.fromkeys(expand_numbers(cpus), int(folder.name.removeprefix("node")))
+    return domains
 
 
 def _device_domains(root: Path, devices: Devices) -> dict[str, int]:
@@ -142,9 +142,9 @@ def _device_domains(root: Path, devices: Devices) -> dict[str, int]:
     return domains
 
 
-def _site_devices(root: Path, site: Site) -> dict[str, int]:
+def _site_device_domains(root: Path, site: Site) -> dict[str, int]:
     # A site file numbers domains by their position in its list of cores, which may differ from Linux's numbers.
-    nodes = _node_of_cpus(root)
+    domain_of_cpu = _domain_of_cpu(root)
     first_cpu = [expand_numbers(cores)[0] for cores in site.cores]
-    return {str(device): nodes.get(first_cpu[position], position)
+    return {str(device): domain_of_cpu.get(first_cpu[position], position)
             for device, position in enumerate(site.device_domains)}

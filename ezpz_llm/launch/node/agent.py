@@ -164,7 +164,7 @@ class _Agent:
         self.strays.update(processes)
         ranks, has_news = self.gatherer.update(processes)
         pids = (process.pid for process in processes if process.rank == self.info.rank)
-        has_news = self.mpi.look(pids, now) or has_news
+        has_news = self.mpi.check(pids, now) or has_news
         has_news = self.builds.update(processes) or has_news
         self.ranks = ranks
         if has_news or now - self.written_at >= KEEPALIVE_S * self.interval_s:

@@ -103,14 +103,15 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
     return local.detect(env).with_notes(*local.overridden_job_note(env, hosts_from))
 
 
-def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
+def supplement(allocation: Allocation, env: Mapping[str, str],
+               query_limits: tuple[float, int]) -> Allocation:
     """Add facts that only the scheduler's commands report, such as the job's end time.
 
-    `effort` is (timeout in seconds, tries).
+    `query_limits` is (timeout in seconds, number of attempts).
     Adds a note if a command fails or contradicts the allocation; never raises.
     """
     scheduler = scheduler_of(allocation)
-    return allocation if scheduler is None else scheduler.supplement(allocation, env, *effort)
+    return allocation if scheduler is None else scheduler.supplement(allocation, env, *query_limits)
 
 
 def _allocation_or_local(name: str, env: Mapping[str, str], hosts_from: str | None) -> Allocation:

@@ -48,7 +48,8 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
     else:
         paths = _image_paths(archives) if method == "squashfs" else [str(archive.path) for archive in archives]
         first = _step(plan, options, (*_RECEIVE, method, prefix, *paths), "copy")
-    # Derived from a secret, so that other users cannot create the folder first; the run id is in run.json.
+    # The folder's name is derived from a secret. With only the run id, which is in run.json, another user could
+    # create the folder first.
     folder = folder_of_copy(prefix, {name: setting.value for name, setting in first.env.items()})
     try:
         _run(first)
@@ -70,8 +71,9 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
 def choose_method(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     """Choose how the nodes get the archives.
 
-    The site's setting, else sbcast in a Slurm job, else MPI if mpi4py is installed and MPI starts the ranks. On a
-    single node, and without any of these, every node reads the files.
+    On a single node: squashfs if the site sets it, else "file", by which each node reads the archives itself. On
+    several nodes: the site's setting, else sbcast if the scheduler has it, else MPI if mpi4py is installed and
+    mpiexec or srun starts the ranks, else "file".
     """
     if len(plan.hosts) == 1 and plan.site.stage != "squashfs":
         return "file"
@@ -101,9 +103,9 @@ def _announcement(archives: Sequence[Archive], method: str, plan: LaunchPlan, lo
 
 
 def _send(plan: LaunchPlan, options: Options, archives: Sequence[Archive], folder: Path) -> None:
-    """Send the archives by sbcast to the copy's folder.
+    """Send the archives to the copy's folder by sbcast, and unpack them there.
 
-    The folder is private; elsewhere sbcast could write through a symbolic link of another user.
+    The folder is private. In a shared folder, sbcast could follow a symbolic link that another user created.
     """
     paths = [f"{folder}/.{number}.tar" for number, _ in enumerate(archives)]
     for archive, path in zip(archives, paths, strict=True):
@@ -117,7 +119,7 @@ def _image_paths(archives: Sequence[Archive]) -> list[str]:
 
 
 def _with_mount(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> LaunchPlan:
-    """Return the plan that mounts the images before the first program in the copy."""
+    """Return the plan with a command that mounts the images before the first program that is in the copy."""
     first = next(position for position, word in enumerate(plan.argv) if word.startswith(f"{folder}/"))
     mount = ("bash", "-c", MOUNT, "mount", str(folder), *images, "--")
     return replace(plan, argv=(*plan.argv[:first], *mount, *plan.argv[first:]))
@@ -125,7 +127,8 @@ def _with_mount(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> Launch
 
 def _not_staged(code: int) -> UserError:
     return UserError("the environment could not be copied to every node (see above); no rank was started",
-                     where="--stage-env", instead="free space there, or omit --stage-env", exit_code=code)
+                     where="--stage-env", exit_code=code,
+                     instead="fix the cause (such as a full local disk), or omit --stage-env")
 
 
 def _send_archive(plan: LaunchPlan, source: Path, target: str) -> bool:
@@ -158,19 +161,19 @@ def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str
     replace_paths = path_replacer({str(root.path): root.name for root in roots}, to)
     programs = os.path.join(sys.prefix, "bin")
 
-    def program(word: str) -> str:
+    def relocate_program(word: str) -> str:
         return replace_paths(word) if os.path.dirname(word) == programs else word
 
     split = len(plan.argv) - len(plan.command)
     prefix, command = plan.argv[:split], plan.argv[split:]
     is_launcher = os.path.basename(prefix[0]) in _LAUNCHERS
-    first = prefix[0] if is_launcher else program(prefix[0])
-    argv = (first, *map(program, prefix[1:]), program(command[0]), *command[1:])
+    first = prefix[0] if is_launcher else relocate_program(prefix[0])
+    argv = (first, *map(relocate_program, prefix[1:]), relocate_program(command[0]), *command[1:])
     now = {**env, **{name: setting.value for name, setting in plan.env.items()}}
     changed = {name: replace_paths(now[name]) for name in _RELOCATED_VARIABLES if now.get(name)}
     path = now.get("PATH", os.defpath)
     if programs in path.split(os.pathsep):
-        # Prepended, because the launcher finds its own helpers on the same PATH.
+        # Prepend the copy's bin and keep the original PATH, on which the launcher finds its own helpers.
         changed["PATH"] = os.pathsep.join([replace_paths(programs), path])
     settings = {name: Setting(value, "--stage-env") for name, value in changed.items() if value != now.get(name)}
     return replace(plan, argv=argv, env={**plan.env, **settings})
