@@ -88,7 +88,7 @@ def require_support(layout: Layout) -> None:
                     raise _missing_name_error(f"{module}.{name}", layout)
 
 
-def supports_bf16(layout: Layout) -> bool:
+def accumulates_bf16_in_fp32(layout: Layout) -> bool:
     """Return True if the installed DeepSpeed accumulates bf16 parameters' gradients in fp32 in this layout.
 
     Before 0.19, stages 1 and 2 accumulate partly in bf16 (0.18.5) or fail (0.17.6).

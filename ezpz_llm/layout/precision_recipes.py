@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ezpz_llm.base import UserError, installed, unknown_name_error
-from ezpz_llm.layout.deepspeed_versions import supports_bf16
+from ezpz_llm.layout.deepspeed_versions import accumulates_bf16_in_fp32
 from ezpz_llm.layout.layout import Layout
 
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -67,7 +67,7 @@ AUTOCAST = tuple(name for name, recipe in RECIPES.items() if recipe.autocast)
 SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.scales_loss)
 
 
-def computed_as(layout: Layout, name: str) -> Layout:
+def deepspeed_layout(layout: Layout, name: str) -> Layout:
     """Return the layout with which DeepSpeed is configured for this layout and recipe.
 
     In bf16, ZeRO stage 1 runs with the settings of stage 2. With fp32 accumulation, DeepSpeed 0.19 would use
@@ -80,7 +80,7 @@ def computed_as(layout: Layout, name: str) -> Layout:
     return layout
 
 
-def deepspeed_blocks(name: str, gradients: GradientDtypes) -> dict[str, Any]:
+def deepspeed_entries(name: str, gradients: GradientDtypes) -> dict[str, Any]:
     """Return the entries of DeepSpeed's configuration for a recipe; empty if parameters are fp32."""
     recipe = RECIPES.get(name)
     if recipe is None or not recipe.has_masters:
@@ -93,7 +93,7 @@ def supports_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
     """Return True if the layout's engine supports this recipe's fp32 master weights."""
     if layout.engine == "deepspeed":
         # DeepSpeed's fp16 uses its own loss scale, which is not shared by all ranks.
-        return bool(layout.zero.stage) and recipe.products == "bf16" and supports_bf16(layout)
+        return bool(layout.zero.stage) and recipe.products == "bf16" and accumulates_bf16_in_fp32(layout)
     return True
 
 
