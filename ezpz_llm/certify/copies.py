@@ -42,8 +42,8 @@ def differing_copies(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
 
     Returns:
         By "KIND of NAME": "compared", the number of comparisons of a replica's block with that of the first rank;
-        "apart", the number of them that differ; "where", text that names the first two ranks that differ. Tensors
-        on a single rank are left out.
+        "apart", the number of them that differ; "where", text that names the first pair of ranks whose blocks
+        differ. Blocks that only one rank holds are left out.
     """
     checksums: Blocks = {}
     for pieces in (engine.training_state().slices(), whole_parameters(engine)):

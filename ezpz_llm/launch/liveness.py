@@ -345,7 +345,7 @@ class StartMonitor:
         if not missing or waited_s < self._name_at or self._named_ranks == missing.keys():
             return None
         self._named_ranks, self._name_at = frozenset(missing), waited_s + _NAMED_EVERY_S
-        ended = f"; the run is ended after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
+        ended = f"; launch ends the run after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
         return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
                 f"{fold_rank_places(missing)}{ended}")
 
@@ -357,10 +357,10 @@ class StartMonitor:
             self._start_error, self._start_error_at_s = error, waited_s
         if self._start_error is not None and waited_s - self._start_error_at_s > _START_ERROR_DELAY_S:
             return Stop("refused",
-                        f"{self._start_error.text}; {fold_rank_places(missing)} cannot start; the run is ended")
+                        f"{self._start_error.text}; {fold_rank_places(missing)} cannot start; launch ended the run")
         if self._limit_s is not None and waited_s > self._limit_s:
             return Stop("late", f"{fold_rank_places(missing)} did not start within {self._limit_s:g} s"
-                                " (--start-timeout); the run is ended")
+                                " (--start-timeout); launch ended the run")
         return None
 
     def _find_start_error(self, missing: Mapping[int, str]) -> LogMatch | None:

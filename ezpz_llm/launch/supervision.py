@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ezpz_llm.base import UserError, shorten_value
+from ezpz_llm.base import UserError, count_noun, shorten_value
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures.differences import describe_blocking_rank
@@ -32,12 +32,12 @@ PEER_GRACE_S = 3.0
 """Time that the peers of a failed rank keep running, so that they can report their own errors."""
 KILL_AFTER_S = 5.0
 """Time from SIGTERM to SIGKILL if launch decides to end the run."""
-ASKED_KILL_AFTER_S = 10.0
+SIGNALED_KILL_AFTER_S = 10.0
 """Time from SIGTERM to SIGKILL if launch received a signal: ranks may be saving their work."""
 
 _SAVES_AT_SIGTERM = ("ezpz_llm.train",)
 _OUTER_RANK_VARIABLES = {*RANKS_OWN, *TORCHS_OWN}
-"""Rank variables to remove from the environment, which belong to an outer rank or are left over in the shell.
+"""Rank variables of an outer rank, or left over in the shell, that are removed from the environment.
 
 mpiexec and srun replace variables of MPI, but the new ranks would read torch's variables as their own.
 """
@@ -54,7 +54,7 @@ _MAX_STACKS = 8
 _WARNED_ACTIONS: set[str] = set()
 
 
-def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
+def run(plan: LaunchPlan, idle_limit_s: float | None, command_limit_s: float | None = None,
         record_end: Callable[[Postmortem], None] = lambda postmortem: None,
         prints_postmortem: Callable[[], bool] = lambda: True,
         start_limit_s: float | None = None) -> Postmortem:
@@ -62,8 +62,10 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
 
     Args:
         idle_limit_s: time limit without a sign of life from a rank; None for no limit.
-        limit_s: time limit of a command that launch runs before the user's; such a command gets no standard input.
-        record_end: records the outcome. It is called before launch prints anything, since the console may block.
+        command_limit_s: time limit of a command that launch runs before the user's; such a command gets no standard
+            input.
+        record_end: records the outcome. It is called before launch prints the post-mortem, since the console may
+            block.
         prints_postmortem: returns False if launch should not print the post-mortem.
         start_limit_s: time limit for the start of all ranks; None for no limit.
 
@@ -75,8 +77,8 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
         janitor = start_janitor(plan.run_id, _ORPHAN_GRACE_S,
                                 lambda: order_stop(plan.run_dir, StopOrder(plan.run_id, _ORPHAN_GRACE_S, "")))
         try:
-            launcher = _start(plan, None if limit_s is None else subprocess.DEVNULL)
-            supervisor = _Supervisor(plan, launcher, signals, idle_limit_s, limit_s, start_limit_s)
+            launcher = _start(plan, None if command_limit_s is None else subprocess.DEVNULL)
+            supervisor = _Supervisor(plan, launcher, signals, idle_limit_s, command_limit_s, start_limit_s)
             outcome = supervisor.wait_for_end(record_end, prints_postmortem)
         finally:
             remaining = end_marked(plan.run_id)
@@ -92,7 +94,7 @@ def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
     env |= {name: setting.value for name, setting in plan.env.items()}
     sys.stdout.flush()
     try:
-        # In a new session, Ctrl-C in the terminal reaches only launch, which then ends the run in order.
+        # In a new session, Ctrl-C in the terminal reaches only launch, which then shuts the run down cleanly.
         return subprocess.Popen(plan.argv, env=env, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, preexec_fn=lambda: die_with_parent(signal.SIGTERM))
     except OSError as error:
@@ -101,15 +103,15 @@ def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
 
 
 class _Supervisor:
-    """Supervisor of one running launcher."""
+    """Watches the launcher and its ranks, ends the run if necessary, and reports the outcome."""
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], signals: Signals,
-                 idle_limit_s: float | None, limit_s: float | None, start_limit_s: float | None) -> None:
+                 idle_limit_s: float | None, command_limit_s: float | None, start_limit_s: float | None) -> None:
         self.plan = plan
         self.launcher = launcher
         self.signals = signals
         self.idle_limit_s = idle_limit_s
-        self.limit_s = limit_s
+        self.command_limit_s = command_limit_s
         self.started = time.monotonic()
         self.relay = Relay(launcher, plan.run_dir)
         hosts = {place.rank: place.host for place in plan.ranks}
@@ -137,7 +139,7 @@ class _Supervisor:
             if signal_count:
                 print_unless_blocked(("\n" if self.relay.is_within_a_line else "")
                                      + _stop_message(self.signals.to_stop[0], is_saving=self._saves_at_stop()))
-            self.teardown.stop(ASKED_KILL_AFTER_S if signal_count else KILL_AFTER_S,
+            self.teardown.stop(SIGNALED_KILL_AFTER_S if signal_count else KILL_AFTER_S,
                                lambda: len(self.signals.to_stop) > signal_count, stopped.kind == "idle",
                                self.signals.to_stop[0].name if signal_count else "")
         ended_at = time.time()
@@ -171,7 +173,7 @@ class _Supervisor:
         return ended
 
     def _saves_at_stop(self) -> bool:
-        """Return True for a training run in a step: on SIGTERM, it saves a checkpoint."""
+        """Return True for a training run that has reached its first step: on SIGTERM, it saves a checkpoint."""
         return self.plan.target.module in _SAVES_AT_SIGTERM and any(
             entry.step is not None for report in self.life.nodes for entry in report.ranks.values())
 
@@ -181,7 +183,10 @@ class _Supervisor:
         return is_same_file(1, 2) and (tee == "all" or (tee == "0" and rank == 0))
 
     def _drain_console(self, stopped: Stop | None) -> bool:
-        """Wait for a slow reader (`| less`), but not if launch receives a signal."""
+        """Wait until the console has all output, which a slow reader (`| less`) can delay.
+
+        Return False if a signal or, for a stopped run, the time limit ended the wait.
+        """
         signals, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_LIMIT_S
         return self.relay.wait_until_shown(lambda: len(self.signals.to_stop) > signals
                                            or (stopped is not None and time.monotonic() > deadline))
@@ -204,8 +209,8 @@ class _Supervisor:
                 return Stop("rank", "a rank failed")
             if failed_at is None and (stop := self._check_start(now)) is not None:
                 return stop
-            if self.limit_s is not None and now - self.started > self.limit_s:
-                return Stop("idle", f"not ready after {self.limit_s:g} s; ending it")
+            if self.command_limit_s is not None and now - self.started > self.command_limit_s:
+                return Stop("idle", f"the command was not ready after {self.command_limit_s:g} s; launch ended it")
             if now >= reports_at:
                 reports_at = now + self._report_poll_s()
                 with _log_errors("reading the reports of nodes"):
@@ -254,7 +259,7 @@ class _Supervisor:
         if not silent:
             return None
         cause = describe_blocking_rank(silent, ranks, self._report_silence(silent, ranks, limit_s))
-        return Stop("idle", f"no sign of life for {limit_s:g} s: {cause}; the run is ended",
+        return Stop("idle", f"no sign of life for {limit_s:g} s: {cause}; launch ended the run",
                     ranks=tuple(sorted(life.rank for life in silent)))
 
     def _warn_of_nodes(self, now: float) -> None:
@@ -290,9 +295,8 @@ class _Supervisor:
         if not self.has_noted and now - self.first_ended_at >= _NOTE_AFTER_S:
             self.has_noted = True
             running = len(self.plan.ranks) - len(ended)
-            print_stderr(f"launch: {rank_ranges(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0"
-                         f" more than {_NOTE_AFTER_S:.0f} s ago; {running} still "
-                         f"run{'s' if running == 1 else ''} ("
+            print_stderr(f"launch: {rank_ranges(ended)} ended with code 0 more than {_NOTE_AFTER_S:.0f} s ago; "
+                         f"{running} still run{'s' if running == 1 else ''} ("
                          f"{to_typable(f'ezpz-llm why {self.plan.run_dir.path}')} shows what they do)")
 
     def _report_silence(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> dict[int, Path]:
@@ -307,7 +311,7 @@ class _Supervisor:
         lines = [f"launch: no sign of life for {limit_s:g} s:",
                  *(f"  {life}; {_stack_text(life, stacks)}" for life in silent[:_MAX_STACKS])]
         if len(silent) > _MAX_STACKS:
-            lines.append(f"  and {len(silent) - _MAX_STACKS} more ranks")
+            lines.append(f"  and {count_noun(len(silent) - _MAX_STACKS, 'more rank')}")
         lines += [f"  for comparison, {life}; {_stack_text(life, stacks)}" for life in active]
         print_stderr("\n".join(lines))
         return stacks
@@ -336,19 +340,20 @@ def _stack_text(life: RankLife, stacks: dict[int, Path]) -> str:
     return f"its stack: {stacks[life.rank]}" if life.rank in stacks else "its stack is not available"
 
 
-_SENT_BY = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal was closed, or the ssh to it was lost",
-            signal.SIGTERM: "a canceled or expired job, timeout or kill"}
+_USUAL_CAUSES = {signal.SIGINT: "Ctrl-C",
+                 signal.SIGHUP: "the terminal was closed, or the ssh connection was lost",
+                 signal.SIGTERM: "the job was canceled or its time expired, or timeout or kill sent it"}
 
 
 def _by_signal(number: signal.Signals) -> Stop:
-    return Stop("signal", f"launch was sent {number.name} ({_SENT_BY[number]}); the run is ended", number.name)
+    return Stop("signal", f"launch received {number.name} ({_USUAL_CAUSES[number]}) and ended the run", number.name)
 
 
 def _stop_message(number: signal.Signals, *, is_saving: bool) -> str:
     """Return the message printed when a signal arrives."""
-    action = "stopping after this step, saving" if is_saving else "stopping all ranks by SIGTERM"
+    action = "stopping after this step, saving" if is_saving else "stopping all ranks with SIGTERM"
     again = "; press ^C again to stop now" if number == signal.SIGINT else ""
-    return f"launch: {number.name}: {action} (within {ASKED_KILL_AFTER_S:.0f} s){again}"
+    return f"launch: {number.name}: {action} (within {SIGNALED_KILL_AFTER_S:.0f} s){again}"
 
 
 

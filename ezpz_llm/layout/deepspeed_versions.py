@@ -1,8 +1,8 @@
 """Layout support of the installed DeepSpeed (imports neither DeepSpeed nor torch).
 
 `docs/evidence/versions.md` has the certificates. The engines use private names of DeepSpeed, which a release may
-remove. The check searches a module's source for the name as a word, which takes milliseconds and also finds
-instance attributes.
+remove. `require_support` searches a module's source for each name as a whole word, which takes milliseconds and
+also finds instance attributes.
 """
 
 from __future__ import annotations
@@ -62,22 +62,25 @@ _NVME = {
 
 
 def require_support(layout: Layout) -> None:
-    """Check that the installed DeepSpeed computes this layout correctly and has each name that its engine uses.
+    """Check that the installed DeepSpeed trains correctly with this layout and has each name that its engine uses.
 
     Raises:
-        UserError: DeepSpeed is not installed, computes this layout incorrectly, or lacks a name.
+        UserError: DeepSpeed is not installed, trains incorrectly with this layout, or lacks a name.
     """
     if layout.pp > 1 and _is_older_than(0, 19):
-        raise _incorrect("divides gradients by the accumulation steps inconsistently across pipeline stages",
-                         layout, "0.19.8", "--ds-config zero1")
+        raise _incorrect_version_error(
+            "divides gradients by the accumulation steps inconsistently across pipeline stages", layout, "0.19.8",
+            "--ds-config zero1")
     if layout.zero.stage == 2 and _is_older_than(0, 18):
-        raise _incorrect("computes wrong gradients in ZeRO stage 2 (github.com/deepspeedai/DeepSpeed/issues/7718)",
-                     layout, "0.18.5", "--ds-config zero1")
+        raise _incorrect_version_error(
+            "computes wrong gradients in ZeRO stage 2 (github.com/deepspeedai/DeepSpeed/issues/7718)", layout,
+            "0.18.5", "--ds-config zero1")
     stage, is_pipeline = layout.zero.stage, layout.pp > 1
-    offloaded = layout.zero.offload_optimizer, layout.zero.offload_param
+    offload_targets = layout.zero.offload_optimizer, layout.zero.offload_param
     for is_used, names in ((True, _EVERY_LAYOUT), (is_pipeline or stage in (1, 2), _STAGES_1_AND_2),
                            (stage == 3, _STAGE_3), (is_pipeline, _PIPELINE),
-                           (offloaded[0] is not None, _OFFLOAD_OPTIMIZER), ("nvme" in offloaded, _NVME)):
+                           (layout.zero.offload_optimizer is not None, _OFFLOAD_OPTIMIZER),
+                           ("nvme" in offload_targets, _NVME)):
         for module in names if is_used else ():
             source_words = _source_words(module)
             for name in names[module]:
@@ -85,7 +88,7 @@ def require_support(layout: Layout) -> None:
                     raise _missing_name_error(f"{module}.{name}", layout)
 
 
-def supports_bf16(layout: Layout) -> bool:
+def accumulates_bf16_in_fp32(layout: Layout) -> bool:
     """Return True if the installed DeepSpeed accumulates bf16 parameters' gradients in fp32 in this layout.
 
     Before 0.19, stages 1 and 2 accumulate partly in bf16 (0.18.5) or fail (0.17.6).
@@ -98,9 +101,9 @@ def _is_older_than(*release: int) -> bool:
     return bool(version) and tuple(map(int, version[:2])) < release
 
 
-def _incorrect(problem: str, layout: Layout, version: str, layout_option: str) -> UserError:
+def _incorrect_version_error(problem: str, layout: Layout, fixed_in: str, layout_option: str) -> UserError:
     return UserError(f"deepspeed {installed('deepspeed')} {problem}", where=f"layout {layout.name}",
-                     instead=f"pip install 'deepspeed>={version},<0.20', or {layout_option}")
+                     instead=f"pip install 'deepspeed>={fixed_in},<0.20', or {layout_option}")
 
 
 @functools.cache

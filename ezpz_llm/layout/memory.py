@@ -14,7 +14,7 @@ from typing import Any
 from ezpz_llm.layout.knobs import KNOBS, Kind, StoredState, Where
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName
-from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes, computed_as
+from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes, deepspeed_layout
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, block_matrix_count, count
 from ezpz_llm.model.partition import stage_bounds
@@ -44,7 +44,7 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     ZeRO also shards over sequence-parallel ranks, which have the same parameters. With adamw_8bit all moments
     count as 8-bit; biases and norms, whose moments are fp32, are less than 0.1 % of the parameters.
     """
-    layout = computed_as(layout, precision)
+    layout = deepspeed_layout(layout, precision)
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
     states: Mapping[Kind, StoredState] = {"parameters": StoredState("device", 4, whole),

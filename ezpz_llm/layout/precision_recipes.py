@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ezpz_llm.base import UserError, installed, unknown_name_error
-from ezpz_llm.layout.deepspeed_versions import supports_bf16
+from ezpz_llm.layout.deepspeed_versions import accumulates_bf16_in_fp32
 from ezpz_llm.layout.layout import Layout
 
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -21,8 +21,7 @@ GradientDtype = Literal["fp32", "bf16"]
 class GradientDtypes:
     """Dtypes in which gradients are accumulated over micro-steps and reduced over ranks.
 
-    fp32 is the default, and the only choice in recipes other than bf16, where gradients have the dtype of fp32
-    parameters.
+    fp32 is the default. Only recipe bf16 supports bf16.
     """
 
     accumulated: GradientDtype = "fp32"
@@ -33,10 +32,11 @@ FP32_GRADIENTS = GradientDtypes()
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """A named precision.
+    """Dtypes of parameters, activations and matmuls, under a name.
 
     `products` is the format of matmuls. With `autocast`, parameters are fp32 and the forward pass casts them.
-    Without it, parameters, activations and communicated tensors have the matmul dtype, with fp32 master weights.
+    Without it, parameters and activations have the matmul dtype, with fp32 master weights. Gradients are reduced in
+    `GradientDtypes.reduced`.
     """
 
     name: str
@@ -67,7 +67,7 @@ AUTOCAST = tuple(name for name, recipe in RECIPES.items() if recipe.autocast)
 SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.scales_loss)
 
 
-def computed_as(layout: Layout, name: str) -> Layout:
+def deepspeed_layout(layout: Layout, name: str) -> Layout:
     """Return the layout with which DeepSpeed is configured for this layout and recipe.
 
     In bf16, ZeRO stage 1 runs with the settings of stage 2. With fp32 accumulation, DeepSpeed 0.19 would use
@@ -80,8 +80,8 @@ def computed_as(layout: Layout, name: str) -> Layout:
     return layout
 
 
-def deepspeed_blocks(name: str, gradients: GradientDtypes) -> dict[str, Any]:
-    """Return the blocks of DeepSpeed's configuration for a recipe; empty if parameters are fp32."""
+def deepspeed_entries(name: str, gradients: GradientDtypes) -> dict[str, Any]:
+    """Return the entries of DeepSpeed's configuration for a recipe; empty if parameters are fp32."""
     recipe = RECIPES.get(name)
     if recipe is None or not recipe.has_masters:
         return {}
@@ -93,7 +93,7 @@ def supports_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
     """Return True if the layout's engine supports this recipe's fp32 master weights."""
     if layout.engine == "deepspeed":
         # DeepSpeed's fp16 uses its own loss scale, which is not shared by all ranks.
-        return bool(layout.zero.stage) and recipe.products == "bf16" and supports_bf16(layout)
+        return bool(layout.zero.stage) and recipe.products == "bf16" and accumulates_bf16_in_fp32(layout)
     return True
 
 
@@ -112,7 +112,8 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
         raise UserError(f"DeepSpeed's stage 0 does not accumulate {name} gradients in fp32", where=where,
                         instead=f"--ds-config ddp{degrees}, which does and also shards nothing, or "
                                 f"--precision {name}_autocast")
-    reason = ": DeepSpeed's fp16 uses its own loss scale" if engine == "deepspeed" and recipe.scales_loss else ""
+    reason = (": DeepSpeed's fp16 loss scale is not shared by all ranks"
+              if engine == "deepspeed" and recipe.scales_loss else "")
     if recipe.products == "bf16":
         reason = f" (deepspeed {installed('deepspeed')}; 0.19.8 supports it)"
     raise UserError(f"engine {engine} does not support {name} (with fp32 master weights) yet{reason}",
@@ -137,12 +138,13 @@ def check_gradients(gradients: GradientDtypes, name: str | None, layout: Layout,
         reason = None if dtype == "fp32" else _reason_against_bf16(key, name, layout)
         if reason is not None:
             raise UserError(f"{key} is bf16, but {reason}", where=f"{key} ({sources[key]})",
-                            instead="--precision bf16, or fp32" if name != "bf16" else "fp32")
+                            instead=("--precision bf16, or " if name != "bf16" else "") + f"{key} fp32")
 
 
 def _reason_against_bf16(key: str, name: str | None, layout: Layout) -> str | None:
     if name != "bf16":
-        chosen = "the device chooses the precision" if name is None else f"the precision is {name}"
+        chosen = ("no precision is set, and the default depends on the device" if name is None
+                  else f"the precision is {name}")
         return f"{chosen}: gradients have the dtype of their parameters, which must be bf16"
     if key == "reduce_dtype":
         return None

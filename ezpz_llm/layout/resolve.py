@@ -31,8 +31,8 @@ from ezpz_llm.layout.precision_recipes import (
     GradientDtypes,
     check_engine,
     check_gradients,
-    computed_as,
-    deepspeed_blocks,
+    deepspeed_entries,
+    deepspeed_layout,
 )
 from ezpz_llm.layout.suggestions import validate_or_suggest
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, NOT_FROM_USER, Origin, ValueSource
@@ -85,9 +85,9 @@ class Resolved:
 
         DeepSpeed's monitors write into the run directory if no path is set.
         """
-        config = {**deepcopy(self.deepspeed or {}), **deepspeed_blocks(self.precision, self.gradients)}
+        config = {**deepcopy(self.deepspeed or {}), **deepspeed_entries(self.precision, self.gradients)}
         if "zero_optimization" in config:
-            config["zero_optimization"]["stage"] = computed_as(self.layout, self.precision).zero.stage
+            config["zero_optimization"]["stage"] = deepspeed_layout(self.layout, self.precision).zero.stage
         for name in ("csv_monitor", "tensorboard"):
             if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
                 config[name]["output_path"] = str(run_dir.tracker(f"deepspeed-{name}"))

@@ -94,8 +94,8 @@ DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
     "C": lambda model: model.n_embd, "C_q": lambda model: model.q_width, "C_kv": lambda model: model.kv_width,
     "D": lambda model: model.head_dim, "F": lambda model: model.intermediate_size,
     "T": lambda model: model.block_size, "V": lambda model: model.padded_vocab_size}
-"""Symbols of a shape: width, width of all queries, of all keys, head dimension, MLP width, context length, padded
-vocabulary size."""
+"""Symbols of a shape: model width, total width of the queries, total width of the keys (and of the values), head
+dimension, MLP width, context length, padded vocabulary size."""
 
 CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "always": lambda model: True, "bias": lambda model: model.bias,
@@ -114,7 +114,8 @@ class Parameter:
     Attributes:
         shape: for each dimension, a sum of `DIMENSIONS`, whose terms are consecutive parts of the parameter
             ("C_q + C_kv + C_kv" for queries, keys, values).
-        tp: tensor-parallel rule; None if unknown, so that the model does not support tensor parallelism.
+        tp: tensor-parallel rule; None if unknown. A model with such a parameter does not support tensor
+            parallelism.
         is_matmul: True for a weight matrix of a matmul with each token's activations: 2 FLOPs per element in the
             forward pass and 4 in the backward pass.
         when: key of `CONDITIONS`.
@@ -185,7 +186,8 @@ BLOCK: list[Parameter] = [
 BEFORE: tuple[Parameter, ...] = (Parameter(TABLE, ("V", "C"), "embedding", "vocabulary"),
                                  Parameter(POSITIONS, ("T", "C"), "embedding", "replicated",
                                            when="learned positions"))
-"""Parameters before the blocks. The matmul of a tied embedding is counted in the head."""
+"""Parameters before the blocks. `is_matmul` is False even for a tied embedding, because `matrix_parameter_count`
+always adds the output head."""
 
 AFTER: tuple[Parameter, ...] = (*_norm("transformer.ln_f"),
                                 Parameter(HEAD, ("V", "C"), "linear", "head", True, "untied"))
@@ -203,7 +205,7 @@ def add_to_block(*rows: Parameter) -> None:
     """
     for row in rows:
         if row.name in {present.name for present in BLOCK}:
-            raise ValueError(f"{row.name} is in the table of parameters already")
+            raise ValueError(f"{row.name} is already in the table of parameters")
         BLOCK.append(row)
 
 
@@ -228,7 +230,7 @@ def parameter_named(name: str) -> Parameter:
 
 
 def unknown_parameter(name: str) -> UserError:
-    """Return the error for a parameter that is missing in the table."""
+    """Return the error for a parameter that is missing from the table."""
     return UserError(f"{name} is not in the table of parameters", where="ezpz_llm/model/parameters.py",
                      instead="add a row for it (see add_to_block): shape, initial weights, tensor-parallel rule",
                      exit_code=1)
@@ -246,7 +248,7 @@ def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
     """Compare the shapes of a whole model's parameters with the table.
 
     Raises:
-        UserError: a parameter is missing in the model or in the table, or its shape differs.
+        UserError: a parameter is missing from the model or from the table, or its shape differs.
     """
     table = parameter_shapes(config)
     for name in (*shapes, *table):
@@ -292,12 +294,14 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FLOPs per token of forward and backward, by two conventions for attention, and a check by torch's counter.
+    """FLOPs per token of the forward and backward passes, under two conventions for attention, and torch's count.
+
+    torch's count is a check of the formula.
 
     Attributes:
-        model: FLOPs with all matmuls of attention, as in kernels without a mask and in most published MFUs.
+        model: FLOPs with full, unmasked attention, as in most published MFUs.
         causal: FLOPs with the half of attention that the causal mask does not hide.
-        products: the part of `model` in matmuls.
+        products: the part of `model` that is spent in matmuls.
         counted: `products` according to torch's counter on the model; None if not counted.
     """
 
@@ -317,11 +321,12 @@ class FlopCount:
 
 
 def flops_per_token(config: ModelConfig, block_size: int | None = None, causal: bool = False) -> float:
-    """Return the model FLOPs per token of forward and backward: 6N + 12 L C_q T.
+    """Return the model FLOPs per token of the forward and backward passes: 6N + 12 L C_q T.
 
     See Chowdhery et al. 2022 (PaLM), appendix B. N is the number of parameters, with a tied embedding counted once
-    and without an untied input embedding, which is only looked up. The paper's C is the width of all queries, C_q,
-    which equals the model's width in most models. Recomputed activations never count.
+    and without an untied input embedding, which is only looked up. L is the number of layers. C_q is the paper's
+    H Q, the number of heads times the head dimension; it equals the model's width in most models. Recomputed
+    activations never count.
 
     Args:
         block_size: tokens in a sequence, T; default: the model's maximum.
@@ -332,14 +337,15 @@ def flops_per_token(config: ModelConfig, block_size: int | None = None, causal: 
 
 
 def product_flops_per_token(config: ModelConfig, block_size: int | None = None) -> float:
-    """Return the part of `flops_per_token` in matmuls, which torch's counter measures.
+    """Return the part of `flops_per_token` that is spent in matmuls, which torch's counter measures.
 
-    Position embeddings, biases and gains are added or multiplied once per token, but 6N counts them like matrices.
+    Position embeddings, biases and norm weights are added or multiplied once per token, but 6N counts them like
+    matrices.
     """
     return 6.0 * matrix_parameter_count(config) + _attention_flops(config, block_size)
 
 
 def _attention_flops(config: ModelConfig, block_size: int | None) -> float:
-    """Return the FLOPs per token of attention's matmuls in both passes over the whole sequence: 12 L C_q T."""
+    """Return the FLOPs per token of attention's matmuls, forward and backward, without a mask: 12 L C_q T."""
     length = config.block_size if block_size is None else block_size
     return 12.0 * config.n_layer * config.q_width * length

@@ -1,8 +1,9 @@
 """Stated and measured matmul peak of a device, and the environment of a run.
 
 Stated peaks are dense rates from the vendor. Where the vendor states the rate with structured sparsity, half of it
-is listed. Devices are identified by torch's name. Unknown devices, and devices with another number of compute units
-than the listed part (a MIG slice, a partition, a special edition), have no stated peak.
+is listed. Devices are identified by torch's name. Unknown devices have no stated peak. Devices with a different
+number of compute units than the listed part (a MIG slice, a partition, a special edition) have none either, unless
+the vendor states the rate per unit.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Part:
     scales: bool = False  # the vendor states the rate per compute unit, so it is known for parts of other sizes
 
 
-def _tensor(half: float, tf32: float, fp32: float) -> dict[str, float]:
+def _rates(half: float, tf32: float, fp32: float) -> dict[str, float]:
     return {"bf16": half, "fp16": half, "tf32": tf32, "fp32": fp32}
 
 
@@ -59,53 +60,54 @@ _AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 
 _PARTS = (
     # The A800 and H800 are an A100 and an H100 with slower links and, from Hopper on, a lower float64 rate.
-    _Part(r"\bA[18]00\b", 108, _tensor(312, 156, 19.5), _NVIDIA + "a100/"),
-    _Part(r"\bA30$", 56, _tensor(165, 82, 10.3), _NVIDIA + "products/a30-gpu/"),
+    _Part(r"\bA[18]00\b", 108, _rates(312, 156, 19.5), _NVIDIA + "a100/"),
+    _Part(r"\bA30$", 56, _rates(165, 82, 10.3), _NVIDIA + "products/a30-gpu/"),
     # The H100's tables state 1,979 (SXM), 1,671 (NVL), and 1,513 (PCIe; data sheet of 2022) with sparsity.
-    _Part(r"\bH[18]00 PCIe\b", 114, _tensor(756, 378, 51), "NVIDIA H100 Tensor Core GPU data sheet, PCIe column"),
-    _Part(r"\bH100 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h100/"),
+    _Part(r"\bH[18]00 PCIe\b", 114, _rates(756, 378, 51), "NVIDIA H100 Tensor Core GPU data sheet, PCIe column"),
+    _Part(r"\bH100 NVL\b", 132, _rates(835, 417, 60), _NVIDIA + "h100/"),
     # A name without a suffix, or with the memory size, is an SXM module.
-    _Part(r"\bH[18]00($| \d+GB\b| SXM)|\bGH200\b", 132, _tensor(989, 494, 67), _NVIDIA + "h100/"),
-    _Part(r"\bH20(-3e)?$", 78, _tensor(148, 74, 44), "NVIDIA H20 specification"),
-    _Part(r"\bH200 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h200/"),
-    _Part(r"\bH200$", 132, _tensor(989, 494, 67), _NVIDIA + "h200/"),
+    _Part(r"\bH[18]00($| \d+GB\b| SXM)|\bGH200\b", 132, _rates(989, 494, 67), _NVIDIA + "h100/"),
+    _Part(r"\bH20(-3e)?$", 78, _rates(148, 74, 44), "NVIDIA H20 specification"),
+    _Part(r"\bH200 NVL\b", 132, _rates(835, 417, 60), _NVIDIA + "h200/"),
+    _Part(r"\bH200$", 132, _rates(989, 494, 67), _NVIDIA + "h200/"),
     # The table of Blackwell parts states 4,500 for a GPU of an HGX B200 (36,000 for the eight of an HGX B300) and
     # 5,000 for a GPU of a GB200, with sparsity.
-    _Part(r"\bB200\b", 148, _tensor(2250, 1100, 75), _NVIDIA + "hgx/"),
-    _Part(r"\bB300\b", 148, _tensor(2250, 1125, 75), _NVIDIA + "hgx/"),
-    _Part(r"\bGB200\b", 148, _tensor(2500, 1250, 80), _NVIDIA + "gb200-nvl72/"),
+    _Part(r"\bB200\b", 148, _rates(2250, 1100, 75), _NVIDIA + "hgx/"),
+    _Part(r"\bB300\b", 148, _rates(2250, 1125, 75), _NVIDIA + "hgx/"),
+    _Part(r"\bGB200\b", 148, _rates(2500, 1250, 80), _NVIDIA + "gb200-nvl72/"),
     # Volta's tensor cores support only fp16, and there is no TF32.
     _Part(r"\bV100-SXM2\b", 80, {"fp16": 125, "fp32": 15.7}, _NVIDIA + "v100/"),
     _Part(r"\bV100-PCIE\b", 80, {"fp16": 112, "fp32": 14}, _NVIDIA + "v100/"),
-    _Part(r"\bL40S\b", 142, _tensor(362, 183, 91.6), _NVIDIA + "l40s/"),
-    _Part(r"\bL4\b", 58, _tensor(121, 60, 30.3), _NVIDIA + "l4/"),
-    _Part(r"\bA40\b", 84, _tensor(149.7, 74.8, 37.4), _NVIDIA + "a40/"),
-    _Part(r"\bRTX A6000$", 84, _tensor(154.8, 77.4, 38.7), "NVIDIA GA102 GPU architecture white paper, RTX A6000"),
-    _Part(r"\bRTX 6000 Ada Generation$", 142, _tensor(364.2, 182.1, 91.1),
+    _Part(r"\bL40S\b", 142, _rates(362, 183, 91.6), _NVIDIA + "l40s/"),
+    _Part(r"\bL4\b", 58, _rates(121, 60, 30.3), _NVIDIA + "l4/"),
+    _Part(r"\bA40\b", 84, _rates(149.7, 74.8, 37.4), _NVIDIA + "a40/"),
+    _Part(r"\bRTX A6000$", 84, _rates(154.8, 77.4, 38.7), "NVIDIA GA102 GPU architecture white paper, RTX A6000"),
+    _Part(r"\bRTX 6000 Ada Generation$", 142, _rates(364.2, 182.1, 91.1),
           "NVIDIA RTX 6000 Ada Generation data sheet (1,457 in FP8 with sparsity)"),
     # Rate with fp32 accumulation. fp16 accumulation is twice as fast, but torch does not use it.
-    _Part(r"\bRTX 3090$", 82, _tensor(71, 35.6, 35.6), "NVIDIA GA102 GPU architecture white paper, RTX 3090"),
-    _Part(r"\bRTX 4090$", 128, _tensor(165.2, 82.6, 82.6), "NVIDIA Ada GPU architecture white paper, RTX 4090"),
-    _Part(r"\bRTX 5090$", 170, _tensor(209.5, 104.8, 104.8),
+    _Part(r"\bRTX 3090$", 82, _rates(71, 35.6, 35.6), "NVIDIA GA102 GPU architecture white paper, RTX 3090"),
+    _Part(r"\bRTX 4090$", 128, _rates(165.2, 82.6, 82.6), "NVIDIA Ada GPU architecture white paper, RTX 4090"),
+    _Part(r"\bRTX 5090$", 170, _rates(209.5, 104.8, 104.8),
           "NVIDIA RTX Blackwell GPU architecture white paper, RTX 5090"),
-    _Part(r"\bA10\b", 72, _tensor(125, 62.5, 31.2), _NVIDIA + "products/a10-gpu/"),
+    _Part(r"\bA10\b", 72, _rates(125, 62.5, 31.2), _NVIDIA + "products/a10-gpu/"),
     # A torch device is one of the card's two dies: half of 383 (half precision) and 95.7 (fp32 matrix) for MI250X,
-    # half of 362.1 and 90.5 for MI250. Drivers also call the smaller one "MI250X / MI250".
+    # half of 362.1 and 90.5 for MI250. Some drivers report an MI250 as "MI250X / MI250"; the number of compute
+    # units tells them apart.
     _Part(r"\bMI250X\b", 110, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85}, _AMD + "mi200/mi250x.html"),
     _Part(r"\bMI250\b", 104, {"bf16": 181.05, "fp16": 181.05, "fp32": 45.25}, _AMD + "mi200/mi250.html"),
-    _Part(r"\bMI300A\b", 228, _tensor(980.6, 490.3, 122.6), _AMD + "mi300/mi300a.html"),
-    _Part(r"\bMI300X\b", 304, _tensor(1307.4, 653.7, 163.4), _AMD + "mi300/mi300x.html"),
-    _Part(r"\bMI325X\b", 304, _tensor(1307.4, 653.7, 163.4), _AMD + "mi300/mi325x.html"),
+    _Part(r"\bMI300A\b", 228, _rates(980.6, 490.3, 122.6), _AMD + "mi300/mi300a.html"),
+    _Part(r"\bMI300X\b", 304, _rates(1307.4, 653.7, 163.4), _AMD + "mi300/mi300x.html"),
+    _Part(r"\bMI325X\b", 304, _rates(1307.4, 653.7, 163.4), _AMD + "mi300/mi325x.html"),
     # This generation does not support TF32.
     _Part(r"\bMI355X\b", 256, {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3}, _AMD + "mi350/mi355x.html"),
     # One tile has 512 vector engines (8 per Xe core) at 1.6 GHz, with 4096 bf16/fp16 and 2048 TF32 (matrix engine)
-    # and 256 fp32 (vector) operations per clock and Xe core. Some systems have tiles with 448 vector engines, and
+    # and 256 fp32 (vector) operations per clock per Xe core. Some systems have tiles with 448 vector engines, and
     # torch may show two tiles as one device.
-    _Part(r"\bData Center GPU Max 1550\b", 512, _tensor(419.4, 209.7, 26.2),
+    _Part(r"\bData Center GPU Max 1550\b", 512, _rates(419.4, 209.7, 26.2),
           "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232873 (clock)",
           scales=True),
     # One tile has 448 vector engines at 1.55 GHz.
-    _Part(r"\bData Center GPU Max 1100\b", 448, _tensor(355.5, 177.8, 22.2),
+    _Part(r"\bData Center GPU Max 1100\b", 448, _rates(355.5, 177.8, 22.2),
           "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232876 (clock)",
           scales=True),
 )
@@ -143,12 +145,12 @@ def peak_flops(device: torch.device, precision: str) -> Peak | None:
     return None
 
 
-Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST, _LARGEST = 256, 8192
 _MIN_BURST_S = 0.01
-"""Duration of a burst of matmuls above which the overhead of launch and synchronization is negligible."""
+"""Duration of a burst of matmuls above which the overhead of kernel launches and synchronization is negligible."""
 _BUDGET_S = 0.1
 _MAX_SAMPLES = 5
 _AGREE = 0.9
@@ -200,26 +202,27 @@ def best_sample(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
 def fastest_product(device: torch.device, dtype: torch.dtype, budget_s: float = _BUDGET_S) -> tuple[float, int]:
     """Return the best rate of square matmuls on `device` in FLOP/s, and the matrix size that reached it.
 
-    Doubles the size as long as the next size takes at most a fifth of the budget, and repeats the last size for the
-    rest of the budget.
+    Doubles the size while the next size is expected to take at most a fifth of the budget, then repeats the last
+    size until the budget is spent or _MAX_BURSTS is reached.
     """
-    _burst(_factors(device, dtype, _SMALLEST), 1)  # initializes the library, which may take longer than the budget
+    # The first matmul initializes the library, which may take longer than the budget.
+    _time_matmuls(_operands(device, dtype, _SMALLEST), 1)
     deadline = time.perf_counter() + budget_s
     best, size = (0.0, 0), _SMALLEST
     while True:
-        factors = _factors(device, dtype, size)
-        _burst(factors, 1)  # loads the kernel
-        seconds = _burst(factors, 1)
+        operands = _operands(device, dtype, size)
+        _time_matmuls(operands, 1)  # loads the kernel
+        seconds = _time_matmuls(operands, 1)
         best = max(best, (_flops(size) / seconds, size))
         if size == _LARGEST or 8 * seconds > budget_s / 5 or time.perf_counter() > deadline:
             break
         size *= 2
-    products = max(1, round(min(_MIN_BURST_S, budget_s / 5) / seconds))
+    count = max(1, round(min(_MIN_BURST_S, budget_s / 5) / seconds))
     for _ in range(_MAX_BURSTS):
-        best = max(best, (products * _flops(size) / _burst(factors, products), size))
+        best = max(best, (count * _flops(size) / _time_matmuls(operands, count), size))
         if time.perf_counter() > deadline:
             break
-    del factors
+    del operands
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.empty_cache()
@@ -231,20 +234,22 @@ def _flops(size: int) -> float:
     return 2.0 * size ** 3
 
 
-def _factors(device: torch.device, dtype: torch.dtype, size: int) -> Factors:
-    """Return two random matrices and a buffer for their product. Zeros would need less power, and be faster on some
-    devices."""
+def _operands(device: torch.device, dtype: torch.dtype, size: int) -> Operands:
+    """Return two random matrices and a buffer for their product.
+
+    Zeros would draw less power, so some devices would run faster than on real data.
+    """
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     return left, right, torch.empty_like(left)
 
 
-def _burst(factors: Factors, products: int) -> float:
-    """Return the seconds that a number of matmuls takes."""
-    left, right, product = factors
+def _time_matmuls(operands: Operands, count: int) -> float:
+    """Return the seconds that `count` matmuls take."""
+    left, right, product = operands
     synchronize(left.device)
     began = time.perf_counter()
-    for _ in range(products):
+    for _ in range(count):
         torch.mm(left, right, out=product)
     synchronize(left.device)
     return time.perf_counter() - began
@@ -252,15 +257,17 @@ def _burst(factors: Factors, products: int) -> float:
 
 _PACKAGES = ("ezpz_llm", "torch", "deepspeed", "numpy", "mpi4py", "tiktoken", "safetensors")
 
-_VARIABLES = ("OMP_", "MKL_", "KMP_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "MPICH_", "I_MPI_", "OMPI_MCA_",
-              "GLOO_", "DS_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-              "HIP_VISIBLE_DEVICES", "ZE_", "ONEAPI_DEVICE_SELECTOR", "EZPZ_LLM_")
+_VARIABLE_PREFIXES = (
+    "OMP_", "MKL_", "KMP_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "MPICH_", "I_MPI_", "OMPI_MCA_", "GLOO_",
+    "DS_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_",
+    "ONEAPI_DEVICE_SELECTOR", "EZPZ_LLM_")
 """Prefixes of environment variables that affect the speed or the results of a run."""
 
 
 def run_environment(dist: Dist) -> dict[str, Any]:
-    """Return versions, hostnames, device, launcher, and variables that affect speed, for run.json. Collective.
+    """Return the environment of a run, for run.json. Collective.
 
+    It consists of versions, hostnames, device, load, and the variables that affect the run's speed or results.
     Secrets are redacted.
     """
     return redact({
@@ -273,7 +280,8 @@ def run_environment(dist: Dist) -> dict[str, Any]:
         "device": _device(dist.device),
         "load": load_now(),
         "threads": torch.get_num_threads(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+        "variables": {name: value for name, value in sorted(os.environ.items())
+                      if name.startswith(_VARIABLE_PREFIXES)},
     })
 
 

@@ -104,8 +104,8 @@ _OPTIONS = (
     Option(("--seed",), "seed", "seed of the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "folder of the study (default: runs/scale-<stamp>); continue an existing study",
            "D", Path),
-    Option(("--target",), "target", "report the largest size with at least this efficiency (0.8)", "E",
-           number(1, "a fraction such as 0.8")),
+    Option(("--target",), "target", "report the largest number of nodes or ranks with at least this efficiency"
+           " (default: 0.8)", "E", number(1, "a fraction such as 0.8")),
     Option(("--point",), "only", "run only these points of the study", "LIST", _NAMES),
     Option(("--retry-failed",), "retry_failed", "run failed runs again"),
     Option(("--submit",), "submit", 'queue one job per point, with these options for submit: "--time 1:00:00"',

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.command_parser import CommandParser, typed_name
-from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as Drawn, curves_plot
+from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot
 from ezpz_llm.observe.tables import Table, table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.observe.throughput import format_number
@@ -51,9 +51,11 @@ def report_main(argv: Sequence[str]) -> int:
         "Report the results of a finished or running study: tables, a fit, and an HTML page."))
     parser.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
     parser.add_argument("--target", type=float, default=DEFAULT_TARGET, metavar="E",
-                        help="report the largest size with at least this efficiency (%(default)s)")
+                        help="report the largest number of nodes or ranks with at least this efficiency"
+                             " (default: %(default)s)")
     parser.add_argument("--at", type=_parse_sizes, default=(), metavar="LIST",
-                        help="sizes to predict: 16,32 (default: twice and four times the largest)")
+                        help="numbers of nodes or ranks to predict, such as 16,32 (default: twice and four times "
+                             "the largest measured)")
     options = parser.parse_args(argv)
     report(options.study, options.target, options.at)
     return 0
@@ -89,7 +91,7 @@ COLUMNS = ("point", "mode", "ds_config", "nodes", "ranks", "runs", "runs_failed"
            "speed_up", "efficiency", "efficiency_low", "efficiency_high", "interval_basis", "mfu",
            "peak_device_bytes", "peak_host_bytes", *(f"{part}_s" for part in SPLIT), "slowest_rank", "slowest_host",
            "first_loss", "last_loss", "remark")
-"""Columns of report.csv, in seconds, tokens, bytes and fractions."""
+"""Columns of report.csv. Times are in seconds and memory in bytes; efficiency and MFU are fractions."""
 
 
 def as_record(findings: Findings) -> dict[str, Any]:
@@ -197,11 +199,11 @@ def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolat
         letter = LETTERS[i % len(LETTERS)]
         if fit := fits.get(curve.ds_config):
             fitted = fit_line(fit, curve)
-            drawn.append(Drawn(curve.name, [size for size, _, _ in fitted], [100 * mean for _, mean, _ in fitted],
+            drawn.append(PlotCurve(curve.name, [size for size, _, _ in fitted],
+                                   [100 * mean for _, mean, _ in fitted], color=curve_color))
+        drawn.append(PlotCurve(curve.name, [curve.size(point) for point in curve.points],
+                               [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
                                color=curve_color))
-        drawn.append(Drawn(curve.name, [curve.size(point) for point in curve.points],
-                           [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
-                           color=curve_color))
         keys.append(f"  {letter} {curve.name}: measured" + ("; line: fit" if fit else ""))
     unit = curves[0].unit
     return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", unit, "%", width, _HEIGHT,
@@ -215,7 +217,7 @@ def _wrapped(sentences: Iterable[str], width: int) -> str:
 
 _PERCENT = chart.Axis("%", lambda value: f"{value:.4g}")
 _DASHED = 8
-"""Offset of a series' number that keeps its color and changes its dashes."""
+"""Added to a series number, it keeps the color and changes the dashes."""
 _MAX_MARKS = 8
 _IDEAL = 7
 """Series number of the ideal line: the last color."""

@@ -33,19 +33,21 @@ def read_duration(text: str) -> int:
     """Parse a duration into seconds. Rejects "90" and "1:30", because PBS and Slurm read them differently.
 
     Raises:
-        ValueError: invalid duration; the message lists the accepted forms.
+        ValueError: invalid duration, or one that is 0 or too long.
     """
     match = _CLOCK.fullmatch(text) or _UNITS.fullmatch(text)
     parts = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
     if "-" in text and parts.get("hours", 0) > 23:
         parts = {}
     if text.isdecimal() and text.isascii():
-        raise ValueError(f"a time with a unit, because PBS reads {text} as seconds and Slurm as minutes: "
-                         f"{text}m for minutes; accepted: {ACCEPTED}")
+        raise ValueError(f"a time with a unit (PBS would read {text} as seconds, Slurm as minutes); for minutes, "
+                         f"write {text}m; accepted: {ACCEPTED}")
+    if not parts:
+        raise ValueError(f"a duration: {ACCEPTED}")
     total = (86400 * parts.get("days", 0) + 3600 * parts.get("hours", 0) + 60 * parts.get("minutes", 0)
              + parts.get("seconds", 0))
     if not 0 < total <= MAX_SECONDS:
-        raise ValueError(f"a time above 0: {ACCEPTED}")
+        raise ValueError(f"a duration of more than 0 and at most {MAX_SECONDS} s")
     return total
 
 
@@ -112,7 +114,7 @@ _OPTIONS = (
     Option(("--scheduler",), "scheduler", "scheduler: slurm, pbs, flux, lsf (default: the site's, else the first"
            " on PATH)", "NAME", _scheduler),
     Option(("--directive",), "directives", "additional option for the scheduler, repeatable:"
-           " --directive=--mail-type=END", "WORDS", _directive, repeats=True),
+           " --directive=--mail-type=END", "OPTION", _directive, repeats=True),
     Option(("--account",), "account", "project to charge", "A", _label),
     Option(("--queue",), "queue", "PBS queue or Slurm partition (QOS at some sites)", "Q", _label),
     Option(("--reservation",), "reservation", "reservation to use", "R", _label),
@@ -120,8 +122,8 @@ _OPTIONS = (
     Option(("--run-dir",), "run_dir", "run directory (default: runs/<name>-<stamp>)", "D", Path),
     Option(("--requeue",), "requeue", "let the scheduler restart the job after a preemption or node failure, to"
            " resume the run"),
-    Option(("--chain",), "chain", "queue K jobs, each of which starts after the previous one and resumes the run",
-           "K", whole(1, MAX_REPEATS)),
+    Option(("--chain",), "chain", "queue K jobs that run one after another; each continues the run of the previous"
+           " one", "K", whole(1, MAX_REPEATS)),
     Option(("--dry-run",), "dry_run", "print the script and the submit command; write nothing"),
     Option(("-h", "--help"), "help", "print this help and exit"),
 )
@@ -144,10 +146,12 @@ def parse(words: Sequence[str]) -> Options:
                        **values)
     start, arguments = _split_launch(tuple(command))
     launch = parse_launch(arguments)
-    for is_set, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help"), (launch.version, "--version")):
+    for is_set, option, command_here in ((launch.dry_run, "--dry-run", "ezpz-llm submit --dry-run …"),
+                                         (launch.help, "--help", "ezpz-llm submit --help"),
+                                         (launch.version, "--version", "ezpz-llm --version")):
         if is_set:
             raise UserError(f"the job would only run launch {option}", where="the command after --",
-                            instead=f"ezpz-llm submit {option} …")
+                            instead=command_here)
     return Options(launch_words=start, launch_arguments=arguments, launch=launch, **values)
 
 
@@ -169,8 +173,8 @@ def help_text() -> str:
         wrap_paragraph("Check COMMAND, write a job script to the run directory, and submit it with sbatch, qsub, "
                        "flux batch or bsub."), "",
         *option_lines(_OPTIONS), "",
-        wrap_paragraph("Exit code: 0 if the job is queued; 2 if the command or an option is invalid; 1 if the "
-                       "scheduler rejects the job."), "",
+        wrap_paragraph("Exit code: 0 if the job is queued, or after --dry-run; 2 if the command or an option is "
+                       "invalid; 1 if the scheduler rejects the job."), "",
         examples(("ezpz-llm submit --nodes 4 --time 1:00:00 --account A -- launch python3 -m ezpz_llm.train",
                   "ezpz-llm submit --nodes 4 --time 1:00:00 --dry-run -- launch python3 x.py  print the script")),
     ])

@@ -52,26 +52,27 @@ class Options:
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
 _OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELLINGS}
 _MAX_DIGITS = 300
-"""A float has at most 308 digits."""
+"""Limit for whole numbers, below the 309 digits of the largest float."""
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
-_FIRST = ("--model", "--corpus", "--tokenizer", "--ds-config", "--steps", "--global-batch-size",
-          "--micro-batch-size", "--lr", "--precision", "--preset", "--resume", "--run-dir", "--compile", "--track")
+_COMMON_OPTIONS = ("--model", "--corpus", "--tokenizer", "--ds-config", "--steps", "--global-batch-size",
+                   "--micro-batch-size", "--lr", "--precision", "--preset", "--resume", "--run-dir", "--compile",
+                   "--track")
 """Options that --help lists."""
 _EXAMPLES = ("launch -n 2 python3 -m ezpz_llm.train",
              "launch python3 -m ezpz_llm.train --model gpt2-124m --corpus my_text/ --ds-config zero1",
              "launch python3 -m ezpz_llm.train --resume runs/train-20261122-011944 --steps 3000")
 
 
-class _FirstHelp(argparse.Action):
+class _ShortHelp(argparse.Action):
     """Action of --help: print the most used options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         page = argparse.ArgumentParser(prog=parser.prog, usage="%(prog)s [options]", description=parser.description,
                                        epilog=examples(_EXAMPLES), formatter_class=parser.formatter_class,
                                        add_help=False)
-        for option in _FIRST:
+        for option in _COMMON_OPTIONS:
             action = parser._option_string_actions[option]
             page.add_argument(option, metavar=action.metavar, help=action.help)
         print(page.format_help())
@@ -86,14 +87,16 @@ def build_parser() -> ArgumentParser:
                             description="Train a GPT on text.", exit_on_error=False, epilog=examples(_EXAMPLES),
                             formatter_class=HelpFormatter, allow_abbrev=False)
     hints = get_type_hints(TrainConfig)
-    parser.add_argument("-h", "--help", nargs=0, action=_FirstHelp, help="print the most used options and exit")
+    parser.add_argument("-h", "--help", nargs=0, action=_ShortHelp, help="print the most used options and exit")
     parser.add_argument("--help-all", action="help", help="print this help and exit")
-    parser.add_argument("--preset", type=str, help=f"settings of a run, by name: {', '.join(sorted(PRESETS))}")
-    parser.add_argument("--config", type=str, help="YAML file with any of the options below")
-    parser.add_argument("--print-config", action="store_true", help="print the resulting YAML and exit")
-    parser.add_argument("--check", action="store_true", help="find configuration errors and exit, without torch")
+    parser.add_argument("--preset", type=str, help=f"named set of settings: {', '.join(sorted(PRESETS))}")
+    parser.add_argument("--config", type=str, help="YAML file of settings, and optionally `preset`")
+    parser.add_argument("--print-config", action="store_true",
+                        help="print the resulting configuration as YAML and exit")
+    parser.add_argument("--check", action="store_true",
+                        help="check the configuration, without importing torch, and exit")
     parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
-    parser.add_argument("--world-size", type=int, help="number of ranks to check for")
+    parser.add_argument("--world-size", type=int, help="number of ranks that --check assumes")
     parser.add_argument("--verbose", action="store_true",
                         help="also print every setting with its source, and tables of time and memory")
     section: Any = parser
@@ -113,7 +116,8 @@ def parse(argv: Sequence[str]) -> Options:
     """Parse a command line.
 
     Raises:
-        UserError: an option, preset or YAML key is unknown, a value has the wrong type, or the file is unreadable.
+        UserError: an option, preset or YAML key is unknown, a value has the wrong type, the file is unreadable,
+            or --json is given without --check.
         SystemExit: --help or --help-all (code 0).
     """
     parser = build_parser()
@@ -130,10 +134,12 @@ def parse(argv: Sequence[str]) -> Options:
         raise UserError("--json requires --check", where="--json", instead="--check --json")
     layers: list[tuple[ValueSource, Mapping[str, Any]]] = []
     from_file = _from_yaml(Path(other_options["config"]), notes) if other_options["config"] else {}
-    preset_name = other_options["preset"] or from_file.pop("preset", None)
+    preset_in_file = from_file.pop("preset", None)
+    preset_name = other_options["preset"] or preset_in_file
     if preset_name is not None:
         if preset_name not in PRESETS:
-            raise unknown_name_error("preset", preset_name, PRESETS, where="--preset")
+            where = "--preset" if other_options["preset"] else other_options["config"]
+            raise unknown_name_error("preset", preset_name, PRESETS, where=where)
         layers.append((ValueSource(Origin.PRESET, preset_name), PRESETS[preset_name]))
     layers += [(ValueSource(Origin.FILE, str(other_options["config"])), from_file), (COMMAND_LINE, given)]
 
@@ -183,19 +189,22 @@ def dump(config: TrainConfig) -> str:
 def _parse_error(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
     """Return the error for a command line that jsonargparse rejected."""
     options = [option for action in parser._actions for option in action.option_strings]
-    help_page = f"{parser.prog} --help-all lists all options"
+    remark = f"{parser.prog} --help-all lists all options"
     for word in argv:
         option = word.split("=")[0]
         if re.match("--?[A-Za-z]", option) and option not in options:
-            return unknown_option_error(option, options, where=parser.prog, remark=help_page)
-    return _type_error(error, "--", where=parser.prog)
+            return unknown_option_error(option, options, where=parser.prog, remark=remark)
+    return _type_error(error, is_option=True, where=parser.prog)
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def _type_error(error: Exception, prefix: str, where: str) -> UserError:
-    """Return the error for a value that jsonargparse rejected. It replaces a message that names Python types."""
+def _type_error(error: Exception, *, is_option: bool, where: str) -> UserError:
+    """Return the error for a value that jsonargparse rejected.
+
+    The error replaces jsonargparse's message, which names Python types.
+    """
     text = " ".join(str(error).split())
     match = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
     name = match and _NAMES.get(match[1], match[1])
@@ -203,7 +212,7 @@ def _type_error(error: Exception, prefix: str, where: str) -> UserError:
         return UserError(text, where=where,
                          instead=f"{typed_name('train')} --help-all lists every option and its type")
     value, hint = match[2], get_type_hints(TrainConfig)[name]
-    option = option_of(name) if prefix else match[1]
+    option = option_of(name) if is_option else match[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
         return unknown_name_error(f"value of {option}", value, choices, where=where)
     kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
@@ -222,6 +231,8 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
         raise UserError("the configuration must consist of `name: value` lines", where=f"--config {path}")
     loaded = {str(name).replace("-", "_"): value for name, value in loaded.items()}
     preset = loaded.pop("preset", None)
+    if not isinstance(preset, str | None):
+        raise UserError(f"preset is {preset!r}: it must be text", where=os.fspath(path))
     settings = {SPELLINGS.get(name, name): field for name, field in FIELDS.items()}
     notes += [f"{name} is now {SPELLINGS[name]} ({path}); the old name will be removed in the next release"
               for name in loaded if name in SPELLINGS]
@@ -239,7 +250,7 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         values = _by_field(vars(typed.parse_object(loaded).clone()))
     except Exception as error:  # jsonargparse raises several types, each with the key and the reason in its text
-        raise _type_error(error, "", where=os.fspath(path)) from error
+        raise _type_error(error, is_option=False, where=os.fspath(path)) from error
     return {**values, **({"preset": preset} if preset is not None else {})}
 
 

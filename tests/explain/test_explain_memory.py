@@ -14,7 +14,7 @@ from ezpz_llm.explain import counterfactual
 from ezpz_llm.explain.diagnosis import check_sentences, crosschecks
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import bucket_bytes, held_parameters
-from ezpz_llm.layout.precision_recipes import GradientDtype, GradientDtypes, deepspeed_blocks
+from ezpz_llm.layout.precision_recipes import GradientDtype, GradientDtypes, deepspeed_entries
 from ezpz_llm.model.config import get_model_config
 
 MODEL = get_model_config("gpt2-124m")
@@ -48,7 +48,7 @@ def test_buckets_of_a_bf16_model_have_its_dtype_or_that_of_reduced_gradients(
         stage: int, reduced: GradientDtype, itemsize: int) -> None:
     zero = {"stage": stage, "reduce_bucket_size": 50_000_000}
     for recipe, expected in (("bf16", itemsize), ("bf16_autocast", 4)):
-        config = {"zero_optimization": zero, **deepspeed_blocks(recipe, GradientDtypes("fp32", reduced))}
+        config = {"zero_optimization": zero, **deepspeed_entries(recipe, GradientDtypes("fp32", reduced))}
         assert bucket_bytes(ZERO2, MODEL, config, "cuda") == expected * 50_000_000
 
 

@@ -258,7 +258,8 @@ FAULTS = [
             "launch: rank 3 on LAST failed: killed by the kernel's out-of-memory killer: signal SIGKILL",
             before=limit_memory),
     *_under(_ALL, "a rank does not come to a collective", f"--idle-timeout 30 {FAIL} hang", 124,
-            "launch: no sign of life for 30 s: rank 3 on LAST: training, step 3, silent for …; the run is ended",
+            "launch: no sign of life for 30 s: rank 3 on LAST: training, step 3, silent for …; launch ended the"
+            " run",
             "its stack: …/stacks/rank0003.txt"),
     *_under(_MPI, "a program without heartbeats is idle", f"--idle-timeout 3 {FAIL} sleep", 124,
             "launch: no sign of life for 3 s: rank … on …: before its first heartbeat"),
@@ -279,7 +280,7 @@ FAULTS = [
     *_under(_ALL, "launch is killed, the ranks resist SIGTERM", f"{FAIL} resist", 137, act=send(signal.SIGKILL),
             gone_within_s=20, clears_memory=False),
     *_under(_ALL, "Ctrl-C, the ranks resist SIGTERM", f"{FAIL} resist", 130,
-            "launch: launch was sent SIGINT (Ctrl-C); the run is ended", act=send(signal.SIGINT)),
+            "launch: launch received SIGINT (Ctrl-C) and ended the run", act=send(signal.SIGINT)),
 ]
 
 

@@ -77,7 +77,7 @@ def test_what_silent_ranks_wait_for() -> None:
     lock = [*outer, ("/opt/torch/utils/cpp_extension.py", 2400, "_jit_compile"),
             ("/opt/torch/utils/file_baton.py", 49, "wait")]
     reduces = [*outer, ("/home/ann/t.py", 31, "all_reduce")]
-    stop = Stop("idle", "no sign of life for 9 s: rank 0; the run is ended", ranks=(0, 1, 2, 3))
+    stop = Stop("idle", "no sign of life for 9 s: rank 0; launch ended the run", ranks=(0, 1, 2, 3))
     facts = RunFacts(4, ("n1", "n1", "n2", "n2"), "mpiexec", 143, 1000.0, stop)
 
     def judged(stacks: dict[int, list[Frame]]) -> Verdict:
@@ -88,7 +88,7 @@ def test_what_silent_ranks_wait_for() -> None:
 
     held = judged(dict.fromkeys(range(4), lock))
     assert re.fullmatch(r"ranks 0-3: waiting for the lock of a torch extension build, .*: no sign of life"
-                        r" for 9 s: rank 0; the run is ended; ranks 0-3 are at file_baton\.py:49 in wait",
+                        r" for 9 s: rank 0; launch ended the run; ranks 0-3 are at file_baton\.py:49 in wait",
                         held.evidence)
     assert (held.text, held.hosts) == ("extension-lock", ("n1", "n2"))
     assert "remove the file `lock`" in held.advice

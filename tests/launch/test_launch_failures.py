@@ -240,7 +240,7 @@ def test_143_is_the_time_limit_only_by_words_or_clock(ends_at: float | None, wor
     terminated = [_failure(rank, 3.0, 143, "SIGTERM", ended_by="SIGTERM") for rank in range(4)]
     verdict = _judge(*terminated, words=words, ends_at=ends_at)
     assert (verdict.code, verdict.kind) == (143, kind)
-    stopped = Stop("signal", "launch was sent SIGTERM; the run is ended", "SIGTERM")
+    stopped = Stop("signal", "launch received SIGTERM and ended the run", "SIGTERM")
     verdict = _judge(*terminated, words=words, ends_at=ends_at, stopped=stopped, failed_before_stop=frozenset())
     assert (verdict.code, verdict.kind) == (143, kind)
     # A crash is reported as a crash, even near the end of the job.
@@ -264,7 +264,7 @@ def test_an_order_from_launch_or_the_scheduler() -> None:
     assert _judge(*stopped, stopped=idle, failed_before_stop=frozenset()) == Verdict(124, Kind.IDLE, idle.text)
     # An exception in a rank's signal handler is not the cause of its end.
     handler = _failure(2, 3.5, 1, raised=Raised("ValueError", "in the handler of SIGTERM"))
-    interrupted = Stop("signal", "launch was sent SIGINT; the run is ended", "SIGINT")
+    interrupted = Stop("signal", "launch received SIGINT and ended the run", "SIGINT")
     verdict = _judge(*stopped[:2], handler, stopped=interrupted, failed_before_stop=frozenset())
     assert (verdict.code, verdict.kind) == (130, Kind.TERMINATED)
     requeue = "slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***"
@@ -421,7 +421,7 @@ def test_a_node_that_is_gone_is_told_from_one_that_cleared_its_ranks(tmp_path: P
 
 
 def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
-    facts = _sixteen(stopped=Stop("signal", "launch was sent SIGTERM; the run is ended", "SIGTERM"),
+    facts = _sixteen(stopped=Stop("signal", "launch received SIGTERM and ended the run", "SIGTERM"),
                      failed_before_stop=frozenset({2}), launcher_status=-15)
     run_dir = _run(tmp_path, [_failure(2, 4.0, 7, None, "bad"),
                               _failure(1, 4.0, 143, "SIGTERM", ended_by="SIGTERM")])

@@ -126,7 +126,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
         reader.is_wanted = False
         reader.join(5)
         os.close(ours)
-    _check(tmp_path, 129, "launch was sent SIGHUP (its terminal was closed")
+    _check(tmp_path, 129, "launch received SIGHUP (the terminal was closed")
     said = subprocess.run([sys.executable, "-m", "ezpz_llm.why", "r"], cwd=tmp_path, env=clean_env(),
                           capture_output=True, text=True, timeout=scaled(60), check=True).stdout
     assert "SIGHUP" in said
@@ -153,7 +153,7 @@ def test_the_trainers_checkpoint(tmp_path: Path) -> None:
     [saved] = complete_checkpoints(tmp_path / "r/checkpoints")
     assert record(tmp_path / "r")["exit"]["code"] == 130
     words = (tmp_path / "r/postmortem.txt").read_text().splitlines()
-    assert words[0].startswith("launch: launch was sent SIGINT (Ctrl-C)")
+    assert words[0].startswith("launch: launch received SIGINT (Ctrl-C)")
     assert words[-1].endswith(f"--resume {tmp_path / 'r'}")
     assert f"stopped after step {int(saved.name.removeprefix('step-'))} of" in "\n".join(words)
 
@@ -163,7 +163,7 @@ def test_time_runs_out(tmp_path: Path) -> None:
     with _typed(tmp_path, f"timeout {scaled(5):.0f} {{launch}} 2>&1 | tee log"):
         pass
     assert _are_up(tmp_path)
-    _check(tmp_path, 143, "launch was sent SIGTERM")
+    _check(tmp_path, 143, "launch received SIGTERM")
 
 
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_stopped_reader(tmp_path: Path) -> None:
             time.sleep(1)
         os.kill(typed.launch, signal.SIGTERM)
     os.close(read)
-    _check(tmp_path, 143, "launch was sent SIGTERM")
+    _check(tmp_path, 143, "launch received SIGTERM")
 
 
 def test_a_slow_reader_gets_all_of_it(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_ctrl_c_is_answered_before_the_ranks_have_ended(tmp_path: Path) -> None:
     for line in running.stderr:
         if line.startswith("launch: SIGINT: "):
             break
-    assert line == "launch: SIGINT: stopping all ranks by SIGTERM (within 10 s); press ^C again to stop now\n"
+    assert line == "launch: SIGINT: stopping all ranks with SIGTERM (within 10 s); press ^C again to stop now\n"
     assert not (run_dir / "saved0").exists(), "it answers before it waits"
     running.communicate(timeout=scaled(60))
     assert running.returncode == 130

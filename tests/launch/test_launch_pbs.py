@@ -139,7 +139,7 @@ def test_a_deleted_job(pbs: _Pbs) -> None:
     pbs.job("deleted")
     assert sorted(path.name for path in run.glob("saved*")) == ["saved0", "saved1"]
     assert record(run)["exit"]["code"] == 143
-    assert "launch was sent SIGTERM" in (run / "postmortem.txt").read_text()
+    assert "launch received SIGTERM" in (run / "postmortem.txt").read_text()
 
 
 def test_two_runs_side_by_side(pbs: _Pbs) -> None:

@@ -185,7 +185,7 @@ while os.environ["EZPZ_LLM_RANK"] != "1" and not os.path.exists("go"):
                                stderr=subprocess.PIPE)
     timer = threading.Timer(60, running.kill)
     timer.start()
-    note = "launch: rank 1 has ended with code 0 more than 1 s ago; 2 still run (ezpz-llm why"
+    note = "launch: rank 1 ended with code 0 more than 1 s ago; 2 still run (ezpz-llm why"
     try:
         assert any(note in line for line in running.stderr)
         (tmp_path / "go").touch()

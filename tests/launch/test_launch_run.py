@@ -223,7 +223,7 @@ def test_launch_is_signaled_or_killed(tmp_path: Path, launcher: str) -> None:
         _, err = run.communicate(timeout=scaled(40))
         assert run.returncode == cases[name], err
         _wait_for(lambda name=name: left_over(tmp_path / name) == {}, f"the end of all processes after {name}", 10)
-    assert record(tmp_path / "SIGTERM")["exit"]["cause"].startswith("launch was sent SIGTERM (")
+    assert record(tmp_path / "SIGTERM")["exit"]["cause"].startswith("launch received SIGTERM (")
 
 
 def test_a_killed_shim_leaves_nothing(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_missing_ranks_are_named_again_as_they_change(tmp_path: Path) -> None:
     arrivals = _arrivals(tmp_path)
     assert arrivals.progress_message(_HOSTS, 0.5) is None
     assert arrivals.progress_message({1: "n1", 2: "n2", 3: "n2"}, 1.5) == (
-        "3 of 4 ranks have not started after 2 s: rank 1 on n1, ranks 2-3 on n2; the run is ended after 10 s"
+        "3 of 4 ranks have not started after 2 s: rank 1 on n1, ranks 2-3 on n2; launch ends the run after 10 s"
         " (--start-timeout)")
     assert arrivals.progress_message({1: "n1", 2: "n2", 3: "n2"}, 100) is None
     assert "1 of 4 ranks" in (arrivals.progress_message({1: "n1"}, 101) or "")
@@ -157,7 +157,7 @@ def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 124, done.stderr
     assert time.monotonic() - began < scaled(45)
     assert "the launcher could not start the ranks: rank 1 on" in done.stderr
-    assert "did not start within 4 s (--start-timeout); the run is ended" in done.stderr
+    assert "did not start within 4 s (--start-timeout); launch ended the run" in done.stderr
     assert "under the same paths" in (tmp_path / "r/postmortem.txt").read_text()
     assert record(tmp_path / "r")["exit"]["kind"] == "not_started"
     assert left_over(tmp_path / "r") == {}
@@ -208,7 +208,7 @@ def test_ranks_that_are_90_seconds_late_are_named_and_come(cluster: Cluster, tmp
                        cwd=tmp_path, timeout=240, **late)
     assert done.returncode == 0, done.stderr
     assert "2 of 4 ranks have not started after 6" in done.stderr
-    assert ": ranks 2-3 on n2; the run is ended after 600 s (--start-timeout)" in done.stderr
+    assert ": ranks 2-3 on n2; launch ends the run after 600 s (--start-timeout)" in done.stderr
     assert (tmp_path / "r/logs/rank0003.log").read_text() == "n2\n"
 
 

@@ -88,7 +88,7 @@ def test_the_cause_keeps_its_code(tmp_path: Path, several: list[str]) -> None:
 
 @pytest.mark.parametrize(("stopped", "status", "code"), [
     (None, 7, 7), (None, 0, 0), (None, -9, 137), (Stop("rank", "a rank failed"), 143, 143),
-    (Stop("idle", "no sign of life"), 143, 124), (Stop("signal", "launch was sent SIGINT", "SIGINT"), 1, 130),
+    (Stop("idle", "no sign of life"), 143, 124), (Stop("signal", "launch received SIGINT", "SIGINT"), 1, 130),
     (Stop("late", "a rank did not start"), 1, 124), (Stop("refused", "a rank cannot start"), 1, 3)])
 def test_messages_for_a_directory_without_valid_files(tmp_path: Path, stopped: Stop | None, status: int,
                                                 code: int) -> None:

@@ -79,7 +79,7 @@ time.sleep(60)
     assert done.returncode == 124
     cause = record(tmp_path / "r")["exit"]["cause"]
     assert re.match(r"no sign of life for 3 s: rank 1 on \S+: .*; stopped by a signal \(state T; .*\),"
-                    r" unlike ranks 0,2; the run is ended", cause)
+                    r" unlike ranks 0,2; launch ended the run", cause)
 
 
 @pytest.mark.full

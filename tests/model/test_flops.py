@@ -89,23 +89,23 @@ def test_measured_peak_is_reachable_and_measured_in_time():
 def test_best_rate_is_used_for_any_size(monkeypatch):
     rate = {256: 1e9, 512: 3e9, 1024: 2e9}
 
-    def burst(factors, products):
-        return products * 2 * len(factors[0]) ** 3 / rate[len(factors[0])]
+    def time_matmuls(operands, count):
+        return count * 2 * len(operands[0]) ** 3 / rate[len(operands[0])]
 
-    monkeypatch.setattr(peaks, "_burst", burst)
+    monkeypatch.setattr(peaks, "_time_matmuls", time_matmuls)
     assert fastest_product(CPU, torch.float32, budget_s=10) == (pytest.approx(3e9), 512)
 
 
 def test_first_matmul_is_not_part_of_the_time_budget(monkeypatch):
     calls = []
 
-    def burst(factors, products):
-        calls.append(len(factors[0]))
+    def time_matmuls(operands, count):
+        calls.append(len(operands[0]))
         if len(calls) == 1:
             time.sleep(0.3)
-        return products * 1e-5
+        return count * 1e-5
 
-    monkeypatch.setattr(peaks, "_burst", burst)
+    monkeypatch.setattr(peaks, "_time_matmuls", time_matmuls)
     monkeypatch.setattr(peaks, "_LARGEST", 512)
     assert fastest_product(CPU, torch.float32, budget_s=0.2)[1] == 512
 

@@ -44,12 +44,12 @@ def test_results_of_finished_run(tmp_path):
      "failed after step 40 of 100: out of memory (code 137)"),
     ({"exit": {"code": 0, "cause": "all ranks succeeded", "ended": 2000.0}, "steps": 40,
       "stopped": "SIGTERM was received"}, 5, "stopped after step 40 of 100: SIGTERM was received"),
-    ({"exit": {"code": 130, "cause": "launch was sent SIGINT (Ctrl-C); the run is ended", "ended": 2000.0,
+    ({"exit": {"code": 130, "cause": "launch received SIGINT (Ctrl-C) and ended the run", "ended": 2000.0,
                "stopped": {"kind": "signal"}}, "steps": 40, "stopped": "interrupted by Ctrl-C (SIGINT)"}, 5,
      "stopped after step 40 of 100: interrupted by Ctrl-C (SIGINT)"),
     # There is no checkpoint to resume from.
-    ({"exit": {"code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}}}, 5,
-     "failed after step 40 of 100: launch was sent SIGTERM (code 143)"),
+    ({"exit": {"code": 143, "cause": "launch received SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}}}, 5,
+     "failed after step 40 of 100: launch received SIGTERM (code 143)"),
     # The exit is from an earlier attempt; launch has restarted the run since.
     ({"exit": {"code": 137, "cause": "out of memory", "ended": 900.0}, "steps": 20, "stopped": "SIGTERM"}, 5,
      "running, step 40 of 100 written 5 s ago"),
@@ -71,10 +71,10 @@ def test_text_report_fits_the_terminal(tmp_path):
 
 def test_state_of_interrupted_run_with_checkpoint(tmp_path):
     folder = make_run(tmp_path / "a", range(1, 41), exit={
-        "code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}})
+        "code": 143, "cause": "launch received SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}})
     (folder / "checkpoints/latest").write_text("step-00000030\n")
     run, = load_runs([folder])
-    assert run.state == "stopped after step 40 of 100: launch was sent SIGTERM"
+    assert run.state == "stopped after step 40 of 100: launch received SIGTERM"
 
 
 def test_notes_on_resumed_batch_missing_steps_and_nan(tmp_path):

@@ -37,6 +37,25 @@ def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
     assert str(options.sources["beta1"]) == "default"
 
 
+def test_an_unknown_preset_is_reported_where_it_is_set(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: shakespear-char-cpu\n")
+    for argv, where in ((["--config", str(file)], str(file)), (["--preset", "shakespear-char-cpu"], "--preset")):
+        with pytest.raises(UserError, match="unknown preset") as raised:
+            parse(argv)
+        assert raised.value.where == where
+    file.write_text("preset: [gpt3-125m]\n")
+    with pytest.raises(UserError, match="it must be text"):
+        parse(["--config", str(file)])
+
+
+def test_the_preset_on_the_command_line_beats_that_in_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: shakespeare-char-cpu\n")
+    options = parse(["--config", str(file), "--preset", "gpt3-125m"])
+    assert str(options.sources["model"]) == "preset gpt3-125m"
+
+
 def test_a_file_named_like_another_source_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "default.yaml").write_text("lr: 2e-3\n")

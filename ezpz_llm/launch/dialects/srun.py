@@ -1,4 +1,4 @@
-"""srun, inside a Slurm job."""
+"""Build srun command lines inside a Slurm job."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ def build(program: str, work: Work) -> Built:
 
     Explicit options override the SLURM_* variables of a job script or an outer step, which srun reads as options.
 
-    `-c`: since 22.05 srun ignores the job's value, and each rank would get one core.
+    `-c`: since Slurm 22.05, srun ignores the job's --cpus-per-task and would give each rank one core.
     `--overlap`: the step shares the job's resources, so that it can start inside an interactive step and beside
     other launches of the job.
-    `--export=ALL`: `sbatch --export=NONE` also applies to steps.
+    `--export=ALL`: without it, `sbatch --export=NONE` would also apply to steps.
     `--wait=0` and `--kill-on-bad-exit=0`: launch itself ends the peers of a failed rank, after a grace period in
     which they can report errors.
-    `--input=0`: only rank 0 reads stdin, because unread input would block the other ranks.
-    The MPI plugin remains the site's (MpiDefault) or the user's (SLURM_MPI_TYPE); ranks are numbered without it.
+    `--input=0`: srun sends stdin to rank 0 only. By default it goes to all ranks, and blocks if some do not
+    read it.
+    The MPI plugin is left to the site (MpiDefault) or the user (SLURM_MPI_TYPE). launch does not need it to number
+    the ranks.
     """
     validate_command(program, work)
     argv = [program, "-N", str(len(work.hosts)), "-n", str(work.placement.world_size)]
@@ -43,7 +45,8 @@ def build(program: str, work: Work) -> Built:
 
 
 def _devices(work: Work) -> tuple[str, ...]:
-    # With `-G 4` on two nodes, an overlapping step saw one device on the first and two on the second (22.05).
+    # State the devices per node: in a job with `-G 4` on two nodes, Slurm 22.05 gave an overlapping step one device
+    # on the first node and two on the second.
     set_by_site = any("--gpu" in word for word in work.site_options)
     if set_by_site or not work.env.get("SLURM_GPUS") or not work.devices_per_host:
         return ()
