@@ -19,7 +19,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.hf.source import Source, find_source
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import Origin, ValueSource
+from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 
@@ -112,7 +112,7 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
         return resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
                                precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
                                sp=options.sp, model=model,
-                               sources={"precision": ValueSource(Origin.FILE, "--precision")}))
+                               sources={"precision": DEFAULT if options.precision == "auto" else COMMAND_LINE}))
 
     if source.kind == "hf":
         # Pad the vocabulary as little as possible, so that the loss equals the published model's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from ezpz_llm import generate
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
 from ezpz_llm.evaluate import __main__ as evaluate
+from ezpz_llm.evaluate.model import add_arguments, plan_model
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
@@ -63,6 +65,15 @@ def inside(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """Change to a temporary folder, for the run directories of commands in this process."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_precision_of_the_command_line_overrides_a_ds_config(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, batch=4)
+    words = [str(trained / "at-run"), "--ds-config", str(tmp_path / "mine.json"), "--device", "cpu"]
+    for options, expected in (((), "bf16"), (("--precision", "fp32"), "fp32")):
+        assert plan_model(parser.parse_args([*words, *options]), 1).resolved.precision == expected
 
 
 def result_in(folder: Path) -> RunDir:
