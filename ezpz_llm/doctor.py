@@ -1,6 +1,6 @@
 """Check this machine's software and devices and suggest fixes, or compile DeepSpeed's ops before a run.
 
-Exit code 0: no check failed. 1: a check or a build failed.
+Exit code 0: no check failed. 1: a check or a build failed. 2: an option or an op is invalid.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base import UserError, count_noun, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.layout.ops import OPS
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         "ezpz-llm doctor",
         "ezpz-llm doctor --build-ops cpu_adam  compile cpu_adam now, not during the first run"))
     parser.add_argument("--build-ops", nargs="*", metavar="OP",
-                        help="compile these ops into the cache; without OP, all that layouts need:"
+                        help="compile these ops into the cache; without OP, all that the shipped layouts need:"
                              f" {', '.join(OPS)}")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     options = parser.parse_args(argv)
@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([{"level": check.level, "name": check.topic, "found": check.found,
                            "instead": check.instead} for check in checks], indent=2))
     else:
-        print(f"{findings_text(checks)}doctor: {counts['bad']} bad, {counts['warn']} warnings, {counts['ok']} ok")
+        print(f"{findings_text(checks)}doctor: {counts['bad']} bad, {count_noun(counts['warn'], 'warning')}, "
+              f"{counts['ok']} ok")
     return int(counts["bad"] > 0)
 
 

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", default="Hello, I'm a language model,", metavar="TEXT",
                         help="the beginning of the text (%(default)s)")
     parser.add_argument("--tokens", type=int, default=100, metavar="N",
-                        help="tokens to generate; generation stops at an end-of-text token (%(default)s)")
+                        help="tokens to generate; each text is cut at its first end-of-text token (%(default)s)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to generate (%(default)s)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K",
                         help="sample from the K likeliest tokens; 0 for all (%(default)s)")
@@ -64,13 +64,13 @@ def _check_numbers(options: argparse.Namespace) -> None:
                             where=f"--{name.replace('_', '-')}", instead=f"{least} or more")
     if not 0 < options.temperature < float("inf"):
         raise UserError(f"the temperature is {options.temperature}", where="--temperature",
-                        instead="a value above 0; --top-k 1 always picks the likeliest token")
-    seed_for(options.seed, "sample")
+                        instead="a finite value above 0; --top-k 1 always picks the likeliest token")
+    seed_for(options.seed, "sample")  # raises UserError if the seed is out of range
 
 
 def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
              options: argparse.Namespace) -> list[str]:
-    """Return the generated texts, each with its prompt; equal on all ranks. Collective."""
+    """Return the generated texts, each including the prompt. Every rank returns the same list. Collective."""
     import torch
 
     from ezpz_llm.evaluate.validation import sample
@@ -92,10 +92,10 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     return texts
 
 
-def _text(tokenizer: Tokenizer, ids: list[int], prompt: int) -> str:
+def _text(tokenizer: Tokenizer, ids: list[int], prompt_length: int) -> str:
     """Decode up to the first generated end-of-text token."""
     end = tokenizer.end_of_text
-    stop = ids.index(end, prompt) if end in ids[prompt:] else len(ids)
+    stop = ids.index(end, prompt_length) if end in ids[prompt_length:] else len(ids)
     return tokenizer.decode(ids[:stop])
 
 

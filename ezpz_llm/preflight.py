@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code. Only the processes that measure import torch."""
     options = parser().parse_args(argv)
     if not 10 <= options.limit < float("inf"):
-        raise UserError(f"--limit {options.limit:g} is below 10 s", where="--limit", instead="--limit 10 or more")
+        raise UserError(f"--limit {options.limit:g} is not a finite number of at least 10 s", where="--limit",
+                        instead="--limit 10 or more")
     if options.check:
         return 0
     info = find_rank(os.environ)

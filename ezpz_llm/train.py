@@ -64,7 +64,7 @@ def _check(options: Options) -> CheckReport:
         return CheckReport(explanation=point.complete)
     options = point.options
     places = read_places(os.environ)
-    plan = check_run(options, options.world_size or 1, _device(places),
+    plan = check_run(options, options.world_size or 1, _known_device(places),
                      renames_old_metrics=point.renames_old_metrics)
     resolved, batch = plan.resolved, plan.resolved.batch
     changes = None
@@ -77,7 +77,7 @@ def _check(options: Options) -> CheckReport:
                        batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
 
 
-def _device(places: Places) -> str | None:
+def _known_device(places: Places) -> str | None:
     """Return "cpu" if all ranks are known to run on this machine and it has no accelerator.
 
     Otherwise return None, since only torch can tell.

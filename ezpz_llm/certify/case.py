@@ -1,6 +1,6 @@
 """Certify one case: train a layout from the seed checkpoint and compare it with the reference. Collective.
 
-Cases with a shared fault are compared with the step definition instead; see `one_process_with`.
+Cases with a shared fault are compared with the step definition instead; see `certify_shared_fault`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ezpz_llm.certify.reference import (
     seed_checkpoint,
     train,
 )
-from ezpz_llm.certify.uncovered_paths import one_process_with
+from ezpz_llm.certify.uncovered_paths import certify_shared_fault
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.base import Engine
@@ -47,7 +47,7 @@ from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
-_STEADY_STEP = 1
+_MEMORY_STEP = 1
 """Step, counted from 0, in which memory is measured; step 0 would include setup.
 
 Collectives are counted in the next step.
@@ -66,7 +66,7 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
         The case with its numbers, `failures` (one line per kind of finding that failed) and `passed`.
     """
     if case.fault and find_fault(case.fault).shared:
-        return one_process_with(case, dist)
+        return certify_shared_fault(case, dist)
     began = time.perf_counter()
     config, resolved = recipe.model_config(case.model), resolve_case(case, dist.device.type)
     layout = resolved.layout
@@ -123,12 +123,12 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
         measured["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
                                        scale=1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor)
 
-    watcher = _Watcher(engine, storages)
-    trajectory = train(engine, config, dist, rows, steps, around=watcher.around, span=watcher.span,
-                       after_first=compare_gradients)
+    recorder = _StepRecorder(engine, storages)
+    trajectory = train(engine, config, dist, rows, steps, step_context=recorder.step_context,
+                       phase_context=recorder.phase_context, after_first=compare_gradients)
     measured["weight"] = compare(engine, config, reference, "weight", "weight", dist)
     measured["copy"] = differing_copies(engine, dist)
-    ranks = all_gather(dist, (trajectory.losses, trajectory.norms, watcher.counter.totals(), watcher.memory))
+    ranks = all_gather(dist, (trajectory.losses, trajectory.norms, recorder.counter.totals(), recorder.memory))
     measured["losses"] = [sum(losses) / len(ranks) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
     measured["norms"] = list(zip(*(rank[1] for rank in ranks), strict=True))
     measured["held_out"] = trajectory.held_out
@@ -170,9 +170,10 @@ def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
     needed_held = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
     actual_held = max(rank["gradients"] for rank in observed["memory"])
-    return [verdict.Finding(f"bytes of gradients that {label}", max(0, need - count), 0.0, f": {count} of {need}")
-            for label, count, need in (("are reduced", actual_reduced, needed_reduced),
-                                       ("are held", actual_held, needed_held))]
+    return [verdict.Finding(f"the number of {label} gradient bytes", max(0, need - count), 0.0,
+                            f": {count} of {need}")
+            for label, count, need in (("reduced", actual_reduced, needed_reduced),
+                                       ("held", actual_held, needed_held))]
 
 
 @torch.no_grad()
@@ -190,7 +191,7 @@ def _fill_with_nan(engine: Engine) -> None:
             parameter.ds_tensor.fill_(torch.nan)
 
 
-class _Watcher:
+class _StepRecorder:
     """Records the memory at two phases of one step, by kind, and the collectives of the next step."""
 
     def __init__(self, engine: Engine, storages: dict[int, int]) -> None:
@@ -200,16 +201,16 @@ class _Watcher:
         self._measuring = False
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Count the collectives of the step after the steady-state step; see `around` of `reference.train`."""
-        self._measuring = step == _STEADY_STEP
+    def step_context(self, step: int) -> Iterator[None]:
+        """Count the collectives of the step after the measured one; see `reference.train`."""
+        self._measuring = step == _MEMORY_STEP
         # Measuring memory runs many tensor operations, which are slow under the counter's dispatch mode, so
         # collectives are counted in the next step.
-        with self.counter if step == _STEADY_STEP + 1 else nullcontext():
+        with self.counter if step == _MEMORY_STEP + 1 else nullcontext():
             yield
 
-    def span(self, phase: str) -> AbstractContextManager[None]:
-        """Measure memory at the start of the backward and optimizer phases of the steady-state step."""
+    def phase_context(self, phase: str) -> AbstractContextManager[None]:
+        """Measure memory at the start of the backward and optimizer phases of one step; see `reference.train`."""
         if self._measuring and phase in ("backward", "optimizer"):
             # Full gradients may exist before the reduction and shards only after it: take the maximum per kind.
             # For "other", keep the value before the optimizer: before the backward pass, it includes activations.
@@ -246,8 +247,9 @@ def published_traffic(layout: Layout, model: ModelConfig, batch: Batch, precisio
                       gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
     """Return the bytes of communication buffers per step, by type of collective, according to the papers below.
 
-    The bytes are those of the rank with the most parameters. Each element of parameters and
-    activations takes 4 bytes, or 2 in recipes with master weights.
+    The bytes are those of the rank with the most parameters. An element of parameters and activations
+    takes 4 bytes, or 2 in recipes with master weights; an element of gradients takes 4 bytes, or 2 if they are
+    reduced in bf16.
 
     Data parallel: gradients are all-reduced. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): in stages 1 and
     2, gradients are reduce-scattered and the new parameters all-gathered; in stage 3 and FSDP, parameters are

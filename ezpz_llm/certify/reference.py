@@ -196,7 +196,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
         yield
         states.append(state_of(engine))
 
-    trajectory = train(engine, config, single, draw_rows, steps, around=keep_state)
+    trajectory = train(engine, config, single, draw_rows, steps, step_context=keep_state)
     scale = 1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor
     tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
                **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},
@@ -399,21 +399,22 @@ def micro_batches(engine: Engine, rows: np.ndarray) -> Iterator[tuple[torch.Tens
 
 
 def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: int, *,
-          around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
-          span: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
+          step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
+          phase_context: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
           after_first: Callable[[Trajectory], None] = lambda trajectory: None) -> Trajectory:
     """Make `steps` optimizer steps and evaluate a held-out batch. Collective.
 
     Args:
-        around: context manager for each step, called with its number.
-        span: context manager for each phase of a step, called with its name.
+        step_context: context manager for each step, called with its number.
+        phase_context: context manager for each phase of a step, called with its name.
         after_first: called between the first and the second step.
     """
     trajectory = Trajectory()
     for step in range(steps):
         data = rows(recipe.sequences(config, step), step)
-        with around(step):
-            loss, norm = engine.train_step(micro_batches(engine, data), recipe.learning_rate(step, steps), span)
+        with step_context(step):
+            loss, norm = engine.train_step(micro_batches(engine, data), recipe.learning_rate(step, steps),
+                                           phase_context)
         trajectory.losses.append(loss.item())
         trajectory.norms.append(norm.item())
         if step == 0:

@@ -59,7 +59,7 @@ def check_paths(model: str, dtype: str, dist: Dist) -> None:
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
 
 
-def one_process_with(case: Case, dist: Dist) -> dict[str, Any]:
+def certify_shared_fault(case: Case, dist: Dist) -> dict[str, Any]:
     """Compare a single process that has the case's fault with the step definition, and return the case's result."""
     began = time.perf_counter()
     fault = find_fault(case.fault) if case.fault else None

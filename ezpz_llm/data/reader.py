@@ -31,7 +31,7 @@ from ezpz_llm.data.formats import (
     text_of,
 )
 from ezpz_llm.data.hub import read_dataset
-from ezpz_llm.data.text import cut_text, replace_surrogates
+from ezpz_llm.data.text import find_cut, replace_surrogates
 
 PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 64 << 10
@@ -94,7 +94,7 @@ class Task:
 
 def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PIECE_BYTES,
           revision: str | None = None, reading: Reading = STRICT,
-          cut: Callable[[bytes], int] = cut_text) -> Iterator[Task]:
+          cut: Callable[[bytes], int] = find_cut) -> Iterator[Task]:
     """Yield the corpus in order from the position `after`, in tasks of about `size` bytes; small files are merged.
 
     Args:
@@ -159,7 +159,7 @@ def check_documents(corpus: Corpus, key: str, max_files: int) -> None:
     for file in () if corpus.plain else corpus.files[:max_files]:
         if find_format(file.path).kind != "text":
             single = replace(corpus, files=(file,))
-            for piece, _ in islice(_located_pieces(single, {}, _CHECKED_BYTES, reading, cut_text), 1):
+            for piece, _ in islice(_located_pieces(single, {}, _CHECKED_BYTES, reading, find_cut), 1):
                 for _ in texts(piece, reading):
                     pass
 

@@ -24,7 +24,7 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def cut_text(data: bytes) -> int:
+def find_cut(data: bytes) -> int:
     """Return a position near the end where a cut changes no token of bytes, char and gpt2.
 
     It is before the last suitable space, else after the last suitable newline; 0 if there is none. No pre-token of
@@ -34,9 +34,9 @@ def cut_text(data: bytes) -> int:
     return next(_positions_between_words(data, b" ", 0), 0) or next(_positions_between_words(data, b"\n", 1), 0)
 
 
-def checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
+def find_checked_cut(data: bytes, encode: Callable[[str], np.ndarray],
                 encode_rest: Callable[[str], np.ndarray]) -> int:
-    """Do the same as `cut_text` for any tokenizer, by trying positions with the tokenizer itself.
+    """Do the same as `find_cut` for any tokenizer, by trying positions with the tokenizer itself.
 
     The check tokenizes the 1 KiB before and after the position, together and separately, and compares the tokens.
     So the cut could be wrong for a tokenizer whose tokens depend on text more than 1 KiB away; BPE, WordPiece and

@@ -20,7 +20,7 @@ import numpy as np
 
 from ezpz_llm.base import MAX_IDS, UserError, import_package, read_bytes, read_json
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.data.text import checked_cut, replace_surrogates
+from ezpz_llm.data.text import find_checked_cut, replace_surrogates
 from ezpz_llm.rundir import RunDir
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
@@ -215,7 +215,7 @@ class FileTokenizer:
 
     def cut(self, data: bytes) -> int:
         """Return a position where a document may be cut; 0 if there is none."""
-        return checked_cut(data, self.encode, self.encode_rest)
+        return find_checked_cut(data, self.encode, self.encode_rest)
 
 
 class JsonTokenizer(FileTokenizer):

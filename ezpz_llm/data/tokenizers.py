@@ -24,7 +24,7 @@ import tiktoken
 from ezpz_llm.base import UserError, as_type, read_json, require_package, unknown_name_error, user_path
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
-from ezpz_llm.data.text import cut_text, replace_surrogates
+from ezpz_llm.data.text import find_cut, replace_surrogates
 from ezpz_llm.data.tokenizer_files import (
     FileTokenizer,
     entry_of_file,
@@ -79,7 +79,7 @@ class _CutBetweenWords:
     """Mixin for tokenizers that encode the text after a cut like any other text."""
 
     def cut(self, data: bytes) -> int:
-        return cut_text(data)
+        return find_cut(data)
 
     def encode_rest(self, text: str) -> np.ndarray:
         return self.encode(text)

@@ -1,14 +1,16 @@
 """Rendezvous: ranks join a torch store, from which they create the process group.
 
-Anyone who can connect to a TCPStore can read and write it. Ranks on one node that launch started therefore use a
-FileStore. Otherwise the store listens on one address only, its keys have a secret prefix, and error texts in it are
-signed. The section Security of docs/reference/launch.md lists the remaining risks.
+Anyone who can connect to a TCPStore can read and write it. If launch has placed all ranks on one node, they
+therefore use a FileStore. Otherwise the store listens only on the address that MASTER_ADDR determines, if any; its
+keys have a secret prefix, and error messages in it are signed. The section Security of docs/reference/launch.md
+lists the remaining risks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hmac
 import os
@@ -56,8 +58,8 @@ def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedel
     Collective. Uses MPI, under a plain mpiexec, only if the environment has neither variable.
 
     Raises:
-        UserError: MASTER_ADDR is missing without an MPI launcher, MPI and the environment disagree about ranks, or
-            rank 0 is unreachable.
+        UserError: only one of the variables is set; both are missing without an MPI launcher or mpi4py; MPI and the
+            environment disagree about ranks; rank 0 cannot listen on the port; or rank 0 is unreachable.
     """
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not address and not port:
@@ -86,9 +88,13 @@ def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
     try:
         return listen(address, port)
     except OSError as error:
-        raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}, which is "
-                        f"taken: {describe_port_holder(port)}", where=f"MASTER_PORT={port}",
-                        instead="another MASTER_PORT, or unset it: launch chooses a free port") from error
+        # Without the address that listen() adds to the message.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        holder = f": {describe_port_holder(port)}" if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}: "
+                        f"{reason}{holder}", where=f"MASTER_PORT={port}",
+                        instead="another MASTER_PORT, or unset it and start with launch, which chooses a free "
+                                "port") from error
 
 
 def _store(info: RankInfo, address: str, port: int, listener: socket.socket | None,
@@ -157,10 +163,10 @@ def _own_address(world: Intracomm) -> str:
 
 
 def share_error_without_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
-    """Raise one rank's error on every rank before there is a process group, so that no rank waits. Collective.
+    """Raise one rank's error on every rank before there is a process group, so that none is left waiting.
 
-    With a process group, use `agreement.raise_together`. Without a shared secret, the other ranks raise a generic
-    error, since anyone who can reach the store can write to it.
+    Collective. With a process group, use `agreement.raise_together`. Without a shared secret, the other ranks raise
+    a generic error, since anyone who can reach the store can write to it.
     """
     if error is not None:
         store.set("setup/error", _sign(str(error), secret))
@@ -187,7 +193,7 @@ def _sign(text: str, secret: bytes | None) -> str:
 
 
 def _verify(value: bytes, secret: bytes | None) -> str | None:
-    """Return the text of a value of `_sign`, or None if the signature is invalid."""
+    """Return the text of a value that `_sign` returned, or None if the signature is invalid."""
     signature, _, text = value.decode(errors="replace").partition("\n")
     if not secret:
         return None
@@ -213,10 +219,11 @@ def node_folder(address: str, env: Mapping[str, str]) -> PrivateFolder | None:
 
 
 def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: datetime.timedelta) -> Store:
-    """Create a file store for ranks on one node. MASTER_PORT distinguishes programs of the same run. Collective.
+    """Create or open the file store of ranks on one node. Collective.
 
-    A pointer file holds the name of the store's file. Rank 0 locks the pointer file until all ranks have joined, so
-    that ranks ignore a stale name from a killed rank 0.
+    MASTER_PORT distinguishes programs of the same run. A pointer file holds the name of the store's file. Rank 0
+    locks the pointer file until all ranks have joined. The other ranks use the name only while the file is locked,
+    and so ignore a stale name from a killed rank 0.
 
     Raises:
         UserError: another program of the run is starting at the same time, or some ranks did not join in time.
@@ -227,8 +234,9 @@ def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: d
     with (_publish_name(folder, pointer) if info.rank == 0
           else nullcontext(_wait_for_name(folder, pointer, deadline))) as name:
         if name is None:
-            raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s for rank 0 of "
-                            f"{info.world_size} ranks", where=str(folder.path), instead="read rank 0's output")
+            raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s, but rank 0 of "
+                            f"{info.world_size} ranks did not create the store", where=str(folder.path),
+                            instead="read rank 0's output")
         store = FileStore(str(folder.path / name), info.world_size)
         store.set_timeout(timeout)
         if store.add("met", 1) == info.world_size:
@@ -236,8 +244,8 @@ def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: d
         try:
             store.wait(["all met"])
         except RuntimeError as error:
-            raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s for all of "
-                            f"{info.world_size} ranks", where=str(folder.path),
+            raise UserError(f"rank {info.rank} waited {timeout.total_seconds():.0f} s, but not all "
+                            f"{info.world_size} ranks joined the store", where=str(folder.path),
                             instead="read the output of the missing ranks") from error
     return store
 
@@ -249,7 +257,7 @@ def new_name() -> str:
 
 @contextlib.contextmanager
 def _publish_name(folder: PrivateFolder, pointer: str) -> Iterator[str]:
-    """Publish a new name, on rank 0. The other ranks can read it while the context is open."""
+    """Publish a new name. Call on rank 0; the other ranks can read it while the context is open."""
     handle = folder.open(pointer, os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + _LOCK_WITHIN_S
@@ -268,7 +276,7 @@ def _publish_name(folder: PrivateFolder, pointer: str) -> Iterator[str]:
 
 
 def _wait_for_name(folder: PrivateFolder, pointer: str, deadline: float) -> str | None:
-    """Return the name that rank 0 publishes, on other ranks; None after the deadline."""
+    """Wait for the name that rank 0 publishes, and return it, or None at the deadline. Call on other ranks."""
     pause = 0.005
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):

@@ -56,10 +56,10 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
 
 def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                   make: MakeOptimizer) -> Engine:
-    """Build the layout's engine for a model, on its device and in its precision. Collective.
+    """Build the layout's engine with this model, on its device and in its precision. Collective.
 
     Args:
-        model: a model with the same weights on every rank; the engine keeps and changes it.
+        model: a model with the same weights on every rank; the engine modifies it in place.
         groups: optimizer groups with "params".
         make: creates the optimizer for groups.
 
@@ -87,12 +87,12 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
     """Build the part of the model that this rank computes under its layout, with initial weights.
 
     The plain model is built on the meta device, so a rank never allocates more than its part. If the engine shards
-    parameters, they stay on the meta device until the engine does so; see `ezpz_llm.engine.sharded_start`. The
-    initial weights are exactly those of a single process in every layout.
+    parameters, they stay on the meta device until then; see `ezpz_llm.engine.sharded_start`. The initial weights
+    are exactly those of a single process in every layout.
 
     Args:
         device_type: type of the device for training; the model itself is built on CPU.
-        weights: initial weights instead of those from the seed; building the engine may still read from them.
+        weights: initial weights, instead of those from the seed. Keep them readable until the engine is built.
 
     Raises:
         UserError: the model's parameters differ from the table in `ezpz_llm.model.parameters`, or the layout does
@@ -106,7 +106,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
     if layout.sp > 1:
         sequence_parallel.apply(model, mesh, device_type)
     if layout.zero.tiled:
-        apply(model, layout.zero.tiled, device_type)
+        tile_layers(model, layout.zero.tiled, device_type)
     if layout.pp > 1:
         model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
         if layout.tp > 1 and model.is_last:
@@ -123,18 +123,18 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
 
 
 def give_storage(model: nn.Module) -> None:
-    """Move a model from the meta device to CPU; the new parameters keep their placements."""
+    """Allocate uninitialized CPU parameters for a model on the meta device, and keep their placements."""
     placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         set_placement(parameter, placed[name])
 
 
-def apply(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
+def tile_layers(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
     """Split linear layers of a model on the meta device into tiles, for layers that are too large to gather whole.
 
     This is memory-centric tiling (Rajbhandari et al. 2021, arXiv:2104.07857). Each tile has a placement in the
-    plain layer.
+    untiled layer.
 
     Args:
         tiled: (name within a block, tiles along the input, tiles along the output). Names that a block does not

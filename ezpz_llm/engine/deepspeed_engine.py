@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, building_engine
+from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, using_mesh_groups
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import (
@@ -55,7 +55,7 @@ class DeepSpeedEngine(MicroStepEngine):
         config = resolved.for_deepspeed(dist.run_dir)
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
-        with building_engine(deepspeed, dist.mesh):
+        with using_mesh_groups(deepspeed, dist.mesh):
             if self.layout.zero.stage == 3:
                 partition(model, deepspeed, config, mpu, dist.mesh, parameter_dtype(resolved.precision))
             mark_sharded(model)

@@ -80,7 +80,7 @@ class PipelineGrid:
     get_pipe_parallel_rank = get_stage_id
 
     def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
-        """Return the global rank with a stage of this rank's pipeline, or of the one at the given coordinates."""
+        """Return the global rank that holds a stage of this rank's pipeline, or of that at given coordinates."""
         peers, rank = self._mesh.degrees.peers, self.pp_group[stage_id]
         if data is not None:
             rank = peers(rank, "dp", "sp")[data]
@@ -139,12 +139,15 @@ class PipelineGrid:
 
 
 @contextmanager
-def building_engine(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
-    """Make DeepSpeed use the mesh's groups in the block that builds an engine; discard what it prints to stdout."""
+def using_mesh_groups(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
+    """Make DeepSpeed use the mesh's groups while it builds an engine or a module; discard its stdout."""
     module, groups = deepspeed.runtime.pipe.module, deepspeed.utils.groups
 
     def new_group(ranks: Any) -> ProcessGroup | None:
-        """Return the group of all ranks, or, if this rank is in it, of the ranks that share the tied embedding."""
+        """Return the group of all ranks, or of the ranks that share the tied embedding.
+
+        `ranks` only distinguishes the two. Return None if this rank is not in it.
+        """
         if len(ranks) == mesh.size("pp", "dp", "sp", "tp"):
             return torch.distributed.group.WORLD
         group = mesh.end_stages_group()  # collective on the first call

@@ -24,7 +24,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_sharded
-from ezpz_llm.engine.deepspeed_groups import building_engine
+from ezpz_llm.engine.deepspeed_groups import using_mesh_groups
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
 from ezpz_llm.engine.precision import gradient_dtype, parameter_dtype
@@ -63,7 +63,7 @@ class PipelineEngine(Engine):
         # embedding have different positions in their buffers.
         fused = dist.device.type != "cpu" or not model.config.tied
         optimizer = make(groups, fused=fused)
-        with building_engine(deepspeed, dist.mesh):
+        with using_mesh_groups(deepspeed, dist.mesh):
             self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                                 model=pipeline, optimizer=optimizer,
                                                 config=_config(resolved, dist.run_dir, model))[0]
@@ -224,7 +224,7 @@ def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Calla
             layers[end] = Tied("table", nn.Module, forward_fn=lambda table, inputs: compute(inputs))
     topology = pipe.topology.PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.size("dp", "sp"))
     # no_grad, because PipelineModule broadcasts the tied embedding, a leaf that requires a gradient.
-    with torch.no_grad(), building_engine(deepspeed, mesh):
+    with torch.no_grad(), using_mesh_groups(deepspeed, mesh):
         module = pipe.module.PipelineModule(layers, topology=topology, partition_method="uniform")
     module.add_module("stage", stage)
     return module

@@ -95,7 +95,7 @@ def _causes(diagnosis: Diagnosis) -> str:
 
 def _tables(diagnosis: Diagnosis) -> list[Table]:
     if split := diagnosis.split:
-        shown = [tables.window_table(split), *([tables.collectives_table(split)] if split.by_label else []),
+        shown = [tables.traced_steps_table(split), *([tables.collectives_table(split)] if split.by_label else []),
                  *([tables.ranks_table(split)] if len(split.ranks) > 1 else [])]
     else:
         shown = [tables.phases_table(diagnosis.phases)]

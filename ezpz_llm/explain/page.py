@@ -61,7 +61,7 @@ def _cause(cause: Cause, length: float) -> str:
 def _trace_sections(split: Split) -> list[tuple[str, str]]:
     """Return the sections that require traces."""
     sections = [("Traced steps", _bars("Parts of a traced step", tables.step_bars(split), "ms")
-                 + table_of(tables.window_table(split)))]
+                 + table_of(tables.traced_steps_table(split)))]
     if split.by_label:
         sections.append(("Collectives", _bars("Time in flight per step, mean over ranks",
                                               tables.collective_bars(split), "ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ezpz_llm.base import count_noun
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import Memory
@@ -21,7 +22,7 @@ _NAMES = {"exposed_communication": "exposed communication", "data": "data wait"}
 _KINDS = {"copy": "master weights", "secondary": "second copy of parameters (hpZ)",
           "buffers": "communication buffers", "activations": "activations and temporaries"}
 _WIRE_COLUMN = 3
-"""Index of the column "on the wire"."""
+"""Index of the column "MB on the wire"."""
 
 
 def mean_step(split: Split) -> dict[str, float]:
@@ -37,14 +38,17 @@ def mean_step(split: Split) -> dict[str, float]:
 
 
 def step_bars(split: Split) -> list[Bar]:
-    """Return bars of seconds per traced step: the mean over ranks, and shown ranks. Waiting is a separate part."""
+    """Return bars of seconds per traced step: the mean over ranks, then `shown_ranks`.
+
+    Waiting is a separate part.
+    """
     each = [(f"rank {rank.rank} on {rank.host}" if rank.host else f"rank {rank.rank}", _with_waiting(rank))
             for rank in shown_ranks(split)]
     if len(split.ranks) == 1:
         return each
     all_ranks = [_with_waiting(rank) for rank in split.ranks]
     mean = {name: sum(parts[name] for parts in all_ranks) / len(all_ranks) for name in all_ranks[0]}
-    return [("mean of ranks", mean), *each]
+    return [("mean over ranks", mean), *each]
 
 
 def _with_waiting(rank: RankSplit) -> dict[str, float]:
@@ -72,8 +76,8 @@ def memory_bars(memory: Memory) -> list[Bar]:
             for name, sizes in both if any(sizes.values())]
 
 
-def window_table(split: Split) -> Table:
-    """Return the table of the breakdown of traced steps and of the time between them."""
+def traced_steps_table(split: Split) -> Table:
+    """Return the table that breaks down the wall time of traced steps and of the gaps between them."""
     names = [name for name in CATEGORIES if name in IN_STEP or split.mean(name) > 0]
     steps = split.ranks[0].steps
     means = [split.mean(name) for name in names]
@@ -84,7 +88,7 @@ def window_table(split: Split) -> Table:
                      f"{max(all_ranks):.2f}", share))
     wall = sum(rank.window_s for rank in split.ranks) / len(split.ranks) / steps
     return Table(f"Wall time of {steps} traced steps, ms per step",
-                 ("", "mean of ranks", "min", "max", "share"), tuple(rows),
+                 ("", "mean over ranks", "min", "max", "share"), tuple(rows),
                  footer=("wall", f"{wall * 1e3:.2f}", "", "", "100.0 %"))
 
 
@@ -96,13 +100,13 @@ def collectives_table(split: Split) -> Table:
         rows.append((label, f"{exposed.count / rank.steps:g}", _megabytes(exposed.bytes, rank.steps),
                      _megabytes(_wire_bytes(split, exposed), rank.steps),
                      *(f"{mean * 1e3:.2f}" for mean in _means(split, label))))
-    columns: tuple[str, ...] = ("kind (group)", "count", "MB", "on the wire", "in flight", "exposed",
+    columns: tuple[str, ...] = ("kind (group)", "count", "MB", "MB on the wire", "in flight", "exposed",
                                 "waiting")
     if all(row[_WIRE_COLUMN] == "-" for row in rows):
         columns, *rows = ((*row[:_WIRE_COLUMN], *row[_WIRE_COLUMN + 1:]) for row in (columns, *rows))
-    return Table("Collectives per step, ms, mean of ranks", columns, tuple(rows), (
-        "Exposed: in flight while nothing computes. Waiting: exposed, and another rank has not called yet.",))
-
+    return Table("Collectives per step: count and MB of one rank, times in ms as the mean over ranks", columns,
+                 tuple(rows), ("Exposed: in flight while nothing computes. "
+                               "Waiting: exposed, and another rank has not entered the collective yet.",))
 
 
 def _means(split: Split, label: str) -> list[float]:
@@ -112,7 +116,10 @@ def _means(split: Split, label: str) -> list[float]:
 
 
 def _wire_bytes(split: Split, exposed: Exposed) -> float | None:
-    """Return the bytes in the busier direction of a node's link, or None if unknown or within one node."""
+    """Return the bytes in the busier direction of a node's link.
+
+    Return None if they are unknown, or if the group lies within one node.
+    """
     device = DEVICES.get(split.device)
     if device is None or not exposed.bytes or not exposed.ranks or not split.crosses_nodes(exposed):
         return None
@@ -126,18 +133,18 @@ def _megabytes(size: float | None, steps: int) -> str:
 
 
 def shown_ranks(split: Split) -> list[RankSplit]:
-    """Return the ranks with the longest steps without waiting, sorted by rank."""
+    """Return up to 16 ranks whose steps, minus waiting time, are longest, sorted by rank."""
     return sorted(sorted(split.ranks, key=lambda rank: -rank.own_s)[:_SHOWN_RANKS], key=lambda rank: rank.rank)
 
 
 def ranks_table(split: Split) -> Table:
-    """Return the table of the ranks with the longest steps without waiting."""
+    """Return the table of `shown_ranks`."""
     slowest, chosen = split.straggler, shown_ranks(split)
     more = len(split.ranks) - len(chosen)
     return Table("Ranks, ms per step", ("rank", "node", "compute", "exposed", "data", "optimizer", "other", "step",
                                         "without waiting", "over median", ""),
                  tuple(_rank_row(rank, rank is slowest, split.median_own_s) for rank in chosen),
-                 (f"({more} faster ranks are not shown.)",) if more else ())
+                 (f"{count_noun(more, 'faster rank')} not shown",) if more else ())
 
 
 def _rank_row(rank: RankSplit, is_slowest: bool, median_own_s: float) -> tuple[str, ...]:
@@ -156,12 +163,11 @@ def phases_table(phases: Mapping[str, float]) -> Table:
 
 def counterfactual_table(ranks: Sequence[StepsWithoutCollectives]) -> Table:
     """Return the table of step times with and without collectives."""
-    return Table("Exposed communication, measured by removing collectives (median steps, ms)",
-                 ("rank", "with", "without", "removed share", "exposed share in traces"), tuple(
+    return Table("Exposed communication, measured by removing collectives (median step time)",
+                 ("rank", "with collectives, ms", "without, ms", "share removed", "exposed share in traces"), tuple(
         (str(times.rank), f"{times.real_s * 1e3:.1f}", f"{times.stubbed_s * 1e3:.1f}",
          f"{times.removed_share:.1%}", "-" if times.exposed_share is None else f"{times.exposed_share:.1%}")
         for times in ranks))
-
 
 
 def memory_table(memory: Memory) -> Table:

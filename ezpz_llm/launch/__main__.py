@@ -79,7 +79,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
         plan = _make_run_dir(plan, options)
         if owned is None:
             owned = stack.enter_context(become_owner(plan.run_dir, plan.run_id, os.environ))
-        _clear_run_dir(plan, owned.killed)
+        _clear_run_dir(plan, owned.killed_run_id)
         return _run(plan, options, typed, checked)
 
 

@@ -37,9 +37,9 @@ from ezpz_llm.launch.node.processes import is_alive, pid_namespace_id, started_a
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.rundir import RunDir
 
-BEAT_S = 5.0
+HEARTBEAT_INTERVAL_S = 5.0
 """Interval between heartbeats of the owner; each is one small write."""
-SILENT_S = 60.0
+HEARTBEAT_TIMEOUT_S = 60.0
 """Time without a heartbeat after which an owner on another node is considered dead."""
 
 _MISSED_HEARTBEATS = 3
@@ -85,8 +85,8 @@ class Owner:
 class Ownership(contextlib.AbstractContextManager["Ownership"]):
     """Ownership of a run directory until `release` or the end of a `with` block."""
 
-    def __init__(self, path: Path, number: int, handle: int, owner: Owner, before: Owner | None) -> None:
-        self.killed = before.launch if before is not None and before.place == owner.place else ""
+    def __init__(self, path: Path, number: int, handle: int, owner: Owner, dead_owner: Owner | None) -> None:
+        self.killed_run_id = dead_owner.launch if dead_owner is not None and dead_owner.place == owner.place else ""
         """Run id of a launch that was killed on this node and may have left processes behind, or ""."""
         self._path, self._number, self._handle, self._owner = path, number, handle, owner
         self._is_released = threading.Event()
@@ -105,7 +105,7 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
             os.close(self._handle)
 
     def _beat(self) -> None:
-        while not self._is_released.wait(BEAT_S):
+        while not self._is_released.wait(HEARTBEAT_INTERVAL_S):
             # The file system may be full or unavailable for a moment: try again at the next beat.
             with contextlib.suppress(OSError):
                 if (successor := self._successor()) is not None:
@@ -137,7 +137,7 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
     """Become the owner of an existing run directory; print a line if it is taken over from a dead owner.
 
     If another process later takes the directory over, for example because the file system was unavailable here,
-    this process kills itself. Waits up to `SILENT_S` for a heartbeat of an owner on another node.
+    this process kills itself. Waits up to `HEARTBEAT_TIMEOUT_S` for a heartbeat of an owner on another node.
 
     Args:
         launch: run id; "" if rank 0 becomes the owner.
@@ -151,7 +151,7 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
         raise _creation_error(error, run_dir) from error
     with folder:
         while True:
-            number, before = _require_no_live_owner(run_dir, folder, env)
+            number, dead_owner = _require_no_live_owner(run_dir, folder, env)
             new_owner = _make_owner(launch, env)
             try:
                 handle = folder.open(_file_name(number + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -168,7 +168,7 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
             for older in _numbers(folder):
                 if older <= number:
                     folder.remove(_file_name(older))
-            return Ownership(run_dir.control, number + 1, handle, new_owner, before)
+            return Ownership(run_dir.control, number + 1, handle, new_owner, dead_owner)
 
 
 def is_launch_running(run_dir: RunDir, launch: str) -> bool:
@@ -185,14 +185,15 @@ def is_launch_running(run_dir: RunDir, launch: str) -> bool:
                 return False
             if owner.place == pid_namespace_id():
                 return is_alive(owner.pid, owner.begun)
-            return time.time() - folder.stat(_file_name(number)).st_mtime < _MISSED_HEARTBEATS * BEAT_S
+            age_s = time.time() - folder.stat(_file_name(number)).st_mtime
+            return age_s < _MISSED_HEARTBEATS * HEARTBEAT_INTERVAL_S
     except OSError:
         return False
 
 
 def _creation_error(error: OSError, run_dir: RunDir) -> UserError:
-    return UserError(f"cannot create the run directory: {error.strerror}", where=str(run_dir.control),
-                     instead="--run-dir DIR, with a writable directory")
+    return UserError(f"cannot use the control folder of the run directory: {error.strerror}",
+                     where=str(run_dir.control), instead="--run-dir DIR, with a writable directory")
 
 
 def _require_no_live_owner(run_dir: RunDir, folder: PrivateFolder,
@@ -250,8 +251,8 @@ def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> 
     """
     if owner is not None and owner.place == pid_namespace_id():
         return None
-    first, deadline = _read_bytes(folder, number), time.monotonic() + SILENT_S
-    note_at = time.monotonic() + 2 * BEAT_S
+    first, deadline = _read_bytes(folder, number), time.monotonic() + HEARTBEAT_TIMEOUT_S
+    note_at = time.monotonic() + 2 * HEARTBEAT_INTERVAL_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
         if _read_bytes(folder, number) != first:
@@ -259,9 +260,10 @@ def _silence_reason(folder: PrivateFolder, number: int, owner: Owner | None) -> 
         if note_at and time.monotonic() > note_at:
             note_at = 0.0
             name = owner or "an owner whose file is damaged"
-            print(f"the run directory has an owner: {name}; waiting up to {SILENT_S:g} s for its heartbeat",
+            print(f"the run directory has an owner: {name}; "
+                  f"waiting up to {HEARTBEAT_TIMEOUT_S:g} s for its heartbeat",
                   file=sys.stderr, flush=True)
-    return f"no heartbeat for {SILENT_S:g} s"
+    return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"
 
 
 def _make_owner(launch: str, env: Mapping[str, str]) -> Owner:

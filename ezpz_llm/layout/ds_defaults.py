@@ -15,7 +15,7 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_shapes
 
 MIN_SWAPPED_BYTES = 1 << 20
-"""Minimum bytes of a parameter's shard or a sub-group's state that DeepSpeed moves into a file."""
+"""Size in bytes from which DeepSpeed moves a parameter's shard or a sub-group's state to a file."""
 
 _READ_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
 _OVERLAP = ("pipeline_read", "pipeline_write")
@@ -31,19 +31,20 @@ def requested_nvme_path(config: DsConfig) -> str | None:
     """Return the nvme_path of a ds_config.
 
     Raises:
-        UserError: two blocks name different folders.
+        UserError: the two offload blocks have different values.
     """
     zero = config.values.get("zero_optimization", {})
     paths = {str(path) for block in _BLOCKS
              if zero.get(block, {}).get("device") == "nvme" and (path := zero[block].get("nvme_path")) is not None}
     if len(paths) > 1:
-        raise UserError(f"there are two folders for offloaded files: {' and '.join(sorted(paths))}",
-                        where=f"nvme_path in {config.path}", instead="the same folder in both blocks")
+        raise UserError(f"the two offload blocks have different values of nvme_path: "
+                        f"{' and '.join(sorted(paths))}", where=f"nvme_path in {config.path}",
+                        instead="the same value in both blocks")
     return next(iter(paths - {"auto"}), None)
 
 
-def nvme_note(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
-    """Return a note about the folder of a layout's offloaded files.
+def check_nvme_path(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
+    """Check the folder for offloaded files; return a note if they are stored in the run directory.
 
     Raises:
         UserError: `path` is set, but the layout offloads nothing to files.
@@ -104,22 +105,22 @@ def _largest_parameter(model: ModelConfig, tp: int) -> int:
 _MAX_BUCKET = 50_000_000
 """Elements of a bucket: 200 MB in fp32, where latency is negligible on every network."""
 _MAX_OVERLAPPED, _MIN_OVERLAPPED = 25_000_000, 1_000_000
-"""Elements of a bucket that is reduced during the backward pass: 100 MB and 4 MB in fp32.
+"""Maximum and minimum elements of a bucket that is reduced during the backward pass: 100 MB and 4 MB in fp32.
 
 Nothing overlaps the reduction of the last bucket, so it should be small, but below 4 MB latency dominates.
 """
 _BUCKETS_PER_PASS = 8
 """Number of buckets per backward pass: the first reduction begins after an eighth of the gradients."""
 _PERSISTENCE_THRESHOLD = 100_000
-"""DeepSpeed's default for the elements up to which stage 3 replicates a parameter on each rank."""
+"""Elements up to which stage 3 keeps a parameter replicated on every rank: DeepSpeed's default."""
 
 
 def default_sizes(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
                   device: str | None = None) -> dict[str, tuple[int | bool, str]]:
     """Return values and reasons for missing keys of the block "zero_optimization".
 
-    Sizes are in elements. In stage 0 the result is empty. Without a model, it has only defaults that suit every
-    model.
+    Sizes are in elements. In stage 0 the result is empty. Without a model, only defaults that suit every model
+    are returned.
 
     Args:
         device: kind of the device, None if unknown.
@@ -128,16 +129,16 @@ def default_sizes(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | 
         return {}
     defaults: dict[str, tuple[int | bool, str]] = {**_bucket_sizes(layout, model)}
     if device in DEVICES and not DEVICES[device].overlaps:
-        # Other devices copy during the backward pass; the cost there was not measured.
+        # Other devices overlap this copy with the backward pass; its cost there was not measured.
         defaults |= _copy_saving_default(zero, layout)
-    elif device in DEVICES and _overlaps_gradients(zero, layout):
+    elif device in DEVICES and _benefits_from_overlap(zero, layout):
         defaults["overlap_comm"] = True, "reduces gradients during the backward pass"
         if zero.get("overlap_comm", True):
             defaults |= _smaller_buckets(layout, model)
     return {key: value for key, value in defaults.items() if key not in zero}
 
 
-def _overlaps_gradients(zero: Mapping[str, Any], layout: Layout) -> bool:
+def _benefits_from_overlap(zero: Mapping[str, Any], layout: Layout) -> bool:
     """Return True if overlap_comm helps: DeepSpeed's stages 1 and 2 can then reduce during the backward pass.
 
     Stage 3 overlaps by default, and pipelines turn overlap off. With optimizer offload gradients leave the
@@ -149,7 +150,7 @@ def _overlaps_gradients(zero: Mapping[str, Any], layout: Layout) -> bool:
 
 
 def _smaller_buckets(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
-    """Return a bucket size with which reductions begin early in the backward pass."""
+    """Return a bucket size small enough for reductions to begin early in the backward pass."""
     if model is None:
         return {"reduce_bucket_size": (_MAX_OVERLAPPED, "100 MB of fp32, reduced during the backward pass")}
     count = held_parameters(layout, model, 0)
@@ -165,9 +166,9 @@ def _copy_saving_default(zero: Mapping[str, Any], layout: Layout) -> dict[str, t
         # Stage 3 copies gradients from the contiguous bucket into the reduce-scatter input.
         key, chosen_by = "contiguous_gradients", "reduce_scatter"
     else:
-        # Here reduce_scatter flattens gradients into a copy and all-reduces it; nothing is scattered.
+        # In stages 1 and 2, reduce_scatter flattens gradients into a copy and all-reduces it: nothing is scattered.
         key, chosen_by = "reduce_scatter", "use_multi_rank_bucket_allreduce"
-    return {} if chosen_by in zero else {key: (False, "saves CPUs one copy of all gradients per step")}
+    return {} if chosen_by in zero else {key: (False, "avoids one copy of all gradients per step")}
 
 
 def _bucket_sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
@@ -180,10 +181,12 @@ def _bucket_sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[
             sizes = dict.fromkeys(sizes, (elements, "a rank's whole model"))
         if layout.zero.stage == 3:
             block = sum(prod(shape) for name, shape in shapes.items() if name.startswith("transformer.h.0."))
+            part = -(-block // layout.tp)
             sizes["stage3_prefetch_bucket_size"] = (
-                min(_MAX_BUCKET, -(-block // layout.tp)), "one block, prefetched while the previous block computes")
+                (part, "one block, prefetched while the previous block computes") if part <= _MAX_BUCKET else
+                (_MAX_BUCKET, "200 MB of fp32"))
             vectors = max((prod(shape) for shape in shapes.values() if len(shape) == 1), default=0)
             sizes["stage3_param_persistence_threshold"] = (
                 max(_PERSISTENCE_THRESHOLD, vectors),
-                "norms and biases stay replicated, because gathering each costs a message")
+                "norms and biases stay replicated, because gathering each of them takes a message")
     return sizes

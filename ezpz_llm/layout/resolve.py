@@ -226,7 +226,7 @@ class _Inputs:
         check_optimizer(request.optimizer, layout)
         nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path,
                                                    ds_defaults.requested_nvme_path(config))
-        notes += ds_defaults.nvme_note(layout, nvme_path, str(used["nvme_path"]))
+        notes += ds_defaults.check_nvme_path(layout, nvme_path, str(used["nvme_path"]))
         return Resolved(layout, batch, precision or "auto", float(clip or 0), deepspeed,
                         {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
                         recompute, request.optimizer, nvme_path, overrides.precision.scale, gradients)

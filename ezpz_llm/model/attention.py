@@ -80,14 +80,14 @@ def check_attention(attention: Attention, device: str, precision: str, dropout: 
     if attention != "flash3":
         return
     if device not in ("cuda", "auto"):
-        raise _unsupported(f"computes on NVIDIA GPUs, not on {device}")
+        raise _unsupported(f"runs on NVIDIA GPUs, not on {device}")
     if precision in ("fp32", "tf32"):
-        raise _unsupported(f"computes in bf16 and fp16, not in {precision}", "use --precision bf16_autocast")
+        raise _unsupported(f"supports bf16 and fp16, not {precision}", "use --precision bf16_autocast")
     if dropout:
         raise _unsupported(f"does not support dropout, but the model's dropout is {dropout:g}", "use --dropout 0")
     if importlib.util.find_spec(_MODULE) is None:
         raise _unsupported(f"is not installed: there is no module {_MODULE}",
-                           "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention")
+                           "build it from the hopper/ folder of github.com/Dao-AILab/flash-attention")
 
 
 def use_attention(model: nn.Module, attention: Attention, device: torch.device) -> None:

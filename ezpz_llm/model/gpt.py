@@ -1,13 +1,15 @@
 """GPT model for GPT-2 and Llama shapes, with the module names of Hugging Face's GPT-2.
 
 Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D head dimension, V padded vocabulary size;
-C_q = H D is the width of all queries.
+C_q = H D is the width of all queries, C_kv = H_kv D that of all keys or values.
 
-The model is independent of ranks, precision and engines. Other modules add these by autocast, or by replacing
-submodules according to the table in parameters.py. This requires three conventions. A module uses only its own
-parameters, since engines gather them by hooks on its forward. Sizes of sharded dimensions are read from tensors,
-not from the configuration. Attention's matmuls are a module, and so is the head, whose loss never materializes all
-logits.
+The model is independent of ranks, precision and engines. Other modules adapt it by autocast, or by replacing
+submodules according to the table in parameters.py. They rely on three conventions:
+
+1. A module uses only its own parameters, since engines gather them by hooks on its forward.
+2. Sizes of sharded dimensions are read from tensors, not from the configuration.
+3. The part of attention without parameters is a module, and so is the head, which computes the loss without
+   materializing all logits.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def rotation_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def rotation_tables(length: int, frequencies: Tensor, first: int = 0) -> Rotation:
-    """Return the rotations of `length` positions from `first` on.
+    """Return the rotations of `length` positions starting at `first`.
 
     They are computed in fp32 in each forward pass, because buffers would be rounded when the model's dtype changes,
     and lost when the model leaves the meta device.
@@ -73,7 +75,7 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize (…, C), in fp32 also on CPU, where torch computes in the dtype of `x`."""
+        """Normalize (…, C). On CPU, convert to fp32 first if the weight has another dtype."""
         if x.device.type != "cpu" or self.weight.dtype == torch.float32:
             return super().forward(x)
         bias = None if self.bias is None else self.bias.float()
@@ -84,11 +86,11 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm, computed in fp32 on CPU for any parameter dtype.
 
-    torch would round after each operation.
+    On CPU, torch would round to the parameter dtype after each operation.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize (…, C), in fp32 also on CPU, where torch computes in the dtype of `x`."""
+        """Normalize (…, C). On CPU, convert to fp32 first if the weight has another dtype."""
         if x.device.type != "cpu" or self.weight.dtype == torch.float32:
             return super().forward(x)
         return functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
@@ -105,8 +107,8 @@ class CausalProduct(nn.Module):
     """Causal scaled dot-product attention, the part of attention without parameters.
 
     Attributes:
-        explicit: True to compute the definition with all scores in memory, instead of torch's or the blockwise
-            kernel.
+        explicit: True to use torch's math backend, which computes and stores all scores, instead of a fused or the
+            blockwise kernel.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -218,8 +220,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Compute the block, with activation checkpointing if `recomputes`."""
-        # checkpoint() gets a method instead of a closure over the block, since torch 2.6 guards closures by
-        # identity and would compile a graph for each block.
+        # Pass checkpoint() a method, not a closure over the block: torch 2.6 guards closures by identity and would
+        # compile a graph for each block.
         return checkpoint(self._layers, x, rotation, use_reentrant=False) if self.recomputes \
             else self._layers(x, rotation)
 
@@ -259,9 +261,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 first: int = 0, last_only: bool = False) -> Tensor:
-        """Return logits (B, T, V) of tokens (B, T), or with targets (B, T) the loss, 0-d in fp32.
+        """Return logits (B, T, V) of tokens (B, T), or with targets (B, T) the loss in fp32.
 
-        Targets of -100 are ignored.
+        The loss is 0-d, or (B,) with the reduction "rows". Targets of -100 are ignored.
 
         Args:
             first: position of the first token, if the sequence is part of a longer one.
@@ -279,7 +281,7 @@ class GPT(nn.Module):
 
 
 def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int = 0) -> Tensor:
-    """Embed tokens (B, T) to activations (B, T, C), with the embeddings and the dropout in `parts`.
+    """Embed tokens (B, T) as activations (B, T, C), with the embeddings and the dropout in `parts`.
 
     Raises:
         UserError: the sequence exceeds the model's block size.
@@ -295,7 +297,7 @@ def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int 
 
 
 def rotation_of(config: ModelConfig, length: int, device: torch.device, first: int = 0) -> Rotation | None:
-    """Return the rotation of `length` positions from `first` on; None for learned positions."""
+    """Return the rotation of `length` positions starting at `first`; None for learned positions."""
     if config.position == "learned":
         return None
     return rotation_tables(length, rotation_frequencies(config, device), first)

@@ -65,12 +65,12 @@ def _exceeded_limits(limit: Limit, nodes: int, time_s: int, jobs: int) -> Sequen
     if limit.nodes and not limit.nodes[0] <= nodes <= limit.nodes[1]:
         exceeded.append(f"accepts {limit.nodes[0]} to {limit.nodes[1]} nodes")
     if limit.hours is not None and time_s > limit.hours * 3600:
-        exceeded.append(f"accepts at most {clock_with_days(int(limit.hours * 3600))}")
+        exceeded.append(f"accepts at most {clock_with_days(int(limit.hours * 3600))} of wall time")
     if limit.jobs is not None and jobs > limit.jobs:
-        exceeded.append(f"accepts {count_noun(limit.jobs, 'job')} per user at a time")
+        exceeded.append(f"accepts at most {count_noun(limit.jobs, 'job')} per user at a time")
     return exceeded
 
 
 def _job(nodes: int, time_s: int, jobs: int) -> str:
-    times = f", {jobs} times" if jobs > 1 else ""
-    return f"{count_noun(nodes, 'node')} for {clock_with_days(time_s)}{times}"
+    size = f"{count_noun(nodes, 'node')} for {clock_with_days(time_s)}"
+    return f"{jobs} jobs of {size} each" if jobs > 1 else size

@@ -30,7 +30,7 @@ def settings_by_source(plan: RunPlan) -> str:
 
 
 def effective_settings(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
-    """Return each setting's value and source; unset values come from the model or the layout."""
+    """Return each setting's value and source; an unset value is that of the model, the layout or the plan."""
     config, resolved = plan.config, plan.resolved
     layout, batch = resolved.layout, resolved.batch
     values = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
@@ -51,12 +51,13 @@ def setting_warnings(plan: RunPlan) -> list[str]:
     """Return warnings about settings that look like mistakes."""
     config, warnings = plan.config, list(plan.resolved.warnings)
     if config.warmup_steps > config.steps:
-        warnings.append(f"the learning rate never reaches its peak: the warm-up has {config.warmup_steps} steps, "
-                        f"the run {config.steps}")
+        warnings.append(f"the learning rate never reaches its peak: the warm-up takes {config.warmup_steps} steps, "
+                        f"but the run has only {config.steps}")
     elif config.decay_steps > config.steps and config.schedule not in WITHOUT_DECAY:
         last = learning_rate(config.steps - 1, config)
         warnings.append(f"the learning rate ends at {last:.3g} instead of {config.min_lr:.3g}: the run ends after "
-                        f"step {config.steps}, its {config.schedule} schedule after step {config.decay_steps}")
+                        f"step {config.steps}, but its {config.schedule} schedule only after step "
+                        f"{config.decay_steps}")
     return warnings
 
 

@@ -58,6 +58,7 @@ class Session:
     clock: WallClock
     early_end: EarlyEnd
     first_step: int
+    """Number of finished steps when this process started: 0, or those of the loaded checkpoint."""
     step: int
     position: Position
     saver: Saver
@@ -69,7 +70,7 @@ class Session:
     saves: list[Saved] = field(default_factory=list)
     """Checkpoints that this run has written."""
     saved_step: int | None = None
-    """Step of the checkpoint that was last written, or rolled back to."""
+    """Step of the checkpoint that was most recently written or rolled back to."""
     unsaved: NotWrittenError | None = None
     """Error that prevented writing the last checkpoint; None if it was written."""
     hellaswag: Sequence[Item] = ()
@@ -98,19 +99,19 @@ Marks = Sequence[tuple[str, float]]
 """Phases in order: name, and epoch time at which the phase ended."""
 
 
-def durations(marks: Marks, process: float, launched: float | None) -> dict[str, float]:
+def durations(marks: Marks, process_started_at: float, launched_at: float | None) -> dict[str, float]:
     """Return the seconds of each phase of the start-up, in order, up to the last mark.
 
     Args:
-        process: epoch time at which this process started.
-        launched: epoch time at which launch started the ranks, by the clock of its node; None without launch. The
-            time that launch spent before that is not included.
+        process_started_at: epoch time at which this process started.
+        launched_at: epoch time at which launch started the ranks, by the clock of its node; None without launch.
+            The time that launch spent before that is not included.
     """
-    before, seconds = process, {}
-    if launched is not None:
-        seconds["launching"] = process - launched
-    for name, moment in marks:
-        seconds[name], before = moment - before, moment
+    previous_end, seconds = process_started_at, {}
+    if launched_at is not None:
+        seconds["launching"] = process_started_at - launched_at
+    for name, end in marks:
+        seconds[name], previous_end = end - previous_end, end
     return seconds
 
 
@@ -137,23 +138,25 @@ def print_expected_end(session: Session) -> None:
 
 
 def print_startup(session: Session) -> None:
-    """Record the durations of the start-up in run.json, and print them or their sum. Call on rank 0 after the
-    first step."""
+    """Record the durations of the start-up in run.json, and print their sum; with --verbose, also each.
+
+    Call on rank 0 after the first step.
+    """
     session.clock.passed("first step")
-    launched = None
+    launched_at = None
     if RUN_ID_VARIABLE in os.environ:  # otherwise the record may be from an earlier launch
         with contextlib.suppress(UserError):  # an unreadable record
             record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
-            launched = record.get("started")
-    seconds = durations(session.clock.marks, process_start_time(), launched)
+            launched_at = record.get("started")
+    seconds = durations(session.clock.marks, process_start_time(), launched_at)
     if session.config.compile:
         seconds["compiling"] = seconds_compiling()
         seconds["first step"] -= seconds["compiling"]
     total = sum(seconds.values())
     session.dist.side.update_record(session.dist.run_dir, startup={"seconds": seconds, "total_s": total})
     if not session.verbose:
-        started = f"the first step finished after {format_duration(total)}"
-        print(align_rows([("started", started)], terminal_width()), end="", flush=True)
+        text = f"the first step finished {format_duration(total)} after the ranks were started"
+        print(align_rows([("start-up", text)], terminal_width()), end="", flush=True)
         return
     # run.json keeps the older name of this phase.
     parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {duration_s:.1f}"

@@ -13,6 +13,7 @@ import pytest
 from launch_runs import cpu_seconds
 from slowness import scaled
 
+from ezpz_llm.base import count_noun
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.check import doctor, software
 from ezpz_llm.launch.devices import Devices
@@ -54,7 +55,7 @@ def test_every_check_prints_its_level_and_remedy(cache: Path, tmp_path: Path) ->
     *lines, last = done.stdout.splitlines()
     levels = [line.split()[0] for line in lines]
     assert set(levels) <= {"ok", "warn", "do:"}
-    assert last == f"doctor: 0 bad, {levels.count('warn')} warnings, {levels.count('ok')} ok"
+    assert last == f"doctor: 0 bad, {count_noun(levels.count('warn'), 'warning')}, {levels.count('ok')} ok"
 
 
 def test_bad_findings_give_exit_code_1(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from places import vocab_bpe
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.text import cut_text
+from ezpz_llm.data.text import find_cut
 from ezpz_llm.data.tokenize_corpus import pack, token_dtype
 from ezpz_llm.data.tokenizers import (
     GPT2_FINGERPRINT,
@@ -147,17 +147,17 @@ def test_cutting_a_text_preserves_gpt2_tokens(text: str) -> None:
     """A cut could change pieces, not merges, so any vocabulary would show it; this one merges white space."""
     tokenizer = _space_merging()
     data = text.encode()
-    cut = cut_text(data)
+    cut = find_cut(data)
     parts = [data[:cut].decode(), data[cut:].decode()]
     np.testing.assert_array_equal(np.concatenate([tokenizer.encode(part) for part in parts]),
                                   tokenizer.encode(text))
 
 
 def test_cuts_are_found_in_any_script() -> None:
-    assert cut_text(b"one two") == 3
-    assert cut_text("один два три".encode()) == len("один два".encode())
-    assert cut_text("中文。\n日本語".encode()) == len("中文。\n".encode())
-    assert cut_text("one  two\n\nthree\r\nfour\u3000 five".encode()) == 0
+    assert find_cut(b"one two") == 3
+    assert find_cut("один два три".encode()) == len("один два".encode())
+    assert find_cut("中文。\n日本語".encode()) == len("中文。\n".encode())
+    assert find_cut("one  two\n\nthree\r\nfour\u3000 five".encode()) == 0
 
 
 def _space_merging() -> EncodingTokenizer:

@@ -221,7 +221,7 @@ def test_programs_of_one_run_have_separate_rendezvous(tmp_path, monkeypatch):
     with make_private(tmp_path / "f") as folder, _publish_name(folder, "store-at-29500"):
         with pytest.raises(UserError, match="another program of this run is starting at the same time"):
             node_file_store(folder, 29500, info, short)
-        with pytest.raises(UserError, match="for all of 2 ranks"):
+        with pytest.raises(UserError, match="but not all 2 ranks joined the store"):
             node_file_store(folder, 29501, info, short)
 
 

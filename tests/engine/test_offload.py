@@ -177,7 +177,8 @@ def write(folder: Path, **zero: object) -> str:
     ({"offload_optimizer": {"ratio": 0.5}}, "ratio"),
     ({"stage3_prefetch_bucket_size": 1e7}, "stage3_prefetch_bucket_size"),
     ({"stage3_max_reuse_distance": 1e9}, "stage3_max_reuse_distance"),
-    ({"offload_param": {"nvme_path": "/a"}, "offload_optimizer": {"nvme_path": "/b"}}, "two folders"),
+    ({"offload_param": {"nvme_path": "/a"}, "offload_optimizer": {"nvme_path": "/b"}},
+     "different values of nvme_path: /a and /b"),
     ({"stage": 2, "offload_param": {"device": "none"}}, "to NVMe needs ZeRO stage 3"),
 ])
 def test_options_that_deepspeed_would_fail_with_are_rejected(tmp_path: Path, ops_are_built: None, zero: dict,

@@ -168,7 +168,7 @@ def test_a_text_ends_at_its_end_of_text_token() -> None:
     from ezpz_llm.data.tokenizers import get_tokenizer
 
     tokenizer = get_tokenizer("bytes")
-    assert generate._text(tokenizer, [*b"ab", 256, *b"cd", 256, 70], prompt=3) == tokenizer.decode(
+    assert generate._text(tokenizer, [*b"ab", 256, *b"cd", 256, 70], prompt_length=3) == tokenizer.decode(
         [*b"ab", 256, *b"cd"])
 
 

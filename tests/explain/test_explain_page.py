@@ -79,7 +79,7 @@ def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
     assert headings == ["Causes of lost time", "Traced steps", "Collectives", "Ranks", "Memory",
                         "Cross-checks with other tools", "Wall time of the run"]
     diagnosis = diagnose(run)
-    shown: list[Table] = [tables.window_table(diagnosis.split), tables.collectives_table(diagnosis.split),
+    shown: list[Table] = [tables.traced_steps_table(diagnosis.split), tables.collectives_table(diagnosis.split),
                           tables.ranks_table(diagnosis.split), tables.memory_table(diagnosis.memory),
                           tables.run_table(diagnosis.wall)]
     for table in shown:
@@ -100,7 +100,7 @@ def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
 def test_the_bars_of_a_step_add_up_to_its_length(run):
     split = diagnose(run).split
     names, drawn = zip(*tables.step_bars(split), strict=True)
-    assert names == ("mean of ranks", *(f"rank {rank} on node{rank}" for rank in range(4)))
+    assert names == ("mean over ranks", *(f"rank {rank} on node{rank}" for rank in range(4)))
     for parts, rank in zip(drawn[1:], split.ranks, strict=True):
         assert sum(parts.values()) == pytest.approx(rank.step_s)
         assert sum(parts.values()) - parts["exposed, waiting"] == pytest.approx(rank.own_s)

@@ -264,7 +264,8 @@ FAULTS = [
     *_under(_MPI, "a program without heartbeats is idle", f"--idle-timeout 3 {FAIL} sleep", 124,
             "launch: no sign of life for 3 s: rank … on …: before its first heartbeat"),
     *_under(("srun",), "MASTER_PORT is taken on another host", TEST_DIST, 2,
-            "error: rank 0 cannot listen on port 24680 of FIRST, which is taken: pid … (…python…) of user root",
+            "error: rank 0 cannot listen on port 24680 of FIRST: Address already in use: pid … (…python…) of "
+            "user root",
             before=take_the_port, env=(("MASTER_PORT", str(_PORT)),)),
     *_under(("srun",), "MASTER_PORT is taken on this host", TEST_DIST, 2,
             "error: MASTER_PORT=24680 cannot be used on FIRST: …: pid … (…python…) of user root",

@@ -167,7 +167,7 @@ def test_one_of_many_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
 
 
 def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(owner, "SILENT_S", 1.0)
+    monkeypatch.setattr(owner, "HEARTBEAT_TIMEOUT_S", 1.0)
     file = _owned_by(tmp_path / "r", _ELSEWHERE)
     living = threading.Event()
 
@@ -186,7 +186,7 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
     # The owner's clock may be wrong: only a change observed here counts as a sign of life.
     os.utime(file, (time.time() + 3600,) * 2)
     with become_owner(RunDir(tmp_path / "r"), "x", {}) as owned:
-        assert owned.killed == ""
+        assert owned.killed_run_id == ""
     assert f"taking over the run directory {tmp_path}/r from launch, pid 1 on n9" in capfd.readouterr().err
 
 
@@ -203,7 +203,7 @@ def test_an_ended_job_does_not_own_the_directory(tmp_path: Path, job: str, env: 
     _owned_by(tmp_path / "r", replace(_ELSEWHERE, job=job))
     began = time.monotonic()
     become_owner(RunDir(tmp_path / "r"), "x", {"PATH": f"{tmp_path}:/bin:/usr/bin", **env}).release()
-    assert time.monotonic() - began < owner.SILENT_S / 2
+    assert time.monotonic() - began < owner.HEARTBEAT_TIMEOUT_S / 2
     assert said in capfd.readouterr().err
 
 
@@ -214,7 +214,7 @@ import time
 from pathlib import Path
 from ezpz_llm.launch import owner
 from ezpz_llm.rundir import RunDir
-owner.BEAT_S = 0.1
+owner.HEARTBEAT_INTERVAL_S = 0.1
 with owner.become_owner(RunDir(Path("r")), "x", {}):
     Path("up").touch()
     time.sleep(60)

@@ -249,7 +249,7 @@ def test_a_run_directory_of_another_user_is_refused(strangers: Strangers, tries:
     assert attacker.run("chmod", "-R", "777", "r").returncode == 0
     for _ in range(tries):
         output = _ended(victim.launch("-n", "2", "--run-dir", attacker.home / "r", "true"), 2)
-        assert f"cannot create the run directory: it belongs to another user (uid {attacker.uid})" in output
+        assert f"control folder of the run directory: it belongs to another user (uid {attacker.uid})" in output
         assert str(attacker.home / "r/control") in output
 
 

@@ -36,10 +36,12 @@ def test_first_queue_that_accepts_the_job(nodes: int, hours: int, jobs: int, que
 
 
 @pytest.mark.parametrize(("queue", "nodes", "hours", "jobs", "message", "instead"), [
-    (None, 1, 73, 1, r"no queue of mine accepts 1 node for 3-01:00:00: short accepts at most 1:00:00;", "--nodes"),
+    (None, 1, 73, 1, r"no queue of mine accepts 1 node for 3-01:00:00: short accepts at most 1:00:00 of wall time;",
+     "--nodes"),
     ("short", 64, 1, 1, "it accepts 1 to 10 nodes$", "--queue big or long, or"),
-    ("short", 1, 2, 2, r"2:00:00, 2 times: it accepts at most 1:00:00 and accepts 1 job per", "--queue long"),
-    ("big", 30, 7, 1, "it accepts at most 6:00:00$", "--queue long"),
+    ("short", 1, 2, 2, r"2 jobs of 1 node for 2:00:00 each: it accepts at most 1:00:00 of wall time and "
+     "accepts at most 1 job per", "--queue long"),
+    ("big", 30, 7, 1, "it accepts at most 6:00:00 of wall time$", "--queue long"),
     ("big", 5, 1, 1, "accepts 10 to 24 nodes, or accepts 25 to 99 nodes$", "--queue short"),
 ])
 def test_message_names_the_broken_limit(queue: str | None, nodes: int, hours: int, jobs: int, message: str,

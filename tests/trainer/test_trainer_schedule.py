@@ -66,7 +66,7 @@ def test_a_schedule_that_outlasts_the_run_is_a_warning() -> None:
     def warnings(*argv: str) -> str:
         return " ".join(setting_warnings(plan_run(parse(["--steps", "10", *argv]), 1)))
 
-    assert "its linear schedule after step 20" in warnings("--schedule", "linear", "--decay-steps", "20")
+    assert "its linear schedule only after step 20" in warnings("--schedule", "linear", "--decay-steps", "20")
     assert "never reaches its peak" in warnings("--schedule", "constant", "--warmup-steps", "20")
     assert warnings("--schedule", "constant", "--decay-steps", "20") == ""
 

@@ -128,8 +128,8 @@ def test_tf32_rounds_where_the_device_has_it() -> None:
 
 
 @pytest.mark.parametrize(("device", "precision", "dropout", "message"), [
-    ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"),
-    ("cuda", "tf32", 0.0, "not in tf32"),
+    ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not fp32"),
+    ("cuda", "tf32", 0.0, "not tf32"),
     ("cuda", "bf16_autocast", 0.1, "not support dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
 def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, precision, dropout, message) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

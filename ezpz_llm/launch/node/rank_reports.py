@@ -1,4 +1,4 @@
-"""Reports about one node's ranks, from heartbeats, logs and CPU time, and descriptions of their stacks."""
+"""Reports about one node's ranks, from heartbeats, logs and CPU time; dumps of their Python and kernel stacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 from ezpz_llm.rundir import RunDir
 
 BUSY_SHARE = 0.02
-"""Share of one core below which a rank is considered idle: timers also run during a hang."""
+"""Share of one core below which a rank is considered idle; not 0, since timer threads run even in a hung rank."""
 _MIN_BUSY_S = 0.05
 _HEARTBEAT_BYTES = 4096
 
@@ -28,8 +28,8 @@ _HEARTBEAT_BYTES = 4096
 class _Life:
     """Last signs of life of one rank. Times are in monotonic seconds."""
 
-    used_at: float
-    processor_s: float = 0.0
+    active_at: float
+    cpu_s: float = 0.0
     log: tuple[int, int] = (-1, 0)
     heartbeat_stamp: int | None = None
     heartbeat_at: float = 0.0
@@ -47,7 +47,10 @@ class Gatherer:
         self._lives: dict[int, _Life] = {}
 
     def update(self, processes: list[Process]) -> tuple[dict[int, RankReport], bool]:
-        """Return the reports of all ranks on this node, and True if any was active or ended since the last call."""
+        """Return the reports of all ranks on this node, and True if any rank changed since the last call.
+
+        A rank changes if it appears, is active, is stopped or continued, or ends.
+        """
         now = time.monotonic()
         reports = {rank: self._report(rank, [process for process in processes if process.rank == rank], now)
                    for rank in sorted(registered_ranks(self._folder))}
@@ -59,13 +62,13 @@ class Gatherer:
         ended, lived_s = self._read_end(rank)
         is_busy = self._is_busy(life, rank, processes, now)
         if is_busy:
-            life.used_at = now
+            life.active_at = now
         phase, step, has_new_heartbeat = self._read_heartbeat(life, rank, now)
         main = find_ancestor(processes) if processes else None
         report = RankReport(
             pid=main.pid if main else None, phase=phase, step=step,
             silent_s=round(now - life.heartbeat_at, 1) if life.heartbeat_stamp is not None else None,
-            idle_s=round(now - life.used_at, 1), state=main.state if main else None, ended=ended,
+            idle_s=round(now - life.active_at, 1), state=main.state if main else None, ended=ended,
             lived_s=lived_s)
         was_stopped, life.is_stopped = life.is_stopped, report.state == "T"
         has_ended, life.has_ended_before = ended is not None and not life.has_ended_before, ended is not None
@@ -73,14 +76,15 @@ class Gatherer:
             is_new or is_busy or has_new_heartbeat or life.is_stopped != was_stopped))
 
     def _is_busy(self, life: _Life, rank: int, processes: list[Process], now: float) -> bool:
-        used = sum(process.processor_s for process in processes)
+        cpu_s = sum(process.processor_s for process in processes)
         log = self._log_status(rank)
         has_written = log != life.log
-        # The CPU time of a process that is not reaped disappears when it ends: continue from the smaller sum.
-        worked = used < life.processor_s or (
-            used - life.processor_s > _MIN_BUSY_S + BUSY_SHARE * (now - life.used_at))
+        # If a process ends without its parent waiting for it, its CPU time drops out of the sum: continue from the
+        # smaller sum.
+        worked = cpu_s < life.cpu_s or (
+            cpu_s - life.cpu_s > _MIN_BUSY_S + BUSY_SHARE * (now - life.active_at))
         if has_written or worked:
-            life.log, life.processor_s = log, used
+            life.log, life.cpu_s = log, cpu_s
         return has_written or worked
 
     def _read_heartbeat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
@@ -93,13 +97,16 @@ class Gatherer:
         has_new_heartbeat = stamp != life.heartbeat_stamp
         if has_new_heartbeat:
             life.heartbeat_stamp, life.heartbeat_at = stamp, now
-        # During a write the file is empty or its line is incomplete.
+        # While the rank writes the file, it may be empty or its line incomplete.
         if text.endswith("\n"):
             life.phase_and_step = parse_heartbeat(text)
         return *life.phase_and_step, has_new_heartbeat
 
     def _read_end(self, rank: int) -> tuple[int | None, float | None]:
-        """Return exit code and lifetime of a rank; None if it has not ended."""
+        """Return exit code and lifetime of a rank, (None, None) if it has not ended.
+
+        An empty end mark counts as exit code 0.
+        """
         try:
             code, lived_s = (self._folder.read(file_of(rank, END_MARK)).decode() or "0 0").split()
             return int(code), float(lived_s)
@@ -107,7 +114,7 @@ class Gatherer:
             return None, None
 
     def _log_status(self, rank: int) -> tuple[int, int]:
-        """Return size and modification time of the rank's log, in the run directory or on the node.
+        """Return total size and latest modification time of the rank's logs in the run directory and on the node.
 
         A log that has reached its size limit no longer grows, but its modification time changes.
         """
@@ -123,7 +130,7 @@ _PY_SPY_TIMEOUT_S = 10.0
 _HANDLER_TIMEOUT_S = 3.0
 _MAX_PROCESSES = 8
 _NO_STACK = f"""\
-  no Python stack: py-spy is not installed or not permitted, and the program has not registered faulthandler.
+  no Python stack: py-spy is not installed or not permitted, and the program has not registered a fault handler.
   Run `pip install py-spy`, or add to the program:
     import faulthandler, os
     faulthandler.register({STACKS_SIGNAL}, open(os.environ["{STACKS_VARIABLE}"], "a"))
@@ -135,7 +142,7 @@ def format_stacks(heading: str, processes: Sequence[Process], handler_output: Pa
 
     Args:
         heading: its first line.
-        processes: the rank's processes; the stacks of eight are returned.
+        processes: the rank's processes; the stacks of at most eight are included.
         handler_output: the file to which the rank's fault handler writes.
     """
     if not processes:
