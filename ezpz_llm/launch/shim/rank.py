@@ -266,10 +266,15 @@ class Rank:
             return
         try:
             # Imported late, because successful ranks do not need it.
-            from ezpz_llm.launch.shim.exit_record import keep_log, write_record
+            from ezpz_llm.launch.shim.exit_record import EndedRank, keep_log, write_record
 
             if has_record:
-                write_record(self, pid, code, signal_name)
+                write_record(self.run_dir, EndedRank(
+                    self.info.rank, self.run_id, self.command, pid, code, signal_name,
+                    shim_signal=self.end_signal.name if self.end_signal else None,
+                    # The end by the node's clock, the duration by a monotonic clock.
+                    ended=self.started + self.lived_s, duration_s=self.lived_s, since=self.started_monotonic,
+                    output=self.output.tail(), heartbeat=self.heartbeat(), kills_before=self.kills_before))
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.end_signal is None)
         except (OSError, ImportError) as error:

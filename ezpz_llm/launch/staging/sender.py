@@ -19,7 +19,8 @@ from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
 from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
 from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
 from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
-from ezpz_llm.launch.staging.receiver import folder_of_copy, path_replacer
+from ezpz_llm.launch.staging.receiver import folder_of_copy
+from ezpz_llm.launch.staging.relocation import path_replacer
 from ezpz_llm.launch.supervision import INTERRUPTED, run
 from ezpz_llm.rundir import update_record
 
