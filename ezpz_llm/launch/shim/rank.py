@@ -20,14 +20,13 @@ from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, await_agent, file_of, have_all_ended, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
 from ezpz_llm.launch.node.processes import ProcessIdentity, end_all, has_signal_handler
-from ezpz_llm.launch.ranks import RankInfo, rank_variables
+from ezpz_llm.launch.ranks import OUTER_LAUNCHERS, RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
 from ezpz_llm.launch.variables import (
     BIND_VARIABLE,
     HEARTBEAT_VARIABLE,
     NODE_DIR_VARIABLE,
-    OUTER_LAUNCHERS,
     RUN_ID_VARIABLE,
     STACKS_VARIABLE,
     TORCHELASTIC_VARIABLE,
