@@ -14,9 +14,9 @@ class CoreOption(Enum):
     LIST = "list"
     """List of the cores of each rank."""
     COUNT = "count"
-    """Number of cores per rank, or a list as above."""
+    """Number of cores per rank, or a list."""
     SCHEDULER = "scheduler"
-    """Either of both. The scheduler also assigns each rank's cores and devices by default."""
+    """Number of cores per rank, or a list. Without one, the scheduler assigns cores and devices to each rank."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Dialect:
         site_name: its name in site files, for an mpiexec whose version text is unknown; may be empty.
         cores: its option that binds ranks to cores.
         device_options: its options that select the device of each rank.
-        runs_mpi: launch may start MPI programs of its own with it.
+        runs_mpi: MPI programs are known to work under it, so that --stage-env may broadcast over MPI.
     """
 
     title: str

@@ -255,7 +255,7 @@ class Scheduler(ABC):
         return None
 
     def mpi_advice(self, env: Mapping[str, str]) -> tuple[str, str] | None:
-        """Return why a rank of its step launcher is alone in its MPI world, and what to type; None if unknown."""
+        """Return the reason why a rank of its step launcher is alone in its MPI world, and the fix, or None."""
         return None
 
     def own_step(self, env: Mapping[str, str]) -> str | None:

@@ -213,7 +213,7 @@ class SlurmScheduler(BatchScheduler):
         return Path(env["SLURM_TMPDIR"]) if env.get("SLURM_TMPDIR") else None
 
     def mpi_advice(self, env: Mapping[str, str]) -> tuple[str, str] | None:
-        """Return why a rank of srun is alone in its MPI world, and what to type; None if srun set PMI variables."""
+        """Return the reason and the fix if srun started this rank without PMI variables."""
         if not env.get("SLURM_STEP_ID") or any(name.startswith(("PMI_", "PMIX_")) for name in env):
             return None
         plugin = env.get("SLURM_MPI_TYPE", "not set")
