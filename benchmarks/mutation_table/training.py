@@ -123,7 +123,7 @@ FAULTS = (
           'first_step, position = state["step"] - 1,',
           TRAINER),
     Fault("random-states-forgotten", "resume", READER,
-          "writer.restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)", "pass",
+          "restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)", "pass",
           TRAINER),
     Fault("norm-limit-forgotten", "resume", START, "        engine.step_skip.limit = spikes.limit\n", "",
           TRAINER),

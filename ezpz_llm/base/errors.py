@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from ezpz_llm import __version__
 from ezpz_llm.base.shell_commands import to_typable_text
+from ezpz_llm.base.version import __version__
 
 _COLOR = re.compile(r"\x1b\[[0-9;:]*m")
 # Control characters except tab, newline, and DEL (terminals ignore DEL). C1 is included because 0x9b starts an

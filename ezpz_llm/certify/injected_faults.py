@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ezpz_llm.base import unknown_name_error
+from ezpz_llm.certify.recipe import Rows
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from ezpz_llm.certify.reference import Rows
     from ezpz_llm.dist import Dist
     from ezpz_llm.engine.base import Engine
     from ezpz_llm.layout.resolve import Resolved

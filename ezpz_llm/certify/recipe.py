@@ -8,10 +8,14 @@ micro-steps, weight decay, active clipping on every step, and a changing learnin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from ezpz_llm.model.config import ModelConfig, get_model_config
+
+Rows = Callable[[np.ndarray, int], np.ndarray]
+"""Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro-batch order."""
 
 MODELS = ("tiny-gpt2", "tiny-llama")
 DTYPES = ("fp32", "bf16_autocast", "bf16")

@@ -22,6 +22,7 @@ from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.local_launches import reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
+from ezpz_llm.certify.recipe import Rows
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.backends import DEVICES
@@ -330,10 +331,6 @@ def _combine_ranks(ranks: list[dict[str, _Sums]]) -> dict[str, dict[str, Any]]:
     for entry in parameters.values():
         entry["difference"] **= 0.5
     return dict(sorted(parameters.items()))
-
-
-Rows = Callable[[np.ndarray, int], np.ndarray]
-"""Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro-batch order."""
 
 
 @dataclass

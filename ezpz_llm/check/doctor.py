@@ -19,7 +19,7 @@ from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, M
 from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces, missing_interface, resolve
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
-from ezpz_llm.launch.schedulers import find_allocation, local
+from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
 from ezpz_llm.launch.sites import find_site
 
 
@@ -27,9 +27,6 @@ def run_checks(env: Mapping[str, str]) -> list[Finding]:
     """Run all checks of this machine. Returns findings in display order, with level `ok` for passed checks."""
     subjects = (software.software_checks, job_checks, machine_checks, network_checks, software.tool_checks)
     return [check for subject in subjects for check in subject(env)]
-
-
-_COMMANDS = {"Slurm": ("sbatch", "srun"), "PBS": ("qsub", "qstat"), "Flux": ("flux",), "LSF": ("bsub", "bjobs")}
 
 
 def job_checks(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -49,9 +46,10 @@ def job_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 def schedulers_finding(env: Mapping[str, str]) -> Finding:
     """Report the schedulers whose commands are on PATH, whether or not inside a job."""
     path = env.get("PATH", "")
-    available = [f"{name} ({', '.join(present)})" for name, commands in _COMMANDS.items()
-                 if (present := [command for command in commands if shutil.which(command, path=path)])]
-    return Finding("ok", "scheduler", " and ".join(available) or f"no commands of {', '.join(_COMMANDS)} on PATH")
+    commands = {scheduler.TITLE: scheduler.COMMANDS for scheduler in schedulers().values() if scheduler.COMMANDS}
+    available = [f"{title} ({', '.join(present)})" for title, names in commands.items()
+                 if (present := [name for name in names if shutil.which(name, path=path)])]
+    return Finding("ok", "scheduler", " and ".join(available) or f"no commands of {', '.join(commands)} on PATH")
 
 
 def job_finding(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -> Finding:
@@ -78,7 +76,7 @@ def launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
         choice = choose_launcher("auto", scheduler, 2, env)
     except UserError as error:
         return Finding("bad", "launcher", error.found, error.instead or "")
-    return Finding("ok", "launcher", f"{choice.dialect} ({choice.program}; {choice.source})")
+    return Finding("ok", "launcher", f"{choice.title} ({choice.program}; {choice.source})")
 
 
 _MIN_FILES = 4096

@@ -140,7 +140,7 @@ def check_mpi(library: str | None, dialect: str | None) -> Finding:
 
 def _mpiexec(env: Mapping[str, str]) -> str | None:
     try:
-        return choose_launcher("mpiexec", "", 2, env).dialect
+        return choose_launcher("mpiexec", "", 2, env).title
     except UserError:
         return None
 

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.base import UserError
-from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -25,6 +24,7 @@ from ezpz_llm.checkpoint.manifest import (
     verify,
 )
 from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.checkpoint.writer import BUFFER, buffers_of, restore_rng_states
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine.base import Engine
@@ -75,7 +75,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         UserError: the checkpoint is damaged (DamagedCheckpointError), or of another model, or has no optimizer
             state, or `accept` rejects it. The error is the same on every rank; the engine is unchanged.
     """
-    training, buffers = engine.training_state(), writer.buffers_of(engine.module)
+    training, buffers = engine.training_state(), buffers_of(engine.module)
 
     def read() -> tuple[dict[str, Any], Index]:
         """Return state and index of the checkpoint after checking that `accept` and the engine allow them."""
@@ -96,9 +96,9 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         for part in training.slices():
             fill(part.tensors, (part.box, part.start, part.stop), index.parameters[part.name], open_file)
         for name, buffer in buffers.items():
-            buffer.copy_(open_file(shard_name(0)).get_tensor(f"{writer.BUFFER}{name}").view(buffer.shape))
+            buffer.copy_(open_file(shard_name(0)).get_tensor(f"{BUFFER}{name}").view(buffer.shape))
         if same_split:
-            writer.restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
+            restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
     if training.scale is not None and state["loss_scale"] is not None:
         training.scale.load_state_dict(state["loss_scale"])
@@ -115,7 +115,7 @@ def _check_buffers(folder: Path, buffers: Mapping[str, torch.Tensor]) -> None:
         return
     with safe_open(folder / shard_name(0), framework="pt") as shard:
         stored = set(shard.keys())
-    if missing := [name for name in buffers if f"{writer.BUFFER}{name}" not in stored]:
+    if missing := [name for name in buffers if f"{BUFFER}{name}" not in stored]:
         raise UserError(f"the checkpoint is of another model: it has no buffer {missing[0]}", where=str(folder),
                         instead="use the model of the run that saved it")
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ezpz_llm import __version__
+from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
 from ezpz_llm.dist import Dist

@@ -27,14 +27,11 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from ezpz_llm.base import PrivateFolder, UserError, derive_key, open_private, run_secret
 from ezpz_llm.launch.addresses import address_towards, describe_port_holder, is_loopback, listen, resolve
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.ranks import MPI_FAMILIES, RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-_MPI_LAUNCHERS = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
-"""Launchers (names in `launch.ranks.FAMILIES`) under which ranks get rank 0's address over MPI."""
 
 _LEAVE_WITHIN_S = 10.0
 _RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5
@@ -128,7 +125,7 @@ def _require_resolving(info: RankInfo, address: str, limit_s: float) -> None:
 
 
 def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
-    if not info.source.startswith(_MPI_LAUNCHERS):
+    if not info.source.startswith(MPI_FAMILIES):
         raise UserError(f"rank {info.rank} of {info.world_size} has no MASTER_ADDR",
                         where=f"environment ({info.source})",
                         instead="start with launch, or export MASTER_ADDR and MASTER_PORT of rank 0's node")

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ezpz_llm import __version__
 from ezpz_llm.base import UserError, as_dataclass, join_file_name, open_regular, read_json
+from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill

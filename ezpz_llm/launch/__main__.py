@@ -231,7 +231,7 @@ def _record(plan: LaunchPlan, typed: Sequence[str]) -> dict[str, object]:
         "hosts": list(plan.hosts),
         "ranks_per_host": list(Counter(place.host for place in plan.ranks).values()),
         "launcher": plan.launcher.kind,
-        "dialect": plan.launcher.dialect,
+        "dialect": plan.launcher.title,
         "site": plan.site.name,
         "binding": asdict(plan.binding),
         "notes": list(plan.notes),

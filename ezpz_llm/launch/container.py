@@ -1,9 +1,7 @@
 """Containers for ranks, started by a command prefix on each rank, or by srun options for the whole step.
 
 Sources: https://apptainer.org/docs/user/main/cli/apptainer_exec.html (Singularity's commands are the same);
-https://github.com/NERSC/shifter; https://github.com/NERSC/podman-hpc, with podman-run(1);
-https://github.com/NVIDIA/pyxis/blob/107519944221822ea1dace4db8e7234b2eaa4cd5/README.md; Alps' Container Engine:
-https://confluence.cscs.ch/display/KB/Container+Engine.
+https://github.com/NERSC/shifter; https://github.com/NERSC/podman-hpc, with podman-run(1).
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, ask_command, user_path
-from ezpz_llm.launch.sites import ANY_RUNTIME, OF_SRUN, Site
+from ezpz_llm.base import UserError, user_path
+from ezpz_llm.launch.dialects.srun_container import IMAGE_OPTIONS, step_options
+from ezpz_llm.launch.sites import ANY_RUNTIME, Site
 
-_HELP_TIMEOUT_S = 5.0
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 
 
@@ -30,14 +28,14 @@ class RankContainer:
         runtime: one of `sites.RUNTIMES`.
         source: the option or site file that names the image.
         words: prefix of the command on each rank.
-        srun: options of srun that run the whole step in the container, including the rank shim.
+        step_options: options of srun that run the whole step in the container, including the rank shim.
     """
 
     image: str = ""
     runtime: str = ""
     source: str = ""
     words: tuple[str, ...] = ()
-    srun: tuple[str, ...] = ()
+    step_options: tuple[str, ...] = ()
 
 
 def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Path, variables: Iterable[str],
@@ -59,9 +57,9 @@ def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Pat
     image = _resolve_image(image, source)
     runtime = site_container.runtime or next((name for name in ANY_RUNTIME if _is_on_path(name, env)),
                                              ANY_RUNTIME[0])
-    if runtime in OF_SRUN:
-        step_options = _srun_options(runtime, image, launcher, run_dir, variables, source, env)
-        return RankContainer(image, runtime, source, srun=(*step_options, *site_container.options))
+    if runtime in IMAGE_OPTIONS:
+        options = step_options(runtime, image, launcher, run_dir, variables, source, env)
+        return RankContainer(image, runtime, source, step_options=(*options, *site_container.options))
     if not _is_on_path(runtime, env):
         raise UserError(f"{runtime}, which is required to run {image}, is not on PATH", where=source,
                         instead="load its module, name another runtime in the site file, or pass --container none")
@@ -93,22 +91,3 @@ def _command_prefix(runtime: str, image: str, run_dir: Path, options: tuple[str,
                 *(f"--volume={folder}:{folder}" for folder in folders), f"--workdir={os.getcwd()}", *options, image)
     # Apptainer mounts the working directory, the home directory and /tmp by default, and keeps the environment.
     return (runtime, "exec", "--bind", str(run_dir), *options, image)
-
-
-def _srun_options(runtime: str, image: str, launcher: str, run_dir: Path, variables: Iterable[str], source: str,
-                  env: Mapping[str, str]) -> tuple[str, ...]:
-    option = OF_SRUN[runtime]
-    if launcher != "srun":
-        raise UserError(f"{option} is an option of srun, but {launcher} starts the ranks", where=source,
-                        instead="--launcher srun in a Slurm job, another runtime in the site file, or --container"
-                                " none")
-    srun_help = ask_command(("srun", "--help"), env, _HELP_TIMEOUT_S).text
-    if srun_help is not None and option not in srun_help:
-        raise UserError(f"this srun has no option {option}, which runtime \"{runtime}\" requires", where=source,
-                        instead="another runtime in the site file, or --container none")
-    if runtime != "pyxis":
-        return (f"{option}={image}",)
-    folders = dict.fromkeys((str(run_dir), os.getcwd()))
-    # Variables that the image sets would otherwise keep the image's values.
-    return (f"{option}={image}", f"--container-mounts={','.join(f'{folder}:{folder}' for folder in folders)}",
-            f"--container-workdir={os.getcwd()}", f"--container-env={','.join(sorted(variables))}")

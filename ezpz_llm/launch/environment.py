@@ -18,11 +18,11 @@ from ezpz_llm.base import (
     whole_number,
 )
 from ezpz_llm.launch.addresses import Rendezvous
-from ezpz_llm.launch.binding.core_binding import Binding
+from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
-from ezpz_llm.launch.schedulers import rank_names
+from ezpz_llm.launch.schedulers import rank_names, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 from ezpz_llm.launch.variables import (
@@ -166,13 +166,11 @@ def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
 
 
 def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
-    """Return True if the user set this variable, rather than PBS, an outer launch, or an outer torchrun."""
-    if not env.get(name):
+    """Return True if the user set this variable, rather than the scheduler, an outer launch or torchrun."""
+    if not env.get(name) or RUN_ID_VARIABLE in env:
         return False
-    # PBS exports the number of cores of the job as OMP_NUM_THREADS.
-    by_pbs = name == "OMP_NUM_THREADS" and bool(env.get("PBS_JOBID")) and env[name] == env.get("NCPUS")
     by_torchrun = name in RENDEZVOUS_VARIABLES and TORCHELASTIC_VARIABLE in env
-    return not by_pbs and not by_torchrun and RUN_ID_VARIABLE not in env
+    return not by_torchrun and not any(scheduler.sets_variable(name, env) for scheduler in schedulers().values())
 
 
 def forwarded_names(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:

@@ -10,22 +10,17 @@ import mmap
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import UserError, ask_command, system_text
+from ezpz_llm.base import system_text
+from ezpz_llm.launch.schedulers import schedulers
 from ezpz_llm.launch.variables import TORCHELASTIC_VARIABLE
-
-PLUGIN_VARIABLE = "SLURM_MPI_TYPE"
-"""Variable that sets srun's default for `--mpi`."""
-NO_PLUGIN = "none"
 
 _IMPORT = re.compile(rb"^(?:from|import)[ \t]+mpi4py\b", re.MULTILINE)
 _NEEDED = re.compile(rb"lib(?:mpi|mpich|mpi_cray|mpi_gnu_\d+)\.so[.\d]*")
 _NEEDED_OF_OPEN_MPI = re.compile(rb"libmpi\.so\.[24]0|libopen-rte\.so")
 _MAX_SCRIPT_BYTES = 1 << 20
-_SUPPORTED, _SUPPORTED_BY_OPEN_MPI = ("pmi2", "pmix"), ("pmix",)
-"""Plug-ins in order of preference. A site whose MPI requires cray_shasta has it as the default."""
 
 
 def detect_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
@@ -45,67 +40,6 @@ def detect_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
                 return (f"needs {name[0].decode()}", bool(_NEEDED_OF_OPEN_MPI.search(content))) if name else None
     except (OSError, ValueError):
         return None
-
-
-def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
-                 env: Mapping[str, str], query_limits: tuple[float, int]) -> dict[str, tuple[str, str]]:
-    """Return variables, each with value and reason, with which the ranks form one MPI world.
-
-    Empty if the program does not use MPI, in which case Slurm is not queried, or if the launcher's defaults work.
-
-    Args:
-        launcher: kind of the launcher.
-        words: command line of the launcher.
-        program: file that each rank runs.
-        query_limits: timeout in seconds of a Slurm query, and number of attempts.
-
-    Raises:
-        UserError: each rank would form an MPI world of size 1.
-    """
-    if ranks == 1 or launcher not in ("srun", "torchrun") or (use := detect_mpi(program, env)) is None:
-        return {}
-    evidence, is_open_mpi = f"{Path(program).name} {use[0]}", use[1]
-    if launcher == "torchrun":
-        raise _disconnected_error(evidence, ranks, "torchrun, which does not support MPI",
-                                  "--launcher mpiexec, or srun in a Slurm job")
-    if any(word.startswith("--mpi") for word in words) or env.get(PLUGIN_VARIABLE, NO_PLUGIN) != NO_PLUGIN:
-        return {}
-    source = f"{PLUGIN_VARIABLE}={NO_PLUGIN}"
-    offered = offered_plugins(ask_command(["srun", "--mpi=list"], env, *query_limits).text or "")
-    supported = _SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED
-    plugins = [name for name in supported if name in offered]
-    if not env.get(PLUGIN_VARIABLE):
-        config = ask_command(["scontrol", "show", "config"], env, *query_limits).text or ""
-        default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
-        if default is None or default[1] != NO_PLUGIN:
-            return {}
-        source = f"MpiDefault={NO_PLUGIN}"
-        if plugins:
-            return {PLUGIN_VARIABLE: (plugins[0], f"{evidence}; with {source}, each rank would be alone in its own "
-                                                  "MPI world (rank 0 of 1)")}
-    if plugins:
-        instead = f"{PLUGIN_VARIABLE}={plugins[0]} launch …; this srun supports {', '.join(offered)}"
-    elif offered:
-        instead = (f"{PLUGIN_VARIABLE}=NAME launch …, if this MPI supports one of srun's plug-ins "
-                   f"({', '.join(offered)}), or --launcher mpiexec")
-    else:
-        instead = f"{PLUGIN_VARIABLE}={supported[0]} launch …; for the plug-ins of this srun, run srun --mpi=list"
-    raise _disconnected_error(evidence, ranks, source, instead)
-
-
-def offered_plugins(text: str) -> list[str]:
-    """Return the plug-ins in the output of `srun --mpi=list`, without `none`.
-
-    srun prints one plug-in per line after a heading. Newer versions of srun indent them, and list the versions of
-    pmix on a further line.
-    """
-    lines = [line.removeprefix("srun:").strip() for line in text.splitlines()]
-    return [line for line in lines if re.fullmatch(r"[a-z][\w.]*", line) and line != NO_PLUGIN]
-
-
-def _disconnected_error(evidence: str, ranks: int, where: str, instead: str) -> UserError:
-    return UserError(f"{evidence}, and each of the {ranks} ranks would be alone in its own MPI world (rank 0 of 1)",
-                     where=where, instead=instead)
 
 
 _FIRST_CHECKS_S, _AGE_FACTOR = 10.0, 2.0
@@ -164,9 +98,8 @@ class MpiWatch:
 def _message(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
     if env.get(TORCHELASTIC_VARIABLE):
         reason, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
-    elif env.get("SLURM_STEP_ID") and not _has_prefix(env, ("PMI_", "PMIX_")):
-        reason = f"srun set no PMI or PMIx variables, and SLURM_MPI_TYPE is {env.get(PLUGIN_VARIABLE, 'not set')}"
-        instead = "SLURM_MPI_TYPE=pmi2 launch …, or pmix, if srun --mpi=list and this MPI support it"
+    elif advice := next(filter(None, (scheduler.mpi_advice(env) for scheduler in schedulers().values())), None):
+        reason, instead = advice
     else:
         reason, instead = "the launcher belongs to another MPI", "put the mpiexec of this MPI first on PATH"
     return (f"the ranks load {mpi}, but are not connected: each of the {ranks} ranks is alone in its own MPI world"

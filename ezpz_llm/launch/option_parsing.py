@@ -194,7 +194,9 @@ def command_line(text: str) -> tuple[str, ...]:
     return arguments
 
 
-LAUNCHERS = ("auto", "mpiexec", "srun", "flux", "jsrun", "torchrun")
+LAUNCHERS = ("auto", "mpiexec",
+             *(launcher.program for scheduler in OURS if (launcher := scheduler.step_launcher())), "torchrun")
+"""Built-in values of --launcher."""
 SCHEDULERS = ("auto", *(scheduler.NAME for scheduler in OURS), "none")
 """Built-in values of --scheduler; plug-in schedulers are loaded only if --scheduler is passed."""
 BINDINGS = ("auto", "none")

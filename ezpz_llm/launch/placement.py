@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import overload
 
 from ezpz_llm.base import MAX_RANKS_PER_NODE, UserError, count_noun
-from ezpz_llm.launch.binding.core_binding import Binding
+from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 

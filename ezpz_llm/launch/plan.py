@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from ezpz_llm.launch.addresses import (
     is_local_node_among,
     list_interfaces,
 )
-from ezpz_llm.launch.binding.core_binding import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_nodes, site_notes
+from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.container import RankContainer, choose_container
 from ezpz_llm.launch.devices import Devices, usable_cores
 from ezpz_llm.launch.dialects import choose_launcher
-from ezpz_llm.launch.dialects.work import Built, Launcher, Work
+from ezpz_llm.launch.dialects.srun_mpi import mpi_settings
+from ezpz_llm.launch.dialects.work import DIRECT, Built, Launcher, Work
 from ezpz_llm.launch.environment import (
     RENDEZVOUS_VARIABLES,
     Setting,
@@ -44,7 +45,6 @@ from ezpz_llm.launch.environment import (
 )
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
-from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.nested_launcher import nested_launcher_notes
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
@@ -111,29 +111,11 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     ranks = _assign_ranks(options, env, allocation)
     run_id = os.urandom(8).hex()
     network = _find_network(options, env, ranks, run_id)
-    settings = {
-        **run_settings(run_dir, run_id, ranks.placement, ranks.allocation, options, env),
-        **(rendezvous_settings(network.rendezvous, env) if ranks.launcher.kind != "torchrun" else {}),
-        **(interface_settings(network.interface, network.source, env) if len(ranks.hosts) > 1 else {}),
-        **binding_settings(ranks.binding, ranks.mask, ranks.site, env),
-        **site_settings(ranks.site, options, env),
-        **terminal_settings(options, env),
-        **python_settings(env),
-        **extension_settings(env),
-    }
-    container = choose_container(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
-    if container.image and options.stage_env:
-        raise UserError(f"--stage-env cannot be used with the container {container.image}",
-                        where="--stage-env", instead="omit --stage-env: an image is a single file already")
+    settings = _make_settings(options, env, ranks, network, run_dir, run_id)
+    container = _choose_container(options, env, ranks, run_dir, settings)
     command = (*container.words, *options.wrap, *options.command)
-    work = _describe_work(ranks, network, container, command, run_dir, settings, env)
-    built = ranks.launcher.build(ranks.launcher.program, work)
-    launcher_variables = dict(built.env)
-    if target.module is None:
-        launcher_variables |= mpi_settings(ranks.launcher.kind, built.argv, program_file(options.command, target),
-                                           ranks.placement.world_size, env, QUICK if options.dry_run else PATIENT)
-    settings |= {name: Setting(*entry) for name, entry in launcher_variables.items()
-                 if not is_users_choice(name, env)}
+    built = ranks.launcher.build(_describe_work(ranks, network, container, command, run_dir, settings, env))
+    settings |= _launcher_settings(options, env, target, ranks.launcher, ranks.placement, built)
     return LaunchPlan(
         argv=built.argv,
         env=settings,
@@ -170,42 +152,6 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
     return step
 
 
-def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
-                            run_dir: RunDir | None) -> LaunchPlan:
-    """Build the plan for a process that is already a rank: it replaces itself with the command (exec)."""
-    info = local.rank_here({**env, **rank_names()})
-    if options.ranks not in (None, info.world_size) and is_set_by_user(env):
-        raise UserError(f"-n {options.ranks}, but this process is already rank {info.rank} of {info.world_size}"
-                        " (RANK, WORLD_SIZE)", where="the environment, with MASTER_ADDR and MASTER_PORT",
-                        instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers, else omit -n")
-    if is_set_by_user(env):
-        require_master_address(env["MASTER_ADDR"])
-        require_master_port(env["MASTER_PORT"])
-    settings = rank_settings()
-    if run_dir:
-        settings[RUN_DIR_VARIABLE] = Setting(str(run_dir.path), "--run-dir")
-    host = allocation.hosts[0].name
-    note = f"already rank {info.rank} of {info.world_size} ({info.source}): running the command without a launcher"
-    if options.ranks not in (None, info.world_size):
-        note += f"; -n {options.ranks} is ignored"
-    return LaunchPlan(
-        argv=(*options.wrap, *options.command),
-        env=settings,
-        ranks=(RankPlace(info.rank, host, info.local_rank, fold_numbers(usable_cores())),),
-        hosts=(host,),
-        run_dir=run_dir or default_run_dir(target.name),
-        run_id="",
-        launcher=Launcher("none", "none", "", info.source, lambda program, work: Built(work.command)),
-        allocation=allocation,
-        target=target,
-        command=(*options.wrap, *options.command),
-        files={},
-        ranks_source=info.source,
-        notes=(note, *_nested_launcher_notes(options, info.world_size), *allocation.notes),
-    )
-
-
-
 def _reject_script(options: Options) -> None:
     """Reject a command that starts with a Python script or module instead of a program.
 
@@ -233,6 +179,41 @@ def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
     allocation = supplement(find_allocation(env, options.scheduler, hosts_from), env,
                             QUICK if options.dry_run else PATIENT)
     return select_nodes(allocation, options.nodes, options.hosts, options.hostfile)
+
+
+def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
+                            run_dir: RunDir | None) -> LaunchPlan:
+    """Build the plan for a process that is already a rank: it replaces itself with the command (exec)."""
+    info = local.rank_here({**env, **rank_names()})
+    if options.ranks not in (None, info.world_size) and is_set_by_user(env):
+        raise UserError(f"-n {options.ranks}, but this process is already rank {info.rank} of {info.world_size}"
+                        " (RANK, WORLD_SIZE)", where="the environment, with MASTER_ADDR and MASTER_PORT",
+                        instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers, else omit -n")
+    if is_set_by_user(env):
+        require_master_address(env["MASTER_ADDR"])
+        require_master_port(env["MASTER_PORT"])
+    settings = rank_settings()
+    if run_dir:
+        settings[RUN_DIR_VARIABLE] = Setting(str(run_dir.path), "--run-dir")
+    host = allocation.hosts[0].name
+    note = f"already rank {info.rank} of {info.world_size} ({info.source}): running the command without a launcher"
+    if options.ranks not in (None, info.world_size):
+        note += f"; -n {options.ranks} is ignored"
+    return LaunchPlan(
+        argv=(*options.wrap, *options.command),
+        env=settings,
+        ranks=(RankPlace(info.rank, host, info.local_rank, fold_numbers(usable_cores())),),
+        hosts=(host,),
+        run_dir=run_dir or default_run_dir(target.name),
+        run_id="",
+        launcher=Launcher("none", DIRECT, "", info.source),
+        allocation=allocation,
+        target=target,
+        command=(*options.wrap, *options.command),
+        files={},
+        ranks_source=info.source,
+        notes=(note, *_nested_launcher_notes(options, info.world_size), *allocation.notes),
+    )
 
 
 @dataclass(frozen=True)
@@ -278,16 +259,6 @@ def _choose_launcher(options: Options, env: Mapping[str, str], allocation: Alloc
     return replace(launcher, source=f"site {site.name}") if site_launcher else launcher
 
 
-def _choose_interface(options: Options, site: Site,
-                      hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
-    """Return the interfaces to use, their source, and a note if this is the first node and it lacks the site's."""
-    if options.interface or not site.interface:
-        return options.interface, "--interface", ()
-    if find_local_node(hosts) == 0 and list_interfaces().keys().isdisjoint(site.interface.split(",")):
-        return None, "", (f"{hosts[0]} has no interface {site.interface}, which site {site.name} names",)
-    return site.interface, f"site {site.name}", ()
-
-
 @dataclass(frozen=True)
 class _Network:
     """Rendezvous of the ranks, and the network interfaces to use; `source` is that of the interfaces."""
@@ -311,14 +282,48 @@ def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, 
     return _Network(rendezvous, interface, source, notes)
 
 
+def _choose_interface(options: Options, site: Site,
+                      hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
+    """Return the interfaces to use, their source, and a note if this is the first node and it lacks the site's."""
+    if options.interface or not site.interface:
+        return options.interface, "--interface", ()
+    if find_local_node(hosts) == 0 and list_interfaces().keys().isdisjoint(site.interface.split(",")):
+        return None, "", (f"{hosts[0]} has no interface {site.interface}, which site {site.name} names",)
+    return site.interface, f"site {site.name}", ()
+
+
+def _make_settings(options: Options, env: Mapping[str, str], ranks: _Assignment, network: _Network, run_dir: RunDir,
+                   run_id: str) -> dict[str, Setting]:
+    """Return the changes to the environment of the ranks, without those of the launcher."""
+    return {
+        **run_settings(run_dir, run_id, ranks.placement, ranks.allocation, options, env),
+        **(rendezvous_settings(network.rendezvous, env) if ranks.launcher.kind != "torchrun" else {}),
+        **(interface_settings(network.interface, network.source, env) if len(ranks.hosts) > 1 else {}),
+        **binding_settings(ranks.binding, ranks.mask, ranks.site, env),
+        **site_settings(ranks.site, options, env),
+        **terminal_settings(options, env),
+        **python_settings(env),
+        **extension_settings(env),
+    }
+
+
+def _choose_container(options: Options, env: Mapping[str, str], ranks: _Assignment, run_dir: RunDir,
+                      variables: Iterable[str]) -> RankContainer:
+    container = choose_container(options.container, ranks.site, ranks.launcher.kind, run_dir.path, variables, env)
+    if container.image and options.stage_env:
+        raise UserError(f"--stage-env cannot be used with the container {container.image}",
+                        where="--stage-env", instead="omit --stage-env: an image is a single file already")
+    return container
+
+
 def _describe_work(ranks: _Assignment, network: _Network, container: RankContainer, command: tuple[str, ...],
-                   run_dir: RunDir,
-                   settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
+                   run_dir: RunDir, settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
     """Describe the ranks to start, independently of the launcher."""
     hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
     return Work(
         # If the whole step runs in the container, the image's Python must have this package.
-        command=("python3" if container.srun else sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
+        command=("python3" if container.step_options else sys.executable, "-m", "ezpz_llm.launch.shim", "--",
+                 *command),
         placement=ranks.placement,
         here=len(hosts) == 1 and is_local_address(hosts[0]),
         node_list_path=run_dir.path / "hostfile",
@@ -328,7 +333,7 @@ def _describe_work(ranks: _Assignment, network: _Network, container: RankContain
         scheduler=ranks.allocation.scheduler,
         cores_per_node=binding.cpus_per_host,
         binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
-        site_options=(*ranks.site.options.get(launcher.kind, ()), *container.srun),
+        site_options=(*ranks.site.options.get(launcher.kind, ()), *container.step_options),
         master=(network.rendezvous.address, network.rendezvous.port),
         env=env,
         devices_per_host=_common_value({host.devices for host in ranks.allocation.hosts}),
@@ -337,6 +342,16 @@ def _describe_work(ranks: _Assignment, network: _Network, container: RankContain
 
 def _common_value(values: set[int | None]) -> int | None:
     return next(iter(values)) if len(values) == 1 else None
+
+
+def _launcher_settings(options: Options, env: Mapping[str, str], target: Target, launcher: Launcher,
+                       placement: Placement, built: Built) -> dict[str, Setting]:
+    """Return the variables that the launcher needs, without those that the user set."""
+    variables = dict(built.env)
+    if target.module is None:
+        variables |= mpi_settings(launcher.kind, built.argv, program_file(options.command, target),
+                                  placement.world_size, env, QUICK if options.dry_run else PATIENT)
+    return {name: Setting(*entry) for name, entry in variables.items() if not is_users_choice(name, env)}
 
 
 def _nested_launcher_notes(options: Options, ranks: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.launch.dialects.work import DIRECT
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.rundir import redact, redact_words
 
@@ -71,7 +72,7 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
         "hosts": list(plan.hosts),
         "ranks": [vars(place) for place in plan.ranks],
         "launcher": plan.launcher.kind,
-        "dialect": plan.launcher.dialect,
+        "dialect": plan.launcher.title,
         "scheduler": plan.allocation.scheduler,
         "job_id": plan.allocation.job_id,
         "site": plan.site.name,
@@ -99,7 +100,7 @@ def _scheduler(plan: LaunchPlan) -> str:
 
 def _launcher(plan: LaunchPlan) -> str:
     launcher = plan.launcher
-    dialect = "" if launcher.dialect == "none" else launcher.dialect
+    dialect = "" if launcher.dialect == DIRECT else launcher.title
     return f"{', '.join(filter(None, (launcher.kind, dialect, launcher.program)))} ({launcher.source})"
 
 

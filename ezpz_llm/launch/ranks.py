@@ -32,6 +32,14 @@ ALONE = "single process"
 _RENDEZVOUS_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+OUTER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
+                   "SLURM_PROCID", "SLURM_LOCALID", "FLUX_TASK_", "JSM_NAMESPACE_")
+"""Prefixes of rank variables of srun and mpiexec, which are removed if one of them starts torchrun on each node.
+
+The ranks of torchrun would inherit them, and MPI would identify all ranks of a node as the same rank.
+"""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Rank of a process in its job; `source` names the variables used, `notes` report variables that disagree."""
@@ -97,6 +105,9 @@ _JOB_STEPS = (
 )
 FAMILIES = (*_HIGH_PRECEDENCE, *_JOB_STEPS)
 """In order of precedence. `_families` inserts plug-in launchers between the groups: their ranks may run mpiexec."""
+
+MPI_FAMILIES = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
+"""Prefixes of the names of families whose ranks form one MPI world."""
 
 
 @dataclass(frozen=True)

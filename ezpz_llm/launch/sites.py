@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +19,10 @@ from ezpz_llm.base import (
     unknown_name_error,
     user_path,
 )
-from ezpz_llm.launch.schedulers import schedulers, step_launchers
+from ezpz_llm.launch.dialects import dialect_of_site
+from ezpz_llm.launch.dialects.srun_container import IMAGE_OPTIONS
+from ezpz_llm.launch.schedulers import SCHEDULERS, schedulers, step_launchers
+from ezpz_llm.launch.schedulers.scheduler import Scheduler
 from ezpz_llm.launch.variables import SITE_VARIABLE
 
 
@@ -43,9 +46,7 @@ class Limit:
 
 ANY_RUNTIME = ("apptainer", "singularity")
 """Default runtimes; the first one on PATH is used."""
-OF_SRUN = {"pyxis": "--container-image", "environment": "--environment"}
-"""Runtimes of srun, with its option for the image: NVIDIA's Pyxis, and the Container Engine of Alps."""
-RUNTIMES = (*ANY_RUNTIME, "shifter", "podman-hpc", *OF_SRUN)
+RUNTIMES = (*ANY_RUNTIME, "shifter", "podman-hpc", *IMAGE_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,8 @@ def _location(path: Path, text: str, key: str) -> str:
 
 
 
-HINTS = ("PBS_O_HOST", "PBS_JOBID", "SLURM_CLUSTER_NAME", "NERSC_HOST", "LMOD_SYSTEM_NAME")
-"""Variables of a scheduler or a module system that identify a machine.
+_SITE_VARIABLES = ("NERSC_HOST", "LMOD_SYSTEM_NAME")
+"""Variables of a center or a module system that identify a machine, beside those of schedulers.
 
 Hostnames of compute nodes do not identify a machine: nid000001 and x1000c0s0b0n0 exist on many machines.
 """
@@ -249,13 +250,15 @@ def _one_of(*names: str) -> Key:
     return Key(f"one of {', '.join(map(repr, names))}", lambda value: value in names)
 
 
+def _site_variables(among: Iterable[Scheduler]) -> tuple[str, ...]:
+    return (*(name for scheduler in among for name in scheduler.SITE_VARIABLES), *_SITE_VARIABLES)
+
+
 def _has_launcher(name: Any) -> bool:
     return name in ("mpiexec", *step_launchers())
 
 
 def _has_dialect(name: Any) -> bool:
-    from ezpz_llm.launch.dialects import dialect_of_site  # avoids an import cycle
-
     return _is_text(name) and dialect_of_site(name) is not None
 
 
@@ -303,8 +306,8 @@ KEYS: Mapping[str, Key] = {
     "unsourced": Key("a list of keys that the file does not set", _list_of(lambda name: name in KEYS)),
     "job": Key("a table with `queue`, `directives`, `setup`, `limits` and `container`",
                lambda value: isinstance(value, dict)),
-    "recognise": Key(f"a table with lists of patterns for {', '.join(HINTS)}",
-                     _table_of(HINTS.__contains__, _list_of(_is_text))),
+    "recognise": Key(f"a table with lists of patterns for {', '.join(_site_variables(SCHEDULERS))}",
+                     _table_of(lambda name: name in _site_variables(schedulers().values()), _list_of(_is_text))),
 }
 
 _OBSOLETE_KEYS = {"device_order": "set device_domains, which determines the order of devices"}
@@ -339,7 +342,7 @@ def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
         return _load_site(wanted, "--site")
     if name := env.get(SITE_VARIABLE):
         return _load_site(name, SITE_VARIABLE)
-    if any(env.get(hint) for hint in HINTS):
+    if any(env.get(name) for name in _site_variables(schedulers().values())):
         return _guess_site(env)
     return _load_site(_GENERIC, "no site selected or recognized")
 

@@ -79,13 +79,6 @@ TORCHS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZ
               "TORCHELASTIC_ERROR_FILE")
 """Variables of a single rank that torch reads, set by torchrun, by the shim, or manually."""
 
-OUTER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
-                   "SLURM_PROCID", "SLURM_LOCALID", "FLUX_TASK_", "JSM_NAMESPACE_")
-"""Prefixes of rank variables of srun and mpiexec, which are removed if one of them starts torchrun on each node.
-
-The ranks of torchrun would inherit them, and MPI would identify all ranks of a node as the same rank.
-"""
-
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 """Directory in which torch compiles extensions."""
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,12 +39,19 @@ from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import run_of
 from ezpz_llm.rundir import read_record, write_atomic
 
-if TYPE_CHECKING:
-    from ezpz_llm.library.wrapping import Wrapped
-
 PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which step times exclude, with the heartbeat's phase for each."""
 LOG_EVERY = 10
+
+
+class WrappedModel(Protocol):
+    """Model of `ezpz_llm.wrap`, as `Run.record` reads it."""
+
+    grad_norm: Tensor | None
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the model's optimizer."""
 
 
 @dataclass
@@ -60,7 +67,7 @@ class Run:
     clock: WallClock
     log_every: int = LOG_EVERY
     metrics: MetricsLog | None = None
-    models: list[Wrapped] = field(default_factory=list)
+    models: list[WrappedModel] = field(default_factory=list)
     first_step: int = 0
     step: int = 0
     """Last recorded step, or the step of the loaded checkpoint."""

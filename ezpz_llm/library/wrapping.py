@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm import checkpoint
 from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.checkpoint.reader import load_newest
+from ezpz_llm.checkpoint.saver import save
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine import running_statistics
@@ -276,7 +277,7 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
     run = current("save_checkpoint")
     _require_known_state(model.optimizer)
     with run.phase("checkpoints"):
-        return checkpoint.save(model.engine, run.dist, run.dist.run_dir, {**state, "step": step})
+        return save(model.engine, run.dist, run.dist.run_dir, {**state, "step": step})
 
 
 def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str, Any] | None:
@@ -301,7 +302,7 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
             return None
         where = run.run_dir
     run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)
-    loaded = checkpoint.load_newest(where, model.engine, run.dist, lambda folder, state: None)
+    loaded = load_newest(where, model.engine, run.dist, lambda folder, state: None)
     run.step = loaded.state["step"]
     run.begin_step()
     return loaded.state

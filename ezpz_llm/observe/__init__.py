@@ -8,7 +8,8 @@ from __future__ import annotations
 from ezpz_llm.base import lazy_names
 
 _MODULES = {
-    "metrics": ("PHASES", "Bubble", "MetricsLog", "StepTimeline", "StepTimes", "Straggler", "WallClock"),
+    "imbalance": ("Bubble", "Straggler"),
+    "metrics": ("PHASES", "MetricsLog", "StepTimeline", "StepTimes", "WallClock"),
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot"),
     "profile": ("PythonProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),

@@ -29,6 +29,7 @@ import torch
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather_number, all_reduce
 from ezpz_llm.observe.history import OTHER, PHASES, is_finite, steady_steps, trim_history
+from ezpz_llm.observe.imbalance import Bubble, Straggler
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
@@ -189,32 +190,6 @@ class WallClock:
         """Return the seconds by name so far. The sum is the run's wall time."""
         total = time.perf_counter() - self.started
         return {**self.spans, "other": total - sum(self.spans.values())}
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Idle fraction of each pipeline stage, from the start of a step to the end of its last backward pass.
-
-    `expected` is (p-1)/(m+p-1), the fraction with equally long stages and free communication (Huang et al. 2019,
-    arXiv:1811.06965; the same for the 1F1B schedule). A larger value indicates imbalance or communication.
-    """
-
-    idle: tuple[float, ...]
-    expected: float
-
-    @property
-    def mean(self) -> float:
-        """Mean over the stages."""
-        return statistics.fmean(self.idle)
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """Rank that spent the most time in data and forward, its seconds per step, and the median over ranks."""
-
-    rank: int
-    seconds: float
-    median_s: float
 
 
 class Measured(Protocol):

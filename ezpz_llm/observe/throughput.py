@@ -26,12 +26,12 @@ from ezpz_llm.observe.history import (
     spread,
     steady_steps,
 )
+from ezpz_llm.observe.imbalance import Bubble, Straggler
 from ezpz_llm.observe.tables import percentages, table, table_text, wall_table
 from ezpz_llm.observe.terminal import can_redraw, terminal_width
 from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
-    from ezpz_llm.observe.metrics import Bubble, Straggler
     from ezpz_llm.observe.peaks import Ceiling, Peak
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady_steps
 from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.observe.trackers import flatten_settings
+from ezpz_llm.observe.trackers.tracker import flatten_settings
 from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_record
 
 _SILENT_AFTER_S = 600.0

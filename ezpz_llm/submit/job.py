@@ -15,8 +15,8 @@ from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, place_ranks
-from ezpz_llm.launch.schedulers import local, schedulers
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Node, Request, Scheduler
+from ezpz_llm.launch.schedulers import batch_schedulers, local, schedulers
+from ezpz_llm.launch.schedulers.scheduler import Allocation, BatchScheduler, Node, Request
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.variables import SITE_VARIABLE
 from ezpz_llm.rundir import RunDir, default_run_dir, has_secret, redact_words
@@ -39,7 +39,7 @@ class Job:
 
     options: Options
     site: Site
-    scheduler: Scheduler
+    scheduler: BatchScheduler
     target: Target
     run_dir: RunDir
     is_default: bool
@@ -81,17 +81,22 @@ def _site(options: Options, env: Mapping[str, str]) -> Site:
     if submit_site and launch_site and submit_site != launch_site:
         raise UserError(f"submit and launch name two sites: {submit_site} and {launch_site}",
                         where="submit --site, launch --site", instead="pass --site only once")
-    # qsub sets PBS_O_HOST in a job to the submitting host, which is this node.
-    return find_site(submit_site or launch_site, {"PBS_O_HOST": socket.gethostname(), **env})
+    of_jobs: dict[str, str] = {}
+    for scheduler in batch_schedulers().values():
+        of_jobs |= scheduler.variables_of_jobs(socket.gethostname())
+    return find_site(submit_site or launch_site, {**of_jobs, **env})
 
 
-def _scheduler(site: Site, option: str | None, env: Mapping[str, str]) -> Scheduler:
+def _scheduler(site: Site, option: str | None, env: Mapping[str, str]) -> BatchScheduler:
     if option and site.scheduler and option != site.scheduler:
         raise UserError(f"--scheduler is {option}, but site {site.name} has {site.scheduler}",
                         where="--scheduler, --site", instead="omit one of them")
     if name := option or site.scheduler:
-        return schedulers()[name]
-    writers = [scheduler for scheduler in schedulers().values() if scheduler.PROGRAM]
+        if name not in batch_schedulers():
+            raise UserError(f"submit does not write job scripts for {schedulers()[name].TITLE}",
+                            instead="write a job script that calls ezpz-llm launch, and submit it yourself")
+        return batch_schedulers()[name]
+    writers = batch_schedulers().values()
     for scheduler in writers:
         if shutil.which(scheduler.PROGRAM, path=env.get("PATH", os.defpath)):
             return scheduler

@@ -18,7 +18,7 @@ from ezpz_llm.launch.option_parsing import (
     split_options,
     whole,
 )
-from ezpz_llm.launch.schedulers import schedulers
+from ezpz_llm.launch.schedulers import batch_schedulers
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
 
@@ -95,9 +95,8 @@ def _label(text: str) -> str:
 
 
 def _scheduler(text: str) -> str:
-    names = [name for name, scheduler in schedulers().items() if scheduler.PROGRAM]
-    if text not in names:
-        raise ValueError(f"one of {', '.join(names)}")
+    if text not in batch_schedulers():
+        raise ValueError(f"one of {', '.join(batch_schedulers())}")
     return text
 
 

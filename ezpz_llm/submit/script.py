@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ezpz_llm.base import SECRET_VARIABLE, UserError, data_dir
 from ezpz_llm.launch.devices import MASKS
-from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.launch.schedulers.scheduler import Scheduler
+from ezpz_llm.launch.schedulers import scheduler_here, schedulers
+from ezpz_llm.launch.schedulers.scheduler import BatchScheduler
 from ezpz_llm.launch.variables import (
     ENDS_AT_VARIABLE,
     FORWARDED,
@@ -103,7 +103,7 @@ class RejectedError(UserError):
     """The scheduler has certainly not queued the job."""
 
 
-def queue_chain(scheduler: Scheduler, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
+def queue_chain(scheduler: BatchScheduler, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
     """Submit the script `count` times and yield the job ids. Each job starts after the previous one has ended.
 
     Raises:
@@ -116,7 +116,7 @@ def queue_chain(scheduler: Scheduler, script: Path, count: int, env: Mapping[str
         yield after
 
 
-def _queue(scheduler: Scheduler, command: list[str], number: int, env: Mapping[str, str]) -> str:
+def _queue(scheduler: BatchScheduler, command: list[str], number: int, env: Mapping[str, str]) -> str:
     program = command[0]
     earlier = f" (job {number} of the chain; the earlier ones are queued)" if number > 1 else ""
     try:
@@ -156,7 +156,7 @@ _LAUNCH_VARIABLES = (*MASKS, *RANKS_OWN, *TORCHS_OWN, RUN_DIR_VARIABLE, RUN_ID_V
 # The job sets HOME itself, and PATH and the site have their own lines in the script.
 _NOT_EXPORTED = ("HOME", "PATH", SITE_VARIABLE, *_LAUNCH_VARIABLES)
 _ENVIRONMENT_VARIABLES = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
-_JOB_PREFIXES = ("SLURM_", "PBS_", "FLUX_", "LSB_", "LSF_JOB", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
+_MPI_PREFIXES = ("PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
 
 def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ...], time_s: int, *,
@@ -197,8 +197,8 @@ def remove_job_variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     if not scheduler_here(env):
         return dict(env)
-    # FLUX_URI names the instance in which flux queues the job: the enclosing one, as for sbatch in a Slurm job.
-    user_variables = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT",
-                      "FLUX_URI")
+    all_schedulers = schedulers().values()
+    prefixes = (*_MPI_PREFIXES, *(prefix for scheduler in all_schedulers for prefix in scheduler.JOB_PREFIXES))
+    user_variables = {name for scheduler in all_schedulers for name in scheduler.USER_VARIABLES}
     return {name: value for name, value in env.items()
-            if name not in _LAUNCH_VARIABLES and (name in user_variables or not name.startswith(_JOB_PREFIXES))}
+            if name not in _LAUNCH_VARIABLES and (name in user_variables or not name.startswith(prefixes))}

@@ -1,4 +1,4 @@
-"""Rules for all packages: import order (docs/reference/architecture.md), parsing only in
+"""Rules for all packages: import order (docs/reference/architecture.md), no import cycles, parsing only in
 `ezpz_llm.base.untrusted_input`, private names of other libraries, and files that ruff checks."""
 
 from __future__ import annotations
@@ -7,13 +7,15 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from slowness import scaled
 
 import ezpz_llm
+from ezpz_llm.launch.schedulers import SCHEDULERS
 
 PACKAGE = Path(ezpz_llm.__file__).parent
 PARSING_MODULE = PACKAGE / "base" / "untrusted_input.py"
@@ -54,6 +56,87 @@ def test_package_imports_only_packages_above_it():
                   for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
                   for line, imported in packages_imported(path.read_text()) if imported not in order[:index + 1]}
     assert not violations, "import of a command, or of a package that is lower in docs/reference/architecture.md"
+
+
+def module_name(path: Path) -> str:
+    """Return the name of the module, or of the package if the file is its __init__.py."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_imported(name: str, text: str, modules: Mapping[str, str]) -> set[str]:
+    """Return the modules that a module imports, in functions and under TYPE_CHECKING too.
+
+    `from package import name` imports the package, and the submodule if `name` is one. In a package's __init__.py,
+    the name of a submodule in a string is an import too, since `lazy_names` takes tables of them.
+    """
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and any(other.startswith(f"{name}.") for other in modules):
+            imported.add(f"{name}.{node.value}")
+    return (imported & modules.keys()) - {name}
+
+
+def find_cycle(modules: Mapping[str, str]) -> list[str]:
+    """Return the modules of an import cycle, given the text of each module; empty if there is none."""
+    try:
+        TopologicalSorter({name: modules_imported(name, text, modules) for name, text in modules.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_modules_do_not_import_each_other():
+    assert not find_cycle({module_name(path): path.read_text() for path in PACKAGE.rglob("*.py")})
+
+
+@pytest.mark.parametrize("text", ["import p.a", "from p import a", "from p.a import x",
+                                  "def f():\n    from p import a", "if TYPE_CHECKING:\n    from p.a import X"])
+def test_cycles_are_found(text):
+    modules = {"p": "", "p.a": "from p.b import y", "p.b": text}
+    assert sorted(set(find_cycle(modules))) == ["p.a", "p.b"]
+    assert not find_cycle(modules | {"p.b": "import sys"})
+
+
+def test_cycles_through_a_package_are_found():
+    assert find_cycle({"p": "from p.a import x", "p.a": "from p import x"})
+    assert find_cycle({"p": "__getattr__ = lazy_names(__name__, {'x': 'a'})", "p.a": "from p import x"})
+
+
+SCHEDULER_CODE = ("launch/schedulers/", "launch/dialects/", "launch/ranks.py")
+"""Modules that may use names of schedulers, of their launchers, and of their variables."""
+OTHER_SCHEDULER_CODE = {
+    "launch/nested_launcher.py",  # recognizes any program that starts ranks in the user's command
+    "launch/owner.py",  # does not use Scheduler.restart_count yet
+}
+
+
+def scheduler_names_in(text: str) -> list[tuple[int, str]]:
+    """Return the lines with a string that names a scheduler, its launcher or its variables; without docstrings."""
+    names = {name for scheduler in SCHEDULERS for name in (scheduler.NAME, *scheduler.COMMANDS)}
+    names |= {"pals", *(launcher.program for scheduler in SCHEDULERS if (launcher := scheduler.step_launcher()))}
+    prefixes = tuple(prefix for scheduler in SCHEDULERS for prefix in scheduler.JOB_PREFIXES)
+    tree = ast.parse(text)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [(node.lineno, node.value) for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+            and (node.value in names or node.value.startswith(prefixes))]
+
+
+def test_only_schedulers_know_schedulers():
+    """Code elsewhere asks `Scheduler` and `Dialect`, so that a plug-in can answer too."""
+    violations = {f"{name}:{line}": word for path in PACKAGE.rglob("*.py")
+                  if not (name := str(path.relative_to(PACKAGE))).startswith(SCHEDULER_CODE)
+                  and name not in OTHER_SCHEDULER_CODE
+                  for line, word in scheduler_names_in(path.read_text())}
+    assert not violations, "add a member to Scheduler (launch/schedulers/scheduler.py), or a field to Dialect"
+    assert scheduler_names_in("scheduler == 'slurm'")
+    assert scheduler_names_in("env['PBS_JOBID']")
+    assert scheduler_names_in("launcher in ('mpiexec', 'srun')")
+    assert not scheduler_names_in('"""Return SLURM_TMPDIR."""')
 
 
 def parsers_in(text: str) -> list[tuple[int, str]]:

@@ -380,7 +380,7 @@ def launchcli(rng: Random, folder: Path) -> object:
 
 @kind
 def lsf(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers import lsf as scheduler
+    from ezpz_llm.launch.schedulers.lsf import LsfScheduler, read_time_left
 
     path = written(folder, "hosts", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
     env = {"LSB_JOBID": "7", "LSB_JOBINDEX": "3"} | rng.choice(
@@ -395,8 +395,8 @@ def lsf(rng: Random, folder: Path) -> object:
         with contextlib.suppress(OSError):
             written(folder, "bin/jsrun", b"").chmod(0o755)
         env["PATH"] = str(folder / "bin")
-    left = scheduler.read_time_left(mutate.text(rng, "1:05 L"))
-    return scheduler.detect(env), left
+    left = read_time_left(mutate.text(rng, "1:05 L"))
+    return LsfScheduler().detect(env), left
 
 
 def _described(path: Path) -> FileRecord:
@@ -495,13 +495,13 @@ def orders(rng: Random, folder: Path) -> object:
 
 @kind
 def pbs(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers import pbs as scheduler
+    from ezpz_llm.launch.schedulers.pbs import PbsScheduler
 
     path = written(folder, "nodes", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
     env = {"PBS_JOBID": "7.server", "NCPUS": "8", "PBS_NODEFILE": str(path)}
     if rng.random() < 0.3:
         env = mutate.environment(rng, env)
-    return scheduler.detect(env)
+    return PbsScheduler().detect(env)
 
 
 @kind
@@ -638,9 +638,9 @@ def shards(rng: Random, folder: Path) -> object:
 
 @kind
 def slurm(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers import slurm as scheduler
+    from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
 
-    return scheduler.detect(
+    return SlurmScheduler().detect(
         mutate.environment(
             rng,
             {

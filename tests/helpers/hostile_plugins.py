@@ -23,7 +23,8 @@ MODULES = {
                "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
                "PLUGIN = Mine(['adamw'], 'mine', {})",
     "slurm": "from ezpz_llm.launch.schedulers.scheduler import Scheduler\n"
-             "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'\nPLUGIN = Mine()",
+             "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'; JOB_VARIABLE = 'MINE'\n"
+             "    def detect(self, env): return None\nPLUGIN = Mine()",
     "pattern": "from ezpz_llm.launch.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
 }
 """Source of each plug-in module."""

@@ -12,7 +12,8 @@ from simcluster.cluster import Cluster
 
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.schedulers import pbs, slurm
+from ezpz_llm.launch.schedulers import pbs
+from ezpz_llm.launch.schedulers.slurm_queries import read_devices
 
 _EXEC_VNODE = '{"Jobs": {"1": {"exec_host": "n1/0+n2/0*2", "exec_vnode": "%s"}}}'
 
@@ -40,9 +41,9 @@ def _shown(name: str) -> str:
 
 
 def test_devices_that_scontrol_shows() -> None:
-    assert slurm.read_devices(_shown("gpus")) == {"n1": 4, "n2": 4}
-    assert slurm.read_devices(_shown("gpus_uneven")) == {"n1": 2, "n2": 1}
-    assert slurm.read_devices((CAPTURED / "slurm/scontrol_show_job.txt").read_text()) == {}
+    assert read_devices(_shown("gpus")) == {"n1": 4, "n2": 4}
+    assert read_devices(_shown("gpus_uneven")) == {"n1": 2, "n2": 1}
+    assert read_devices((CAPTURED / "slurm/scontrol_show_job.txt").read_text()) == {}
 
 
 @pytest.mark.parametrize(("gres", "count"), [
@@ -50,7 +51,7 @@ def test_devices_that_scontrol_shows() -> None:
     ("gpu:a100:2(IDX:0-1),gpu:v100:1(IDX:2),nvme:1", 3), ("gpu:1g.5gb:3(IDX:0-2)", 3), ("craynetwork:4", 0),
 ])
 def test_forms_of_gres(gres: str, count: int) -> None:
-    assert slurm.read_devices(f"   Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES={gres}\n") == {"n1": count, "n2": count}
+    assert read_devices(f"   Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES={gres}\n") == {"n1": count, "n2": count}
 
 
 @pytest.mark.parametrize(("text", "cores"), [

@@ -20,7 +20,8 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 
 from ezpz_llm.launch import devices as devices_module
-from ezpz_llm.launch.binding.core_binding import Binding, BindingInputs, choose_binding, deal_cores
+from ezpz_llm.launch.binding.core_binding import BindingInputs, choose_binding, deal_cores
+from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
 from ezpz_llm.launch.binding.topology import Domain, Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
@@ -72,10 +73,14 @@ def _topologies(folder: Path, name: str) -> list[Topology]:
     return [site_topology(site), seen]
 
 
+_OPTIONS = {"srun": CoreOption.SCHEDULER, "pals": CoreOption.COUNT, "mpiexec": CoreOption.LIST,
+            "torchrun": CoreOption.NONE}
+
+
 def _bind(name: str, topology: Topology | None, ranks: int, launcher: str = "pals", **changes: object) -> Binding:
     site = find_site(name, {})
-    around = {"ranks": ranks, "hosts": 2, "launcher": launcher, "topology": topology, "allotted": None,
-              "devices": tuple(map(str, range(ranks)))}
+    around = {"ranks": ranks, "hosts": 2, "launcher": launcher, "option": _OPTIONS[launcher], "topology": topology,
+              "allotted": None, "devices": tuple(map(str, range(ranks)))}
     return choose_binding("auto", site, BindingInputs(**(around | changes)))
 
 
@@ -135,7 +140,7 @@ def test_a_plan_without_a_list_of_cores_states_the_reason(tmp_path: Path) -> Non
     assert _bind("aurora", site_topology(find_site("aurora", {})), 103).source == "103 ranks share 102 cores"
     # On one node all ranks have its mask. A core's two threads stay together, and a single thread counts as a core.
     assert _bind("generic", part, 3, "mpiexec", hosts=1).cores == ("0,8", "1,9", "3")
-    around = BindingInputs(2, 1, "torchrun", whole, None, (None, None))
+    around = BindingInputs(2, 1, "torchrun", CoreOption.NONE, whole, None, (None, None))
     assert choose_binding("auto", site, around).by_shim
     assert choose_binding("none", site, around) == Binding(devices=(None, None), cpus_per_rank=8, cpus_per_host=16,
                                                            cores_per_rank=4, source="--bind none")
@@ -241,7 +246,8 @@ def test_no_rank_gets_a_reserved_core(ranks: int, reserved: set[int]) -> None:
     site = Site("drawn", cores=("0-51", "52-103"), sockets=2, binding="list", reserved_cores=",".join(
         str(core) for core in sorted(reserved)))
     topology = site_topology(site)
-    binding = choose_binding("auto", site, BindingInputs(ranks, 1, "pals", topology, None, (None,) * ranks))
+    inputs = BindingInputs(ranks, 1, "pals", CoreOption.COUNT, topology, None, (None,) * ranks)
+    binding = choose_binding("auto", site, inputs)
     used = [cpu for cores in binding.cores for cpu in expand_numbers(cores)]
     assert not reserved & set(used)
     assert len(used) == len(set(used))

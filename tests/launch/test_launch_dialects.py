@@ -12,9 +12,10 @@ import pytest
 from launch_runs import CAPTURED, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding.core_binding import Binding
+from ezpz_llm.launch.binding.logical_cores import logical_cores
+from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.dialects import choose_launcher, identify, srun, torchrun
-from ezpz_llm.launch.dialects.work import Built, Launcher, Work, logical_cores, mask
+from ezpz_llm.launch.dialects.work import Built, Dialect, Launcher, Work, mask
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
 
@@ -43,7 +44,7 @@ def _built(name: str, work: Work) -> Built:
     if name == "srun":
         return srun.build("srun", work)
     chosen = identify(_version_texts()[name], "mpiexec", "test")
-    return chosen.build(chosen.program, work)
+    return chosen.build(work)
 
 
 def _words(built: Built) -> str:
@@ -165,16 +166,16 @@ def test_unsupported_work_is_rejected() -> None:
 
 def test_which_mpiexec() -> None:
     texts = _version_texts()
-    names = {name: identify(text, "m", "t").dialect for name, text in texts.items()}
+    names = {name: identify(text, "m", "t").title for name, text in texts.items()}
     assert names == {"mpich": "MPICH/Hydra", "intel": "Intel MPI 2021.18.1", "openmpi4": "Open MPI 4.1.8",
                      "openmpi5": "Open MPI 5.0.11", "pals": "Cray PALS 1.8.0"}
     with pytest.raises(UserError, match="begins with 'PBS mpiexec'"):
         identify("PBS mpiexec\n", "m", "t")
     of_site = identify("something newer\n", "m", "t", "pals")
-    assert (of_site.dialect, of_site.source) == ("Cray PALS", "t; the site's dialect")
+    assert (of_site.title, of_site.source) == ("Cray PALS", "t; the site's dialect")
     # The mpiexec of a conda environment, first on PATH on a PALS machine, gets its own dialect.
     hiding = identify(texts["mpich"], "/conda/bin/mpiexec", "t", "pals")
-    assert hiding.dialect == "MPICH/Hydra"
+    assert hiding.title == "MPICH/Hydra"
     assert "/conda/bin/mpiexec is MPICH/Hydra, but the site's mpiexec is Cray PALS" in hiding.notes[0]
     assert not identify(_PALS, "m", "t", "pals").notes
 
@@ -193,7 +194,7 @@ def test_torchrun_on_this_host() -> None:
 def test_torchrun_on_several_hosts(scheduler: str) -> None:
     def starter() -> Launcher:
         if scheduler == "slurm":
-            return Launcher("srun", "Slurm", "srun", "test", srun.build)
+            return Launcher("srun", Dialect("Slurm", None, srun.build), "srun", "test")
         return identify(_version_texts()["mpich"], "mpiexec", "test")
 
     work = _work(*_TWO, bound="list", scheduler=scheduler, cores_per_node=9, site_options=("--gpus-per-task=1",))
@@ -261,7 +262,7 @@ def test_pbs_own_wrapper_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     assert choose_launcher("auto", "none", 2, only).notes == (said,)
     later = _mpiexec_of(tmp_path / "site", _version_texts()["openmpi5"])
     chosen = choose_launcher("auto", "pbs", 2, {"PATH": f"{wrapper.parent}:{later.parent}"})
-    assert (chosen.program, chosen.dialect, chosen.notes) == (str(later), "Open MPI 5.0.11", (said,))
+    assert (chosen.program, chosen.title, chosen.notes) == (str(later), "Open MPI 5.0.11", (said,))
     # At a site with PALS, PBS's wrapper does not get PALS' dialect.
     assert choose_launcher("auto", "pbs", 2, only, "pals").program == str(beside)
 

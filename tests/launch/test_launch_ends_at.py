@@ -13,8 +13,9 @@ import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, launch
 from slowness import scaled
 
-from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, pbs, slurm, supplement
+from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, pbs, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
+from ezpz_llm.launch.schedulers.slurm_queries import read_squeue
 
 # Time zone of the machine on which the files were captured.
 _ZONE = "UTC"
@@ -169,7 +170,7 @@ def _squeue_row(**changes: str) -> str:
 
 def test_captured_squeue() -> None:
     """Compare the output of three commands for one job: squeue's text and JSON, and scontrol."""
-    ends_at, hosts = slurm.read_squeue(_squeue_row(), "3")
+    ends_at, hosts = read_squeue(_squeue_row(), "3")
     jobs = json.loads((CAPTURED / "slurm/squeue.json").read_text())["jobs"]
     job = next(job for job in jobs if job["job_id"] == 3)
     assert (ends_at, hosts) == (job["end_time"], job["nodes"])
@@ -178,9 +179,9 @@ def test_captured_squeue() -> None:
     assert f"   NodeList={hosts}\n" in shown
     # An array's last task has the array's job id, for which squeue shows every task.
     rows = "\n".join([_squeue_row(JOBID="10"), _squeue_row(END_TIME="2026-11-21T03:00:00")])
-    assert slurm.read_squeue(rows, "3")[0] == _epoch("2026-11-21 03:00:00")
-    assert slurm.read_squeue(_squeue_row(END_TIME="N/A"), "3") == (None, "n[1-2]")
-    assert slurm.read_squeue("", "3") == (None, "")
+    assert read_squeue(rows, "3")[0] == _epoch("2026-11-21 03:00:00")
+    assert read_squeue(_squeue_row(END_TIME="N/A"), "3") == (None, "n[1-2]")
+    assert read_squeue("", "3") == (None, "")
 
 
 def test_a_slurm_job_gets_its_end_from_squeue(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from launch_runs import STALE, clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
 from slowness import scaled
 
-from ezpz_llm.launch.binding.core_binding import Binding
+from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.dialects.work import Work
 from ezpz_llm.launch.placement import Placement
@@ -129,7 +129,7 @@ def test_ranks_run_on_their_own_cores(tmp_path: Path, name: str) -> None:
     work = Work((sys.executable, "-c", _CORES, str(tmp_path)), Placement((("here", 2),), "test"), True,
                 tmp_path / "hostfile", 1, (), os.geteuid() == 0,
                 binding=Binding("list", (str(cores[1]), str(cores[0]))))
-    built = launcher.build(launcher.program, work)
+    built = launcher.build(work)
     for path, content in built.files.items():
         path.write_text(content)
     env |= {variable: value for variable, (value, _) in built.env.items()}

@@ -15,7 +15,7 @@ from launch_runs import captured_env, clean_env, launch
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding.core_binding import Binding
+from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import Placement, RankTable, place_ranks

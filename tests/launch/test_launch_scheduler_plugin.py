@@ -1,4 +1,4 @@
-"""Scheduler as a plug-in: one file, declared in the entry points of an installed package."""
+"""Scheduler, dialect and site of another package: a class, a function, and a TOML file in its folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ from launch_runs import clean_env
 from slowness import scaled
 
 from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.launch import schedulers as room
-from ezpz_llm.launch.schedulers.scheduler import Scheduler
 
 _MINE = '''
 """A scheduler of another package."""
 
-from ezpz_llm.launch.dialects.work import Built
+from ezpz_llm.launch.dialects.work import Built, Dialect
 from ezpz_llm.launch.failures.log_kinds import CANCELLED
 from ezpz_llm.launch.ranks import Family
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
-from ezpz_llm.launch.schedulers.scheduler import Scheduler, StepLauncher, clock
+from ezpz_llm.launch.schedulers.scheduler import Allocation, BatchScheduler, Node, StepLauncher
 
 
 def build(program, work):
@@ -33,11 +30,14 @@ def build(program, work):
                   *work.site_options, *work.command))
 
 
-class Mine(Scheduler):
+DIALECT = Dialect("Mine step", None, build)
+
+
+class Mine(BatchScheduler):
     NAME, TITLE, JOB_VARIABLE = "mine", "Mine", "MINE_JOB"
     JOB_QUERY = (("mine", "jobs"), ("unknown",))
+    JOB_PREFIXES, SITE_VARIABLES = ("MINE_",), ("MINE_CLUSTER",)
     PROGRAM, TEMPLATE, DIRECTIVE = "mine", "TEMPLATE_PATH", "#MINE:"
-
     PATTERNS = ((CANCELLED, r"^mine: job \\S+ was withdrawn"),)
 
     def detect(self, env):
@@ -51,10 +51,7 @@ class Mine(Scheduler):
 
     def step_launcher(self):
         ranks = Family("Mine", "MINE_RANK", ("MINE_SIZE",), "MINE_LOCAL", requires=("MINE_STEP",))
-        return StepLauncher("mine", "Mine step", build, ranks=ranks)
-
-    def time_limit(self, seconds):
-        return clock(seconds)
+        return StepLauncher("mine", "Mine step", ranks=ranks)
 
     def directives(self, request):
         return [f"#MINE: --nodes={request.nodes}", f"#MINE: --time-limit={self.time_limit(request.time_s)}"]
@@ -65,15 +62,28 @@ class Mine(Scheduler):
     def submission(self, script, after):
         return ["mine", "batch", script]
 
+    def job_id(self, line):
+        return line or None
+
+    def watch(self, ids):
+        return "mine jobs"
+
+    def cancel(self, ids):
+        return "mine cancel"
+
+    def output_file(self, request, job):
+        return str(request.output / job)
+
 
 SCHEDULER = Mine()
 '''
 
 
 _PROGRAM = """#!/bin/sh
-# mine run -N NODES -n RANKS COMMAND...: all on this machine
+# mine run -N NODES -n RANKS [-o OPTION] COMMAND...: all on this machine
 ranks=$5
 shift 5
+[ "$1" = -o ] && shift 2
 rank=0
 while [ $rank -lt $ranks ]; do
     MINE_STEP=1 MINE_RANK=$rank MINE_LOCAL=$rank MINE_SIZE=$ranks "$@" &
@@ -83,6 +93,19 @@ done
 code=0
 for id in $ids; do wait $id || code=$?; done
 exit $code
+"""
+
+_SITE = """
+scheduler = "mine"
+launcher = "mine"
+[options]
+mine = ["-o", "x"]
+[env]
+MINE_FABRIC = "fast"
+[job]
+directives = ["#MINE: --queue={queue}"]
+[recognise]
+MINE_CLUSTER = ["mine*"]
 """
 
 _OURS = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -99,7 +122,9 @@ def _env(tmp_path: Path) -> dict[str, str]:
     (folder / "mine_stand_in-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine-stand-in\n"
                                                                  "Version: 1.0\n")
     (folder / "mine_stand_in-1.0.dist-info/entry_points.txt").write_text(
-        "[ezpz_llm.schedulers]\nmine = mine_stand_in:SCHEDULER\n")
+        "[ezpz_llm.schedulers]\nmine = mine_stand_in:SCHEDULER\n"
+        "[ezpz_llm.dialects]\nmine = mine_stand_in:DIALECT\n")
+    (folder / "mine.toml").write_text(_SITE)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/mine").write_text(_PROGRAM)
     (tmp_path / "bin/mine").chmod(0o755)
@@ -169,10 +194,9 @@ def test_launch_as_one_of_its_ranks(tmp_path: Path, env: dict[str, str]) -> None
     assert done.stdout == "2 4 0 4 None Mine (MINE_RANK)\n", done.stderr
 
 
-def test_a_site_of_its(tmp_path: Path, env: dict[str, str]) -> None:
-    (tmp_path / "mine.toml").write_text('scheduler = "mine"\nlauncher = "mine"\n[options]\nmine = ["-o", "x"]\n'
-                                        '[job]\ndirectives = ["#MINE: --queue={queue}"]\n')
-    done = _run(tmp_path, env, "submit", "--site", "./mine.toml", "--queue", "q", "--nodes", "2", "--time",
+def test_its_site(tmp_path: Path, env: dict[str, str]) -> None:
+    site = str(tmp_path / "installed/mine.toml")
+    done = _run(tmp_path, env, "submit", "--site", site, "--queue", "q", "--nodes", "2", "--time",
                 "1:00:00", "--dry-run", "--", "launch", "hostname")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -181,13 +205,44 @@ def test_a_site_of_its(tmp_path: Path, env: dict[str, str]) -> None:
     assert any(re.search("queued by  mine batch .*job", line) for line in lines)
     # In the job: the site's launcher, with the site's options.
     job = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2"}
-    done = _run(tmp_path, job, "launch", "--dry-run", "--json", "--site", "./mine.toml", "hostname")
+    done = _run(tmp_path, job, "launch", "--dry-run", "--json", "--site", site, "hostname")
     plan = json.loads(done.stdout)
     assert (plan["site"], plan["launcher"], plan["sources"]["launcher"]) == ("mine", "mine", "site mine")
     assert plan["argv"][1:8] == ["run", "-N", "2", "-n", "4", "-o", "x"]
+    # Two real ranks, with the site's options and variables.
+    job["MINE_HOSTS"] = socket.gethostname()
+    done = _run(tmp_path, job, "launch", "--run-dir", "r", "--site", site, "--tee", "all", "sh", "-c",
+                "echo $RANK of $WORLD_SIZE, $MINE_FABRIC")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 of 2, fast", "[1] 1 of 2, fast"]
 
 
-def test_built_in_schedulers_have_all_attributes() -> None:
-    names = {name for name in (*vars(Scheduler), *Scheduler.__annotations__) if not name.startswith("_")}
-    for scheduler in room.SCHEDULERS:
-        assert not {name for name in names if not hasattr(scheduler, name)}
+def test_a_dialect_that_no_package_has(tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "installed/mine_stand_in-1.0.dist-info/entry_points.txt").write_text(
+        "[ezpz_llm.schedulers]\nmine = mine_stand_in:SCHEDULER\n")
+    job = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2"}
+    done = _run(tmp_path, job, "launch", "--dry-run", "hostname")
+    assert done.returncode == 2
+    assert "no installed package has the dialect 'Mine step' of mine" in done.stderr
+    assert "entry points ezpz_llm.dialects" in done.stderr
+
+
+@pytest.mark.parametrize(("value", "reason"), [
+    ("Mine", "it is a class, not an instance of a class derived from"
+             " ezpz_llm.launch.schedulers.scheduler.Scheduler"),
+    ("object()", "it is of type object, not an instance of a class derived from"),
+    ("type('Half', (BatchScheduler,), {'detect': Mine.detect})()",
+     "TypeError: Can't instantiate abstract class Half"),
+    ("type('Nameless', (Mine,), {'TITLE': 7})()", "its TITLE is not a string"),
+    ("type('Old', (Mine,), {'step_launcher': lambda self: StepLauncher('mine', 'Mine step', build)})()",
+     "TypeError: StepLauncher.__init__() takes 3 positional arguments but 4 were given"),
+    ("type('Other', (Mine,), {'step_launcher': lambda self: 'mine'})()",
+     "its step_launcher() returns a str, not a StepLauncher"),
+])
+def test_an_object_that_is_no_scheduler(tmp_path: Path, env: dict[str, str], value: str, reason: str) -> None:
+    module = tmp_path / "installed/mine_stand_in.py"
+    module.write_text(module.read_text().replace("SCHEDULER = Mine()", f"SCHEDULER = {value}"))
+    done = _run(tmp_path, env, "launch", "--dry-run", "hostname")
+    assert done.returncode == 0, done.stderr
+    assert "ignoring the entry point mine = mine_stand_in:SCHEDULER (ezpz_llm.schedulers): " in done.stderr
+    assert reason in done.stderr

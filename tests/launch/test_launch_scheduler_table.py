@@ -24,8 +24,9 @@ from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import SCHEDULERS, find_allocation, lsf, schedulers
-from ezpz_llm.launch.schedulers.flux import job_id as flux_job_id, output_file as flux_output, read_resources
+from ezpz_llm.launch.schedulers import SCHEDULERS, find_allocation, schedulers
+from ezpz_llm.launch.schedulers.flux import FluxScheduler, read_resources
+from ezpz_llm.launch.schedulers.lsf import LsfScheduler, read_time_left
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Request
 
 _Hosts = list[tuple[str, int | None]]
@@ -273,10 +274,10 @@ def test_a_task_of_flux_is_refused_and_a_rank_of_it_goes_on(bin_folder: Path) ->
 
 def test_flux_job_ids() -> None:
     """Check the example of flux-batch(1), and the number that it encodes."""
-    assert [flux_job_id(line) for line in ("ƒM7Zq9AKHno", "fM7Zq9AKHno", "submitted", "7")] == [
+    assert [FluxScheduler().job_id(line) for line in ("ƒM7Zq9AKHno", "fM7Zq9AKHno", "submitted", "7")] == [
         "ƒM7Zq9AKHno", "fM7Zq9AKHno", None, None]
     request = Request("x", 1, 60, Path("/r"), None, None, None, False, None)
-    assert flux_output(request, "ƒ21") == "/r/job-58.log"
+    assert FluxScheduler().output_file(request, "ƒ21") == "/r/job-58.log"
 
 
 def test_lsf_on_summit(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_lsf_on_summit(tmp_path: Path) -> None:
 
 
 def test_lsf_forms(tmp_path: Path) -> None:
-    assert [lsf.read_time_left(text) for text in ("1:05 L\n", "0:00 L", "-", "2:00 E", "x")] == [
+    assert [read_time_left(text) for text in ("1:05 L\n", "0:00 L", "-", "2:00 E", "x")] == [
         3900.0, 0.0, None, None, None]
     (tmp_path / "hosts").write_text("h1\nh1\nh2\n")
     env = {"LSB_JOBID": "7", "LSB_JOBINDEX": "3", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}
@@ -301,8 +302,8 @@ def test_lsf_forms(tmp_path: Path) -> None:
         "7[3]", [("h1", 2), ("h2", 1)])
     with pytest.raises(UserError, match=r"LSF job 7: .*not a list of hostnames, each with a slot"):
         find_allocation({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 h2"})
-    assert lsf.job_id("Job <12> is submitted to default queue <normal>.") == "12"
-    assert lsf.job_id("Job <12> is submitted to queue <gpu>.") == "12"
+    assert LsfScheduler().job_id("Job <12> is submitted to default queue <normal>.") == "12"
+    assert LsfScheduler().job_id("Job <12> is submitted to queue <gpu>.") == "12"
 
 
 def test_a_lone_job_of_grid_engine() -> None:

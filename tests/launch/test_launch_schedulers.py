@@ -13,8 +13,9 @@ from ezpz_llm.launch import devices as devices_module, hostfile
 from ezpz_llm.launch.devices import has_no_accelerator, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import find_allocation, local, pbs, slurm
+from ezpz_llm.launch.schedulers import find_allocation, local, pbs
 from ezpz_llm.launch.schedulers.scheduler import Node
+from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
 
 
 @pytest.mark.parametrize(("name", "hosts"), [
@@ -162,7 +163,7 @@ def test_array_jobs_have_their_own_ids() -> None:
 
 def test_slurm_end_time_and_cores() -> None:
     env = captured_env("slurm/env_sbatch_N3_n5.txt") | {"SLURM_JOB_END_TIME": "1795240000"}
-    allocation = slurm.detect(env)
+    allocation = SlurmScheduler().detect(env)
     assert allocation is not None
     assert (allocation.ends_at, [host.cores for host in allocation.hosts]) == (1795240000.0, [2, 2, 1])
 

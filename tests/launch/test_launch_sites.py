@@ -153,7 +153,7 @@ def test_the_line_of_polaris(tmp_path: Path) -> None:
     plan = _plan("python3 x.py", env)
     assert _line(plan) == "-n 8 --ppn 4 --hostfile RUN/hostfile --depth=8 --cpu-bind=depth --envall"
     assert plan.files[plan.run_dir.path / "hostfile"] == "".join(f"{host}\n" for host in hosts)
-    assert plan.launcher.dialect == "Cray PALS"
+    assert plan.launcher.title == "Cray PALS"
     values = {name: setting.value for name, setting in plan.env.items()}
     assert values["OMP_NUM_THREADS"] == "8"
     assert values["NCCL_NET"] == "AWS Libfabric"

@@ -21,7 +21,8 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.base.private_folders import new_secret
-from ezpz_llm.launch.staging.receiver import _open_sent_file, folder_of_copy, path_replacer, remove_stale
+from ezpz_llm.launch.staging.receiver import _open_sent_file, folder_of_copy, remove_stale
+from ezpz_llm.launch.staging.relocation import path_replacer
 
 # Prints where each part of this rank's environment comes from, as a line of JSON.
 WHERE = """

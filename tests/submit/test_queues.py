@@ -13,7 +13,7 @@ from launch_runs import clean_env, scheduler as make_program
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.schedulers import lsf
+from ezpz_llm.launch.schedulers.lsf import LsfScheduler
 from ezpz_llm.launch.sites import Job as SiteJob, Limit, Site, find_site
 from ezpz_llm.submit.queues import choose_queue
 
@@ -123,11 +123,11 @@ def test_scheduler_option(tmp_path: Path) -> None:
 def test_lsf_resource_requirements_are_combined() -> None:
     """bsub accepts several -R, but only one span."""
     ours, memory = '#BSUB -R "span[ptile=1]"', '#BSUB -R "rusage[mem=4G]"'
-    assert not lsf.subjects(ours) & lsf.subjects(memory)
-    assert not lsf.subjects('#BSUB -R "select[ngpus>0]"') & lsf.subjects(memory)
-    assert lsf.subjects(ours) == lsf.subjects('#BSUB -R "rusage[mem=4G] span[ptile=2]"')
-    assert lsf.subjects(ours) <= lsf.subjects("#BSUB -nnodes 2")
-    assert not lsf.subjects(memory) & lsf.subjects("#BSUB -nnodes 2")
+    assert not LsfScheduler().subjects(ours) & LsfScheduler().subjects(memory)
+    assert not LsfScheduler().subjects('#BSUB -R "select[ngpus>0]"') & LsfScheduler().subjects(memory)
+    assert LsfScheduler().subjects(ours) == LsfScheduler().subjects('#BSUB -R "rusage[mem=4G] span[ptile=2]"')
+    assert LsfScheduler().subjects(ours) <= LsfScheduler().subjects("#BSUB -nnodes 2")
+    assert not LsfScheduler().subjects(memory) & LsfScheduler().subjects("#BSUB -nnodes 2")
 
 
 def test_lsf_directive_option_keeps_our_directives(tmp_path: Path) -> None:

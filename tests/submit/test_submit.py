@@ -16,8 +16,9 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.schedulers import pbs, slurm
+from ezpz_llm.launch.schedulers.pbs import PbsScheduler
 from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days
+from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
 from ezpz_llm.launch.sites import find_site, site_files
 from ezpz_llm.rundir import RunDir, update_record
 from ezpz_llm.submit.options import parse, read_duration
@@ -117,38 +118,38 @@ def test_arguments_reach_the_job_unchanged(tmp_path: Path) -> None:
 
 def test_only_the_scheduler_s_own_id_is_taken_for_one() -> None:
     for line, job in (("5", "5"), ("17;cluster", "17"), ("", None), ("Submitted batch job 5", None), ("5 6", None)):
-        assert slurm.job_id(line) == job
+        assert SlurmScheduler().job_id(line) == job
     for line, job in (("5.login", "5.login"), ("10[].login", "10[].login"), ("", None), ("login", None),
                       ("8246832.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov",) * 2, ("qsub: waiting", None)):
-        assert pbs.job_id(line) == job
+        assert PbsScheduler().job_id(line) == job
 
 
 def test_pbs_and_slurm_reject_values_that_they_would_misread() -> None:
-    assert "#PBS -l walltime=36:00:00" in pbs.directives(request(time_s=129600))
-    assert "#SBATCH --time=1-12:00:00" in slurm.directives(request(time_s=129600))
+    assert "#PBS -l walltime=36:00:00" in PbsScheduler().directives(request(time_s=129600))
+    assert "#SBATCH --time=1-12:00:00" in SlurmScheduler().directives(request(time_s=129600))
     for changes in ({"name": "two words"}, {"name": "1st"}, {"name": "x;y"}, {"output": Path("/a b/logs")},
                     {"output": Path("/a:b")}, {"queue": "q", "reservation": "R1"}):
         with pytest.raises(UserError):
-            pbs.directives(request(**changes))
+            PbsScheduler().directives(request(**changes))
     with pytest.raises(UserError):
-        slurm.directives(request(name="a\n#SBATCH --account=b"))
+        SlurmScheduler().directives(request(name="a\n#SBATCH --account=b"))
 
 
 def test_directives_of_the_site_replace_ours() -> None:
     values = {"nodes": "4", "time": "1:00:00", "account": "A", "queue": "debug", "reservation": None,
               "devices": "4"}
-    lines = request_lines(pbs.directives(request(account="A", queue="debug")),
+    lines = request_lines(PbsScheduler().directives(request(account="A", queue="debug")),
                           ["#PBS -l select={nodes}:system=polaris", "#PBS -l filesystems=home:eagle"],
-                          values, pbs.subjects, "polaris")
+                          values, PbsScheduler().subjects, "polaris")
     assert [line for line in lines if "select" in line] == ["#PBS -l select=4:system=polaris"]
     assert {"#PBS -A A", "#PBS -q debug", "#PBS -l place=scatter:excl"} <= set(lines)
-    lines = request_lines(slurm.directives(request(account="A", queue="debug")),
+    lines = request_lines(SlurmScheduler().directives(request(account="A", queue="debug")),
                           ["#SBATCH -C gpu", "#SBATCH --qos={queue}", "#SBATCH -N {nodes}",
-                           "#SBATCH --gpus-per-node={devices}"], values, slurm.subjects, "perlmutter")
+                           "#SBATCH --gpus-per-node={devices}"], values, SlurmScheduler().subjects, "perlmutter")
     assert "#SBATCH --qos=debug" in lines
     assert not [line for line in lines if "--partition" in line or "--nodes=" in line]
     with pytest.raises(UserError, match="requires --account"):
-        request_lines([], ["#PBS -A {account}"], values | {"account": None}, pbs.subjects, "polaris")
+        request_lines([], ["#PBS -A {account}"], values | {"account": None}, PbsScheduler().subjects, "polaris")
 
 
 def test_the_environment_goes_along_without_secrets_and_devices(tmp_path: Path) -> None:

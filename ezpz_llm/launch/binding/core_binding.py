@@ -7,43 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.base import apportion, count_noun
+from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
 from ezpz_llm.launch.binding.topology import Core, Domain, Topology
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.sites import Site
 
-COUNTING = ("srun", "pals")
-"""Launchers that can choose cores themselves, given the number of cores per rank."""
-WITHOUT_OPTION = ("direct", "torchrun", "jsrun")
-"""Launchers without an option to bind a rank to given cores. The rank shim binds ranks instead."""
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Cores and device of each local rank. Tuples have one entry per local rank, or are empty if unknown.
-
-    Args:
-        kind: "list" (the launcher gets `cores`), "depth" (it gets `cpus_per_rank`), or "none".
-        cores: CPUs that the rank may run on ("1-8").
-        domains: NUMA domains of these CPUs ("0").
-        devices: accelerator that the rank uses.
-        distances: from the rank's cores to its device: "near" (same NUMA domain), "same socket", "far".
-        cpus_per_rank: CPUs, in the launcher's unit.
-        cpus_per_host: CPUs per node, in the launcher's unit.
-        cores_per_rank: physical cores.
-        source: reason for the choice, shown in the plan.
-        by_shim: the launcher has no option for cores, so the rank shim binds.
-    """
-
-    kind: str = "none"
-    cores: tuple[str, ...] = ()
-    domains: tuple[str, ...] = ()
-    devices: tuple[str | None, ...] = ()
-    distances: tuple[str | None, ...] = ()
-    cpus_per_rank: int | None = None
-    cpus_per_host: int | None = None
-    cores_per_rank: int | None = None
-    source: str = ""
-    by_shim: bool = False
+COUNTING = (CoreOption.COUNT, CoreOption.SCHEDULER)
+"""Options with which a launcher can choose cores itself, given the number of cores per rank."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +23,8 @@ class BindingInputs:
     Args:
         ranks: number of ranks on the node that has the most.
         hosts: number of nodes with ranks.
-        launcher: "srun", "flux", "jsrun", "pals", "mpiexec", "torchrun", "direct".
+        launcher: name of the launcher, for messages.
+        option: the launcher's option for cores.
         topology: topology of the nodes; None if unknown.
         allotted: CPUs that the scheduler allocated per node; None if unknown.
         devices: accelerator of each local rank.
@@ -63,6 +34,7 @@ class BindingInputs:
     ranks: int
     hosts: int
     launcher: str
+    option: CoreOption
     topology: Topology | None
     allotted: int | None
     devices: tuple[str | None, ...]
@@ -78,11 +50,11 @@ def choose_binding(wanted: str, site: Site, inputs: BindingInputs) -> Binding:
     """
     kind, source = site.binding, f"site {site.name}"
     if kind == "auto":
-        kind = "depth" if inputs.launcher == "srun" else "list"
-        source = "srun binds" if kind == "depth" else "--bind auto"
+        kind = "depth" if inputs.option is CoreOption.SCHEDULER else "list"
+        source = f"{inputs.launcher} binds" if kind == "depth" else "--bind auto"
     if wanted == "none" or kind == "none":
         return _unbound_binding(site, inputs, "--bind none" if wanted == "none" else source)
-    if kind == "depth" and inputs.launcher == "srun":
+    if kind == "depth" and inputs.option is CoreOption.SCHEDULER:
         if not _needs_explicit_cores(site, inputs):
             return Binding("depth", devices=inputs.devices, source=source, **_count_cores(site, inputs))
         kind, source = "list", "cores near each rank's device"
@@ -92,7 +64,7 @@ def choose_binding(wanted: str, site: Site, inputs: BindingInputs) -> Binding:
     if topology.source != source:
         source = f"{source}, cores of {topology.source}"
     in_order = _assign_in_order(topology, inputs.ranks)
-    if kind == "depth" and inputs.launcher in COUNTING:
+    if kind == "depth" and inputs.option in COUNTING:
         if not inputs.is_mask_fixed or _are_near(topology, in_order, _device_domains(inputs)):
             return _pinned_binding("depth", in_order, topology, site, inputs, source)
         source += ", cores near each rank's device"
@@ -116,7 +88,7 @@ def _device_domains(inputs: BindingInputs) -> tuple[int | None, ...]:
 
 
 def _needs_explicit_cores(site: Site, inputs: BindingInputs) -> bool:
-    """Return True if srun, which assigns cores in order, would place a rank far from its device.
+    """Return True if a launcher that assigns cores in order would place a rank far from its device.
 
     False in a job without whole nodes, where the available cores are unknown.
     """
@@ -177,7 +149,7 @@ def _pinned_binding(kind: str, assigned_cores: Sequence[Sequence[Core]], topolog
         cpus_per_host=_count_cores(site, inputs)["cpus_per_host"],
         cores_per_rank=min(map(len, assigned_cores)),
         source=source,
-        by_shim=inputs.launcher in WITHOUT_OPTION,
+        by_shim=inputs.option is CoreOption.NONE,
     )
 
 
@@ -207,7 +179,8 @@ def _count_cores(site: Site, inputs: BindingInputs) -> dict[str, Any]:
     # Number of CPUs per core: as the site's launcher counts them, else as this node does.
     per_core = site.threads_per_core if site.cores else max(map(len, cores), default=1)
     cpus = len(cores) * per_core
-    if inputs.allotted is not None and (inputs.allotted < cpus or not cpus or inputs.launcher == "srun"):
+    if inputs.allotted is not None and (inputs.allotted < cpus or not cpus
+                                        or inputs.option is CoreOption.SCHEDULER):
         cpus = min(inputs.allotted, cpus) if site.cores else inputs.allotted
     if not cpus:
         return {}

@@ -9,12 +9,12 @@ from ezpz_llm.base import count_noun
 from ezpz_llm.launch.addresses import find_local_node
 from ezpz_llm.launch.binding.core_binding import (
     COUNTING,
-    Binding,
     BindingInputs,
     are_ranks_near_in_order,
     choose_binding,
     device_order,
 )
+from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
 from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
@@ -22,9 +22,6 @@ from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.schedulers import scheduler_of
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
-
-_DEVICE_OPTIONS = ("--gpus-per-task", "--gpu-bind")
-"""srun options with which srun itself chooses each rank's device."""
 
 
 def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
@@ -95,19 +92,20 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         The binding; the order in which ranks see the devices, empty for the system's order; and notes on ranks that
         are not near their device.
     """
-    name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
+    dialect = launcher.dialect
     # Slurm overwrites the device mask of each task.
-    is_fixed = devices.source in MASKS or launcher.kind == "srun"
-    topology = _topology(site, devices, is_here_in_allocation, name)
+    is_fixed = devices.source in MASKS or dialect.cores is CoreOption.SCHEDULER
+    topology = _topology(site, devices, is_here_in_allocation, dialect.cores)
     mask: tuple[str, ...] = ()
-    if site.binding == "depth" and name in COUNTING and not is_fixed:
+    if site.binding == "depth" and dialect.cores in COUNTING and not is_fixed:
         mask = _spread_devices(devices.ids, device_order(devices.ids, topology), placement.most)
-    by_launcher = any(word.startswith(_DEVICE_OPTIONS) for word in site.options.get(launcher.kind, ()))
+    by_launcher = any(word.startswith(dialect.device_options) for word in site.options.get(launcher.kind, ()))
     order = () if by_launcher else mask or devices.ids
     inputs = BindingInputs(
         ranks=placement.most,
         hosts=len(placement.ranks),
-        launcher=name,
+        launcher=dialect.title if launcher.kind == "mpiexec" else launcher.kind,
+        option=dialect.cores,
         topology=topology,
         allotted=_allotted(allocation, placement, site),
         devices=tuple(_device(order, local_rank) for local_rank in range(placement.most)),
@@ -132,9 +130,9 @@ def _distance_notes(binding: Binding, inputs: BindingInputs) -> tuple[str, ...]:
     return ()
 
 
-def _topology(site: Site, devices: Devices, is_here_in_allocation: bool, launcher: str) -> Topology | None:
+def _topology(site: Site, devices: Devices, is_here_in_allocation: bool, option: CoreOption) -> Topology | None:
     # srun's ranks are not limited to the cores of the process that starts srun.
-    uses_site_cores = bool(site.cores) and launcher == "srun"
+    uses_site_cores = bool(site.cores) and option is CoreOption.SCHEDULER
     if is_here_in_allocation and not uses_site_cores and (topology := system_topology(site, devices)):
         return topology
     return site_topology(site) if site.cores else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base import group_by_key, system_text
+from ezpz_llm.launch.binding.logical_cores import SYS, socket_and_siblings
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.sites import Site
@@ -74,9 +75,6 @@ def _reserved(site: Site) -> set[int]:
     return set(expand_numbers(site.reserved_cores)) if site.reserved_cores else set()
 
 
-SYS = Path("/sys")
-
-
 def system_topology(site: Site, devices: Devices, root: Path = SYS,
                     allowed: Collection[int] | None = None) -> Topology | None:
     """Return the topology of this node from /sys; None if /sys lacks it.
@@ -108,17 +106,6 @@ def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
         cores.setdefault((socket, domain_of_cpu.get(cpu, 0)), {}).setdefault(siblings, []).append(cpu)
     return tuple(Domain(number, socket, tuple(sorted(map(tuple, by_siblings.values()))))
                  for (socket, number), by_siblings in sorted(cores.items()))
-
-
-def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
-    """Return the socket of a CPU of this node, and the kernel's list of the CPUs of its core.
-
-    Raises:
-        OSError, ValueError: /sys lacks the topology.
-    """
-    topology = root / f"devices/system/cpu/cpu{cpu}/topology"
-    siblings = (topology / "thread_siblings_list").read_text().strip()
-    return int((topology / "physical_package_id").read_text()), siblings
 
 
 def _domain_of_cpu(root: Path) -> dict[int, int]:

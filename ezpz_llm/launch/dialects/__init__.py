@@ -1,4 +1,4 @@
-"""Choice of the launcher, the program that starts the ranks, and of its dialect."""
+"""Table of dialects, the command lines of launchers, and choice of the launcher that starts the ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from dataclasses import replace
 from functools import partial
 
 from ezpz_llm.base import UserError, entry_points
-from ezpz_llm.launch.dialects import hydra, openmpi, pals, torchrun, work
-from ezpz_llm.launch.dialects.work import Dialect, Launcher
+from ezpz_llm.launch.binding.rank_binding import CoreOption
+from ezpz_llm.launch.dialects import flux, hydra, jsrun, openmpi, pals, srun, torchrun
+from ezpz_llm.launch.dialects.work import DIRECT, Dialect, Launcher
 from ezpz_llm.launch.schedulers import schedulers
 from ezpz_llm.launch.schedulers.scheduler import StepLauncher, job_of
 
 _VERSION_TIMEOUT_S = 20
 
 DIALECTS = (
-    Dialect("MPICH/Hydra", r"HYDRA build details", hydra.build_mpich),
-    Dialect("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?", hydra.build_intel),
-    Dialect("Open MPI", r"\w+ \(OpenRTE\) (?P<version>[\w.]+)", openmpi.build_4),
-    Dialect("Open MPI", r"\w+ \(Open MPI\) (?P<version>[\w.]+)", openmpi.build_5),
+    Dialect("MPICH/Hydra", r"HYDRA build details", hydra.build_mpich, runs_mpi=True),
+    Dialect("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?", hydra.build_intel,
+            runs_mpi=True),
+    Dialect("Open MPI", r"\w+ \(OpenRTE\) (?P<version>[\w.]+)", openmpi.build_4, runs_mpi=True),
+    Dialect("Open MPI", r"\w+ \(Open MPI\) (?P<version>[\w.]+)", openmpi.build_5, runs_mpi=True),
     # "mpiexec version 1.8.0 revision …": the form that public code for these machines parses; not captured.
-    Dialect("Cray PALS", r"mpiexec version (?P<version>\d[\w.]*)", pals.build, site_name="pals"),
+    Dialect("Cray PALS", r"mpiexec version (?P<version>\d[\w.]*)", pals.build, site_name="pals",
+            cores=CoreOption.COUNT, runs_mpi=True),
+    Dialect("Slurm", None, srun.build, cores=CoreOption.SCHEDULER, device_options=("--gpus-per-task", "--gpu-bind"),
+            runs_mpi=True),
+    Dialect("Flux", None, flux.build),
+    Dialect("IBM JSM", None, jsrun.build, cores=CoreOption.NONE),
 )
-"""Built-in dialects of mpiexec, tried before those of plugins."""
+"""Built-in dialects, tried before those of plug-ins."""
 
 ENTRY_POINTS = "ezpz_llm.dialects"
 
@@ -35,7 +42,7 @@ _PBS_WRAPPER = re.compile(r"\s*pbs_version\b")
 
 
 def dialects() -> Iterator[Dialect]:
-    """Yield all dialects of mpiexec: the built-in ones, then plugins registered under `ENTRY_POINTS`."""
+    """Yield all dialects: the built-in ones, then plug-ins registered under `ENTRY_POINTS`."""
     yield from DIALECTS
     yield from entry_points(ENTRY_POINTS, _plugin_problem)
 
@@ -44,7 +51,7 @@ def _plugin_problem(plugin: object) -> str | None:
     if not isinstance(plugin, Dialect):
         return f"it is a {type(plugin).__name__}, not an ezpz_llm.launch.dialects.work.Dialect"
     # No check for duplicates: the built-in dialects are tried first, so that a plugin cannot replace them.
-    re.compile(plugin.first_line)
+    re.compile(plugin.first_line or "")
     return None
 
 
@@ -80,7 +87,7 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
     if mpiexec:
         return mpiexec
     if world_size == 1:
-        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, skip_notes)
+        return Launcher("direct", DIRECT, "", "auto: one rank, no mpiexec found", notes=skip_notes)
     if program := next(_find_programs("torchrun", env), None):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
     raise UserError(f"cannot start {world_size} ranks: neither mpiexec nor torchrun is on PATH",
@@ -104,7 +111,12 @@ def _step_launcher(name: str, env: Mapping[str, str]) -> StepLauncher | None:
 
 def _from_step_launcher(launcher: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
     program = _require_program(launcher.program, source, env)
-    return Launcher(launcher.program, launcher.dialect, program, source, launcher.build)
+    dialect = next((dialect for dialect in dialects() if dialect.title == launcher.dialect), None)
+    if dialect is None:
+        raise UserError(f"no installed package has the dialect {launcher.dialect!r} of {launcher.program}",
+                        where=f"entry points {ENTRY_POINTS}", instead="--launcher mpiexec, or reinstall the package"
+                        " that starts ranks with this program")
+    return Launcher(launcher.program, dialect, program, source)
 
 
 def _require_program(program: str, source: str, env: Mapping[str, str]) -> str:
@@ -130,7 +142,8 @@ def _find_programs(program: str, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _torchrun(program: str, source: str, starter: Callable[[], Launcher]) -> Launcher:
-    return Launcher("torchrun", "torch elastic", program, source, partial(torchrun.build, starter=starter))
+    build = partial(torchrun.build, starter=starter)
+    return Launcher("torchrun", Dialect("torch elastic", None, build, cores=CoreOption.NONE), program, source)
 
 
 def _mpiexec(source: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
@@ -173,17 +186,16 @@ def identify(version_text: str, program: str, source: str, site_dialect: str | N
     first = next((line.strip() for line in version_text.splitlines() if line.strip()), "")
     default_dialect = dialect_of_site(site_dialect)
     for dialect in dialects():
-        if match := re.match(dialect.first_line, first):
+        if dialect.first_line is not None and (match := re.match(dialect.first_line, first)):
             version = match.groupdict().get("version") or _hydra_version(version_text)
-            launcher = Launcher("mpiexec", f"{dialect.title} {version}".strip(), program, source, dialect.build)
+            launcher = Launcher("mpiexec", dialect, program, source, version)
             if default_dialect and dialect.title != default_dialect.title:
-                return replace(launcher, notes=(f"{program} is {launcher.dialect}, but the site's mpiexec is"
+                return replace(launcher, notes=(f"{program} is {launcher.title}, but the site's mpiexec is"
                                                 f" {default_dialect.title}: a Python environment's mpiexec may"
                                                 " precede it on PATH",))
             return launcher
     if default_dialect:
-        return Launcher("mpiexec", default_dialect.title, program, f"{source}; the site's dialect",
-                        default_dialect.build)
+        return Launcher("mpiexec", default_dialect, program, f"{source}; the site's dialect")
     raise UserError(f"unknown mpiexec; its version text begins with {first!r}", where=program,
                     instead="put the mpiexec of MPICH, Intel MPI, Open MPI or Cray PALS first on PATH, name the "
                             "--site, or use --launcher")

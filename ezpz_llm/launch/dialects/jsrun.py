@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ezpz_llm.base import UserError
 from ezpz_llm.launch.dialects.work import Built, Work, validate_command
-from ezpz_llm.launch.schedulers import lsf
+from ezpz_llm.launch.schedulers.lsf import LsfScheduler
 
 
 def build(program: str, work: Work) -> Built:
@@ -25,7 +25,7 @@ def build(program: str, work: Work) -> Built:
     if not work.placement.uniform:
         raise UserError("jsrun requires the same number of ranks on every node", where=work.placement.source,
                         instead="--ppn, with the same number for every node")
-    job = lsf.detect(work.env)
+    job = LsfScheduler().detect(work.env)
     first = tuple(host.name for host in job.hosts[:len(work.hosts)]) if job else ()
     if first != work.hosts:
         raise UserError("jsrun starts ranks only on the first nodes of the job, which are "

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
-from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.variables import OUTER_LAUNCHERS, WORLD_SIZE_VARIABLE
+from ezpz_llm.launch.ranks import OUTER_LAUNCHERS, find_rank
+from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
 _LOG_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ezpz_llm.launch.addresses import is_local_node_among
+from ezpz_llm.launch.binding.logical_cores import logical_cores
 from ezpz_llm.launch.dialects.work import (
     MAX_INLINE_HOSTS,
     REMOTE_SHELL,
     SRUN_OVERLAP,
     Built,
     Work,
-    logical_cores,
     validate_command,
 )
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers

@@ -23,7 +23,7 @@ def build(program: str, work: Work, starter: Callable[[], Launcher]) -> Built:
         raise UserError("torchrun requires the same number of ranks on every node", where="--launcher torchrun",
                         instead="--ppn, or --launcher mpiexec or srun")
     launcher = starter()
-    return launcher.build(launcher.program, _one_per_node(program, work))
+    return launcher.build(_one_per_node(program, work))
 
 
 def _one_per_node(program: str, work: Work) -> Work:

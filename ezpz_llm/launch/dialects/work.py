@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base import UserError
-from ezpz_llm.launch.binding.core_binding import Binding
-from ezpz_llm.launch.binding.topology import SYS, socket_and_siblings
+from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.schedulers import schedulers
@@ -98,33 +97,53 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """Program that starts ranks. `source` and `notes` explain to the user why it was chosen."""
-
-    kind: str
-    dialect: str
-    program: str
-    source: str
-    build: Callable[[str, Work], Built]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Dialect:
-    """Kind of mpiexec, such as MPICH's or Open MPI's.
+    """Command line of a launcher, such as srun or MPICH's mpiexec.
 
     Attributes:
-        title: its name in messages and in the plan.
+        title: its name in messages, in the plan, and for `StepLauncher.dialect`.
         first_line: regular expression for the start of the first line of `mpiexec --version`; the group `version`
-            is optional.
+            is optional. None for a launcher that is not an mpiexec.
         build: maps the program and the work to a command line.
         site_name: its name in site files, for an mpiexec whose version text is unknown; may be empty.
+        cores: its option that binds ranks to cores.
+        device_options: its options that select the device of each rank.
+        runs_mpi: MPI programs are known to work under it, so that --stage-env may broadcast over MPI.
     """
 
     title: str
-    first_line: str
+    first_line: str | None
     build: Callable[[str, Work], Built]
     site_name: str = ""
+    cores: CoreOption = CoreOption.LIST
+    device_options: tuple[str, ...] = ()
+    runs_mpi: bool = False
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Program that starts ranks. `source` and `notes` explain to the user why it was chosen.
+
+    Attributes:
+        kind: name for --launcher: "mpiexec", "torchrun", a step launcher's program, or "direct" for no launcher.
+        version: version of an mpiexec; may be empty.
+    """
+
+    kind: str
+    dialect: Dialect
+    program: str
+    source: str
+    version: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Dialect and version, such as "Open MPI 5.0.11"."""
+        return f"{self.dialect.title} {self.version}".strip()
+
+    def build(self, work: Work) -> Built:
+        """Return the command line that does the work."""
+        return self.dialect.build(self.program, work)
 
 
 def validate_command(program: str, work: Work) -> None:
@@ -148,23 +167,5 @@ def mask(cores: str) -> str:
     return hex(sum(1 << number for number in set(expand_numbers(cores))))
 
 
-def logical_cores(root: Path = SYS) -> dict[int, int]:
-    """Map each Linux CPU number of this node to hwloc's logical core number.
-
-    hwloc numbers cores package by package, and within a package by their lowest CPU. CPUs outside this process's
-    affinity mask are left out, as hwloc omits CPUs of other containers. Empty if /sys has no topology.
-    """
-    packages: dict[int, dict[str, list[int]]] = {}
-    for number in sorted(os.sched_getaffinity(0)):
-        try:
-            package, siblings = socket_and_siblings(number, root)
-        except (OSError, ValueError):
-            return {}
-        packages.setdefault(package, {}).setdefault(siblings, []).append(number)
-    cores = [threads for package in packages.values() for threads in package.values()]
-    return {number: index for index, threads in enumerate(cores) for number in threads}
-
-
-def build(program: str, work: Work) -> Built:
-    """Return the command of a single rank, which needs no launcher."""
-    return Built(work.command)
+DIRECT = Dialect("none", None, lambda program, work: Built(work.command), cores=CoreOption.NONE)
+"""Command line of a single rank, which needs no launcher."""

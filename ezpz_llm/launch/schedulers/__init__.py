@@ -1,4 +1,4 @@
-"""Detection of the job that this process runs in. Each scheduler has a module of its own."""
+"""Detection of the job that this process runs in. Each scheduler is a class in a module of its own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.hostnames import match_same_nodes
 from ezpz_llm.launch.ranks import leftover_variables, names_for_ranks
-from ezpz_llm.launch.schedulers import flux, local, lsf, pbs, slurm
+from ezpz_llm.launch.schedulers import local
+from ezpz_llm.launch.schedulers.flux import FluxScheduler
+from ezpz_llm.launch.schedulers.lsf import LsfScheduler
 from ezpz_llm.launch.schedulers.node_files import NODE_FILES
-from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler, job_of, manual_instructions
+from ezpz_llm.launch.schedulers.pbs import PbsScheduler
+from ezpz_llm.launch.schedulers.scheduler import (
+    Allocation,
+    BatchScheduler,
+    Scheduler,
+    StepLauncher,
+    job_of,
+    manual_instructions,
+)
+from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
 
-SCHEDULERS: tuple[Scheduler, ...] = (*map(ModuleScheduler, (slurm, pbs, flux, lsf)), *NODE_FILES)
+SCHEDULERS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), FluxScheduler(), LsfScheduler(), *NODE_FILES)
 """Built-in schedulers in order of precedence, ahead of plugins. Slurm is first because it may ship its own qsub."""
 
 ENTRY_POINTS = "ezpz_llm.schedulers"
-
-MEMBERS = tuple(name for name in (*Scheduler.__annotations__, *vars(Scheduler)) if not name.startswith("_"))
-"""Attributes that a scheduler plugin must have."""
 
 QUICK, PATIENT = (1.0, 1), (5.0, 2)
 """(timeout in seconds, tries) for a scheduler's command: for --dry-run, and for a run."""
@@ -34,10 +42,14 @@ def schedulers() -> Mapping[str, Scheduler]:
     by_name = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
 
     def find_problem(plugin: Any) -> str | None:
-        if isinstance(plugin, type) or (missing := [name for name in MEMBERS if not hasattr(plugin, name)]):
-            return "it is a class, not an object" if isinstance(plugin, type) else f"it has no {missing[0]}"
-        if not isinstance(plugin.NAME, str) or not isinstance(plugin.TITLE, str):
-            return "its NAME or TITLE is not a string"
+        if not isinstance(plugin, Scheduler):
+            kind = "a class" if isinstance(plugin, type) else f"of type {type(plugin).__name__}"
+            return f"it is {kind}, not an instance of a class derived from {Scheduler.__module__}.Scheduler"
+        for name in ("NAME", "TITLE", "JOB_VARIABLE"):
+            if not isinstance(getattr(plugin, name, None), str):
+                return f"its {name} is not a string"
+        if not isinstance(launcher := plugin.step_launcher(), StepLauncher | None):
+            return f"its step_launcher() returns a {type(launcher).__name__}, not a StepLauncher"
         for _, pattern in plugin.PATTERNS:
             re.compile(pattern)
         if by_name.setdefault(plugin.NAME, plugin) is not plugin:
@@ -46,6 +58,11 @@ def schedulers() -> Mapping[str, Scheduler]:
 
     entry_points(ENTRY_POINTS, find_problem)
     return by_name
+
+
+def batch_schedulers() -> Mapping[str, BatchScheduler]:
+    """Return the schedulers for which submit writes job scripts, by name."""
+    return {name: scheduler for name, scheduler in schedulers().items() if isinstance(scheduler, BatchScheduler)}
 
 
 def step_launchers() -> tuple[str, ...]:

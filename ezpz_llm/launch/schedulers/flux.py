@@ -21,68 +21,149 @@ from ezpz_llm.launch.hostlist import expand_hostlist, expand_numbers
 from ezpz_llm.launch.hostnames import node_keys
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
+    BatchScheduler,
     HostfileCommand,
     Node,
     Request,
     StepLauncher,
-    manual_instructions,
-    unknown_nodes_error,
-)
-
-NAME = "flux"
-TITLE = "Flux"
-JOB_VARIABLE = "FLUX_ENCLOSING_ID"
-# A task of a job has FLUX_JOB_ID. An instance that another scheduler started has only FLUX_URI.
-ALIASES = ("FLUX_JOB_ID", "FLUX_URI")
-TRACES = ("FLUX_JOB_SIZE",)
-HOSTFILE_COMMANDS = tuple(HostfileCommand(name, f"flux hostlist --expand --delimiter=$'\\n' {source} > hosts",
-                                          "flux")
-                          for name, source in (("FLUX_JOB_ID", "local"), (JOB_VARIABLE, "instance"),
-                                               ("FLUX_URI", "instance")))
-KEEPS_NODE_ORDER = SITE_CORES_COUNT = True
-
-PATTERNS = (
-    # launch itself also cancels a Flux job whose ranks do not stop.
-    (TIME_LIMIT, r"job\.exception \S+ type=timeout severity=0 .*"),
-    (STEP_CANCELLED, r"job\.exception \S+ type=cancel severity=0.*"),
-    (NOT_STARTED, r"flux-shell\[\d+\]: FATAL: task (?P<ranks>\d+) \(host (?P<host>\S+?)\): start"
-                  r" failed: .*"),
-    (NOT_STARTED, r"job\.exception \S+ type=alloc severity=0 .*|^flux-run: ERROR: .*"),
 )
 
 _TIMEOUT_S, _TRIES = 5.0, 2
 _STEP_TIMEOUT_S = 10.0
 _RESOURCES = ("flux", "kvs", "get", "resource.R")
 _NO_END = 0.0
+_SHORT = {"-B": "--bank", "-N": "--nodes", "-q": "--queue", "-t": "--time-limit", "-x": "--exclusive"}
+_BASE_58_DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
-def detect(env: Mapping[str, str]) -> Allocation | None:
-    """Return the instance of this process: of a batch script, `flux alloc`, `flux start`, or `flux proxy`.
+class FluxScheduler(BatchScheduler):
+    """Flux: `flux run` starts the ranks, in a job of the instance."""
 
-    Raises:
-        UserError: this is a task of a job, which has no resources to start ranks on; the broker does not answer; or
-            several brokers are on one node.
-    """
-    name = next((name for name in (JOB_VARIABLE, *ALIASES) if env.get(name)), None)
-    if name is None:
-        return None
-    if task := env.get("FLUX_JOB_ID"):
-        reason = ("this process is a task of the job, but launch needs a Flux instance: run launch in a script of"
-                  " `flux batch` or a shell of `flux alloc`")
-        raise unknown_nodes_error(TITLE, task, reason, f"FLUX_JOB_ID={task}",
-                                  manual_instructions(HOSTFILE_COMMANDS, env))
-    where = f"{name}={env[name]}"
-    answer = ask_command(_RESOURCES, env, _TIMEOUT_S, _TRIES)
-    if answer.text is None:
-        raise unknown_nodes_error(TITLE, env[name], answer.complaint, where,
-                                  manual_instructions(HOSTFILE_COMMANDS, env))
-    try:
-        hosts, ends_at = read_resources(answer.text)
-    except UserError as error:
-        raise unknown_nodes_error(TITLE, env[name], error.found, where,
-                                  manual_instructions(HOSTFILE_COMMANDS, env)) from error
-    return Allocation(scheduler=NAME, job_id=env[name], hosts=hosts, ends_at=ends_at, source=shlex.join(_RESOURCES),
-                      devices_source="Flux" if any(host.devices for host in hosts) else "")
+    NAME = "flux"
+    TITLE = "Flux"
+    JOB_VARIABLE = "FLUX_ENCLOSING_ID"
+    # A task of a job has FLUX_JOB_ID. An instance that another scheduler started has only FLUX_URI.
+    ALIASES = ("FLUX_JOB_ID", "FLUX_URI")
+    TRACES = ("FLUX_JOB_SIZE",)
+    JOB_PREFIXES = ("FLUX_",)
+    # It names the instance in which flux queues a job: the enclosing one, as for sbatch in a Slurm job.
+    USER_VARIABLES = ("FLUX_URI",)
+    COMMANDS = ("flux",)
+    HOSTFILE_COMMANDS = tuple(HostfileCommand(name, f"flux hostlist --expand --delimiter=$'\\n' {source} > hosts",
+                                              "flux")
+                              for name, source in (("FLUX_JOB_ID", "local"), (JOB_VARIABLE, "instance"),
+                                                   ("FLUX_URI", "instance")))
+    KEEPS_NODE_ORDER = SITE_CORES_COUNT = True
+    PATTERNS = (
+        # launch itself also cancels a Flux job whose ranks do not stop.
+        (TIME_LIMIT, r"job\.exception \S+ type=timeout severity=0 .*"),
+        (STEP_CANCELLED, r"job\.exception \S+ type=cancel severity=0.*"),
+        (NOT_STARTED, r"flux-shell\[\d+\]: FATAL: task (?P<ranks>\d+) \(host (?P<host>\S+?)\): start"
+                      r" failed: .*"),
+        (NOT_STARTED, r"job\.exception \S+ type=alloc severity=0 .*|^flux-run: ERROR: .*"),
+    )
+    PROGRAM, TEMPLATE, DIRECTIVE = "flux", "flux.sh", "#flux:"
+    HINTS = ((r"bank|account", "--account"), (r"queue", "--queue"), (r"duration|time", "--time"),
+             (r"unsatisfiable|nodes|resources", "--nodes"))
+
+    def detect(self, env: Mapping[str, str]) -> Allocation | None:
+        """Return the instance of this process: of a batch script, `flux alloc`, `flux start`, or `flux proxy`.
+
+        Raises:
+            UserError: this is a task of a job, which has no resources to start ranks on; the broker does not
+                answer; or several brokers are on one node.
+        """
+        name = self.mark(env)
+        if name is None:
+            return None
+        if task := env.get("FLUX_JOB_ID"):
+            reason = ("this process is a task of the job, but launch needs a Flux instance: run launch in a script"
+                      " of `flux batch` or a shell of `flux alloc`")
+            raise self.unknown_nodes_error(task, reason, f"FLUX_JOB_ID={task}", env)
+        where = f"{name}={env[name]}"
+        answer = ask_command(_RESOURCES, env, _TIMEOUT_S, _TRIES)
+        if answer.text is None:
+            raise self.unknown_nodes_error(env[name], answer.complaint, where, env)
+        try:
+            hosts, ends_at = read_resources(answer.text)
+        except UserError as error:
+            raise self.unknown_nodes_error(env[name], error.found, where, env) from error
+        return Allocation(scheduler=self.NAME, job_id=env[name], hosts=hosts, ends_at=ends_at,
+                          source=shlex.join(_RESOURCES),
+                          devices_source="Flux" if any(host.devices for host in hosts) else "")
+
+    def step_launcher(self) -> StepLauncher | None:
+        """Return `flux run`. Each step is a job of the instance."""
+        return StepLauncher("flux", self.TITLE)
+
+    def own_step(self, env: Mapping[str, str]) -> str | None:
+        """Return the id of the job that this process is a task of."""
+        return env.get("FLUX_JOB_ID")
+
+    def kill_steps(self, steps: Sequence[str]) -> None:
+        """Send SIGKILL to all tasks of these jobs, and cancel them."""
+        for step in steps:
+            ask_command(("flux", "job", "kill", "--signal=KILL", step), os.environ, _STEP_TIMEOUT_S)
+            ask_command(("flux", "cancel", step), os.environ, _STEP_TIMEOUT_S)
+
+    def steps_are_over(self, steps: Sequence[str]) -> bool:
+        """Return True if these jobs are inactive: their last task has ended, and their resources are free."""
+        command = ("flux", "jobs", "--no-header", "--format={state}", *steps)
+        answer = ask_command(command, os.environ, _STEP_TIMEOUT_S)
+        states = (answer.text or "").split()
+        return len(states) == len(steps) and set(states) == {"INACTIVE"}
+
+    def time_limit(self, seconds: int) -> str:
+        """Format a time limit in minutes or seconds, such as "90m"."""
+        return f"{seconds // 60}m" if seconds % 60 == 0 else f"{seconds}s"
+
+    def directives(self, request: Request) -> list[str]:
+        """Return the directive lines of a job (RFC 36), without those of the site.
+
+        Raises:
+            UserError: a reservation, which Flux does not support; a name or folder that a directive cannot hold.
+        """
+        if request.reservation:
+            raise UserError(f"Flux has no named reservations, but --reservation is {request.reservation}",
+                            where="--reservation", instead="use --queue or --account, as your site specifies")
+        for value in (request.name, str(request.output)):
+            if not value.isprintable() or "{{" in value:
+                raise UserError(f"Flux does not accept {value!r} as a job name or output path",
+                                where="--name, --run-dir", instead="printable characters, without {{")
+        options = [f"--job-name={shlex.quote(request.name)}", f"--nodes={request.nodes}", "--exclusive",
+                   f"--time-limit={self.time_limit(request.time_s)}",
+                   f"--output={shlex.quote(str(request.output) + '/job-{{id.dec}}.log')}"]
+        options += [f"--{option}={value}"
+                    for option, value in (("bank", request.account), ("queue", request.queue)) if value]
+        return [f"{self.DIRECTIVE} {word}" for word in options]
+
+    def subjects(self, line: str) -> set[str]:
+        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
+        word = re.split(r"[=\s]", line.removeprefix(self.DIRECTIVE).strip())[0]
+        return {_SHORT.get(word, word)}
+
+    def submission(self, script: str, after: str | None) -> list[str]:
+        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
+        return [self.PROGRAM, "batch", *([f"--dependency=afterany:{after}"] if after else []), script]
+
+    def job_id(self, line: str) -> str | None:
+        """Return the id (F58) in a line that `flux batch` printed, or None."""
+        return line if re.fullmatch(r"[ƒf][1-9A-HJ-NP-Za-km-z]+", line) else None
+
+    def watch(self, ids: list[str]) -> str:
+        """Return the command that shows these jobs."""
+        return f"flux jobs {' '.join(ids)}"
+
+    def cancel(self, ids: list[str]) -> str:
+        """Return the command that cancels these jobs."""
+        return f"flux cancel {' '.join(ids)}"
+
+    def output_file(self, request: Request, job: str) -> str:
+        """Return the path of the job's output file, named by the decimal form of the id, which is ASCII."""
+        number = 0
+        for character in job[1:]:
+            number = number * len(_BASE_58_DIGITS) + _BASE_58_DIGITS.index(character)
+        return str(request.output / f"job-{number}.log")
 
 
 def read_resources(text: str) -> tuple[tuple[Node, ...], float | None]:
@@ -91,7 +172,7 @@ def read_resources(text: str) -> tuple[tuple[Node, ...], float | None]:
     Raises:
         UserError: not a resource set, or one that names a node twice.
     """
-    resources = parse_json(text, TITLE)
+    resources = parse_json(text, FluxScheduler.TITLE)
     execution = resources.get("execution") if isinstance(resources, dict) else None
     if not isinstance(execution, dict):
         raise UserError("its resources are not an RFC 20 resource set")
@@ -115,100 +196,3 @@ def _ids(text: Any) -> tuple[int, ...]:
         return expand_numbers(text.strip("[]")) if text else ()
     except (ValueError, AttributeError) as error:
         raise UserError(f"its resources have {text!r} where a set of numbers is expected") from error
-
-
-def step_launcher() -> StepLauncher | None:
-    """Return `flux run`. Each step is a job of the instance."""
-    from ezpz_llm.launch.dialects import flux
-
-    return StepLauncher("flux", TITLE, flux.build)
-
-
-def own_step(env: Mapping[str, str]) -> str | None:
-    """Return the id of the job that this process is a task of."""
-    return env.get("FLUX_JOB_ID")
-
-
-def kill_steps(steps: Sequence[str]) -> None:
-    """Send SIGKILL to all tasks of these jobs, and cancel them."""
-    for step in steps:
-        ask_command(("flux", "job", "kill", "--signal=KILL", step), os.environ, _STEP_TIMEOUT_S)
-        ask_command(("flux", "cancel", step), os.environ, _STEP_TIMEOUT_S)
-
-
-def steps_are_over(steps: Sequence[str]) -> bool:
-    """Return True if these jobs are inactive: their last task has ended, and their resources are free."""
-    answer = ask_command(("flux", "jobs", "--no-header", "--format={state}", *steps), os.environ, _STEP_TIMEOUT_S)
-    states = (answer.text or "").split()
-    return len(states) == len(steps) and set(states) == {"INACTIVE"}
-
-
-PROGRAM, TEMPLATE, DIRECTIVE = "flux", "flux.sh", "#flux:"
-
-HINTS = ((r"bank|account", "--account"), (r"queue", "--queue"), (r"duration|time", "--time"),
-         (r"unsatisfiable|nodes|resources", "--nodes"))
-
-_SHORT = {"-B": "--bank", "-N": "--nodes", "-q": "--queue", "-t": "--time-limit", "-x": "--exclusive"}
-
-
-def time_limit(seconds: int) -> str:
-    """Format a time limit in minutes or seconds, such as "90m"."""
-    return f"{seconds // 60}m" if seconds % 60 == 0 else f"{seconds}s"
-
-
-def directives(request: Request) -> list[str]:
-    """Return the directive lines of a job (RFC 36), without those of the site.
-
-    Raises:
-        UserError: a reservation, which Flux does not support; a name or folder that a directive cannot hold.
-    """
-    if request.reservation:
-        raise UserError(f"Flux has no named reservations, but --reservation is {request.reservation}",
-                        where="--reservation", instead="use --queue or --account, as your site specifies")
-    for value in (request.name, str(request.output)):
-        if not value.isprintable() or "{{" in value:
-            raise UserError(f"Flux does not accept {value!r} as a job name or output path",
-                            where="--name, --run-dir", instead="printable characters, without {{")
-    options = [f"--job-name={shlex.quote(request.name)}", f"--nodes={request.nodes}", "--exclusive",
-               f"--time-limit={time_limit(request.time_s)}",
-               f"--output={shlex.quote(str(request.output) + '/job-{{id.dec}}.log')}"]
-    options += [f"--{option}={value}"
-                for option, value in (("bank", request.account), ("queue", request.queue)) if value]
-    return [f"{DIRECTIVE} {word}" for word in options]
-
-
-def subjects(line: str) -> set[str]:
-    """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
-    word = re.split(r"[=\s]", line.removeprefix(DIRECTIVE).strip())[0]
-    return {_SHORT.get(word, word)}
-
-
-def submission(script: str, after: str | None) -> list[str]:
-    """Return the command that submits `script`, to start after the job `after` has ended in any way."""
-    return [PROGRAM, "batch", *([f"--dependency=afterany:{after}"] if after else []), script]
-
-
-def job_id(line: str) -> str | None:
-    """Return the id (F58) in a line that `flux batch` printed, or None."""
-    return line if re.fullmatch(r"[ƒf][1-9A-HJ-NP-Za-km-z]+", line) else None
-
-
-def watch(ids: list[str]) -> str:
-    """Return the command that shows these jobs."""
-    return f"flux jobs {' '.join(ids)}"
-
-
-def cancel(ids: list[str]) -> str:
-    """Return the command that cancels these jobs."""
-    return f"flux cancel {' '.join(ids)}"
-
-
-_BASE_58_DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-
-
-def output_file(request: Request, job: str) -> str:
-    """Return the path of the job's output file, named by the decimal form of the id, which is ASCII."""
-    number = 0
-    for character in job[1:]:
-        number = number * len(_BASE_58_DIGITS) + _BASE_58_DIGITS.index(character)
-    return str(request.output / f"job-{number}.log")

@@ -17,14 +17,7 @@ from pathlib import Path
 
 from ezpz_llm.base import MAX_NODES, UserError, read_text, whole_number
 from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
-from ezpz_llm.launch.schedulers.scheduler import (
-    Allocation,
-    HostfileCommand,
-    Node,
-    Scheduler,
-    manual_instructions,
-    unknown_nodes_error,
-)
+from ezpz_llm.launch.schedulers.scheduler import Allocation, HostfileCommand, Node, Scheduler
 
 
 def parse_slot_columns(text: str) -> tuple[Node, ...]:
@@ -99,18 +92,15 @@ class NodeFileScheduler(Scheduler):
             return Allocation(self.NAME, job_id, (Node(socket.gethostname()),), None,
                               f"{self.node_count_variable}=1")
         if variable is None:
-            raise unknown_nodes_error(self.TITLE, job_id, f"{self.file_variables[0]} is not set",
-                                      f"{name}={job_id}",
-                                      manual_instructions(self.HOSTFILE_COMMANDS, env))
-        where, instead = f"{variable}={env[variable]}", manual_instructions(self.HOSTFILE_COMMANDS, env,
-                                                                            failed=variable)
+            raise self.unknown_nodes_error(job_id, f"{self.file_variables[0]} is not set", f"{name}={job_id}", env)
+        where = f"{variable}={env[variable]}"
         try:
             hosts = self.read(read_text(Path(env[variable])))
         except UserError as error:
-            raise unknown_nodes_error(self.TITLE, job_id, error.found, where, instead) from error
+            raise self.unknown_nodes_error(job_id, error.found, where, env, variable) from error
         if not hosts or len(hosts) > MAX_NODES:
-            raise unknown_nodes_error(self.TITLE, job_id, f"its node file names {len(hosts):,} nodes", where,
-                                      instead)
+            raise self.unknown_nodes_error(job_id, f"its node file names {len(hosts):,} nodes", where, env,
+                                           variable)
         return Allocation(self.NAME, job_id, hosts, None, variable)
 
 

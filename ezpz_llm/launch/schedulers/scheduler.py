@@ -1,7 +1,7 @@
-"""Scheduler protocol that launch and submit use, and the allocation that a scheduler reports.
+"""Base classes of schedulers, for launch and for submit, and the allocation that a scheduler reports.
 
-A scheduler is a module of this package (in `SCHEDULERS`), or an object derived from `Scheduler` that an installed
-package registers as an entry point under "ezpz_llm.schedulers"."""
+Each scheduler of this package is a class in a module of its own. An installed package registers an instance of its
+class as an entry point under "ezpz_llm.schedulers"."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, Protocol
+from types import MappingProxyType
 
 from ezpz_llm.base import UserError
 from ezpz_llm.launch.ranks import Family
@@ -117,11 +117,6 @@ def manual_instructions(lines: Sequence[HostfileCommand], env: Mapping[str, str]
             " node only)")
 
 
-def unknown_nodes_error(title: str, job: str, why: str, where: str, instead: str) -> UserError:
-    """Return the error for a job whose nodes cannot be determined. Running one rank here would hide that."""
-    return UserError(f"cannot determine the nodes of {title} job {job}: {why}", where=where, instead=instead)
-
-
 def job_of(title: str) -> str:
     """Return `title` as in "a PBS job" or "an LSF job"."""
     return f"{'an' if title[0] in ('AEFHILMNORSX' if title.isupper() else 'AEIOU') else 'a'} {title} job"
@@ -154,27 +149,20 @@ class StepLauncher:
 
     Attributes:
         program: its name on PATH, which is also the launcher's kind.
-        build: maps the program's path and a `launch.dialects.work.Work` to a `Built` command line.
+        dialect: title of its command line's dialect (`launch.dialects`).
         optional: if the program is not on PATH, mpiexec starts the ranks.
         ranks: variables that tell a rank its number; None if `launch.ranks.FAMILIES` has them.
     """
 
     program: str
     dialect: str
-    build: Callable[[str, Any], Any]
+    _: KW_ONLY
     optional: bool = False
     ranks: Family | None = None
 
 
-def _no_scripts(title: str) -> UserError:
-    return UserError(f"submit does not write job scripts for {title}",
-                     instead="write a job script that calls ezpz-llm launch, and submit it yourself")
-
-
-class Scheduler(Protocol):
-    """Interface to a scheduler: launch uses it inside a job, submit outside.
-
-    The defaults suit schedulers without steps.
+class Scheduler(ABC):
+    """Scheduler, as launch uses it inside a job. The defaults suit schedulers without steps.
 
     Attributes:
         NAME: its name for --scheduler and in site files.
@@ -183,48 +171,42 @@ class Scheduler(Protocol):
         ALIASES: other variables that mark its jobs, instead of or beside JOB_VARIABLE.
         TRACES: variables that only its jobs have. They identify the scheduler if JOB_VARIABLE and ALIASES are
             missing.
+        JOB_PREFIXES: prefixes of its variables, which describe one job and are not passed on to another.
+        USER_VARIABLES: variables with such a prefix that configure its commands.
+        SITE_VARIABLES: variables by which site files may identify the machine.
         HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
         JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
+        COMMANDS: commands by which doctor finds the scheduler on PATH.
         KEEPS_NODE_ORDER: its step launcher always numbers nodes in the job's order.
         STARTS_MPI_DAEMONS: mpiexec starts its daemons with srun in its jobs.
         REMOTE_SHELL: command that runs another command on a node of the job, for mpiexec's daemons, since the site
             may forbid ssh.
         SITE_CORES_COUNT: if the site file lists cores, a job has all of them, whatever its variables state.
         COPIER: the program that `copy_to_nodes` needs on PATH; None if copying is unsupported.
-        PROGRAM, TEMPLATE, DIRECTIVE: the submit command, the script template (in `jobs/`, or an absolute path), and
-            the prefix of directive lines; empty if submit does not support the scheduler.
-        TAKES_STDIN: PROGRAM reads the script from standard input.
-        AGAIN: words with which a running job requeues itself, and their replacements in the script.
         PATTERNS: messages of the scheduler about the end of a run: kinds (failures/log_kinds.py), each with a
             regular expression whose groups may be `host`, `ranks`, `code`, `number` (of a signal) and `signal` (its
             name).
-        HINTS: patterns of PROGRAM's error messages, each with the option of submit that sets the rejected value.
     """
 
     NAME: str
     TITLE: str
     JOB_VARIABLE: str
-    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     ALIASES: tuple[str, ...] = ()
     TRACES: tuple[str, ...] = ()
+    JOB_PREFIXES: tuple[str, ...] = ()
+    USER_VARIABLES: tuple[str, ...] = ()
+    SITE_VARIABLES: tuple[str, ...] = ()
     HOSTFILE_COMMANDS: tuple[HostfileCommand, ...] = ()
+    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    COMMANDS: tuple[str, ...] = ()
     KEEPS_NODE_ORDER: bool = False
     STARTS_MPI_DAEMONS: bool = False
     REMOTE_SHELL: tuple[str, ...] = ()
     SITE_CORES_COUNT: bool = False
     COPIER: str | None = None
-    PROGRAM: str = ""
-    TEMPLATE: str = ""
-    DIRECTIVE: str = ""
-    TAKES_STDIN: bool = False
-    AGAIN: Mapping[str, str] = MappingProxyType({})
     PATTERNS: tuple[tuple[str, str], ...] = ()
-    HINTS: tuple[tuple[str, str], ...] = ()
 
-    def mark(self, env: Mapping[str, str]) -> str | None:
-        """Return the variable that marks `env` as a job of this scheduler; None outside a job."""
-        return next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
-
+    @abstractmethod
     def detect(self, env: Mapping[str, str]) -> Allocation | None:
         """Return the allocation of the job that `env` is in; None outside a job.
 
@@ -233,6 +215,20 @@ class Scheduler(Protocol):
         Raises:
             UserError: the variables are invalid.
         """
+
+    def unknown_nodes_error(self, job: str, why: str, where: str, env: Mapping[str, str],
+                            failed: str = "") -> UserError:
+        """Return the error for a job whose nodes cannot be determined. Running one rank here would hide that.
+
+        Args:
+            failed: variable that cannot be used.
+        """
+        return UserError(f"cannot determine the nodes of {self.TITLE} job {job}: {why}", where=where,
+                         instead=manual_instructions(self.HOSTFILE_COMMANDS, env, failed))
+
+    def mark(self, env: Mapping[str, str]) -> str | None:
+        """Return the variable that marks `env` as a job of this scheduler; None outside a job."""
+        return next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
 
     def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
         """Add facts that only the scheduler's commands report. Add a note if a command fails; never raise."""
@@ -245,6 +241,22 @@ class Scheduler(Protocol):
     def site_notes(self, env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
         """Return notes on site variables that contradict the options of the job."""
         return ()
+
+    def sets_variable(self, name: str, env: Mapping[str, str]) -> bool:
+        """Return True if the scheduler, not the user, set a variable that launch sets too."""
+        return False
+
+    def restart_count(self, env: Mapping[str, str]) -> int:
+        """Return how often the job has been requeued; 0 if that is unknown."""
+        return 0
+
+    def local_folder(self, env: Mapping[str, str]) -> Path | None:
+        """Return the job's folder on each node's local disk, if it has one."""
+        return None
+
+    def mpi_advice(self, env: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return the reason why a rank of its step launcher is alone in its MPI world, and the fix, or None."""
+        return None
 
     def own_step(self, env: Mapping[str, str]) -> str | None:
         """Return the id of the step that this process is in; None if steps cannot be ended by id."""
@@ -266,46 +278,66 @@ class Scheduler(Protocol):
         """Copy a file to each node of the job. On failure print the reason to stderr and return False."""
         return False
 
+
+class BatchScheduler(Scheduler):
+    """Scheduler for which submit writes and queues job scripts.
+
+    Attributes:
+        PROGRAM: the submit command.
+        TEMPLATE: the script template (in `jobs/`, or an absolute path).
+        DIRECTIVE: the prefix of directive lines.
+        TAKES_STDIN: PROGRAM reads the script from standard input.
+        AGAIN: words with which a running job requeues itself, and their replacements in the script.
+        HINTS: patterns of PROGRAM's error messages, each with the option of submit that sets the rejected value.
+    """
+
+    PROGRAM: str
+    TEMPLATE: str
+    DIRECTIVE: str
+    TAKES_STDIN: bool = False
+    AGAIN: Mapping[str, str] = MappingProxyType({})
+    HINTS: tuple[tuple[str, str], ...] = ()
+
+    @abstractmethod
+    def directives(self, request: Request) -> list[str]:
+        """Return the directive lines of a job, without those of the site.
+
+        Raises:
+            UserError: a directive cannot hold a value of the request.
+        """
+
+    @abstractmethod
+    def subjects(self, line: str) -> set[str]:
+        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
+
+    @abstractmethod
+    def submission(self, script: str, after: str | None) -> list[str]:
+        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
+
+    @abstractmethod
+    def job_id(self, line: str) -> str | None:
+        """Return the job id in a line that the `submission` command printed, or None."""
+
+    @abstractmethod
+    def watch(self, ids: list[str]) -> str:
+        """Return the command that shows these jobs."""
+
+    @abstractmethod
+    def cancel(self, ids: list[str]) -> str:
+        """Return the command that cancels these jobs."""
+
+    @abstractmethod
+    def output_file(self, request: Request, job: str) -> str:
+        """Return the path of the job's output file."""
+
     def time_limit(self, seconds: int) -> str:
         """Format a time limit for a directive line: H:MM:SS by default."""
         return clock(seconds)
 
-    # The methods from here on are called only if PROGRAM is not empty.
-    def directives(self, request: Request) -> list[str]:
-        """Return the directive lines of a job, without those of the site."""
-        raise _no_scripts(self.TITLE)
-
-    def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
-        raise _no_scripts(self.TITLE)
-
-    def submission(self, script: str, after: str | None) -> list[str]:
-        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
-        raise _no_scripts(self.TITLE)
-
-    def job_id(self, line: str) -> str | None:
-        """Return the job id in a line that the `submission` command printed, or None."""
-        raise _no_scripts(self.TITLE)
-
-    def watch(self, ids: list[str]) -> str:
-        """Return the command that shows these jobs."""
-        raise _no_scripts(self.TITLE)
-
-    def cancel(self, ids: list[str]) -> str:
-        """Return the command that cancels these jobs."""
-        raise _no_scripts(self.TITLE)
-
-    def output_file(self, request: Request, job: str) -> str:
-        """Return the path of the job's output file."""
-        raise _no_scripts(self.TITLE)
+    def variables_of_jobs(self, submit_host: str) -> dict[str, str]:
+        """Return site variables that a job submitted on this host will have."""
+        return {}
 
     def hint(self, words: str) -> str | None:
         """Return the option of submit for the value that an error message of PROGRAM rejects, or None."""
         return next((option for pattern, option in self.HINTS if re.search(pattern, words, re.IGNORECASE)), None)
-
-
-class ModuleScheduler(Scheduler):
-    """Scheduler implemented by a module. Names that the module lacks come from `Scheduler`."""
-
-    def __init__(self, module: ModuleType) -> None:
-        vars(self).update(vars(module))

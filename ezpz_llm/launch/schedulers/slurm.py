@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from ezpz_llm.base import UserError, ask_command, count_noun, epoch, system_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import (
@@ -24,9 +25,9 @@ from ezpz_llm.launch.failures.log_kinds import (
     TIME_LIMIT,
 )
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
-from ezpz_llm.launch.hostnames import match_same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
+    BatchScheduler,
     HostfileCommand,
     Node,
     Request,
@@ -35,48 +36,10 @@ from ezpz_llm.launch.schedulers.scheduler import (
     manual_instructions,
     parse_local_time,
 )
+from ezpz_llm.launch.schedulers.slurm_queries import STAMP, add_devices, add_end_time
 from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, expand_layout, requested_tasks
 
-NAME = "slurm"
-TITLE = "Slurm"
-JOB_VARIABLE = "SLURM_JOB_ID"
-TRACES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_JOBID", "SLURM_STEP_NODELIST", "SLURM_JOB_NUM_NODES",
-          "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE")
-HOSTFILE_COMMANDS = (
-    *(HostfileCommand(name, f'scontrol show hostnames "$(squeue -h -j ${name} -o %N)" > hosts', "squeue")
-      for name in (JOB_VARIABLE, "SLURM_JOBID")),
-    *(HostfileCommand(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
-      for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")),
-)
 _NOTHING_LISTED = "code 0,"
-JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
-KEEPS_NODE_ORDER = STARTS_MPI_DAEMONS = True
-COPIER = "sbcast"
-
-PATTERNS = (
-    (TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
-    (NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
-    (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
-    (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
-    (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-    # srun also cancels a step like this after a task has failed; only a user cancels a job.
-    (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
-    (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
-    (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
-    (MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
-    (ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
-            r"(?:Exited with exit code (?P<code>\d+)|(?P<signal>[A-Z][A-Za-z ]+?))"
-            r"(?: \(core dumped\))?$"),
-    (NOT_STARTED, r"^srun: error: (?:Unable to create step|Unable to confirm allocation"
-                  r"|Couldn't load specified plugin).*"),
-    (NOT_STARTED, r"^srun: error: Task launch for \S+ failed on node (?P<host>[^:\s]+): .*"),
-    (NOT_STARTED, r"^slurmstepd(?:-(?P<host>[^:\s]+))?: error: execve\(\): .*"),
-)
-"""Written from captured output; the memory limit and preemption from Slurm's source code."""
-
-_GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
-
-_STAMP = "%Y-%m-%dT%H:%M:%S"
 _MAX_GROUPS = 128
 """Slurm's limit on the components of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
@@ -95,57 +58,246 @@ class _Names:
 _JOB = _Names("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES")
 _STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
 
+_SCONTROL_TIMEOUT_S, _STEP_TIMEOUT_S = 3.0, 10.0
+_TAIL_BYTES = 1 << 16
+_SLACK_S = 60.0
+_RDZV_NETWORK = "disable_rdzv_get"
+"""--network option that FI_CXI_RDZV_PROTO=alt_read requires: OLCF's "PyTorch on Frontier" sets both or neither.
+Slurm puts a job's --network into SLURM_NETWORK."""
 
-def detect(env: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of the job (batch script, salloc shell) or step (an interactive `srun --pty`).
+_SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
+          "-p": "--partition", "-q": "--qos", "-t": "--time"}
 
-    Raises:
-        UserError: the node list or the tasks per node are invalid, or the job is heterogeneous.
-    """
-    job_id = env.get(JOB_VARIABLE)
-    if not job_id:
-        return None
-    step_id = _own_step(env)
-    if step_id is None:
-        _reject_heterogeneous(env, job_id)
-    names = _STEP if step_id else _JOB
-    hosts = expand_hostlist(env.get(names.hosts, ""))
-    if not hosts:
-        raise UserError(f"the node list of Slurm job {job_id} is empty or not set", where=names.hosts,
-                        instead="start launch inside sbatch, salloc or srun; elsewhere "
-                        + manual_instructions(HOSTFILE_COMMANDS, env))
-    cores = _cores(env)
-    minimum_cores = min(cores.values(), default=None)
-    devices = count_devices(env.get("SLURM_GPUS_PER_NODE", ""))
-    where = f"{names.hosts}={env.get(names.hosts)}"
-    tasks = _step_tasks(env, len(hosts), where) if step_id else requested_tasks(env, [devices] * len(hosts), where)
-    return Allocation(
-        scheduler=NAME,
-        job_id=job_id,
-        hosts=tuple(Node(name, slots, devices, cores.get(name, minimum_cores))
-                    for name, slots in zip(hosts, tasks.counts, strict=True)),
-        ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
-        source=names.hosts,
-        devices_source="" if devices is None else "SLURM_GPUS_PER_NODE",
-        notes=(*_notes(env, names, hosts), *tasks.notes),
-        step_id=step_id,
-        slots_source=tasks.source,
+
+class SlurmScheduler(BatchScheduler):
+    """Slurm: `srun` starts the ranks, in steps of the job."""
+
+    NAME = "slurm"
+    TITLE = "Slurm"
+    JOB_VARIABLE = "SLURM_JOB_ID"
+    TRACES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_JOBID", "SLURM_STEP_NODELIST", "SLURM_JOB_NUM_NODES",
+              "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE")
+    JOB_PREFIXES = ("SLURM_",)
+    USER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+    SITE_VARIABLES = ("SLURM_CLUSTER_NAME",)
+    COMMANDS = ("sbatch", "srun")
+    HOSTFILE_COMMANDS = (
+        *(HostfileCommand(name, f'scontrol show hostnames "$(squeue -h -j ${name} -o %N)" > hosts', "squeue")
+          for name in (JOB_VARIABLE, "SLURM_JOBID")),
+        *(HostfileCommand(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
+          for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")),
     )
+    JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
+    KEEPS_NODE_ORDER = STARTS_MPI_DAEMONS = True
+    COPIER = "sbcast"
+    PATTERNS = (
+        (TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
+        (NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
+        (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
+        (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
+        (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
+        # srun also cancels a step like this after a task has failed; only a user cancels a job.
+        (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+        (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+        (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
+        (MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
+        (ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
+                r"(?:Exited with exit code (?P<code>\d+)|(?P<signal>[A-Z][A-Za-z ]+?))"
+                r"(?: \(core dumped\))?$"),
+        (NOT_STARTED, r"^srun: error: (?:Unable to create step|Unable to confirm allocation"
+                      r"|Couldn't load specified plugin).*"),
+        (NOT_STARTED, r"^srun: error: Task launch for \S+ failed on node (?P<host>[^:\s]+): .*"),
+        (NOT_STARTED, r"^slurmstepd(?:-(?P<host>[^:\s]+))?: error: execve\(\): .*"),
+    )
+    """Written from captured output; the memory limit and preemption from Slurm's source code."""
+    PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
+    AGAIN = MappingProxyType({"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'})
+    HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),
+             (r"node count|node configuration|[Nn]odes", "--nodes"), (r"reservation", "--reservation"))
 
+    def detect(self, env: Mapping[str, str]) -> Allocation | None:
+        """Return the allocation of the job (batch script, salloc shell) or step (an interactive `srun --pty`).
 
-def _reject_heterogeneous(env: Mapping[str, str], job_id: str) -> None:
-    """Reject a heterogeneous job: srun with one set of options starts ranks on only one of its components.
+        Raises:
+            UserError: the node list or the tasks per node are invalid, or the job is heterogeneous.
+        """
+        job_id = env.get(self.JOB_VARIABLE)
+        if not job_id:
+            return None
+        step_id = _own_step(env)
+        if step_id is None:
+            self._reject_heterogeneous(env, job_id)
+        names = _STEP if step_id else _JOB
+        hosts = expand_hostlist(env.get(names.hosts, ""))
+        if not hosts:
+            raise UserError(f"the node list of Slurm job {job_id} is empty or not set", where=names.hosts,
+                            instead="start launch inside sbatch, salloc or srun; elsewhere "
+                            + manual_instructions(self.HOSTFILE_COMMANDS, env))
+        cores = _cores(env)
+        minimum_cores = min(cores.values(), default=None)
+        devices = count_devices(env.get("SLURM_GPUS_PER_NODE", ""))
+        where = f"{names.hosts}={env.get(names.hosts)}"
+        tasks = (_step_tasks(env, len(hosts), where) if step_id
+                 else requested_tasks(env, [devices] * len(hosts), where))
+        return Allocation(
+            scheduler=self.NAME,
+            job_id=job_id,
+            hosts=tuple(Node(name, slots, devices, cores.get(name, minimum_cores))
+                        for name, slots in zip(hosts, tasks.counts, strict=True)),
+            ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
+            source=names.hosts,
+            devices_source="" if devices is None else "SLURM_GPUS_PER_NODE",
+            notes=(*_notes(env, names, hosts), *tasks.notes),
+            step_id=step_id,
+            slots_source=tasks.source,
+        )
 
-    Raises:
-        UserError: the job has several components.
-    """
-    groups = whole_number(env.get("SLURM_HET_SIZE", "")) or 0
-    if groups > 1:
-        lists = ",".join(f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(min(groups, _MAX_GROUPS)))
-        raise UserError(f"Slurm job {job_id} is heterogeneous, with {groups} components, and launch can start"
-                        " ranks with srun on only one of them", where=f"SLURM_HET_SIZE={groups}",
-                        instead=f'scontrol show hostnames "{lists}" > hosts; HYDRA_LAUNCHER=ssh launch --scheduler'
-                                " none --hostfile hosts …   (MPICH's mpiexec, over ssh)")
+    def _reject_heterogeneous(self, env: Mapping[str, str], job_id: str) -> None:
+        """Reject a heterogeneous job: srun with one set of options starts ranks on only one of its components.
+
+        Raises:
+            UserError: the job has several components.
+        """
+        groups = whole_number(env.get("SLURM_HET_SIZE", "")) or 0
+        if groups > 1:
+            lists = ",".join(f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(min(groups, _MAX_GROUPS)))
+            raise UserError(f"Slurm job {job_id} is heterogeneous, with {groups} components, and launch can start"
+                            " ranks with srun on only one of them", where=f"SLURM_HET_SIZE={groups}",
+                            instead=f'scontrol show hostnames "{lists}" > hosts; HYDRA_LAUNCHER=ssh launch'
+                                    " --scheduler none --hostfile hosts …   (MPICH's mpiexec, over ssh)")
+
+    def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+        """Add the devices if they are not visible here, and the job's end time.
+
+        Adds a note if squeue fails or contradicts the job's variables.
+        """
+        return add_end_time(add_devices(allocation, env, limit_s, tries), env, limit_s, tries)
+
+    def cancellations(self, env: Mapping[str, str], since: float) -> str:
+        """Return lines about the end of this job, newer than the epoch time `since`, from the job's output file.
+
+        Slurm writes lines such as `slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***` there,
+        and launch does not see them. Empty outside a batch job.
+        """
+        job = env.get(self.JOB_VARIABLE)
+        if not job:
+            return ""
+        description = ask_command(("scontrol", "show", "job", job), env, _SCONTROL_TIMEOUT_S, tries=1).text or ""
+        path = re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
+        if path is None:
+            return ""
+        lines = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
+                            system_text(path[1], _TAIL_BYTES), re.MULTILINE)
+        # A requeued job appends to the same file.
+        return "".join(f"{line[0]}\n" for line in lines
+                       if (parse_local_time(line[1], STAMP) or 0.0) > since - _SLACK_S)
+
+    def step_launcher(self) -> StepLauncher | None:
+        """Return srun."""
+        return StepLauncher("srun", "Slurm")
+
+    def site_notes(self, env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
+        """Return a note if the site's variables require a --network option that the job lacks."""
+        protocol = env.get("FI_CXI_RDZV_PROTO", of_site.get("FI_CXI_RDZV_PROTO"))
+        if protocol != "alt_read" or _RDZV_NETWORK in env.get("SLURM_NETWORK", ""):
+            return ()
+        return (f"FI_CXI_RDZV_PROTO=alt_read requires a job with --network={_RDZV_NETWORK}, which this job lacks:"
+                " add it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default",)
+
+    def restart_count(self, env: Mapping[str, str]) -> int:
+        """Return how often Slurm has requeued the job."""
+        return whole_number(env.get("SLURM_RESTART_COUNT", "")) or 0
+
+    def local_folder(self, env: Mapping[str, str]) -> Path | None:
+        """Return SLURM_TMPDIR, which some sites set."""
+        return Path(env["SLURM_TMPDIR"]) if env.get("SLURM_TMPDIR") else None
+
+    def mpi_advice(self, env: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return the reason and the fix if srun started this rank without PMI variables."""
+        if not env.get("SLURM_STEP_ID") or any(name.startswith(("PMI_", "PMIX_")) for name in env):
+            return None
+        plugin = env.get("SLURM_MPI_TYPE", "not set")
+        return (f"srun set no PMI or PMIx variables, and SLURM_MPI_TYPE is {plugin}",
+                "SLURM_MPI_TYPE=pmi2 launch …, or pmix, if srun --mpi=list and this MPI support it")
+
+    def own_step(self, env: Mapping[str, str]) -> str | None:
+        """Return the id of this process's step as "JOB.STEP", or None."""
+        job, step = env.get(self.JOB_VARIABLE), env.get("SLURM_STEP_ID")
+        return f"{job}.{step}" if job and step else None
+
+    def kill_steps(self, steps: Sequence[str]) -> None:
+        """Send SIGKILL to all processes of these steps, including launch's agents."""
+        ask_command(("scancel", "--signal=KILL", *steps), os.environ, _STEP_TIMEOUT_S)
+
+    def steps_are_over(self, steps: Sequence[str]) -> bool:
+        """Return True if squeue lists none of these steps: it lists a step until its last process has ended."""
+        # squeue lists a step of an array task under a name other than the queried one, so names are not compared.
+        answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
+        return _NOTHING_LISTED in answer.complaint
+
+    def copy_to_nodes(self, source: Path, target: str) -> bool:
+        """Copy a file to each node with sbcast. Print its errors to stderr."""
+        result = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL,
+                                capture_output=True, text=True, errors="replace", check=False)
+        print(result.stderr, end="", file=sys.stderr, flush=True)
+        return result.returncode == 0
+
+    def time_limit(self, seconds: int) -> str:
+        """Format a time limit for `--time`."""
+        return clock_with_days(seconds)
+
+    def directives(self, request: Request) -> list[str]:
+        """Return the directive lines of a job, without those of the site.
+
+        `--exclusive`, because with --nodes alone Slurm may allocate one core per node.
+        """
+        # sbatch removes quotes as a shell does, but has no escape for control characters.
+        for value in (request.name, str(request.output)):
+            if not value.isprintable():
+                raise UserError(f"the job name or run directory has a control character: {value!r}",
+                                instead="--name or --run-dir with printable characters only")
+        output = str(request.output).replace("%", "%%")
+        options = [
+            f"--job-name={shlex.quote(request.name)}",
+            f"--nodes={request.nodes}",
+            "--exclusive",
+            f"--time={self.time_limit(request.time_s)}",
+            # A requeued job appends to its earlier output.
+            f"--output={shlex.quote(output + '/job-%j.log')}",
+            "--open-mode=append",
+            "--requeue" if request.requeue else "--no-requeue",
+        ]
+        options += [f"--{option}={value}" for option, value in (
+            ("account", request.account), ("partition", request.queue),
+            ("reservation", request.reservation)) if value]
+        return [f"{self.DIRECTIVE} {word}" for word in options]
+
+    def subjects(self, line: str) -> set[str]:
+        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
+        word = re.split(r"[=\s]", line.split()[1])[0]
+        return {_SHORT.get(word, word)}
+
+    def submission(self, script: str, after: str | None) -> list[str]:
+        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
+        dependency = [f"--dependency=afterany:{after}"] if after else []
+        return [self.PROGRAM, "--parsable", *dependency, script]
+
+    def job_id(self, line: str) -> str | None:
+        """Return the id in a line that sbatch printed (`123`, `123;cluster`), or None."""
+        match = re.fullmatch(r"(\d+)(;[\w.-]+)?", line, re.ASCII)
+        return match[1] if match else None
+
+    def watch(self, ids: list[str]) -> str:
+        """Return the command that shows these jobs."""
+        return f"squeue -j {','.join(ids)}"
+
+    def cancel(self, ids: list[str]) -> str:
+        """Return the command that cancels these jobs."""
+        return f"scancel {' '.join(ids)}"
+
+    def output_file(self, request: Request, job: str) -> str:
+        """Return the path of the job's output file."""
+        return str(request.output / f"job-{job}.log")
 
 
 def _own_step(env: Mapping[str, str]) -> str | None:
@@ -179,236 +331,3 @@ def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]
     if env.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
         notes.append(f"Slurm has restarted this job: SLURM_RESTART_COUNT={env['SLURM_RESTART_COUNT']}")
     return notes
-
-
-def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """Add the devices if they are not visible here, and the job's end time (no variable has it before Slurm 23).
-
-    Adds a note if squeue fails or contradicts the job's variables.
-    """
-    allocation = _with_tasks_per_gpu(allocation, _with_devices(allocation, env, limit_s, tries), env)
-    if allocation.ends_at is not None:
-        return allocation
-    # The user's SQUEUE_* variables could filter or sort the rows, and SLURM_TIME_FORMAT could omit the date.
-    plain = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
-    answer = ask_command(["squeue", "--noheader", "--jobs", str(allocation.job_id), "--format", "%A|%e|%N"],
-                         plain | {"SLURM_TIME_FORMAT": "standard"}, limit_s, tries)
-    if answer.text is None:
-        return allocation.with_notes(f"the job's end time is unknown: {answer.complaint}")
-    ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
-    notes = [] if ends_at is not None else ["the job's end time is unknown: squeue reports none"]
-    if hosts and allocation.step_id is None:
-        matches = match_same_nodes([host.name for host in allocation.hosts], _expand_or_empty(hosts))
-        notes += matches.notes(allocation.source, "squeue") if matches else (
-            f"{allocation.source} is {env.get(allocation.source)}, but squeue says {hosts}: using"
-            f" {allocation.source}",)
-    return replace(allocation, ends_at=ends_at).with_notes(*notes)
-
-
-def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    # On a login node, salloc's shell does not see the job's devices, and `--gres=gpu:4` sets no variable.
-    # SLURM_GPUS is the total of the job, which nodes need not share equally.
-    if allocation.step_id is not None or (env.get("SLURMD_NODENAME") and not env.get("SLURM_GPUS")):
-        return allocation
-    answer = ask_command(["scontrol", "show", "job", "-d", str(allocation.job_id)], env, limit_s, tries)
-    counts = read_devices(answer.text or "")
-    if any(host.name not in counts for host in allocation.hosts) or not any(counts.values()):
-        return allocation
-    hosts = tuple(replace(host, devices=counts[host.name]) for host in allocation.hosts)
-    if len({host.devices for host in hosts}) > 1:
-        # Slurm 22.05: with 2 devices on the first node and 1 on the second, such a step saw 1 and 1.
-        allocation = allocation.with_notes("the job's nodes have unequal numbers of devices, and an srun --overlap "
-                                           "step may see fewer of them: request --gpus-per-node instead of -G")
-    return replace(allocation, hosts=hosts, devices_source="scontrol show job")
-
-
-def _with_tasks_per_gpu(before: Allocation, allocation: Allocation, env: Mapping[str, str]) -> Allocation:
-    """Update the slots if scontrol reported devices that `before` lacks (for SLURM_NTASKS_PER_GPU)."""
-    old, new = (requested_tasks(env, [host.devices for host in version.hosts], version.source)
-                for version in (before, allocation))
-    if allocation.step_id is not None or old == new:
-        return allocation
-    hosts = tuple(replace(host, slots=count) for host, count in zip(allocation.hosts, new.counts, strict=True))
-    notes = (*(note for note in allocation.notes if note not in old.notes), *new.notes)
-    return replace(allocation, hosts=hosts, slots_source=new.source, notes=notes)
-
-
-def read_devices(text: str) -> dict[str, int]:
-    """Return the job's accelerators on each node, from the output of `scontrol show job -d`.
-
-    Its rows look like "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)".
-    """
-    devices: dict[str, int] = {}
-    for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text,
-                           re.MULTILINE):
-        count = sum(map(int, _GPUS.findall(row["gres"])))
-        devices |= dict.fromkeys(_expand_or_empty(row["hosts"]), count)
-    return devices
-
-
-def _expand_or_empty(hosts: str) -> list[str]:
-    """Expand a node list that a Slurm command printed. Return [] if it is invalid."""
-    try:
-        return expand_hostlist(hosts)
-    except UserError:
-        return []
-
-
-def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
-    """Return a job's end time in epoch seconds, or None, and its node list, from squeue's rows id|end|nodes.
-
-    An array's last task has the id of the array, for which squeue lists all tasks.
-    """
-    for line in text.splitlines():
-        fields = [word.strip() for word in line.split("|")]
-        if len(fields) == 3 and fields[0] == job_id:
-            return parse_local_time(fields[1], _STAMP), fields[2]
-    return None, ""
-
-
-_SCONTROL_TIMEOUT_S = 3.0
-_TAIL_BYTES = 1 << 16
-_SLACK_S = 60.0
-
-
-def cancellations(env: Mapping[str, str], since: float) -> str:
-    """Return lines about the end of this job, newer than the epoch time `since`, from the job's output file.
-
-    Slurm writes lines such as `slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***` there, and
-    launch does not see them. Empty outside a batch job.
-    """
-    job = env.get(JOB_VARIABLE)
-    if not job:
-        return ""
-    description = ask_command(("scontrol", "show", "job", job), env, _SCONTROL_TIMEOUT_S, tries=1).text or ""
-    path = re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
-    if path is None:
-        return ""
-    lines = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
-                        system_text(path[1], _TAIL_BYTES), re.MULTILINE)
-    # A requeued job appends to the same file.
-    return "".join(f"{line[0]}\n" for line in lines
-                   if (parse_local_time(line[1], _STAMP) or 0.0) > since - _SLACK_S)
-
-
-_STEP_TIMEOUT_S = 10.0
-_RDZV_NETWORK = "disable_rdzv_get"
-"""--network option that FI_CXI_RDZV_PROTO=alt_read requires: OLCF's "PyTorch on Frontier" sets both or neither.
-Slurm puts a job's --network into SLURM_NETWORK."""
-
-
-def step_launcher() -> StepLauncher | None:
-    """Return srun."""
-    from ezpz_llm.launch.dialects import srun
-
-    return StepLauncher("srun", "Slurm", srun.build)
-
-
-def site_notes(env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note if the site's variables require a --network option that the job lacks."""
-    protocol = env.get("FI_CXI_RDZV_PROTO", of_site.get("FI_CXI_RDZV_PROTO"))
-    if protocol != "alt_read" or _RDZV_NETWORK in env.get("SLURM_NETWORK", ""):
-        return ()
-    return (f"FI_CXI_RDZV_PROTO=alt_read requires a job with --network={_RDZV_NETWORK}, which this job lacks:"
-            " add it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default",)
-
-
-def own_step(env: Mapping[str, str]) -> str | None:
-    """Return the id of this process's step as "JOB.STEP", or None."""
-    job, step = env.get(JOB_VARIABLE), env.get("SLURM_STEP_ID")
-    return f"{job}.{step}" if job and step else None
-
-
-def kill_steps(steps: Sequence[str]) -> None:
-    """Send SIGKILL to all processes of these steps, including launch's agents."""
-    ask_command(("scancel", "--signal=KILL", *steps), os.environ, _STEP_TIMEOUT_S)
-
-
-def steps_are_over(steps: Sequence[str]) -> bool:
-    """Return True if squeue lists none of these steps: it lists a step until its last process has ended."""
-    # squeue lists a step of an array task under a name other than the queried one, so names are not compared.
-    answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
-    return _NOTHING_LISTED in answer.complaint
-
-
-def copy_to_nodes(source: Path, target: str) -> bool:
-    """Copy a file to each node with sbcast. Print its errors to stderr."""
-    result = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL,
-                            capture_output=True, text=True, errors="replace", check=False)
-    print(result.stderr, end="", file=sys.stderr, flush=True)
-    return result.returncode == 0
-
-
-PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
-
-AGAIN = {"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'}
-"""Words with which a running job requeues itself, and their replacements in the script."""
-
-_SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
-          "-p": "--partition", "-q": "--qos", "-t": "--time"}
-HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),
-         (r"node count|node configuration|[Nn]odes", "--nodes"), (r"reservation", "--reservation"))
-
-
-def time_limit(seconds: int) -> str:
-    """Format a time limit for `--time`."""
-    return clock_with_days(seconds)
-
-
-def directives(request: Request) -> list[str]:
-    """Return the directive lines of a job, without those of the site.
-
-    `--exclusive`, because with --nodes alone Slurm may allocate one core per node.
-    """
-    # sbatch removes quotes as a shell does, but has no escape for control characters.
-    for value in (request.name, str(request.output)):
-        if not value.isprintable():
-            raise UserError(f"the job name or run directory has a control character: {value!r}",
-                            instead="--name or --run-dir with printable characters only")
-    output = str(request.output).replace("%", "%%")
-    options = [
-        f"--job-name={shlex.quote(request.name)}",
-        f"--nodes={request.nodes}",
-        "--exclusive",
-        f"--time={time_limit(request.time_s)}",
-        # A requeued job appends to its earlier output.
-        f"--output={shlex.quote(output + '/job-%j.log')}",
-        "--open-mode=append",
-        "--requeue" if request.requeue else "--no-requeue",
-    ]
-    options += [f"--{option}={value}" for option, value in (
-        ("account", request.account), ("partition", request.queue), ("reservation", request.reservation)) if value]
-    return [f"{DIRECTIVE} {word}" for word in options]
-
-
-def subjects(line: str) -> set[str]:
-    """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
-    word = re.split(r"[=\s]", line.split()[1])[0]
-    return {_SHORT.get(word, word)}
-
-
-def submission(script: str, after: str | None) -> list[str]:
-    """Return the command that submits `script`, to start after the job `after` has ended in any way."""
-    dependency = [f"--dependency=afterany:{after}"] if after else []
-    return [PROGRAM, "--parsable", *dependency, script]
-
-
-def job_id(line: str) -> str | None:
-    """Return the id in a line that sbatch printed (`123`, `123;cluster`), or None."""
-    match = re.fullmatch(r"(\d+)(;[\w.-]+)?", line, re.ASCII)
-    return match[1] if match else None
-
-
-def watch(ids: list[str]) -> str:
-    """Return the command that shows these jobs."""
-    return f"squeue -j {','.join(ids)}"
-
-
-def cancel(ids: list[str]) -> str:
-    """Return the command that cancels these jobs."""
-    return f"scancel {' '.join(ids)}"
-
-
-def output_file(request: Request, job: str) -> str:
-    """Return the path of the job's output file."""
-    return str(request.output / f"job-{job}.log")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ezpz_llm.base import make_private, system_text
 from ezpz_llm.launch.failures.run_facts import Failure
@@ -20,11 +20,8 @@ from ezpz_llm.launch.failures.tracebacks import (
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import parse_heartbeat
 from ezpz_llm.launch.node.messages import read_log_order, read_stop_order
-from ezpz_llm.launch.shim.memory import find_oom_evidence
+from ezpz_llm.launch.shim.memory import Counts, find_oom_evidence
 from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
-
-if TYPE_CHECKING:
-    from ezpz_llm.launch.shim.rank import Rank
 
 _TAIL_LINES = 20
 _TAIL_CHARACTERS = 16384
@@ -32,32 +29,58 @@ _KILLED_CODE = 137
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
-def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
-    """Write errors/rankNNNN.json atomically after the rank's process `pid` has ended.
+@dataclass(frozen=True)
+class EndedRank:
+    """Process of a rank that has ended.
+
+    Attributes:
+        signal: name of the signal that ended the process.
+        shim_signal: name of the first signal that the shim received to end the rank.
+        ended: epoch seconds by the node's clock.
+        since: monotonic time of the start.
+        kills_before: the kernel's counters of out-of-memory kills at the start.
+    """
+
+    rank: int
+    run_id: str
+    command: Sequence[str]
+    pid: int
+    code: int
+    signal: str | None
+    shim_signal: str | None
+    ended: float
+    duration_s: float
+    since: float
+    output: str
+    heartbeat: Path
+    kills_before: Counts
+
+
+def write_record(run_dir: RunDir, process: EndedRank) -> None:
+    """Write errors/rankNNNN.json atomically.
 
     Raises:
         OSError: the run directory cannot be written to.
     """
-    number, run_dir, output = rank.info.rank, rank.run_dir, rank.output.tail()
-    phase, step = parse_heartbeat(system_text(rank.heartbeat()))
+    code = process.code
+    phase, step = parse_heartbeat(system_text(process.heartbeat))
     # A killed rank could not print the reason; exceptions in its output were caught.
-    exception = None if signal in _EXTERNAL_SIGNALS else last_exception(
-        output, MAX_LINES_AFTER if code == 1 else MAX_LINES_AFTER_IF_CAUGHT)
-    ended_by = rank.end_signal.name if rank.end_signal else None
-    if ended_by and read_stop_order(run_dir, rank.run_id) is not None:
+    exception = None if process.signal in _EXTERNAL_SIGNALS else last_exception(
+        process.output, MAX_LINES_AFTER if code == 1 else MAX_LINES_AFTER_IF_CAUGHT)
+    ended_by = process.shim_signal
+    if ended_by and read_stop_order(run_dir, process.run_id) is not None:
         ended_by = "launch"
     failure = Failure(
-        rank=number, host=socket.gethostname(), pid=pid, exit_code=code, signal=signal,
-        # The end by the node's clock, the duration by a monotonic clock.
-        ended=rank.started + rank.lived_s, duration_s=round(rank.lived_s, 3),
-        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_output_lines(output, _TAIL_LINES)),
-        argv=tuple(redact_words(rank.command)), exception=exception, phase=phase, step=step,
-        oom_killed=find_oom_evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
-        ended_by=ended_by, launch=rank.run_id)
+        rank=process.rank, host=socket.gethostname(), pid=process.pid, exit_code=code, signal=process.signal,
+        ended=process.ended, duration_s=round(process.duration_s, 3),
+        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_output_lines(process.output, _TAIL_LINES)),
+        argv=tuple(redact_words(process.command)), exception=exception, phase=phase, step=step,
+        oom_killed=find_oom_evidence(process.kills_before, (process.pid,), process.since, code == _KILLED_CODE),
+        ended_by=ended_by, launch=process.run_id)
     run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
     with make_private(run_dir.errors) as errors:
         record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
-        errors.write(run_dir.rank_error(number).name, record.encode())
+        errors.write(run_dir.rank_error(process.rank).name, record.encode())
 
 
 def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:

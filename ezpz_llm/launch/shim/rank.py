@@ -20,14 +20,13 @@ from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, await_agent, file_of, have_all_ended, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
 from ezpz_llm.launch.node.processes import ProcessIdentity, end_all, has_signal_handler
-from ezpz_llm.launch.ranks import RankInfo, rank_variables
+from ezpz_llm.launch.ranks import OUTER_LAUNCHERS, RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
 from ezpz_llm.launch.variables import (
     BIND_VARIABLE,
     HEARTBEAT_VARIABLE,
     NODE_DIR_VARIABLE,
-    OUTER_LAUNCHERS,
     RUN_ID_VARIABLE,
     STACKS_VARIABLE,
     TORCHELASTIC_VARIABLE,
@@ -266,10 +265,15 @@ class Rank:
             return
         try:
             # Imported late, because successful ranks do not need it.
-            from ezpz_llm.launch.shim.exit_record import keep_log, write_record
+            from ezpz_llm.launch.shim.exit_record import EndedRank, keep_log, write_record
 
             if has_record:
-                write_record(self, pid, code, signal_name)
+                write_record(self.run_dir, EndedRank(
+                    self.info.rank, self.run_id, self.command, pid, code, signal_name,
+                    shim_signal=self.end_signal.name if self.end_signal else None,
+                    # The end by the node's clock, the duration by a monotonic clock.
+                    ended=self.started + self.lived_s, duration_s=self.lived_s, since=self.started_monotonic,
+                    output=self.output.tail(), heartbeat=self.heartbeat(), kills_before=self.kills_before))
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.end_signal is None)
         except (OSError, ImportError) as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ezpz_llm.base import EXIT_PREFLIGHT, SECRET_VARIABLE, UserError, parse_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.staging.archive import MANIFEST, Archive
-from ezpz_llm.launch.staging.receiver import Manifest, path_replacer, rewrite
+from ezpz_llm.launch.staging.relocation import Manifest, path_replacer, rewrite
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
 _DISABLE_STAGING = "remove stage = \"squashfs\" from the site file, or --stage-env"

@@ -20,7 +20,6 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -37,6 +36,7 @@ from ezpz_llm.base import (
 )
 from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.staging.archive import MANIFEST
+from ezpz_llm.launch.staging.relocation import Manifest, path_replacer, rewrite
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
 if TYPE_CHECKING:
@@ -119,14 +119,6 @@ def remove_stale(folder: Path) -> None:
             continue
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Manifest of an archive: the copies' names by source folder, and the files that mention these folders."""
-
-    roots: dict[str, str]
-    rewrite: tuple[str, ...]
-
-
 def unpack(source: BinaryIO, to: Path) -> None:
     """Unpack one archive below `to`, and replace the environment's old paths in links and files.
 
@@ -152,22 +144,6 @@ def unpack(source: BinaryIO, to: Path) -> None:
             tar.extract(member, to)
     for name in manifest.rewrite:
         rewrite(to / name, replace_paths)
-
-
-def path_replacer(roots: dict[str, str], to: Path) -> Callable[[str], str]:
-    """Return a function that replaces the paths of all roots in a text by those of their copies."""
-    # Longest first, because one environment may be inside another.
-    paths = sorted(roots, key=len, reverse=True)
-    mention = re.compile("(?<![\\w.-])(" + "|".join(map(re.escape, paths)) + ")(?![\\w.-])")
-    return lambda text: mention.sub(lambda match: str(to / roots[match[1]]), text)
-
-
-def rewrite(path: Path, replace_paths: Callable[[str], str]) -> None:
-    """Replace the old paths in a file."""
-    old = path.read_text(errors="surrogateescape")
-    if (new := replace_paths(old)) != old:
-        path.chmod(path.stat().st_mode | 0o200)
-        path.write_text(new, errors="surrogateescape")
 
 
 def _open_file(path: str) -> BinaryIO:

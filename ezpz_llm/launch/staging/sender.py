@@ -16,10 +16,11 @@ from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
-from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
+from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of, schedulers, step_launchers
 from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
 from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
-from ezpz_llm.launch.staging.receiver import folder_of_copy, path_replacer
+from ezpz_llm.launch.staging.receiver import folder_of_copy
+from ezpz_llm.launch.staging.relocation import path_replacer
 from ezpz_llm.launch.supervision import INTERRUPTED, run
 from ezpz_llm.rundir import update_record
 
@@ -82,14 +83,14 @@ def choose_method(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     scheduler = scheduler_of(plan.allocation)
     if scheduler and scheduler.COPIER and shutil.which(scheduler.COPIER, path=env.get("PATH")):
         return "sbcast"
-    has_mpi = plan.launcher.kind in ("mpiexec", "srun") and importlib.util.find_spec("mpi4py") is not None
+    has_mpi = plan.launcher.dialect.runs_mpi and importlib.util.find_spec("mpi4py") is not None
     return "mpi" if has_mpi else "file"
 
 
 def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
-    """Return the folder on each node's local disk: SLURM_TMPDIR, else /local, else /tmp."""
-    if slurm_tmpdir := env.get("SLURM_TMPDIR"):
-        return Path(slurm_tmpdir)
+    """Return the folder on each node's local disk: the job's own, such as SLURM_TMPDIR, else /local, else /tmp."""
+    if folder := next(filter(None, (scheduler.local_folder(env) for scheduler in schedulers().values())), None):
+        return folder
     # The nodes of an allocation are assumed to be alike; a login node may differ.
     is_node = is_local_node_among(plan.hosts)
     return Path("/local") if is_node and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
@@ -149,7 +150,6 @@ def _run(step: LaunchPlan) -> None:
 
 
 _RELOCATED_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
-_LAUNCHERS = ("mpiexec", "srun")
 
 
 def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str, str]) -> LaunchPlan:
@@ -166,7 +166,7 @@ def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str
 
     split = len(plan.argv) - len(plan.command)
     prefix, command = plan.argv[:split], plan.argv[split:]
-    is_launcher = os.path.basename(prefix[0]) in _LAUNCHERS
+    is_launcher = os.path.basename(prefix[0]) in ("mpiexec", *step_launchers())
     first = prefix[0] if is_launcher else relocate_program(prefix[0])
     argv = (first, *map(relocate_program, prefix[1:]), relocate_program(command[0]), *command[1:])
     now = {**env, **{name: setting.value for name, setting in plan.env.items()}}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from ezpz_llm.observe.trackers import Row, TrackerArguments, flatten_settings
+from ezpz_llm.observe.trackers.tracker import Row, TrackerArguments, flatten_settings
 
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch.utils.tensorboard import SummaryWriter
 
-from ezpz_llm.observe.trackers import Row, TrackerArguments
+from ezpz_llm.observe.trackers.tracker import Row, TrackerArguments
 
 
 class TensorBoard:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from ezpz_llm.observe.trackers import Row, TrackerArguments
+from ezpz_llm.observe.trackers.tracker import Row, TrackerArguments
 
 
 class WeightsAndBiases:

@@ -1,0 +1,5 @@
+"""Version of ezpz_llm. pyproject.toml reads it from here."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
