@@ -71,8 +71,7 @@ def _check(options: Options) -> CheckReport:
     if plan.config.resume is not None:
         changes = resume_warning(plan, read_state(find(Path(plan.config.resume)))["step"])
     warnings = (warning(plan, options, places), changes and f"warning: {changes}",
-                *(f"warning: {remark}" for remark in setting_warnings(plan)),
-                *(f"note: {note}" for note in options.notes))
+                *(f"warning: {remark}" for remark in setting_warnings(plan)))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
                        batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
 

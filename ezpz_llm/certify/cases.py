@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,16 +194,6 @@ class Work:
     target: TargetFile | None = None
 
 
-class _DeprecatedOption(argparse.Action):
-    """Action for the deprecated name of an option: prints a note to stderr and sets the option."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        print(f"note: {option_string} is now --{self.dest.replace('_', '-')}; the next release removes the old "
-              "name", file=sys.stderr)
-        setattr(namespace, self.dest, values)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = CommandParser("certify", description=_DESCRIPTION, shown=(
@@ -231,7 +220,6 @@ def parser() -> argparse.ArgumentParser:
                            "world; and one layout of each kind in bf16")
     parser.add_argument("--inject-fault", metavar="NAME,…",
                         help=f"inject faults, one at a time; certify must then fail: {', '.join(FAULTS)}")
-    parser.add_argument("--plant", dest="inject_fault", action=_DeprecatedOption, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
     parser.add_argument("--write-docs", action="store_true",
                         help="write the table into benchmarks/results/certified.md")

@@ -72,14 +72,9 @@ def closing_text(results: Sequence[Result], skipped: Sequence[Skipped],
     return "\n".join(lines)
 
 
-def injected_fault(result: Result) -> str | None:
-    """Return the name of a result's injected fault, or None. In results of older releases, the key is `plant`."""
-    return result["fault"] if "fault" in result else result["plant"]
-
-
 def title(result: Result) -> str:
     """Return the title of a result for a line of output."""
-    fault = f" with {name}" if (name := injected_fault(result)) else ""
+    fault = f" with {name}" if (name := result["fault"]) else ""
     return f"{result['layout']} {result['model']} {result['dtype']} on {result['world']} ranks{fault}"
 
 
@@ -146,7 +141,7 @@ def _finite(value: Any) -> Any:
 
 def _row(result: Result) -> tuple[str, ...]:
     worst = result["worst"]
-    name = result["layout"] + (f" +{fault}" if (fault := injected_fault(result)) else "")
+    name = result["layout"] + (f" +{fault}" if (fault := result["fault"]) else "")
     return (name, result["model"], str(result["world"]), result["dtype"],
             *(f"{worst[kind]['value']:.1e} / {worst[kind]['bound']:.1e}" if kind in worst else "-"
               for kind in ("loss", "norm")),
@@ -213,7 +208,7 @@ def write_docs(certificate: dict[str, Any], page: Path = _PAGE) -> None:
 
 def certified_table(certificate: dict[str, Any]) -> str:
     """Return the table for the docs as Markdown, after an explanation of its numbers."""
-    results = [result for result in certificate["results"] if not injected_fault(result)]
+    results = [result for result in certificate["results"] if not result["fault"]]
     layouts = dict.fromkeys(each["layout"] for each in (*results, *certificate["skipped"]))
     versions = certificate["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)

@@ -282,8 +282,8 @@ def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: 
     histogram = np.zeros(opened[0].vocab_size)
     for data, count in zip(opened, counts_per_block, strict=True):
         if not (data.folder / COUNTS).is_file():
-            raise UserError(f"this folder has no {COUNTS}; an older version prepared it",
-                            where=str(data.folder), instead="remove it and prepare it again")
+            raise UserError(f"this folder has no {COUNTS}", where=str(data.folder),
+                            instead="remove it and prepare it again")
         again = "remove the folder and prepare it again"
         counts = open_npy(data.folder / COUNTS, "array of counts", again)
         if counts.dtype != np.int64 or counts.shape != histogram.shape:

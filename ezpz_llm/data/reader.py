@@ -8,6 +8,7 @@ state. A compressed file is decompressed again up to that offset.
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -150,18 +151,22 @@ def texts(piece: Piece | Documents, reading: Reading = STRICT,
 
 
 def check_documents(corpus: Corpus, key: str, max_files: int) -> None:
-    """Check the first documents of each JSON and parquet file.
+    """Check the first documents of each file.
 
     Raises:
-        UserError: a document is broken, for example without text under `key`.
+        UserError: a document is broken, for example not UTF-8 or without text under `key`.
     """
     reading = Reading(key)
     for file in () if corpus.plain else corpus.files[:max_files]:
-        if find_format(file.path).kind != "text":
-            single = replace(corpus, files=(file,))
-            for piece, _ in islice(_located_pieces(single, {}, _CHECKED_BYTES, reading, find_cut), 1):
-                for _ in texts(piece, reading):
-                    pass
+        form = find_format(file.path)
+        if form.kind == "text":
+            if (problem := _find_invalid_utf8(file, form, 1)) is not None:
+                raise problem
+            continue
+        single = replace(corpus, files=(file,))
+        for piece, _ in islice(_located_pieces(single, {}, _CHECKED_BYTES, reading, find_cut), 1):
+            for _ in texts(piece, reading):
+                pass
 
 
 def _texts_or_errors(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
@@ -242,8 +247,8 @@ def _located_pieces(corpus: Corpus, after: Mapping[str, Any], size: int, reading
                     read_array(file.path, form.packing, offset, size, reading.key))
             for documents in rows:
                 yield documents, {"file": number, "offset": documents.first + len(documents.texts)}
-        elif form.kind == "text" and reading.skip_broken and (unreadable := _unreadable_document(file, form)):
-            yield unreadable, {"file": number + 1}
+        elif form.kind == "text" and reading.skip_broken and (problem := _find_invalid_utf8(file, form)):
+            yield Documents(str(file.path), 0, [problem], file.size), {"file": number + 1}
         else:
             for piece in _pieces(file, form, size, offset, line, file_bytes_read, cut):
                 lines = piece.data.count(b"\n") if piece.is_jsonl else 0
@@ -253,24 +258,24 @@ def _located_pieces(corpus: Corpus, after: Mapping[str, Any], size: int, reading
         offset, line, file_bytes_read = 0, 1, 0
 
 
-def _unreadable_document(file: SourceFile, form: Format) -> Documents | None:
-    """Return the error for a text file that is not UTF-8, or None.
+def _find_invalid_utf8(file: SourceFile, form: Format, blocks: int = sys.maxsize) -> UserError | None:
+    """Return the error for a text file that is not UTF-8 in its first `blocks` blocks, or None.
 
-    The file is one document, so it is checked completely before any of its tokens is written.
+    The file is one document, so with --max-broken it is checked completely before any of its tokens is written.
     """
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with open_unpacked(file.path, form.packing) as stream:
-        while True:
+        for _ in range(blocks):
             block = stream.read(PIECE_BYTES)
             pending = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=len(block) < PIECE_BYTES)
             except UnicodeDecodeError as error:
-                problem = _not_utf8(file.path, error.object, error.start, offset - pending + error.start)
-                return Documents(str(file.path), 0, [problem], file.size)
+                return _not_utf8(file.path, error.object, error.start, offset - pending + error.start)
             if len(block) < PIECE_BYTES:
-                return None
+                break
             offset += len(block)
+    return None
 
 
 def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, file_bytes_read: int,

@@ -1,9 +1,8 @@
 """Rendezvous: ranks join a torch store, from which they create the process group.
 
 Anyone who can connect to a TCPStore can read and write it. If launch has placed all ranks on one node, they
-therefore use a FileStore. Otherwise the store listens only on the address that MASTER_ADDR determines, if any; its
-keys have a secret prefix, and error messages in it are signed. The section Security of docs/reference/launch.md
-lists the remaining risks.
+therefore use a FileStore. Otherwise the store listens only on the address that MASTER_ADDR determines, if any, and
+its keys have a secret prefix. The section Security of docs/reference/launch.md lists the remaining risks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import hmac
 import os
 import socket
 import time
@@ -39,12 +37,11 @@ _RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Store of the ranks, with MASTER_ADDR, MASTER_PORT, and the shared secret (None if there is none)."""
+    """Store of the ranks, with MASTER_ADDR and MASTER_PORT."""
 
     store: Store
     address: str
     port: int
-    secret: bytes | None
     on_node: bool = False
     """True if all ranks are on this node and the store is a file."""
 
@@ -67,18 +64,17 @@ def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedel
                         instead=f"set {missing} too, or start with launch, which sets both")
     require_master_address(address)
     require_master_port(port)
-    secret = run_secret(env)
     if (folder := node_folder(address, env)) is not None:
         with folder:
             store = node_file_store(folder, int(port), info, timeout)
-            return Rendezvous(store, address, int(port), secret, on_node=True)
+            return Rendezvous(store, address, int(port), on_node=True)
     # torchrun's agent already listens on the port, so rank 0 joins its store instead of creating one.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = _listen(info, address, int(port)) if info.rank == 0 and not by_agent else None
     store = _store(info, address, int(port), listener, timeout)
     start = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = derive_key(secret, "store", start) if secret else start
-    return Rendezvous(PrefixStore(f"ezpz_llm/{prefix}", store), address, int(port), secret)
+    prefix = derive_key(secret, "store", start) if (secret := run_secret(env)) else start
+    return Rendezvous(PrefixStore(f"ezpz_llm/{prefix}", store), address, int(port))
 
 
 def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
@@ -148,7 +144,7 @@ def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
         own_endpoint = address, listener.getsockname()[1], os.urandom(32)
     address, port, secret = world.bcast(own_endpoint, root=0)
     store = _store(info, address, port, listener, timeout)
-    return Rendezvous(PrefixStore(f"ezpz_llm/{derive_key(secret, 'store')}", store), address, port, secret)
+    return Rendezvous(PrefixStore(f"ezpz_llm/{derive_key(secret, 'store')}", store), address, port)
 
 
 def _own_address(world: Intracomm) -> str:
@@ -159,43 +155,26 @@ def _own_address(world: Intracomm) -> str:
     return (address_towards(others[-1]) or own) if others else "127.0.0.1"
 
 
-def share_error_without_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
+def share_error_without_group(store: Store, info: RankInfo, error: UserError | None) -> None:
     """Raise one rank's error on every rank before there is a process group, so that none is left waiting.
 
-    Collective. With a process group, use `agreement.raise_together`. Without a shared secret, the other ranks raise
-    a generic error, since anyone who can reach the store can write to it.
+    Collective. With a process group, use `agreement.raise_together`.
     """
     if error is not None:
-        store.set("setup/error", _sign(str(error), secret))
+        store.set("setup/error", str(error))
     if store.add("setup/arrived", 1) == info.world_size:
         store.set("setup/all", "")
     store.wait(["setup/all"])
     if not store.check(["setup/error"]):
         return
-    text = _verify(store.get("setup/error"), secret)
-    if error is None and text is None and secret is not None:
-        return  # not written by a rank of this run
+    text = store.get("setup/error").decode(errors="replace")
     # The store disappears when rank 0 exits, so rank 0 waits for the other ranks.
     left = store.add("setup/left", 1)
     deadline = time.monotonic() + _LEAVE_WITHIN_S
     while info.rank == 0 and left < info.world_size and time.monotonic() < deadline:
         time.sleep(0.02)
         left = store.add("setup/left", 0)
-    raise error or UserError(text or "another rank could not be set up",
-                             instead=None if text else "read the output of the other ranks")
-
-
-def _sign(text: str, secret: bytes | None) -> str:
-    return f"{derive_key(secret, 'setup/error', text)}\n{text}" if secret else ""
-
-
-def _verify(value: bytes, secret: bytes | None) -> str | None:
-    """Return the text of a value that `_sign` returned, or None if the signature is invalid."""
-    signature, _, text = value.decode(errors="replace").partition("\n")
-    if not secret:
-        return None
-    return text if hmac.compare_digest(signature.encode(),
-                                       derive_key(secret, "setup/error", text).encode()) else None
+    raise error or UserError(text)
 
 
 _LOCK_WITHIN_S = 2.0

@@ -217,7 +217,7 @@ def _join(info: RankInfo, asked: str | None,
             claim_device(joined.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as own_error:
             error = own_error
-    share_error_without_group(joined.store, info, error, joined.secret)
+    share_error_without_group(joined.store, info, error)
     _create_group(device, joined.store, info.rank, info.world_size, timeout)
     return device, joined.store
 

@@ -153,6 +153,6 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self._tolerated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`; checkpoints of earlier versions have no `tolerated`."""
-        self.scale, self.good_steps = state["scale"], state["good_steps"]
-        self._tolerated = state.get("tolerated", self._settings.hysteresis - 1)
+        """Restore the state from `state_dict`."""
+        self.scale, self.good_steps, self._tolerated = (state[name] for name in ("scale", "good_steps",
+                                                                                   "tolerated"))

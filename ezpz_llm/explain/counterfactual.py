@@ -20,7 +20,7 @@ from ezpz_llm.layout.precision_recipes import SCALED
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RunDir, read_json, read_own_record, schemas
 
-_NOT_PASSED_ON = ("run_dir", "counterfactual_steps")  # counterfactual_steps is an option of older releases
+_NOT_PASSED_ON = ("run_dir",)
 _REDERIVED = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
 """Origins of values that are not passed on, because the new run derives the same values."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ class Option:
         field: name of its value in the result.
         value: placeholder for the value in the help text; None for a flag.
         convert: parses the value; raises ValueError with a description of valid values.
-        old_name: deprecated spelling, which prints a note.
         repeats: collect the values of all occurrences in a tuple.
     """
 
@@ -45,7 +42,6 @@ class Option:
     help: str
     value: str | None = None
     convert: Callable[[str], Any] = str
-    old_name: str = ""
     repeats: bool = False
 
 
@@ -70,8 +66,6 @@ def split_options(words: Sequence[str], options: Sequence[Option],
             break
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
         option = _find(name, options, example)
-        if name == option.old_name:
-            _note_renamed(name, option.words[0])
         if option.value is None:
             if equals:
                 raise UserError(f"{name} takes no value, but was given {value!r}", instead=name)
@@ -94,7 +88,7 @@ def split_options(words: Sequence[str], options: Sequence[Option],
 
 def _find(name: str, options: Sequence[Option], example: str) -> Option:
     for option in options:
-        if name in (*option.words, option.old_name):
+        if name in option.words:
             return option
     spellings = [word for option in options for word in option.words]
     raise unknown_option_error(name, spellings,
@@ -123,13 +117,6 @@ def remove_options(words: Sequence[str], *options: str) -> tuple[str, ...]:
         elif not word.startswith(tuple(f"{option}=" for option in options)):
             remaining.append(word)
     return tuple(remaining)
-
-
-@functools.cache
-def _note_renamed(old_name: str, name: str) -> None:
-    """Print a note about a renamed option, once even if the command line is parsed twice."""
-    print(f"note: {old_name} is now {name}; the old name will be removed in the next release", file=sys.stderr,
-          flush=True)
 
 
 def option_lines(options: Sequence[Option]) -> list[str]:
@@ -262,10 +249,10 @@ _OPTIONS = (
     Option(("--tee",), "tee", "ranks whose output is printed: 0, all or none (logs have all of it)", "WHO",
             one_of(TEES)),
     Option(("--idle-timeout",), "idle_limit_s",
-           "end the run with exit code 124 after S seconds without a sign of life", "S", seconds, "--timeout-idle"),
+           "end the run with exit code 124 after S seconds without a sign of life", "S", seconds),
     Option(("--start-timeout",), "start_limit_s",
            "end the run with exit code 124 if a rank has not started after S seconds (default: 600; 0: no limit)",
-           "S", seconds_or_never, "--timeout-start"),
+           "S", seconds_or_never),
     Option(("--preflight",), "preflight", "first check every node, device and link; exit code 3 if a check fails"),
     Option(("--stage-env",), "stage_env",
            "first copy the Python environment to the local disk of each node, and run from there"),

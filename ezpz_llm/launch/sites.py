@@ -151,15 +151,14 @@ def read_site(path: Path, source: str) -> Site:
     except UserError as error:
         raise UserError(f"cannot read the site file: {error.found}", where=str(path),
                         instead="--site NAME or --site FILE; launchers/sites/generic.toml has all keys") from error
-    notes = tuple(f"{_location(path, text, key)}: {key} is no longer read: {reason}"
-                  for key, reason in _OBSOLETE_KEYS.items() if content.pop(key, None) is not None)
+    notes: tuple[str, ...] = ()
     _check_keys(content, KEYS, path, text, "")
     job = content.pop("job", {})
     _check_keys(job, JOB_KEYS, path, text, "job.")
     limits = tuple(Limit(**_freeze(limit)) for limit in job.pop("limits", ()))
     container = Container(**_freeze(job.pop("container", {})))
     if missing := content.get("unsourced"):
-        notes += (f"site {path.stem} does not set {', '.join(missing)}: there is no public source for"
+        notes = (f"site {path.stem} does not set {', '.join(missing)}: there is no public source for"
                   f" {'it' if len(missing) == 1 else 'them'}",)
     job = Job(limits=limits, container=container, **_freeze(job))
     site = Site(name=path.stem, source=source, job=job, notes=notes, **_freeze(content))
@@ -309,8 +308,6 @@ KEYS: Mapping[str, Key] = {
     "recognise": Key(f"a table with lists of patterns for {', '.join(_site_variables(SCHEDULERS))}",
                      _table_of(lambda name: name in _site_variables(schedulers().values()), _list_of(_is_text))),
 }
-
-_OBSOLETE_KEYS = {"device_order": "set device_domains, which determines the order of devices"}
 
 JOB_KEYS: Mapping[str, Key] = {
     "queue": _TEXT,

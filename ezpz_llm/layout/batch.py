@@ -8,10 +8,7 @@ from ezpz_llm.base import UserError
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
-"""Option and YAML name of each field whose name differs from it; run.json uses the field's name.
-
-For one release, options and YAML files may also use the field's name, with a note.
-"""
+"""Option and YAML name of each field whose name differs from it; run.json uses the field's name."""
 
 
 def option_of(name: str) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 from ezpz_llm.base import UserError
@@ -53,10 +53,10 @@ def is_legal(case: LayoutCheck) -> bool:
 
 
 def alternatives(case: LayoutCheck, problem: Problem) -> list[LayoutCheck]:
-    """Return legal cases that differ in one of the problem's knobs, or if there are none, in several."""
-    cases = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first_legal(1, near)]
+    """Return legal cases that differ in one of the problem's knobs; if there are none, the data-parallel case."""
+    cases = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first_legal(near)]
     unique = [varied for position, varied in enumerate(cases) if varied not in cases[:position]]
-    return unique or list(_first_legal(1, _vary_several(case)))
+    return unique or _first_legal([replace(case, layout=case.layout.at_degrees())])
 
 
 def as_cli_flags(case: LayoutCheck, choice: LayoutCheck) -> str:
@@ -171,7 +171,7 @@ def _vary_group(field: str, case: LayoutCheck) -> list[Iterable[LayoutCheck]]:
     """Return the nearest legal group sizes, two below and one above; if there are none, no groups."""
     value, default = getattr(case.layout.zero, field), getattr(ZeroOptions(), field)
     varied = {size: [_with_zero(case, **{field: size})] for size in _divisors(case.world_size)}
-    legal = [size for size in varied if size > 1 and list(_first_legal(1, varied[size]))]
+    legal = [size for size in varied if size > 1 and _first_legal(varied[size])]
     near = [*[size for size in legal if size < value][-2:], *[size for size in legal if size > value][:1]]
     return [varied[size] for size in near] or [[_with_zero(case, **{field: default})]]
 
@@ -188,23 +188,6 @@ def _vary_model(name: str, case: LayoutCheck) -> list[Iterable[LayoutCheck]]:
     return [[replace(case, model=replace(model, **{name: size}))] for size in sizes if size]
 
 
-def _vary_several(case: LayoutCheck) -> Iterator[LayoutCheck]:
-    """Yield cases with other degrees, then also with another engine or stage, nearest first."""
-    sizes = _divisors(case.world_size)
-
-    def distance(degrees: tuple[int, ...]) -> float:
-        return sum(abs(math.log2(size / getattr(case.layout, name)))
-                   for name, size in zip(DEGREE_NAMES, degrees, strict=True))
-
-    near = sorted((degrees for degrees in product(sizes, repeat=len(DEGREE_NAMES))
-                   if case.world_size % math.prod(degrees) == 0), key=distance)
-    deepspeed_layouts = [replace(case.layout, engine="deepspeed", zero=ZeroOptions(stage))
-                         for stage in _near_stages(case.layout)]
-    for layout in (case.layout, _with_stage_only(case.layout), *deepspeed_layouts):
-        for degrees in near:
-            yield _with(replace(case, layout=layout), **dict(zip(DEGREE_NAMES, degrees, strict=True)))
-
-
 def _with(case: LayoutCheck, **changes: Any) -> LayoutCheck:
     return replace(case, layout=replace(case.layout, **changes))
 
@@ -213,10 +196,10 @@ def _with_zero(case: LayoutCheck, **changes: Any) -> LayoutCheck:
     return replace(case, layout=case.layout.with_zero(**changes))
 
 
-def _first_legal(count: int, cases: Iterable[LayoutCheck]) -> Iterator[LayoutCheck]:
-    """Yield the first `count` legal cases that options or edits of the user's own file can select."""
-    return islice((case for case in cases
-                   if (not case.shipped or selection(case.layout) is not None) and is_legal(case)), count)
+def _first_legal(cases: Iterable[LayoutCheck]) -> list[LayoutCheck]:
+    """Return the first legal case that options or edits of the user's own file can select, in a list, if any."""
+    return list(islice((case for case in cases
+                        if (not case.shipped or selection(case.layout) is not None) and is_legal(case)), 1))
 
 
 _VARY: dict[str, Callable[[LayoutCheck], list[Iterable[LayoutCheck]]]] = {

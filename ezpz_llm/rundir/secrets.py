@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 HIDDEN = "[redacted]"
@@ -41,8 +40,6 @@ _TOKEN_FORMATS = re.compile(
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)")
 """Tokens in the formats of Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS, and JSON Web Tokens."""
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
-_OPTIONS_OF = {"sshpass": ("-p",), "curl": ("-u", "--user", "-U", "--proxy-user", "-b", "--cookie")}
-"""Options that take a secret, by program, where their names do not show it. In other programs -p may be a port."""
 _MIN_CHARACTERS = 8
 _MAX_ASSIGNMENTS = 200
 """Limit on assignments in one word, since they may be nested. Further assignments are redacted completely."""
@@ -76,10 +73,9 @@ def redact_words(words: Sequence[str]) -> list[str]:
     """Return a command line without its secrets.
 
     Examples: `--hf-token XYZ`, `--api-key=XYZ`, `--env WANDB_API_KEY=XYZ`, `-genv HF_TOKEN XYZ`,
-    `https://user:XYZ@host`, `--header "Authorization: Bearer XYZ"`, `sshpass -p XYZ`.
+    `https://user:XYZ@host`, `--header "Authorization: Bearer XYZ"`.
     """
     redacted: list[str] = []
-    options: tuple[str, ...] = ()
     is_secret = False
     for word in words:
         if is_secret and not word.startswith("-"):
@@ -87,9 +83,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
             is_secret = False
             continue
         redacted.append(_redact_word(word))
-        options = _OPTIONS_OF.get(PurePath(word).name, options)
-        is_secret = word in options or (bool(_NAME_BEFORE_VALUE.search(word))
-                                        and _ends_in_secret_word(word.removesuffix(":")))
+        is_secret = bool(_NAME_BEFORE_VALUE.search(word)) and _ends_in_secret_word(word.removesuffix(":"))
     return redacted
 
 

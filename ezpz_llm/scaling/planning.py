@@ -17,6 +17,7 @@ from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.precheck import CheckReport, run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
+from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, has_secret
 from ezpz_llm.scaling.options import Options, is_own_script
 from ezpz_llm.scaling.study import Mode, Point, Study
@@ -133,10 +134,7 @@ MEASURING = {"--steps": "60", "--trace-steps": "5", "--profile": "false", "--sav
 Step times exclude the traced steps.
 """
 
-_GLOBAL_BATCH, _MICRO_BATCH, _ACCUMULATION = (
-    ("--global-batch-size", "--global-batch"), ("--micro-batch-size", "--micro-batch"),
-    ("--gradient-accumulation-steps", "--accumulation"))
-"""Batch options, each with its old name."""
+_GLOBAL_BATCH, _MICRO_BATCH, _ACCUMULATION = map(option_of, ("global_batch", "micro_batch", "accumulation"))
 _PARALLEL_CHECKS = 4
 """Concurrent checks: each starts a Python process of half a second."""
 
@@ -248,8 +246,8 @@ def _weak_candidates(layout: str, command: tuple[str, ...], sizes: Sequence[Size
                      directory: Path) -> list[_Candidate]:
     """Return the weak-scaling points, all with the batch per rank of the smallest size."""
     base = check_command(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
-    fixed_batch = (*remove_options(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
-                   _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
+    fixed_batch = (*remove_options(command, _GLOBAL_BATCH, _MICRO_BATCH, _ACCUMULATION),
+                   _MICRO_BATCH, str(base.micro_batch), _ACCUMULATION, str(base.accumulation))
     return [_Candidate("weak", layout, size, fixed_batch) for size in sizes]
 
 
@@ -260,8 +258,8 @@ def _strong_candidates(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[
     The global batch is the one in the command, else the default at the largest size.
     """
     first = next(iter(commands.values()))
-    typed = value_of(first, *_GLOBAL_BATCH)
-    if typed is not None and value_of(first, *_ACCUMULATION) is not None:
+    typed = value_of(first, _GLOBAL_BATCH)
+    if typed is not None and value_of(first, _ACCUMULATION) is not None:
         raise UserError("a strong-scaling study computes the accumulation steps itself",
                         where="--gradient-accumulation-steps in the command",
                         instead="leave it out, or pass --micro-batch-size instead")
@@ -273,8 +271,8 @@ def _strong_candidates(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[
         global_batch = str(max(answer.global_batch for answer in largest))
         note = (f"strong: the global batch is {global_batch} sequences, the default of "
                 f"{count_noun(sizes[-1].ranks, 'rank')}; add --global-batch-size to the command to change it")
-    return [_Candidate("strong", layout, size, (*remove_options(command, *_GLOBAL_BATCH, *_ACCUMULATION),
-                                                _GLOBAL_BATCH[0], global_batch))
+    return [_Candidate("strong", layout, size, (*remove_options(command, _GLOBAL_BATCH, _ACCUMULATION),
+                                                _GLOBAL_BATCH, global_batch))
             for layout, command in commands.items() for size in sizes], note
 
 

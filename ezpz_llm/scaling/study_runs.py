@@ -146,7 +146,7 @@ def _rename_attempt(path: Path) -> None:
 
 def _run_point(study: Study, point: Point, options: Sequence[str], output: Path) -> None:
     """Start launch with its output in a file, and wait until it exits."""
-    has_limit = value_of(point.launch, "--idle-timeout", "--timeout-idle") is not None
+    has_limit = value_of(point.launch, "--idle-timeout") is not None
     limit = () if has_limit else ("--idle-timeout", _IDLE_S)
     command = launch_words([*point.launch, *options, *limit], point.command)
     threads = {} if study.threads is None else {THREADS_VARIABLE: str(study.threads)}

@@ -30,8 +30,6 @@ class Options:
     print_config: bool
     check: bool
     world_size: int | None
-    notes: tuple[str, ...] = ()
-    """A sentence for each deprecated name in use, with the new name."""
     verbose: bool = False
     """Print all settings and measurements, not only the most important ones."""
 
@@ -50,7 +48,6 @@ class Options:
 
 
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
-_OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELLINGS}
 _MAX_DIGITS = 300
 """Limit for whole numbers, below the 309 digits of the largest float."""
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
@@ -121,7 +118,6 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: --help or --help-all (code 0).
     """
     parser = build_parser()
-    argv, notes = _with_new_options(argv)
     try:
         given = _by_field(vars(parser.parse_args(argv, defaults=False).clone()))
     except ArgumentError as error:
@@ -133,7 +129,7 @@ def parse(argv: Sequence[str]) -> Options:
     if other_options["json"] and not other_options["check"]:
         raise UserError("--json requires --check", where="--json", instead="--check --json")
     layers: list[tuple[ValueSource, Mapping[str, Any]]] = []
-    from_file = _from_yaml(Path(other_options["config"]), notes) if other_options["config"] else {}
+    from_file = _from_yaml(Path(other_options["config"])) if other_options["config"] else {}
     preset_in_file = from_file.pop("preset", None)
     preset_name = other_options["preset"] or preset_in_file
     if preset_name is not None:
@@ -153,8 +149,7 @@ def parse(argv: Sequence[str]) -> Options:
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))
     return Options(TrainConfig(**values), sources, bool(other_options["print_config"]),
-                   bool(other_options["check"]), other_options["world_size"], tuple(notes),
-                   bool(other_options["verbose"]))
+                   bool(other_options["check"]), other_options["world_size"], bool(other_options["verbose"]))
 
 
 def _too_large(argv: Sequence[str]) -> UserError:
@@ -162,18 +157,6 @@ def _too_large(argv: Sequence[str]) -> UserError:
     words = [word for part in argv for word in part.split("=", 1)]
     where = next((before for before, word in itertools.pairwise(words) if len(word) > _MAX_DIGITS), None)
     return UserError("the number is too large", where=where, instead=f"a number of at most {_MAX_DIGITS} digits")
-
-
-def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace deprecated names of options; return the command line and a note for each replaced name."""
-    words, notes = [], []
-    for word in argv:
-        option, equals, value = word.partition("=")
-        new = _OLD_OPTIONS.get(option, option)
-        if new != option:
-            notes.append(f"{option} is now {new}; the old name will be removed in the next release")
-        words.append(new + equals + value)
-    return words, notes
 
 
 def _by_field(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +202,7 @@ def _type_error(error: Exception, *, is_option: bool, where: str) -> UserError:
     return UserError(f"{option} is {value!r}: it must be {kinds}", where=where)
 
 
-def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
+def _from_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = read_yaml(path)
     except NoFile:
@@ -234,9 +217,6 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(preset, str | None):
         raise UserError(f"preset is {preset!r}: it must be text", where=os.fspath(path))
     settings = {SPELLINGS.get(name, name): field for name, field in FIELDS.items()}
-    notes += [f"{name} is now {SPELLINGS[name]} ({path}); the old name will be removed in the next release"
-              for name in loaded if name in SPELLINGS]
-    loaded = {SPELLINGS.get(name, name): value for name, value in loaded.items()}
     for name in loaded:
         if name not in settings:
             raise _unknown_setting(name, settings, where=os.fspath(path))

@@ -29,7 +29,7 @@ from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.evaluate.validation import open_corpus
 from ezpz_llm.hf.weights import open_for_ranks
-from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, RUN_ID_VARIABLE, STARTING
+from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
@@ -224,10 +224,8 @@ def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambd
     run_dir = Path(config.run_dir) if config.run_dir is not None else None
     with clock.span("set-up"):
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)
-        clock.passed("meeting")
+        clock.passed("rendezvous")
     with dist:
-        if dist.is_main and RUN_ID_VARIABLE not in os.environ:  # launch has printed them already
-            print(*(f"note: {note}\n" for note in options.notes), sep="", end="", file=sys.stderr, flush=True)
         with clock.span("set-up"):
             point = broadcast_resume_point(options, dist)
             if point.complete:

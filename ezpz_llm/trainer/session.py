@@ -158,7 +158,5 @@ def print_startup(session: Session) -> None:
         text = f"the first step finished {format_duration(total)} after the ranks were started"
         print(align_rows([("start-up", text)], terminal_width()), end="", flush=True)
         return
-    # run.json keeps the older name of this phase.
-    parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {duration_s:.1f}"
-                      for name, duration_s in seconds.items())
+    parts = ", ".join(f"{name} {duration_s:.1f}" for name, duration_s in seconds.items())
     print(f"start-up   {total:.1f} s to the end of the first step: {parts}", flush=True)

@@ -98,7 +98,7 @@ class SpikeDetector:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""
         return {"norms": list(self._norms), "losses": list(self._losses), "streak": self.streak,
-                "first_bad": self.first_bad, "refused": self.skipped,
+                "first_bad": self.first_bad, "skipped": self.skipped,
                 "limit": self.limit if math.isfinite(self.limit) else None}
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -106,7 +106,7 @@ class SpikeDetector:
         if state is None:
             state = SpikeDetector(self._config).state()
         self._norms, self._losses = (deque(state[name], maxlen=WINDOW) for name in ("norms", "losses"))
-        self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["refused"]
+        self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["skipped"]
         # A run without --spike-norm may be resumed with it, and vice versa.
         is_limited = state["limit"] is not None and self._config.spike_norm
         self.limit = state["limit"] if is_limited else math.inf

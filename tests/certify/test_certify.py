@@ -107,12 +107,6 @@ def test_quick_respects_the_other_options() -> None:
         ("ddp", 4, "tiny-llama", "bf16_autocast"), ("zero3", 4, "tiny-llama", "bf16_autocast")]
 
 
-def test_the_old_option_name_works_with_a_note(capsys) -> None:
-    old, new = (planned("--layouts", "ddp", option, "gradients-x2") for option in ("--plant", "--inject-fault"))
-    assert old == new
-    assert "--plant is now --inject-fault" in capsys.readouterr().err
-
-
 def test_a_fault_is_injected_into_every_case_it_applies_to() -> None:
     work = planned("--layouts", "ddp,zero1", "--inject-fault", "early-sync,gradients-x2", "--model", "tiny-gpt2",
                    "--dtype", "fp32", "--world", "1,2")
@@ -437,7 +431,7 @@ def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
               "seconds": 130.0,
               "environment": {"versions": {"torch": "2.13"}},
               "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
-              "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
+              "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "fault": None,
                            "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
                            "memory": [{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
                            "arithmetic": [{"bytes": 16, "where": "device"}],

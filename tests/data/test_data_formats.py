@@ -164,14 +164,15 @@ def _zip(name: str) -> bytes:
 IDS = np.random.default_rng(1).integers(0, 50_257, 4000).astype(np.uint16)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
 SIGNATURES = {
-    "a.png": (PNG, "a PNG image"), "a.jsonl": (PNG, "a PNG image"),
-    "a.gz": (gzip.compress(PNG), "PNG image, compressed"),
+    "a.png": (PNG, "not UTF-8 text, probably binary: byte 0x89 at offset 0"),
+    "a.gz": (gzip.compress(PNG), "not UTF-8 text"),
+    "a.pdf.gz": (gzip.compress(b"%PDF-"), "PDF document, compressed"),
     "a.zip": (_zip("a.txt"), "a zip archive"), "a.tar": (_archive(""), "a tar archive"),
     "a.tar.gz": (_archive("gz"), "a tar archive, compressed with gzip"), "a.bz2": (bz2.compress(b"text"), "bzip2"),
     "a.xz": (lzma.compress(b"text"), "xz-compressed"), "a.pdf": (b"%PDF-1.7\n", "a PDF document"),
     "a.csv": (b"text,n\na,1\n", "a table (.csv)"), "a.TSV.gz": (gzip.compress(b"a\tb\n"), "a table (.tsv)"),
     "twice.gz": (gzip.compress(gzip.compress(b"text")), "compressed twice"), "a.npy": (b"\x93NUMPY\x01", "NumPy"),
-    "a.pt": (b"\x80\x02\x8a", "a Python pickle"), "a.mp4": (b"\0\0\0 ftypisom", "MP4"),
+    "a.pt": (b"\x80\x02\x8a", "a Python pickle"), "a.rtf": (b"{\\rtf1}", "an RTF document"),
     "a.json": (b'{\n "name": "x"\n}', "one JSON object over several lines"),
     "b.json": (b"[1, 2]", "neither lines"),
     "c.json": (b'"text"', "neither lines nor an array"),
@@ -184,8 +185,7 @@ SIGNATURES = {
     "ids.bin": (IDS.tobytes(), "for nanoGPT's train.bin and val.bin, pass the folder"),
     "b.pt": (_zip("archive/data.pkl"), "PyTorch file (.pt)"), "b.npz": (_zip("arr_0.npy"), "NumPy arrays (.npz)"),
     "a.arrow": (b"ARROW1\0\0", "an Arrow file"), "data.arrow": (b"\xff\xff\xff\xff\x10\0\0\0", "save_to_disk"),
-    "a.safetensors": (b"\x10\0\0\0\0\0\0\0{\"a\": {}}", "safetensors"), "a.mds": (IDS.tobytes(), "MosaicML"),
-    "a.ds": (IDS.tobytes(), "datatrove"),
+    "a.mds": (IDS.tobytes(), "MosaicML"), "a.ds": (IDS.tobytes(), "datatrove"),
 }
 
 

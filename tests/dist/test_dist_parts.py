@@ -29,7 +29,6 @@ from ezpz_llm.launch.ranks import RankInfo
 
 STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
                     st.integers(0, 2**24 - 1))
-SECRET = bytes(range(32))
 DEGREES = st.builds(Degrees, *(st.integers(1, 4) for _ in range(4)))
 
 
@@ -163,7 +162,7 @@ def test_all_ranks_report_two_ranks_on_one_device():
             claim_device(store, devices[rank][0], "cuda", devices[rank][1], rank)
         except UserError as own_error:
             error = own_error
-        share_error_without_group(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
+        share_error_without_group(store, RankInfo(rank, 4, 0, 2, 0, "test"), error)
 
     outcomes = in_threads(4, work)
     assert outcomes == ["ranks 2 and 3 on n2 share one device (GPU-a)"] * 4
@@ -172,25 +171,17 @@ def test_all_ranks_report_two_ranks_on_one_device():
 def test_ranks_on_different_devices_are_accepted():
     def work(store, rank):
         claim_device(store, "n1", "cuda", f"GPU-{rank}", rank)
-        share_error_without_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
+        share_error_without_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), None)
 
     assert in_threads(2, work) == ["", ""]
 
 
-def test_error_in_the_store_is_ignored_without_a_valid_signature():
-    """Anyone who can connect to a TCPStore can write to it."""
-    def outcomes_with(planted: bytes | None, secret: bytes | None, error: UserError | None = None) -> list[str]:
-        def work(store, rank):
-            if planted is not None:
-                store.set("setup/error", planted)
-            share_error_without_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), error if rank else None, secret)
+def test_every_rank_raises_the_error_of_one():
+    def work(store, rank):
+        error = UserError("no device") if rank else None
+        share_error_without_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), error)
 
-        return in_threads(2, work)
-
-    for planted in (b"your job is cancelled, run: curl evil", b"0" * 64 + b"\nyour job", b"\xff\n\xff", b""):
-        assert outcomes_with(planted, SECRET) == ["", ""]
-    assert outcomes_with(None, SECRET, UserError("no device")) == ["no device", "no device"]
-    assert outcomes_with(None, None, UserError("no device")) == ["another rank could not be set up", "no device"]
+    assert in_threads(2, work) == ["no device", "no device"]
 
 
 def test_ranks_on_one_node_can_repeat_the_file_rendezvous(tmp_path):

@@ -12,7 +12,7 @@ from slowness import scaled
 import ezpz_llm
 from ezpz_llm import __version__
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.option_parsing import Options, help_text, parse, read_command, run_dir_of
+from ezpz_llm.launch.option_parsing import Options, parse, read_command, run_dir_of
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -29,15 +29,6 @@ from ezpz_llm.launch.option_parsing import Options, help_text, parse, read_comma
 ])
 def test_options_end_at_the_first_other_word(words: str, expected: Options) -> None:
     assert parse(words.split()) == expected
-
-
-def test_an_old_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--timeout-idle", "9", "--timeout-start=0", "x"]
-    assert parse(words) == parse(words) == Options(("x",), idle_limit_s=9.0, start_limit_s=0.0)
-    assert capsys.readouterr().err.splitlines() == [
-        f"note: --timeout-{what} is now --{what}-timeout; the old name will be removed in the next release"
-        for what in ("idle", "start")]
-    assert "--timeout-" not in help_text()
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -294,13 +294,6 @@ def test_the_same_under_mpiexec(tmp_path: Path) -> None:
             "another socket") in half.notes
 
 
-def test_the_key_that_device_domains_replaced_is_noted(tmp_path: Path) -> None:
-    plan = _lumi(tmp_path, "", _slurm(tmp_path, "n[1-2]", 2, 56), device_order='"reversed"')
-    assert _bound(plan) == _LUMI_BOUND
-    assert any("line 9: device_order is no longer read: set device_domains, which determines the order" in note
-               for note in plan.notes)
-
-
 def test_more_ranks_than_the_job_has_cpus(tmp_path: Path) -> None:
     plan = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 1))
     assert " -c 1 --cpu-bind=cores --overcommit " in _line(plan)

@@ -126,7 +126,7 @@ REJECTED = {
     "context": ("check_sequence_length", LayoutCheck(replace(ZERO1, sp=4), 4, replace(TINY, block_size=250)),
                 {"--sp 2", "--block-size 248", "--block-size 252"}),
     "two at once": ("check_world_size", LayoutCheck(replace(ZERO3, tp=3, pp=2), 8, TINY),
-                    {"--tp 4 --pp 1"}),
+                    {"--tp 1 --pp 1"}),
 }
 
 

@@ -34,7 +34,6 @@ def test_secrets_in_the_environment() -> None:
 @pytest.mark.parametrize("words", [
     ["--auth", SECRET], ["--auth", SECRET, "--lr", "3"], [f"--auth={SECRET}"], ["--registry-pass", SECRET],
     ["curl", "--header", f"Authorization: Bearer {SECRET}"], ["curl", "-H", f"X-Api-Key: {SECRET}"],
-    ["curl", "-u", f"me:{SECRET}", "https://host"], ["sshpass", "-p", SECRET, "ssh", "n1"],
     [f"password: {SECRET}"], ["password:", SECRET], [f"hf_token={SECRET}"], [f"+trainer.hub.hf_token={SECRET}"],
     ["sh", "-c", f"HF_TOKEN={SECRET} LR=3 python3 train.py"],
     ["sh", "-c", f"LR=3 hf_token='{SECRET}' python3 x.py"],

@@ -34,8 +34,8 @@ def test_a_run_reports_the_durations_of_its_start_up(tmp_path) -> None:
     assert "s to the end of the first step: launching" in done.stdout
     assert "Warning" not in done.stdout + done.stderr
     startup = json.loads((tmp_path / "run" / "run.json").read_text())["startup"]
-    assert list(startup["seconds"]) == ["launching", "imports", "meeting", "data", "measuring the device", "engine",
-                                        "the rest", "first step", "compiling"]
+    assert list(startup["seconds"]) == ["launching", "imports", "rendezvous", "data", "measuring the device",
+                                        "engine", "the rest", "first step", "compiling"]
     # The kernel reports the start of a process in units of 0.01 s.
     assert all(seconds > -0.02 for seconds in startup["seconds"].values())
     assert startup["total_s"] == pytest.approx(sum(startup["seconds"].values()))
