@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, TypedDict, cast
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, parse_json, read_json
-from ezpz_llm.base.frames import Frames
+from ezpz_llm.check.endpoint import Endpoint, candidate_ports
+from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.check.node_facts import (
     environment_facts,
     is_about_network,
@@ -30,7 +32,6 @@ from ezpz_llm.check.node_facts import (
 )
 from ezpz_llm.check.report import report_path
 from ezpz_llm.check.rules.gathered import MPI, NETWORK
-from ezpz_llm.check.server import AUTHENTICATE_S, CLOCK, FACTS, Endpoint, candidate_ports
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -38,14 +39,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _REPORT_UNREACHED_AFTER_S = 8.0
 _UNREACHED = "unreached-*.json"
 _MAX_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Connection:
-    """Authenticated connection to rank 0."""
-
-    socket: socket.socket
-    frames: Frames
 
 
 def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def connect(endpoint: Endpoint, info: RankInfo, folder: Path | None,
     began, pause = time.monotonic(), 0.05
     is_reported = False
     while not should_stop():
-        result = _try_ports(endpoint, info)
+        result = _try_ports(endpoint)
         if isinstance(result, Connection):
             return result
         if folder and not is_reported and time.monotonic() - began > _REPORT_UNREACHED_AFTER_S:
@@ -80,12 +73,12 @@ def connect(endpoint: Endpoint, info: RankInfo, folder: Path | None,
     return None
 
 
-def _try_ports(endpoint: Endpoint, info: RankInfo) -> Connection | str:
+def _try_ports(endpoint: Endpoint) -> Connection | str:
     """Return a connection, or the reason why there is none."""
     first_reason = ""
     for port in candidate_ports(endpoint.port):
         try:
-            connection = socket.create_connection((endpoint.address, port), timeout=_CONNECT_TIMEOUT_S)
+            peer = socket.create_connection((endpoint.address, port), timeout=_CONNECT_TIMEOUT_S)
         except TimeoutError:
             return "timed out"
         except ConnectionRefusedError:
@@ -93,32 +86,11 @@ def _try_ports(endpoint: Endpoint, info: RankInfo) -> Connection | str:
             continue
         except OSError as error:
             return str(error.strerror or error)
-        frames = Frames(endpoint.secret, serves=False)
-        if _authenticate(connection, frames, info):
-            return Connection(connection, frames)
-        connection.close()
+        connection = authenticate(peer, endpoint.secret, port, serves=False)
+        if connection is not None:
+            return connection
         first_reason = first_reason or "answered by another program"
     return first_reason
-
-
-def _authenticate(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
-    """Return True if the peer proves within 2 s that it is rank 0."""
-    deadline, is_introduced = time.monotonic() + AUTHENTICATE_S, False
-    try:
-        connection.sendall(frames.opening)
-        while not frames.is_proven:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            data = connection.recv(1 << 12)
-            frames.feed(data)
-            if not data or time.monotonic() > deadline:
-                return False
-            if frames.is_open and not is_introduced:
-                connection.sendall(frames.pack({"rank": info.rank, "host": socket.gethostname()}))
-                is_introduced = True
-        connection.settimeout(None)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _report_unreached(folder: Path, endpoint: Endpoint, info: RankInfo, reason: str) -> None:
@@ -172,32 +144,29 @@ def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str
     """Send this rank's facts to rank 0, and reply to its requests until it ends preflight or disconnects."""
     send_lock, measuring = threading.Lock(), MeasuringProcess(env)
 
-    def reply_to(request: Mapping[str, Any]) -> None:
+    def reply_to(request: Request) -> None:
         """Reply to a request of rank 0 with facts, the time, the network, or a measurement."""
-        stage = request["ask"]
-        if stage == FACTS:
-            reply: Mapping[str, Any] = gather_facts(info, env)
-        elif stage.startswith(CLOCK):
-            reply = {"time": time.time()}
-        elif stage == NETWORK:
-            reply = measuring.network()
+        if request.stage == FACTS:
+            answer: Mapping[str, Any] = gather_facts(info, env)
+        elif request.stage == CLOCK:
+            answer = {"time": time.time()}
+        elif request.stage == NETWORK:
+            answer = measuring.network()
         else:
-            reply = measuring.measure(request)
+            answer = measuring.measure(request)
         with send_lock, contextlib.suppress(OSError):
-            connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": reply}))
+            send(connection, Reply(request.stage, answer))
 
-    def reply_in_thread(request: Mapping[str, Any]) -> None:
+    def reply_in_thread(request: Request) -> None:
         """Reply in a new thread, since a stage may hang while rank 0 already requests the next."""
         threading.Thread(target=reply_to, args=(request,), daemon=True).start()
 
-    reply_in_thread({"ask": FACTS})
     try:
-        while data := connection.socket.recv(1 << 16):
-            for request in connection.frames.feed(data):
-                if request["ask"] == "end":
-                    return
-                reply_in_thread(request)
-    except (OSError, ValueError):
+        send(connection, Introduction(info.rank, socket.gethostname()))
+        reply_in_thread(Request(FACTS))
+        while (request := receive(connection, Request)).stage != END:
+            reply_in_thread(request)
+    except (EOFError, OSError, UserError):
         return
     finally:
         measuring.close()
@@ -226,16 +195,16 @@ class MeasuringProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def measure(self, request: Request) -> dict[str, Any]:
         """Return the process's reply to a request, or an error that says how the process ended."""
         line = b""
         with contextlib.suppress(OSError):
-            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.write(json.dumps(asdict(request)).encode() + b"\n")
             self._requests.flush()
             # Skip output of Python's startup, such as of a site's sitecustomize.
             line = next((text for text in self._replies if text.startswith(b"{")), b"")
         if line:
-            if request["ask"] == MPI:
+            if request.stage == MPI:
                 # MPICH's launcher treats this rank as failed if it exits before the process that started MPI.
                 self._process.wait()
             return parse_json(line, "the measuring process")

@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from ezpz_llm.base import parse_json
+from ezpz_llm.base import as_dataclass, parse_json
+from ezpz_llm.check.messages import Request
 from ezpz_llm.check.node_facts import addresses, first_line, used_interfaces
 from ezpz_llm.check.rules.gathered import MPI
 from ezpz_llm.launch.cleanup import die_with_parent
@@ -41,12 +41,12 @@ class Worker:
         self._in_group = False
         self._stuck_group: str | None = None
 
-    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def measure(self, request: Request) -> dict[str, Any]:
         """Return the result of the stage that the request names."""
         stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
-        return stages[request["ask"].partition(" ")[0]](request)
+        return stages[request.stage.partition(" ")[0]](request)
 
-    def _ready(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ready(self, request: Request) -> dict[str, Any]:
         """Import torch, select the device as a run would, and on rank 0 create the store for all ranks."""
         began = time.perf_counter()
         import torch
@@ -64,7 +64,7 @@ class Worker:
             if hasattr(module, "mem_get_info"):
                 facts["free"], facts["total"] = module.mem_get_info(self._device)
         answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
-        if request.get("serve"):
+        if request.serve:
             answer["store"] = self._create_store()
         return answer
 
@@ -90,7 +90,7 @@ class Worker:
                                master_listen_fd=listener.detach())
         return master, self._store_port
 
-    def _join_store(self, location: str | list[Any]) -> None:
+    def _join_store(self, location: str | tuple[str, int]) -> None:
         from torch.distributed import FileStore, TCPStore
 
         if isinstance(location, str):
@@ -100,7 +100,7 @@ class Worker:
             self._store_port = port
             self._store = TCPStore(address, port, None, False, _GROUP_TIMEOUT)
 
-    def _compute(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _compute(self, request: Request) -> dict[str, Any]:
         """Measure FLOP/s of a small matmul, the best of several windows.
 
         A window contains many matmuls: a single one runs at full speed even if another process uses every second
@@ -126,7 +126,7 @@ class Worker:
             best = max(best, count * 2 * size**3 / elapsed)
         return {"flops_per_second": best}
 
-    def _reduce(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _reduce(self, request: Request) -> dict[str, Any]:
         """Measure the bus bandwidth of an all-reduce in the requested group, the best of several repeats.
 
         Each group is a separate world that is created and destroyed here, so that it does not depend on ranks
@@ -140,11 +140,11 @@ class Worker:
         if self._stuck_group:
             raise RuntimeError(f"not measured because this rank's group for {self._stuck_group} has failed")
         if self._store is None:
-            self._join_store(request["store"])
-        store = torch_dist.PrefixStore(request["ask"] + request["group"], self._store)
+            self._join_store(request.store)
+        store = torch_dist.PrefixStore(request.stage + request.group, self._store)
         traits = DEVICES[self._device.type]
-        torch_dist.init_process_group(traits.collectives, store=store, rank=request["index"],
-                                      world_size=request["size"],
+        torch_dist.init_process_group(traits.collectives, store=store, rank=request.index,
+                                      world_size=request.size,
                                       timeout=_DEVICE_GROUP_TIMEOUT if traits.own else _GROUP_TIMEOUT,
                                       device_id=self._device if traits.bound else None)
         self._in_group = True
@@ -156,13 +156,13 @@ class Worker:
         torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
         for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
             best = min(best, self._timed_reduce(values))
-        bus = 2 * (request["size"] - 1) / request["size"]
+        bus = 2 * (request.size - 1) / request.size
         answer = {"bytes_per_second": bus * size / best, **self._interface()}
         torch_dist.destroy_process_group()
         self._in_group = False
         return answer
 
-    def leave_failed_group(self, request: Mapping[str, Any]) -> None:
+    def leave_failed_group(self, request: Request) -> None:
         """Leave the group of a failed stage, after its error was reported.
 
         Destroys a gloo group, after which other groups are possible. Keeps an NCCL group, whose destruction would
@@ -176,7 +176,7 @@ class Worker:
             torch_dist.destroy_process_group()
             self._in_group = False
         else:
-            self._stuck_group = request["ask"]
+            self._stuck_group = request.stage
 
     def exit_if_stuck(self) -> None:
         """Exit immediately if a failed group remains, since its destructor would wait for other ranks."""
@@ -198,7 +198,7 @@ class Worker:
             return {}
         return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
 
-    def _mpi(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _mpi(self, request: Request) -> dict[str, Any]:
         """Return rank, world size, and library of MPI.
 
         This is the last request, because an incompatible library aborts the process.
@@ -225,7 +225,7 @@ def main() -> None:
     os.dup2(2, 1)
     worker = Worker()
     for line in sys.stdin:
-        request = parse_json(line, "the rank")
+        request = as_dataclass(Request, parse_json(line, "the rank"), "the rank")
         failed = False
         try:
             answer = worker.measure(request)
@@ -234,7 +234,7 @@ def main() -> None:
         os.write(replies, json.dumps(answer).encode() + b"\n")
         if failed:
             worker.leave_failed_group(request)
-        if request["ask"] == MPI:
+        if request.stage == MPI:
             break
     worker.exit_if_stuck()
 
