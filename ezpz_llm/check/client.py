@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import json
 import random
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, TypedDict, cast
+from typing import Any, TypedDict
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, parse_json, read_json
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, read_json
 from ezpz_llm.check.endpoint import Endpoint, candidate_ports
+from ezpz_llm.check.measuring_process import MeasuringProcess
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
-from ezpz_llm.check.node_facts import (
-    environment_facts,
-    is_about_network,
-    network_facts,
-    node_facts,
-    read_network,
-    versions,
-)
+from ezpz_llm.check.node_facts import environment_facts, network_facts, node_facts, versions
 from ezpz_llm.check.report import report_path
-from ezpz_llm.check.rules.gathered import MPI, NETWORK
+from ezpz_llm.check.rules.gathered import NETWORK
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -170,82 +158,6 @@ def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str
         return
     finally:
         measuring.close()
-
-
-_EXIT_WITHIN_S = 3.0
-_KEPT_LINES = 6
-
-
-class MeasuringProcess:
-    """Subprocess `ezpz_llm.check.measurements`, which replies to one request at a time.
-
-    torch, drivers and collectives can hang or abort in the subprocess without affecting the rank.
-    """
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self._network: list[str] = []
-        # Descriptors stay open, because MPI needs the descriptor that its launcher passed to the rank.
-        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measurements"],
-                                         env=_logging_environment(env), close_fds=False, stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._requests, self._replies, self._log = cast(
-            "tuple[IO[bytes], IO[bytes], IO[bytes]]",
-            (self._process.stdin, self._process.stdout, self._process.stderr))
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def measure(self, request: Request) -> dict[str, Any]:
-        """Return the process's reply to a request, or an error that says how the process ended."""
-        line = b""
-        with contextlib.suppress(OSError):
-            self._requests.write(json.dumps(asdict(request)).encode() + b"\n")
-            self._requests.flush()
-            # Skip output of Python's startup, such as of a site's sitecustomize.
-            line = next((text for text in self._replies if text.startswith(b"{")), b"")
-        if line:
-            if request.stage == MPI:
-                # MPICH's launcher treats this rank as failed if it exits before the process that started MPI.
-                self._process.wait()
-            return parse_json(line, "the measuring process")
-        self._listener.join(1.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return {"error": f"the measuring process {_describe_exit(self._process.returncode)}: "
-                         f"{' | '.join(self._last) or 'it printed nothing'}"}
-
-    def network(self) -> dict[str, str]:
-        """Return the network that the communication library chose, from its log."""
-        return read_network(self._network)
-
-    def close(self) -> None:
-        """Let the process exit, and kill it if it has not exited after 3 s."""
-        with contextlib.suppress(OSError):
-            self._requests.close()
-        try:
-            self._process.wait(_EXIT_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _listen(self) -> None:
-        for line in self._log:
-            text = line.decode(errors="replace").rstrip()
-            if is_about_network(text):
-                self._network.append(text)
-            elif text:
-                self._last.append(text)
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is None:
-        return "does not reply"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _logging_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the rank's environment with NCCL, RCCL and oneCCL set to log the network they choose."""
-    log_settings = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
-    return {name: value for name, value in env.items() if name != "NCCL_DEBUG_FILE"} | log_settings
 
 
 _GRACE_S = 5.0

@@ -1,7 +1,7 @@
 """Server side of preflight: authenticate ranks, receive their facts, and request measurements.
 
-A thread per connection authenticates the peer and receives its messages, so that an invalid or slow peer delays
-nobody. All state changes in the thread that calls `wait`.
+A thread per connection authenticates the peer and receives its messages, so that an invalid or slow peer does
+not delay the others. All state changes in the thread that calls `wait`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -134,60 +134,63 @@ def test_thirty_two_ranks_on_few_cores_within_the_limit(tmp_path: Path) -> None:
     assert time.monotonic() - began < scaled(100)
 
 
-def _server() -> PreflightServer:
-    return PreflightServer(Endpoint("127.0.0.1", 0, SECRET))
+_connections: list[Connection] = []
+"""Connections of fake ranks, which the fixture `server` closes."""
 
 
-def _fake_rank(server: PreflightServer, rank: int, secret: bytes = SECRET) -> Connection | None:
-    """Connect as a rank. Return None if the server does not accept the secret."""
+@pytest.fixture
+def server() -> Iterator[PreflightServer]:
+    preflight_server = PreflightServer(Endpoint("127.0.0.1", 0, SECRET))
+    yield preflight_server
+    preflight_server.dismiss()
+    while _connections:
+        _connections.pop().close()
+
+
+def _fake_rank(server: PreflightServer, rank: int, secret: bytes = SECRET) -> bool:
+    """Connect as a rank, and add the connection to `_connections`. Return False if the server rejects it."""
     port = server.endpoint.port
     connection = authenticate(socket.create_connection(("127.0.0.1", port), timeout=20), secret, port, serves=False)
-    if connection is not None:
-        send(connection, Introduction(rank, f"n{rank // 8}"))
-        send(connection, Reply(FACTS, {"rank": rank, "text": "x" * 3000}))
-    return connection
+    if connection is None:
+        return False
+    _connections.append(connection)
+    send(connection, Introduction(rank, f"n{rank // 8}"))
+    send(connection, Reply(FACTS, {"rank": rank, "text": "x" * 3000}))
+    return True
 
 
-def _start_ranks(server: PreflightServer, ranks: Iterable[int]) -> list[Connection | None]:
-    """Connect ranks in the background. Return the list to which their connections are added."""
-    connections: list[Connection | None] = []
-    threading.Thread(target=lambda: connections.extend(_fake_rank(server, rank) for rank in ranks),
-                     daemon=True).start()
-    return connections
+def _start_ranks(server: PreflightServer, count: int) -> None:
+    """Connect ranks in a thread, in order."""
+    threading.Thread(target=lambda: [_fake_rank(server, rank) for rank in range(count)], daemon=True).start()
 
 
-def test_the_server_accepts_a_thousand_ranks() -> None:
+def test_the_server_accepts_a_thousand_ranks(server: PreflightServer) -> None:
     """Lost ranks are noticed, and those that do not reply do not block the server."""
-    server = _server()
-    ranks = _start_ranks(server, range(1000))
+    _start_ranks(server, 1000)
     assert server.wait(time.monotonic() + scaled(60), lambda: len(server.accounted) == 1000)
-    assert [member.rank for member in server.members] == list(range(1000))
-    assert ranks[7] is not None
-    ranks[7].close()
-    lost = server.members[7]
-    server.ask({lost: Request("stage")}, time.monotonic() + scaled(10))
-    assert lost.lost_in == "stage"
+    members = {member.rank: member for member in server.members}
+    assert members.keys() == set(range(1000))
+    _connections[7].close()
+    server.ask({members[7]: Request("stage")}, time.monotonic() + scaled(10))
+    assert members[7].lost_in == "stage"
     began = time.monotonic()
     server.ask(dict.fromkeys(server.members, Request("late")), began + 0.5)
     assert 0.4 < time.monotonic() - began < scaled(5)
     assert {member.stuck_in for member in server.members if member.rank != 7} == {"late"}
-    assert ranks[8] is not None
-    assert receive(ranks[8], Request) == Request("late")
+    assert receive(_connections[8], Request) == Request("late")
     server.dismiss()
-    assert receive(ranks[8], Request) == Request("end")
+    assert receive(_connections[8], Request) == Request("end")
 
 
-def test_the_clock_of_a_rank_is_compared() -> None:
-    server = _server()
-    ranks = _start_ranks(server, [3])
-    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {3})
-    (member,), (connection,) = server.members, ranks
+def test_the_clock_of_a_rank_is_compared(server: PreflightServer) -> None:
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {0})
+    (member,) = server.members
     assert member.clock is None
-    assert connection is not None
 
     def answer() -> None:
-        assert receive(connection, Request) == Request(CLOCK)
-        send(connection, Reply(CLOCK, {"time": time.time() + 500}))
+        assert receive(_connections[0], Request) == Request(CLOCK)
+        send(_connections[0], Reply(CLOCK, {"time": time.time() + 500}))
 
     threading.Thread(target=answer, daemon=True).start()
     server.ask({member: Request(CLOCK)}, time.monotonic() + scaled(20))
@@ -195,7 +198,6 @@ def test_the_clock_of_a_rank_is_compared() -> None:
     offset, within = member.clock
     assert abs(offset - 500) <= within + 0.01
     assert member.stuck_in is None
-    server.dismiss()
 
 
 def _accept_in_threads(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
@@ -250,9 +252,7 @@ def test_another_program_on_the_port_learns_nothing_and_does_not_block_a_rank(
     assert not any(socket.gethostname().encode() in data for data in heard)
 
 
-def test_a_program_that_passes_messages_on_to_rank_0_is_not_accepted() -> None:
-    server = _server()
-
+def test_a_program_that_passes_messages_on_to_rank_0_is_not_accepted(server: PreflightServer) -> None:
     def relay(peer: socket.socket) -> None:
         with socket.create_connection(("127.0.0.1", server.endpoint.port)) as rank_0:
             threading.Thread(target=_pump, args=(rank_0, peer), daemon=True).start()
@@ -264,12 +264,10 @@ def test_a_program_that_passes_messages_on_to_rank_0_is_not_accepted() -> None:
         peer = socket.create_connection(("127.0.0.1", port))
         assert authenticate(peer, SECRET, port, serves=False) is None
     assert not server.wait(time.monotonic() + 0.2, lambda: bool(server.members))
-    server.dismiss()
 
 
-def test_a_stranger_cannot_return_rank_0s_own_proof() -> None:
+def test_a_stranger_cannot_return_rank_0s_own_proof(server: PreflightServer) -> None:
     """The stranger returns each of rank 0's messages on a second connection, and its replies on the first."""
-    server = _server()
     address = "127.0.0.1", server.endpoint.port
     with socket.create_connection(address) as first, socket.create_connection(address) as second:
         # Python 3.12 names the digest in the challenge.
@@ -283,28 +281,22 @@ def test_a_stranger_cannot_return_rank_0s_own_proof() -> None:
         first_connection.send_bytes(second_connection.recv_bytes(256))
         assert first_connection.recv_bytes(256) == b"#FAILURE#"
     assert not server.wait(time.monotonic() + 0.2, lambda: bool(server.members))
-    server.dismiss()
 
 
-def test_the_server_drops_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_drops_silent_strangers(server: PreflightServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections are closed after a while, and a rank connects among them."""
     monkeypatch.setattr("ezpz_llm.check.messages.AUTHENTICATE_S", 0.3)
-    server = _server()
     idle = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(200)]
-    ranks = _start_ranks(server, [3])
-    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {3})
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {0})
     assert server.wait(time.monotonic() + scaled(20), lambda: _are_closed(idle))
-    assert ranks
-    server.dismiss()
 
 
-def test_a_hundred_of_each_attack_do_not_affect_the_server() -> None:
+def test_a_hundred_of_each_attack_do_not_affect_the_server(server: PreflightServer) -> None:
     """No attacker becomes a member, and a rank connects among them."""
     evil = json.dumps({"rank": 1, "host": "\x1b]0;PWNED\x07"}).encode()
     attacks = (b"[" * 100_000 + b"\n", evil + b"\n", b"x" * (1 << 20), b"\xff" * 100, bytes(100), b"\0",
                len(evil).to_bytes(4, "big") + evil, b"\xff\xff\xff\xff" + b"\x7f" * 8, b"GET / HTTP/1.0\r\n\r\n")
-    server = _server()
-
     address = "127.0.0.1", server.endpoint.port
 
     def attack(data: bytes) -> None:
@@ -315,13 +307,11 @@ def test_a_hundred_of_each_attack_do_not_affect_the_server() -> None:
     attackers = [threading.Thread(target=attack, args=(data,), daemon=True) for data in attacks]
     for attacker in attackers:
         attacker.start()
-    ranks = _start_ranks(server, [3])
-    assert server.wait(time.monotonic() + scaled(60), lambda: server.accounted == {3}
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(60), lambda: server.accounted == {0}
                        and not any(attacker.is_alive() for attacker in attackers))
-    assert _fake_rank(server, 4, secret=bytes(32)) is None
-    assert [(member.rank, member.host, member.lost_in) for member in server.members] == [(3, "n0", None)]
-    assert ranks
-    server.dismiss()
+    assert not _fake_rank(server, 4, secret=bytes(32))
+    assert [(member.rank, member.host, member.lost_in) for member in server.members] == [(0, "n0", None)]
 
 
 @pytest.mark.parametrize("message", [
@@ -339,15 +329,12 @@ def _send_bytes(peer: socket.socket, message: bytes) -> None:
         peer.sendall(len(message).to_bytes(4, "big") + message)
 
 
-def test_a_rank_that_sends_an_invalid_reply_is_lost() -> None:
-    server = _server()
-    ranks = _start_ranks(server, [3])
-    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {3})
-    assert ranks[0] is not None
-    ranks[0].send_bytes(b'{"stage": 1}')
+def test_a_rank_that_sends_an_invalid_reply_is_lost(server: PreflightServer) -> None:
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {0})
+    _connections[0].send_bytes(b'{"stage": 1}')
     server.wait(time.monotonic() + scaled(20), lambda: server.members[0].lost_in is not None)
     assert server.members[0].lost_in == "its introduction"
-    server.dismiss()
 
 
 def _are_closed(connections: list[socket.socket]) -> bool:
