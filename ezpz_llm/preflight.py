@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.check.server import Endpoint, rendezvous_point, shared_secret
+from ezpz_llm.check.endpoint import Endpoint, rendezvous_point, shared_secret
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 

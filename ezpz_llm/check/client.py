@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import json
 import random
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, TypedDict, cast
+from typing import Any, TypedDict
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, parse_json, read_json
-from ezpz_llm.base.frames import Frames
-from ezpz_llm.check.node_facts import (
-    environment_facts,
-    is_about_network,
-    network_facts,
-    node_facts,
-    read_network,
-    versions,
-)
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, read_json
+from ezpz_llm.check.endpoint import Endpoint, candidate_ports
+from ezpz_llm.check.measuring_process import MeasuringProcess
+from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
+from ezpz_llm.check.node_facts import environment_facts, network_facts, node_facts, versions
 from ezpz_llm.check.report import report_path
-from ezpz_llm.check.rules.gathered import MPI, NETWORK
-from ezpz_llm.check.server import AUTHENTICATE_S, CLOCK, FACTS, Endpoint, candidate_ports
+from ezpz_llm.check.rules.gathered import NETWORK
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -38,14 +27,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _REPORT_UNREACHED_AFTER_S = 8.0
 _UNREACHED = "unreached-*.json"
 _MAX_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Connection:
-    """Authenticated connection to rank 0."""
-
-    socket: socket.socket
-    frames: Frames
 
 
 def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
@@ -68,7 +49,7 @@ def connect(endpoint: Endpoint, info: RankInfo, folder: Path | None,
     began, pause = time.monotonic(), 0.05
     is_reported = False
     while not should_stop():
-        result = _try_ports(endpoint, info)
+        result = _try_ports(endpoint)
         if isinstance(result, Connection):
             return result
         if folder and not is_reported and time.monotonic() - began > _REPORT_UNREACHED_AFTER_S:
@@ -80,12 +61,12 @@ def connect(endpoint: Endpoint, info: RankInfo, folder: Path | None,
     return None
 
 
-def _try_ports(endpoint: Endpoint, info: RankInfo) -> Connection | str:
+def _try_ports(endpoint: Endpoint) -> Connection | str:
     """Return a connection, or the reason why there is none."""
     first_reason = ""
     for port in candidate_ports(endpoint.port):
         try:
-            connection = socket.create_connection((endpoint.address, port), timeout=_CONNECT_TIMEOUT_S)
+            peer = socket.create_connection((endpoint.address, port), timeout=_CONNECT_TIMEOUT_S)
         except TimeoutError:
             return "timed out"
         except ConnectionRefusedError:
@@ -93,32 +74,11 @@ def _try_ports(endpoint: Endpoint, info: RankInfo) -> Connection | str:
             continue
         except OSError as error:
             return str(error.strerror or error)
-        frames = Frames(endpoint.secret, serves=False)
-        if _authenticate(connection, frames, info):
-            return Connection(connection, frames)
-        connection.close()
+        connection = authenticate(peer, endpoint.secret, port, serves=False)
+        if connection is not None:
+            return connection
         first_reason = first_reason or "answered by another program"
     return first_reason
-
-
-def _authenticate(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
-    """Return True if the peer proves within 2 s that it is rank 0."""
-    deadline, is_introduced = time.monotonic() + AUTHENTICATE_S, False
-    try:
-        connection.sendall(frames.opening)
-        while not frames.is_proven:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            data = connection.recv(1 << 12)
-            frames.feed(data)
-            if not data or time.monotonic() > deadline:
-                return False
-            if frames.is_open and not is_introduced:
-                connection.sendall(frames.pack({"rank": info.rank, "host": socket.gethostname()}))
-                is_introduced = True
-        connection.settimeout(None)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _report_unreached(folder: Path, endpoint: Endpoint, info: RankInfo, reason: str) -> None:
@@ -172,111 +132,32 @@ def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str
     """Send this rank's facts to rank 0, and reply to its requests until it ends preflight or disconnects."""
     send_lock, measuring = threading.Lock(), MeasuringProcess(env)
 
-    def reply_to(request: Mapping[str, Any]) -> None:
+    def reply_to(request: Request) -> None:
         """Reply to a request of rank 0 with facts, the time, the network, or a measurement."""
-        stage = request["ask"]
-        if stage == FACTS:
-            reply: Mapping[str, Any] = gather_facts(info, env)
-        elif stage.startswith(CLOCK):
-            reply = {"time": time.time()}
-        elif stage == NETWORK:
-            reply = measuring.network()
+        if request.stage == FACTS:
+            answer: Mapping[str, Any] = gather_facts(info, env)
+        elif request.stage == CLOCK:
+            answer = {"time": time.time()}
+        elif request.stage == NETWORK:
+            answer = measuring.network()
         else:
-            reply = measuring.measure(request)
+            answer = measuring.measure(request)
         with send_lock, contextlib.suppress(OSError):
-            connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": reply}))
+            send(connection, Reply(request.stage, answer))
 
-    def reply_in_thread(request: Mapping[str, Any]) -> None:
+    def reply_in_thread(request: Request) -> None:
         """Reply in a new thread, since a stage may hang while rank 0 already requests the next."""
         threading.Thread(target=reply_to, args=(request,), daemon=True).start()
 
-    reply_in_thread({"ask": FACTS})
     try:
-        while data := connection.socket.recv(1 << 16):
-            for request in connection.frames.feed(data):
-                if request["ask"] == "end":
-                    return
-                reply_in_thread(request)
-    except (OSError, ValueError):
+        send(connection, Introduction(info.rank, socket.gethostname()))
+        reply_in_thread(Request(FACTS))
+        while (request := receive(connection, Request)).stage != END:
+            reply_in_thread(request)
+    except (EOFError, OSError, UserError):
         return
     finally:
         measuring.close()
-
-
-_EXIT_WITHIN_S = 3.0
-_KEPT_LINES = 6
-
-
-class MeasuringProcess:
-    """Subprocess `ezpz_llm.check.measurements`, which replies to one request at a time.
-
-    torch, drivers and collectives can hang or abort in the subprocess without affecting the rank.
-    """
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self._network: list[str] = []
-        # Descriptors stay open, because MPI needs the descriptor that its launcher passed to the rank.
-        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measurements"],
-                                         env=_logging_environment(env), close_fds=False, stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._requests, self._replies, self._log = cast(
-            "tuple[IO[bytes], IO[bytes], IO[bytes]]",
-            (self._process.stdin, self._process.stdout, self._process.stderr))
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the process's reply to a request, or an error that says how the process ended."""
-        line = b""
-        with contextlib.suppress(OSError):
-            self._requests.write(json.dumps(request).encode() + b"\n")
-            self._requests.flush()
-            # Skip output of Python's startup, such as of a site's sitecustomize.
-            line = next((text for text in self._replies if text.startswith(b"{")), b"")
-        if line:
-            if request["ask"] == MPI:
-                # MPICH's launcher treats this rank as failed if it exits before the process that started MPI.
-                self._process.wait()
-            return parse_json(line, "the measuring process")
-        self._listener.join(1.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return {"error": f"the measuring process {_describe_exit(self._process.returncode)}: "
-                         f"{' | '.join(self._last) or 'it printed nothing'}"}
-
-    def network(self) -> dict[str, str]:
-        """Return the network that the communication library chose, from its log."""
-        return read_network(self._network)
-
-    def close(self) -> None:
-        """Let the process exit, and kill it if it has not exited after 3 s."""
-        with contextlib.suppress(OSError):
-            self._requests.close()
-        try:
-            self._process.wait(_EXIT_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _listen(self) -> None:
-        for line in self._log:
-            text = line.decode(errors="replace").rstrip()
-            if is_about_network(text):
-                self._network.append(text)
-            elif text:
-                self._last.append(text)
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is None:
-        return "does not reply"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _logging_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the rank's environment with NCCL, RCCL and oneCCL set to log the network they choose."""
-    log_settings = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
-    return {name: value for name, value in env.items() if name != "NCCL_DEBUG_FILE"} | log_settings
 
 
 _GRACE_S = 5.0

@@ -7,17 +7,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
+from ezpz_llm.check.endpoint import Endpoint
+from ezpz_llm.check.messages import CLOCK, FACTS, Request
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
 from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.rules.nodes import LOST, STUCK
-from ezpz_llm.check.server import CLOCK, FACTS, Endpoint, Member, PreflightServer
+from ezpz_llm.check.server import Member, PreflightServer
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
@@ -39,11 +41,10 @@ def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, ren
     began = time.monotonic()
     for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
         stale.unlink(missing_ok=True)
-    server = PreflightServer(rendezvous.address, rendezvous.port, rendezvous.secret)
+    server = PreflightServer(rendezvous)
     # In a thread, so that the report is written even if gathering this rank's own facts hangs.
-    endpoint = Endpoint(server.address, server.port, rendezvous.secret)
     client_thread = threading.Thread(target=connect_and_serve, daemon=True, args=(
-        endpoint, info, env, None, lambda: time.monotonic() > began + limit_s))
+        server.endpoint, info, env, None, lambda: time.monotonic() > began + limit_s))
     client_thread.start()
     gathered = _Coordinator(server, info, env, run_dir, began, limit_s).gather()
     report = Report(gathered, apply_rules(gathered), time.monotonic() - began)
@@ -69,7 +70,6 @@ class _Coordinator:
     run_dir: RunDir
     began: float
     limit_s: float
-    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def gather(self) -> Gathered:
         """Gather the facts and measurements that arrive in time."""
@@ -83,7 +83,7 @@ class _Coordinator:
         # torchrun's agent holds the port by design. On one node under launch, ranks do not use it.
         on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
         port_error = None if on_node or self.info.source.startswith("torchrun") else server.port_error
-        return Gathered(self.info.world_size, [self._facts(member) for member in ordered],
+        return Gathered(self.info.world_size, [_facts(member) for member in ordered],
                         planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
                         port_error, site_network(self.env), waited_s)
 
@@ -112,57 +112,47 @@ class _Coordinator:
         return is_complete
 
     def _measure(self, members: Sequence[Member]) -> None:
-        server = self.server
+        ask = self.server.ask
         reporting = [member for member in members if FACTS in member.replies]
-        server.ask(READY, {member: {"serve": member.rank == 0} for member in reporting}, self._by(_READY))
-        self._compare_clocks({member.host: member for member in reversed(reporting)}.values())
-        server.ask(COMPUTE, {member: {} for member in _ready_members(reporting)}, self._by(_MEASURED, _COMPUTE_S))
+        ask({member: Request(READY, serve=member.rank == 0) for member in reporting}, self._by(_READY))
+        one_per_node = {member.host: member for member in reversed(reporting)}.values()
+        ask(dict.fromkeys(one_per_node, Request(CLOCK)), self._by(_MEASURED, _CLOCKS_S))
+        ask(dict.fromkeys(_ready_members(reporting), Request(COMPUTE)), self._by(_MEASURED, _COMPUTE_S))
         first = next((member for member in reporting if member.rank == 0), None)
         store = first.replies.get(READY, {}).get("store") if first else None
         if store is not None:
             self._reduce(reporting, store)
-        server.ask(NETWORK, {member: {} for member in reporting}, self._by(_MPI, _NETWORK_S))
+        ask(dict.fromkeys(reporting, Request(NETWORK)), self._by(_MPI, _NETWORK_S))
         # Starting MPI is collective: it would hang if a rank is missing. torchrun's ranks are not MPI ranks.
         able = _ready_members(reporting)
         if len(able) == self.info.world_size > 1 and not self.info.source.startswith("torchrun"):
-            server.ask(MPI, {member: {} for member in able}, self._by(_MPI))
+            ask(dict.fromkeys(able, Request(MPI)), self._by(_MPI))
 
-    def _compare_clocks(self, members: Iterable[Member]) -> None:
-        """Compare the clocks of one rank per node, one at a time, since concurrent round trips are slower."""
-        until = self._by(_MEASURED, _CLOCKS_S)
-        for member in members:
-            if time.monotonic() > until:
-                return
-            if (clock := self.server.clock_of(member, until)) is not None:
-                self.clocks[member.host] = clock
-
-    def _reduce(self, members: Sequence[Member], store: str | list[Any]) -> None:
+    def _reduce(self, members: Sequence[Member], store: str | tuple[str, int]) -> None:
         stages = [(NODE, node_groups(_ranks_and_hosts(_ready_members(members))))]
         links = link_groups(_ranks_and_hosts(_ready_members(members)))
         stages += [(f"{LINK} {number}", groups) for number, groups in enumerate(links)]
         on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _ready_members(members))
         for number, (stage, groups) in enumerate(stages):
             able = {member.rank: member for member in _ready_members(members)}
-            requests: dict[Member, dict[str, Any]] = {}
-            for group in groups:
-                if all(rank in able for rank in group):
-                    name = f" {group[0]}"
-                    requests |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
-                                 for index, rank in enumerate(group)}
+            requests = {able[rank]: Request(stage, group=f" {group[0]}", index=index, size=len(group), store=store)
+                        for group in groups if all(rank in able for rank in group)
+                        for index, rank in enumerate(group)}
             within_s = _FIRST_REDUCE_S if on_devices and number == 0 else _REDUCE_S
-            self.server.ask(stage, requests, self._by(_MEASURED, within_s))
+            self.server.ask(requests, self._by(_MEASURED, within_s))
 
-    def _facts(self, member: Member) -> dict[str, Any]:
-        """Return a rank's facts, its replies by stage, and the stage in which it disconnected or hangs."""
-        stages = {stage: answer for stage, answer in member.replies.items() if not stage.startswith((CLOCK, FACTS))}
-        facts = {"rank": member.rank, "host": member.host, **member.replies.get(FACTS, {}), "stages": stages}
-        if member.host in self.clocks:
-            facts["clock"] = list(self.clocks[member.host])
-        if member.lost_in is not None:
-            facts[LOST] = member.lost_in
-        elif member.stuck_in is not None:
-            facts[STUCK] = member.stuck_in
-        return facts
+
+def _facts(member: Member) -> dict[str, Any]:
+    """Return a rank's facts, its replies by stage, and the stage in which it disconnected or hangs."""
+    stages = {stage: answer for stage, answer in member.replies.items() if stage not in (CLOCK, FACTS)}
+    facts = {"rank": member.rank, "host": member.host, **member.replies.get(FACTS, {}), "stages": stages}
+    if member.clock is not None:
+        facts["clock"] = list(member.clock)
+    if member.lost_in is not None:
+        facts[LOST] = member.lost_in
+    elif member.stuck_in is not None:
+        facts[STUCK] = member.stuck_in
+    return facts
 
 
 def _ready_members(members: Sequence[Member]) -> list[Member]:

@@ -1,23 +1,25 @@
-"""Measuring process of a rank: replies to each request line on stdin with a line on stdout.
+"""Measurements of a rank with torch: device, matmul, all-reduces, and MPI.
 
-Output of the communication libraries goes to stderr. `client.py` starts this process and reads both.
+Output of the communication libraries goes to the log of the measuring process (`measuring_process.py`).
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from ezpz_llm.base import parse_json
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+
+from ezpz_llm.check.messages import Request
 from ezpz_llm.check.node_facts import addresses, first_line, used_interfaces
-from ezpz_llm.check.rules.gathered import MPI
-from ezpz_llm.launch.cleanup import die_with_parent
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.device import choose_device, device_identity, synchronize
+from ezpz_llm.dist.rendezvous import new_name, node_folder
+from ezpz_llm.launch.addresses import listen
 from ezpz_llm.launch.ranks import find_rank
 
 _WINDOWS, _WINDOW_S = 3, 0.25
@@ -32,30 +34,22 @@ collective loads libraries and transports.
 
 
 class Worker:
-    """Measurements of a rank. The first request, `ready`, imports torch."""
+    """Measurements of a rank, on the device that a run would use."""
 
     def __init__(self) -> None:
-        self._device: Any = None
-        self._store: Any = None
+        self._device = choose_device(None, find_rank(os.environ))
+        self._store: Store | None = None
         self._store_port: int | None = None
         self._in_group = False
         self._stuck_group: str | None = None
 
-    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def measure(self, request: Request) -> dict[str, Any]:
         """Return the result of the stage that the request names."""
         stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
-        return stages[request["ask"].partition(" ")[0]](request)
+        return stages[request.stage.partition(" ")[0]](request)
 
-    def _ready(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Import torch, select the device as a run would, and on rank 0 create the store for all ranks."""
-        began = time.perf_counter()
-        import torch
-
-        import_s = time.perf_counter() - began
-        from ezpz_llm.dist.backends import DEVICES
-        from ezpz_llm.dist.device import choose_device, device_identity
-
-        self._device = choose_device(None, find_rank(os.environ))
+    def _ready(self, request: Request) -> dict[str, Any]:
+        """Return facts of the device and, on rank 0, create the store for all ranks."""
         facts = {"kind": self._device.type, "identity": device_identity(self._device)}
         if DEVICES[self._device.type].own:
             module = torch.get_device_module(self._device)
@@ -63,21 +57,14 @@ class Worker:
             # Older torch lacks mem_get_info for Intel GPUs.
             if hasattr(module, "mem_get_info"):
                 facts["free"], facts["total"] = module.mem_get_info(self._device)
-        answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
-        if request.get("serve"):
-            answer["store"] = self._create_store()
-        return answer
+        answer = {"device": facts, "torch": torch.__version__}
+        return answer | {"store": self._create_store()} if request.serve else answer
 
     def _create_store(self) -> str | tuple[str, int]:
         """Create the store and return its location.
 
         The location is a file if all ranks are on this node, else an address and a port.
         """
-        from torch.distributed import FileStore, TCPStore
-
-        from ezpz_llm.dist.rendezvous import new_name, node_folder
-        from ezpz_llm.launch.addresses import listen
-
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if (folder := node_folder(master, os.environ)) is not None:
             with folder:
@@ -90,31 +77,25 @@ class Worker:
                                master_listen_fd=listener.detach())
         return master, self._store_port
 
-    def _join_store(self, location: str | list[Any]) -> None:
-        from torch.distributed import FileStore, TCPStore
-
+    def _join_store(self, location: str | tuple[str, int]) -> Store:
         if isinstance(location, str):
-            self._store = FileStore(location)
-        else:
-            address, port = location
-            self._store_port = port
-            self._store = TCPStore(address, port, None, False, _GROUP_TIMEOUT)
+            return FileStore(location)
+        address, self._store_port = location
+        return TCPStore(address, self._store_port, None, False, _GROUP_TIMEOUT)
 
-    def _compute(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _compute(self, request: Request) -> dict[str, Any]:
         """Measure FLOP/s of a small matmul, the best of several windows.
 
         A window contains many matmuls: a single one runs at full speed even if another process uses every second
         time slice.
         """
-        import torch
-
         is_cpu = self._device.type == "cpu"
         size, dtype = (_CPU_MATRIX, torch.float32) if is_cpu else (_ACCELERATOR_MATRIX, torch.float16)
         matrix = torch.full((size, size), 0.01, dtype=dtype, device=self._device)
         product = torch.empty_like(matrix)
         for _ in range(3):
             torch.mm(matrix, matrix, out=product)
-        self._synchronize()
+        synchronize(self._device)
         best = 0.0
         for _ in range(_WINDOWS):
             count, began = 0, time.perf_counter()
@@ -122,29 +103,24 @@ class Worker:
                 for _ in range(1 if is_cpu else 10):
                     torch.mm(matrix, matrix, out=product)
                     count += 1
-                self._synchronize()
+                synchronize(self._device)
             best = max(best, count * 2 * size**3 / elapsed)
         return {"flops_per_second": best}
 
-    def _reduce(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _reduce(self, request: Request) -> dict[str, Any]:
         """Measure the bus bandwidth of an all-reduce in the requested group, the best of several repeats.
 
         Each group is a separate world that is created and destroyed here, so that it does not depend on ranks
         outside the group.
         """
-        import torch
-        import torch.distributed as torch_dist
-
-        from ezpz_llm.dist.backends import DEVICES
-
         if self._stuck_group:
             raise RuntimeError(f"not measured because this rank's group for {self._stuck_group} has failed")
         if self._store is None:
-            self._join_store(request["store"])
-        store = torch_dist.PrefixStore(request["ask"] + request["group"], self._store)
+            self._store = self._join_store(request.store)
+        store = PrefixStore(request.stage + request.group, self._store)
         traits = DEVICES[self._device.type]
-        torch_dist.init_process_group(traits.collectives, store=store, rank=request["index"],
-                                      world_size=request["size"],
+        torch_dist.init_process_group(traits.collectives, store=store, rank=request.index,
+                                      world_size=request.size,
                                       timeout=_DEVICE_GROUP_TIMEOUT if traits.own else _GROUP_TIMEOUT,
                                       device_id=self._device if traits.bound else None)
         self._in_group = True
@@ -156,13 +132,13 @@ class Worker:
         torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
         for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
             best = min(best, self._timed_reduce(values))
-        bus = 2 * (request["size"] - 1) / request["size"]
+        bus = 2 * (request.size - 1) / request.size
         answer = {"bytes_per_second": bus * size / best, **self._interface()}
         torch_dist.destroy_process_group()
         self._in_group = False
         return answer
 
-    def leave_failed_group(self, request: Mapping[str, Any]) -> None:
+    def leave_failed_group(self, request: Request) -> None:
         """Leave the group of a failed stage, after its error was reported.
 
         Destroys a gloo group, after which other groups are possible. Keeps an NCCL group, whose destruction would
@@ -170,13 +146,11 @@ class Worker:
         """
         if not self._in_group:
             return
-        import torch.distributed as torch_dist
-
         if torch_dist.get_backend() == "gloo":
             torch_dist.destroy_process_group()
             self._in_group = False
         else:
-            self._stuck_group = request["ask"]
+            self._stuck_group = request.stage
 
     def exit_if_stuck(self) -> None:
         """Exit immediately if a failed group remains, since its destructor would wait for other ranks."""
@@ -184,12 +158,10 @@ class Worker:
             os._exit(0)
 
     def _timed_reduce(self, values: Any) -> float:
-        import torch.distributed as torch_dist
-
-        self._synchronize()
+        synchronize(self._device)
         began = time.perf_counter()
         torch_dist.all_reduce(values)
-        self._synchronize()
+        synchronize(self._device)
         return time.perf_counter() - began
 
     def _interface(self) -> dict[str, Any]:
@@ -198,7 +170,7 @@ class Worker:
             return {}
         return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
 
-    def _mpi(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _mpi(self, request: Request) -> dict[str, Any]:
         """Return rank, world size, and library of MPI.
 
         This is the last request, because an incompatible library aborts the process.
@@ -210,34 +182,3 @@ class Worker:
         # mpi4py finalizes MPI only if mpi4py has initialized it, but oneCCL may have done so before.
         MPI.Finalize()
         return answer
-
-    def _synchronize(self) -> None:
-        from ezpz_llm.dist.device import synchronize
-
-        synchronize(self._device)
-
-
-def main() -> None:
-    """Reply to requests until stdin ends, or until the MPI request, which is the last."""
-    die_with_parent(signal.SIGKILL)
-    # Redirect the output of all libraries, including C libraries, so that stdout has only replies.
-    replies = os.dup(1)
-    os.dup2(2, 1)
-    worker = Worker()
-    for line in sys.stdin:
-        request = parse_json(line, "the rank")
-        failed = False
-        try:
-            answer = worker.measure(request)
-        except Exception as error:  # the error is the result of the check
-            answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
-        os.write(replies, json.dumps(answer).encode() + b"\n")
-        if failed:
-            worker.leave_failed_group(request)
-        if request["ask"] == MPI:
-            break
-    worker.exit_if_stuck()
-
-
-if __name__ == "__main__":
-    main()

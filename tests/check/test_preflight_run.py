@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,12 @@ from launch_runs import clean_env, cpu_seconds, launch
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.frames import Frames
 from ezpz_llm.check.client import connect, read_unreached
+from ezpz_llm.check.endpoint import Endpoint, rendezvous_point
 from ezpz_llm.check.measurements import Worker
+from ezpz_llm.check.messages import CLOCK, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.check.node_facts import addresses, used_interfaces
-from ezpz_llm.check.server import Endpoint, PreflightServer, rendezvous_point
+from ezpz_llm.check.server import PreflightServer
 from ezpz_llm.launch.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
@@ -72,7 +75,7 @@ def test_two_healthy_ranks_are_fit(tmp_path: Path) -> None:
         assert facts["stages"]["compute"]["flops_per_second"] > 1e8
         assert facts["stages"]["reduce node"]["bytes_per_second"] > 1e5
         assert facts["versions"]["torch"].startswith(facts["stages"]["ready"]["torch"])
-        assert abs(facts["clock"][0]) < 1
+    assert abs(ranks[0]["clock"][0]) < 1
 
 
 @pytest.mark.full
@@ -131,110 +134,207 @@ def test_thirty_two_ranks_on_few_cores_within_the_limit(tmp_path: Path) -> None:
     assert time.monotonic() - began < scaled(100)
 
 
-def _fake_rank(port: int, rank: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-    frames = Frames(SECRET, serves=False)
-    connection.sendall(frames.opening)
-    while not frames.is_open:
-        frames.feed(connection.recv(4096))
-    connection.sendall(frames.pack({"rank": rank, "host": f"n{rank // 8}"}))
-    connection.sendall(frames.pack({"stage": "facts", "answer": {"rank": rank, "text": "x" * 3000}}))
-    return connection
+_connections: list[Connection] = []
+"""Connections of fake ranks, which the fixture `server` closes."""
 
 
-def test_the_server_accepts_a_thousand_ranks_and_no_other_peers() -> None:
-    """Peers that send garbage, unsigned frames or nothing are ignored, and lost ranks are noticed."""
-    board = PreflightServer("127.0.0.1", 0, SECRET)
-    strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(3)]
-    strangers[0].sendall(b"GET / HTTP/1.0\r\n\r\n")
-    strangers[1].sendall(bytes(32) + (20).to_bytes(4, "big") + b'{"rank":0,"host":""}' + bytes(32))
-    ranks: list[socket.socket] = []
+@pytest.fixture
+def server() -> Iterator[PreflightServer]:
+    preflight_server = PreflightServer(Endpoint("127.0.0.1", 0, SECRET))
+    yield preflight_server
+    preflight_server.dismiss()
+    while _connections:
+        _connections.pop().close()
 
-    def connect() -> None:
-        ranks.extend(_fake_rank(board.port, rank) for rank in range(1000))
 
-    threading.Thread(target=connect, daemon=True).start()
+def _fake_rank(server: PreflightServer, rank: int, secret: bytes = SECRET) -> bool:
+    """Connect as a rank, and add the connection to `_connections`. Return False if the server rejects it."""
+    port = server.endpoint.port
+    connection = authenticate(socket.create_connection(("127.0.0.1", port), timeout=20), secret, port, serves=False)
+    if connection is None:
+        return False
+    _connections.append(connection)
+    send(connection, Introduction(rank, f"n{rank // 8}"))
+    send(connection, Reply(FACTS, {"rank": rank, "text": "x" * 3000}))
+    return True
+
+
+def _start_ranks(server: PreflightServer, count: int) -> None:
+    """Connect ranks in a thread, in order."""
+    threading.Thread(target=lambda: [_fake_rank(server, rank) for rank in range(count)], daemon=True).start()
+
+
+def test_the_server_accepts_a_thousand_ranks(server: PreflightServer) -> None:
+    """Lost ranks are noticed, and those that do not reply do not block the server."""
+    _start_ranks(server, 1000)
+    assert server.wait(time.monotonic() + scaled(60), lambda: len(server.accounted) == 1000)
+    members = {member.rank: member for member in server.members}
+    assert members.keys() == set(range(1000))
+    _connections[7].close()
+    server.ask({members[7]: Request("stage")}, time.monotonic() + scaled(10))
+    assert members[7].lost_in == "stage"
     began = time.monotonic()
-    assert board.wait(began + 30, lambda: len(board.accounted) == 1000)
-    assert sorted(member.rank for member in board.members) == list(range(1000))
-    ranks[7].close()
-    lost = next(member for member in board.members if member.rank == 7)
-    board.ask("stage", {lost: {}}, time.monotonic() + scaled(10))
-    assert lost.lost_in == "stage"
-    began = time.monotonic()
-    board.ask("late", {member: {} for member in board.members}, began + 0.5)
+    server.ask(dict.fromkeys(server.members, Request("late")), began + 0.5)
     assert 0.4 < time.monotonic() - began < scaled(5)
-    assert {member.stuck_in for member in board.members if member.rank != 7} == {"late"}
-    board.dismiss()
-    for connection in (*ranks, *strangers):
-        connection.close()
+    assert {member.stuck_in for member in server.members if member.rank != 7} == {"late"}
+    assert receive(_connections[8], Request) == Request("late")
+    server.dismiss()
+    assert receive(_connections[8], Request) == Request("end")
 
 
-def test_another_program_on_the_port_does_not_block_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program sends a byte every 20 ms, or echoes its input."""
-    monkeypatch.setattr("ezpz_llm.check.client.AUTHENTICATE_S", 0.3)
-    ended = threading.Event()
+def test_the_clock_of_a_rank_is_compared(server: PreflightServer) -> None:
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {0})
+    (member,) = server.members
+    assert member.clock is None
 
-    def drip(peer: socket.socket) -> None:
-        while not ended.wait(0.02):
-            peer.sendall(b"\0")
+    def answer() -> None:
+        assert receive(_connections[0], Request) == Request(CLOCK)
+        send(_connections[0], Reply(CLOCK, {"time": time.time() + 500}))
 
-    def echo(peer: socket.socket) -> None:
-        while data := peer.recv(4096):
-            peer.sendall(data)
+    threading.Thread(target=answer, daemon=True).start()
+    server.ask({member: Request(CLOCK)}, time.monotonic() + scaled(20))
+    assert member.clock is not None
+    offset, within = member.clock
+    assert abs(offset - 500) <= within + 0.01
+    assert member.stuck_in is None
 
-    for serve in (drip, echo):
+
+def _accept_in_threads(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Serve each connection in a thread until the listener is closed."""
+    def serve_and_close(peer: socket.socket) -> None:
+        with peer, contextlib.suppress(OSError):
+            serve(peer)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve_and_close, args=listener.accept()[:1], daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(4096):
+            target.sendall(data)
+
+
+def _record(heard: list[bytes], peer: socket.socket) -> None:
+    while data := peer.recv(4096):
+        heard.append(data)
+
+
+def _drip(peer: socket.socket) -> None:
+    peer.sendall(b"\0\0\0\xff")
+    while True:
+        peer.sendall(b"x")
+        time.sleep(0.02)
+
+
+def test_another_program_on_the_port_learns_nothing_and_does_not_block_a_rank(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is silent, sends a byte every 20 ms, echoes, sends garbage, or is rank 0 of another run."""
+    monkeypatch.setattr("ezpz_llm.check.messages.AUTHENTICATE_S", 0.3)
+    heard: list[bytes] = []
+    programs: dict[str, Callable[[socket.socket], object]] = {
+        "silent": lambda peer: _record(heard, peer), "drip": _drip, "echo": lambda peer: _pump(peer, peer),
+        "garbage": lambda peer: peer.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n"),
+        "another run": lambda peer: authenticate(peer, bytes(32), peer.getsockname()[1], serves=True)}
+    for serve in programs.values():
         with socket.create_server(("127.0.0.1", 0)) as squatter:
-
-            def answer(squatter: socket.socket = squatter, serve: Callable[[socket.socket], None] = serve) -> None:
-                with contextlib.suppress(OSError):
-                    while True:
-                        with squatter.accept()[0] as peer, contextlib.suppress(OSError):
-                            serve(peer)
-
-            threading.Thread(target=answer, daemon=True).start()
-            place, turns = Endpoint("127.0.0.1", squatter.getsockname()[1], SECRET), iter([False, False, True])
-            assert connect(place, RankInfo(1, 2, 1, 2, 0, "test"), None, lambda turns=turns: next(turns)) is None
-    ended.set()
+            _accept_in_threads(squatter, serve)
+            endpoint, turns = Endpoint("127.0.0.1", squatter.getsockname()[1], SECRET), iter([False, False, True])
+            assert connect(endpoint, RankInfo(1, 2, 1, 2, 0, "test"), None, lambda turns=turns: next(turns)) is None
+    # Two challenges: a length, a prefix, and random bytes. Neither a proof, nor the rank or hostname.
+    assert len(heard) == 2
+    assert all(data[4:].startswith(b"#CHALLENGE#") for data in heard)
+    assert not any(socket.gethostname().encode() in data for data in heard)
 
 
-def test_the_server_drops_unauthenticated_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent connections are dropped after a while, and the oldest of too many at once."""
-    monkeypatch.setattr("ezpz_llm.check.server.AUTHENTICATE_S", 0.3)
-    monkeypatch.setattr("ezpz_llm.check.server._MAX_UNPROVEN", 5)
-    board = PreflightServer("127.0.0.1", 0, SECRET)
-    idle = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(20)]
-    assert board.wait(time.monotonic() + scaled(20), lambda: not board._unproven and _are_closed(idle))
-    rank = threading.Thread(target=lambda: idle.append(_fake_rank(board.port, 3)), daemon=True)
-    rank.start()
-    assert board.wait(time.monotonic() + scaled(20), lambda: board.accounted == {3})
-    board.dismiss()
+def test_a_program_that_passes_messages_on_to_rank_0_is_not_accepted(server: PreflightServer) -> None:
+    def relay(peer: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", server.endpoint.port)) as rank_0:
+            threading.Thread(target=_pump, args=(rank_0, peer), daemon=True).start()
+            _pump(peer, rank_0)
+
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        _accept_in_threads(squatter, relay)
+        port = squatter.getsockname()[1]
+        peer = socket.create_connection(("127.0.0.1", port))
+        assert authenticate(peer, SECRET, port, serves=False) is None
+    assert not server.wait(time.monotonic() + 0.2, lambda: bool(server.members))
 
 
-def test_a_hundred_of_each_attack_do_not_affect_the_server() -> None:
+def test_a_stranger_cannot_return_rank_0s_own_proof(server: PreflightServer) -> None:
+    """The stranger returns each of rank 0's messages on a second connection, and its replies on the first."""
+    address = "127.0.0.1", server.endpoint.port
+    with socket.create_connection(address) as first, socket.create_connection(address) as second:
+        # Python 3.12 names the digest in the challenge.
+        challenge = b"#CHALLENGE#" + (b"{sha256}" if sys.version_info >= (3, 12) else b"") + bytes(40)
+        first.sendall(len(challenge).to_bytes(4, "big") + challenge)
+        first_connection, second_connection = Connection(first.detach()), Connection(second.detach())
+        first_connection.recv_bytes(256)
+        first_connection.send_bytes(b"#WELCOME#")
+        challenge_of_server = first_connection.recv_bytes(256)
+        second_connection.send_bytes(challenge_of_server)
+        first_connection.send_bytes(second_connection.recv_bytes(256))
+        assert first_connection.recv_bytes(256) == b"#FAILURE#"
+    assert not server.wait(time.monotonic() + 0.2, lambda: bool(server.members))
+
+
+def test_the_server_drops_silent_strangers(server: PreflightServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections are closed after a while, and a rank connects among them."""
+    monkeypatch.setattr("ezpz_llm.check.messages.AUTHENTICATE_S", 0.3)
+    idle = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(200)]
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {0})
+    assert server.wait(time.monotonic() + scaled(20), lambda: _are_closed(idle))
+
+
+def test_a_hundred_of_each_attack_do_not_affect_the_server(server: PreflightServer) -> None:
     """No attacker becomes a member, and a rank connects among them."""
-    evil = json.dumps({"token": "right", "rank": 1, "host": "\x1b]0;PWNED\x07"}).encode()
-    attacks = (b"[" * 100_000 + b"\n", evil + b"\n", b"x" * (1 << 20), bytes(32) + b"\xff" * 100,
-               bytes(32) + len(evil).to_bytes(4, "big") + evil + bytes(32), b"\0", b"GET / HTTP/1.0\r\n\r\n")
-    board = PreflightServer("127.0.0.1", 0, SECRET)
+    evil = json.dumps({"rank": 1, "host": "\x1b]0;PWNED\x07"}).encode()
+    attacks = (b"[" * 100_000 + b"\n", evil + b"\n", b"x" * (1 << 20), b"\xff" * 100, bytes(100), b"\0",
+               len(evil).to_bytes(4, "big") + evil, b"\xff\xff\xff\xff" + b"\x7f" * 8, b"GET / HTTP/1.0\r\n\r\n")
+    address = "127.0.0.1", server.endpoint.port
 
     def attack(data: bytes) -> None:
         for _ in range(100):
-            with socket.create_connection(("127.0.0.1", board.port)) as peer, contextlib.suppress(OSError):
+            with socket.create_connection(address) as peer, contextlib.suppress(OSError):
                 peer.sendall(data)
 
     attackers = [threading.Thread(target=attack, args=(data,), daemon=True) for data in attacks]
     for attacker in attackers:
         attacker.start()
-    ranks: list[socket.socket] = []
-    threading.Thread(target=lambda: ranks.append(_fake_rank(board.port, 3)), daemon=True).start()
-    assert board.wait(time.monotonic() + scaled(60), lambda: board.accounted == {3}
-                      and not any(attacker.is_alive() for attacker in attackers))
-    board.wait(time.monotonic() + scaled(60), lambda: not board._unproven)
-    assert [(member.rank, member.host, member.lost_in) for member in board.members] == [(3, "n0", None)]
-    board.dismiss()
-    for connection in ranks:
-        connection.close()
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(60), lambda: server.accounted == {0}
+                       and not any(attacker.is_alive() for attacker in attackers))
+    assert not _fake_rank(server, 4, secret=bytes(32))
+    assert [(member.rank, member.host, member.lost_in) for member in server.members] == [(0, "n0", None)]
+
+
+@pytest.mark.parametrize("message", [
+    b"", b"[1]", b"{", b'{"rank": "1", "host": "n1"}', b'{"rank": 1}', b"[" * 500 + b"]" * 500,
+    b'{"rank": 1, "host": "n1", "more": 1}', b"x" * ((1 << 23) + 1)])
+def test_invalid_messages_of_a_rank_are_rejected(message: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=_send_bytes, args=(ours, message), daemon=True).start()
+    with ours, Connection(theirs.detach()) as receiver, pytest.raises((UserError, OSError)):
+        receive(receiver, Introduction)
+
+
+def _send_bytes(peer: socket.socket, message: bytes) -> None:
+    with contextlib.suppress(OSError):
+        peer.sendall(len(message).to_bytes(4, "big") + message)
+
+
+def test_a_rank_that_sends_an_invalid_reply_is_lost(server: PreflightServer) -> None:
+    _start_ranks(server, 1)
+    assert server.wait(time.monotonic() + scaled(20), lambda: server.accounted == {0})
+    _connections[0].send_bytes(b'{"stage": 1}')
+    server.wait(time.monotonic() + scaled(20), lambda: server.members[0].lost_in is not None)
+    assert server.members[0].lost_in == "its introduction"
 
 
 def _are_closed(connections: list[socket.socket]) -> bool:
@@ -274,7 +374,7 @@ def test_a_worker_reports_an_error_before_it_leaves_the_group(monkeypatch: pytes
     dist, destroyed = torch.distributed, []
     destroy = dist.destroy_process_group
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(dist.get_backend()) or destroy())
-    question = {"ask": "reduce links 0", "group": " 0", "index": 0, "size": 1}
+    request = Request("reduce links 0", group=" 0", index=0, size=1)
     for backend, after in (("gloo", ["gloo"]), ("nccl", [])):
         worker = Worker()
         worker._device, worker._store, worker._store_port = torch.device("cpu"), dist.HashStore(), 1
@@ -283,13 +383,13 @@ def test_a_worker_reports_an_error_before_it_leaves_the_group(monkeypatch: pytes
             broken.setattr(dist, "get_backend", lambda backend=backend: backend)
             broken.setattr(dist, "all_reduce", lambda values: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                worker.measure(question)
+                worker.measure(request)
             assert destroyed == []
-            worker.leave_failed_group(question)
+            worker.leave_failed_group(request)
             assert destroyed == after
         if backend == "gloo":
-            assert worker.measure({**question, "ask": "reduce links 1"})["bytes_per_second"] >= 0
+            assert worker.measure(dataclasses.replace(request, stage="reduce links 1"))["bytes_per_second"] >= 0
         else:
             with pytest.raises(RuntimeError, match="this rank's group for reduce links 0 has failed"):
-                worker.measure({**question, "ask": "reduce links 1"})
+                worker.measure(dataclasses.replace(request, stage="reduce links 1"))
             destroy()

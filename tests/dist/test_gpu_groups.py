@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from ezpz_llm.check.measurements import Worker
+from ezpz_llm.check.messages import Request
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.setup import Dist
 from ezpz_llm.launch.ranks import ALONE
@@ -32,8 +33,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return created
 
 
-def request_for(stage: str) -> dict[str, Any]:
-    return {"ask": stage, "group": " 0-1", "index": 0, "size": 2, "store": "unused"}
+def request_for(stage: str) -> Request:
+    return Request(stage, group=" 0-1", index=0, size=2, store="unused")
 
 
 def worker(device: torch.device) -> Worker:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
-import hmac
 import json
 import os
 import pickle
 import socket
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -214,17 +214,23 @@ def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
 
 @kind
 def board(rng: Random, folder: Path) -> object:
-    from ezpz_llm.base.frames import Frames
+    """Receive a message of a preflight's rank or rank 0."""
+    from ezpz_llm.check.messages import Introduction, Reply, Request, receive
 
-    ours, theirs = Frames(b"secret", serves=True), Frames(b"secret", serves=False)
-    ours.feed(theirs.opening)
-    theirs.feed(ours.opening)
-    body = mutate.json_data(rng, {"rank": 1, "host": "n1", "stage": "ready", "answer": {"device": {}}})
-    frame = len(body).to_bytes(4, "big") + body + hmac.digest(theirs._key, b"\0" + bytes(8) + body, "sha256")
-    try:
-        return ours.feed(frame if rng.random() < 0.7 else mutate.data(rng, frame.decode("latin-1")))
-    except ValueError:  # documented: the connection is dropped
-        return None
+    message, kind = rng.choice([({"rank": 1, "host": "n1"}, Introduction), ({"stage": "mpi", "group": ""}, Request),
+                                ({"stage": "ready", "answer": {"device": {}}}, Reply)])
+    body = mutate.json_data(rng, message)
+    frame = len(body).to_bytes(4, "big") + body
+    ours, theirs = socket.socketpair()
+    with ours, Connection(theirs.detach()) as connection:
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            ours.sendall(frame if rng.random() < 0.7 else mutate.data(rng, frame.decode("latin-1")))
+        ours.shutdown(socket.SHUT_WR)
+        try:
+            return receive(connection, kind)
+        except (EOFError, OSError):  # documented: the connection is dropped
+            return None
 
 
 @kind

@@ -36,7 +36,7 @@ def ports():
 
 def frame(message):
     body = json.dumps(message).encode()
-    return bytes(32) + len(body).to_bytes(4, "big") + body + bytes(32)
+    return len(body).to_bytes(4, "big") + body
 
 def attack(kind, port):
     try:
@@ -45,9 +45,9 @@ def attack(kind, port):
             if kind == "deep":
                 peer.sendall(b"[" * 100_000 + b"\n")
             elif kind == "norank":
-                peer.sendall(json.dumps({"token": "x"}).encode() + b"\n" + frame({"host": EVIL}))
+                peer.sendall(frame({"host": EVIL}))
             elif kind == "impostor":
-                peer.sendall(frame({"token": "x", "rank": 1, "host": EVIL}))
+                peer.sendall(frame({"rank": 1, "host": EVIL}))
             elif kind == "unfinished":
                 for _ in range(500):
                     peer.sendall(b"x" * 100_000)
@@ -85,11 +85,21 @@ def serve(listener):
 
 def hold(peer, number):
     try:
+        if number % 3 == 0:
+            # Pass the rank's messages on to rank 0, which then listens on the next port.
+            with socket.create_connection(("127.0.0.1", peer.getsockname()[1] + 1), timeout=2) as rank_0:
+                threading.Thread(target=pump, args=(rank_0, peer), daemon=True).start()
+                pump(peer, rank_0)
         while number % 3:
             peer.sendall(b"\0" if number % 3 == 1 else peer.recv(4096))
             time.sleep(0.1)
-        peer.sendall(frame({"welcome": 1, "host": EVIL}))
-        time.sleep(60)
+    except OSError:
+        pass
+
+def pump(source, target):
+    try:
+        while data := source.recv(4096):
+            target.sendall(data)
     except OSError:
         pass
 

@@ -1,0 +1,120 @@
+"""Messages between rank 0 and the other ranks of a preflight: JSON over `multiprocessing.connection`.
+
+Nothing is unpickled. Connections are authenticated, but messages are neither signed nor encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, TypeVar
+
+from ezpz_llm.base import as_dataclass, parse_json
+
+AUTHENTICATE_S = 2.0
+"""Time for the peer of a new connection to authenticate."""
+
+FACTS, CLOCK, END = "facts", "clock", "end"
+"""Stages besides the measurements: a rank's facts, which it sends without a request, its time, and the end."""
+
+_MAX_MESSAGE = 1 << 23
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """First message of a rank."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request of rank 0 for a stage.
+
+    Attributes:
+        serve: in stage READY, create the store for all ranks.
+        group, index, size: in an all-reduce, name of the group, this rank's index in it, and its number of ranks.
+        store: in an all-reduce, location of the store: a file, or an address and a port.
+    """
+
+    stage: str
+    serve: bool = False
+    group: str = ""
+    index: int = 0
+    size: int = 1
+    store: str | tuple[str, int] = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Facts or measurements of a rank for a stage, or `error` with the reason why there are none."""
+
+    stage: str
+    answer: Mapping[str, Any]
+
+
+Message = TypeVar("Message", Introduction, Request, Reply)
+
+
+def send(connection: Connection, message: Introduction | Request | Reply) -> None:
+    """Send a message. Raises OSError if the peer has closed the connection."""
+    connection.send_bytes(json.dumps(asdict(message)).encode())
+
+
+def receive(connection: Connection, kind: type[Message]) -> Message:
+    """Wait for a message and return it.
+
+    Raises:
+        EOFError, OSError: the peer has closed the connection, or sent a message of more than 8 MiB.
+        UserError: the message is invalid.
+    """
+    return as_dataclass(kind, parse_json(connection.recv_bytes(_MAX_MESSAGE), "a message"), "a message")
+
+
+def authenticate(peer: socket.socket, secret: bytes, port: int, *, serves: bool) -> Connection | None:
+    """Return a connection once both sides have proved that they know the secret, rank 0 first.
+
+    Closes `peer`, and returns None if the other side is not of this run or takes longer than AUTHENTICATE_S.
+
+    Args:
+        port: port on which rank 0 listens. The keys depend on it, so that a stranger on another port of the node
+            cannot pass rank 0's proof on. Each side has its own key, so that no side can return the other's proof.
+        serves: True on rank 0.
+    """
+    first_key, second_key = (hmac.digest(secret, f"preflight, {side}, port {port}".encode(), "sha256")
+                             for side in ("rank 0", "other ranks"))
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = Connection(os.dup(peer.fileno()))
+    # A time limit per read would not end an exchange with a peer that sends one byte at a time.
+    timer = threading.Timer(AUTHENTICATE_S, _shut_down, [peer])
+    timer.daemon = True
+    timer.start()
+    try:
+        if serves:
+            answer_challenge(connection, first_key)
+            deliver_challenge(connection, second_key)
+        else:
+            deliver_challenge(connection, first_key)
+            answer_challenge(connection, second_key)
+    except (AuthenticationError, AssertionError, EOFError, OSError, ValueError):
+        connection.close()
+        return None
+    finally:
+        timer.cancel()
+        peer.close()
+    return connection
+
+
+def _shut_down(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
