@@ -174,8 +174,8 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, 
     drawings = {
         "loss": partial(draw, rows.steps, rows.column("loss"), "loss", ylabel=unit, label="training",
                         points=validation),
-        speed: partial(draw, timed.steps, [value * scale for value in timed.column(speed)], title, ylabel=unit_of_speed,
-                       reduce=statistics.median),
+        speed: partial(draw, timed.steps, [value * scale for value in timed.column(speed)], title,
+                       ylabel=unit_of_speed, reduce=statistics.median),
     }
     for metric, draw_metric in drawings.items():
         side.write(run_dir.plots / f"{metric}.txt", draw_metric(is_ascii=False))
