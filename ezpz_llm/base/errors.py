@@ -75,7 +75,8 @@ def import_package(name: str, purpose: str, extra: str, where: str | None = None
                         where=where, instead=f"pip install 'ezpz_llm[{extra}]'") from error
 
 
-TRAIN_PACKAGES = ("torch", "deepspeed", "numpy", "mpi4py", "tiktoken", "pyinstrument", "jsonargparse", "safetensors")
+TRAIN_PACKAGES = ("torch", "deepspeed", "numpy", "mpi4py", "tiktoken", "pyinstrument", "jsonargparse",
+                  "safetensors")
 """Packages that `pip install ezpz_llm` leaves out, and `pip install 'ezpz_llm[train]'` installs."""
 
 EXIT_USAGE = 2
@@ -214,8 +215,8 @@ def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None
     except ModuleNotFoundError as error:
         if error.name not in TRAIN_PACKAGES:
             raise
-        _print_error(str(UserError(f"this command requires {error.name}, which is not installed", where=sys.executable,
-                                   instead="pip install 'ezpz_llm[train]'")))
+        _print_error(str(UserError(f"this command requires {error.name}, which is not installed",
+                                   where=sys.executable, instead="pip install 'ezpz_llm[train]'")))
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130

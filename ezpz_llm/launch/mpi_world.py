@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ezpz_llm.base import UserError, ask_command, system_text
-from ezpz_llm.launch.variables import TORCHELASTIC_VARIABLE
+from ezpz_llm.launch.variables import LOCAL_RANK_VARIABLE, TORCHELASTIC_VARIABLE
 
 PLUGIN_VARIABLE = "SLURM_MPI_TYPE"
 """Variable that sets srun's default for `--mpi`."""
@@ -164,6 +164,8 @@ class MpiWatch:
 def _message(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
     if env.get(TORCHELASTIC_VARIABLE):
         reason, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
+    elif env.get(LOCAL_RANK_VARIABLE):
+        reason, instead = "launch found no mpiexec", "put the mpiexec of this MPI on PATH"
     elif env.get("SLURM_STEP_ID") and not _has_prefix(env, ("PMI_", "PMIX_")):
         reason = f"srun set no PMI or PMIx variables, and SLURM_MPI_TYPE is {env.get(PLUGIN_VARIABLE, 'not set')}"
         instead = "SLURM_MPI_TYPE=pmi2 launch …, or pmix, if srun --mpi=list and this MPI support it"

@@ -30,7 +30,8 @@ Values = Sequence[float | None]
 Reduce = Callable[[Sequence[float]], float]
 
 
-def downsample(x: Sequence[float], y: Sequence[float], points: int, reduce: Reduce = statistics.fmean) -> tuple[list[float], list[float]]:
+def downsample(x: Sequence[float], y: Sequence[float], points: int,
+               reduce: Reduce = statistics.fmean) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `points` points.
 
     Each is at the mean x and the reduced y of one of `points` groups of consecutive points.

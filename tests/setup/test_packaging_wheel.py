@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import stat
@@ -16,8 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from places import ROOT
 from packaging.requirements import Requirement
+from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.base.errors import TRAIN_PACKAGES
@@ -165,16 +164,16 @@ def test_a_plain_install_launches_and_reports(plain: Path, tmp_path: Path) -> No
             "              file=open('runs/a/metrics.jsonl', 'a'))")
     out = call("launch", "-n", "2", "--run-dir", "runs/a", "python3", "-c", code)
     assert "rank 0 of 2" in out
-    assert "rank 1 of 2" in out
+    assert (tmp_path / "runs/a/logs/rank0001.log").read_text() == "rank 1 of 2\n"
     assert "loss" in call("ezpz-llm", "report", "runs/a")
-    assert "exit code 0" in call("ezpz-llm", "why", "runs/a") or True
+    assert "exit code 0" in call("ezpz-llm", "why", "runs/a")
     assert "#SBATCH" in call("ezpz-llm", "submit", "--scheduler", "slurm", "--nodes", "2", "--time", "1:00:00",
                              "--dry-run", "--", "launch", "python3", "x.py")
     assert "--nodes" in call("ezpz-llm", "completion", "bash")
 
 
-@pytest.mark.parametrize("words", [("-m", "ezpz_llm.train"), ("-m", "ezpz_llm.test_dist"), ("-m", "ezpz_llm.evaluate"),
-                                   ("-m", "ezpz_llm.generate", "x"), ("-m", "ezpz_llm.cli", "scale", "--help")])
+@pytest.mark.parametrize("words", [("-m", "ezpz_llm.train"), ("-m", "ezpz_llm.test_dist"),
+                                   ("-m", "ezpz_llm.evaluate"), ("-m", "ezpz_llm.generate", "x")])
 def test_a_plain_install_names_the_extra(plain: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     done = start(plain / "bin" / "python", *words, cwd=tmp_path)
     assert done.returncode == 2

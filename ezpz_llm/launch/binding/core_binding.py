@@ -13,7 +13,7 @@ from ezpz_llm.launch.sites import Site
 
 COUNTING = ("srun", "pals")
 """Launchers that can choose cores themselves, given the number of cores per rank."""
-WITHOUT_OPTION = ("direct", "torchrun", "jsrun")
+WITHOUT_OPTION = ("direct", "local", "torchrun", "jsrun")
 """Launchers without an option to bind a rank to given cores. The rank shim binds ranks instead."""
 
 
@@ -53,7 +53,7 @@ class BindingInputs:
     Args:
         ranks: number of ranks on the node that has the most.
         hosts: number of nodes with ranks.
-        launcher: "srun", "flux", "jsrun", "pals", "mpiexec", "torchrun", "direct".
+        launcher: "srun", "flux", "jsrun", "pals", "mpiexec", "torchrun", "local", "direct".
         topology: topology of the nodes; None if unknown.
         allotted: CPUs that the scheduler allocated per node; None if unknown.
         devices: accelerator of each local rank.

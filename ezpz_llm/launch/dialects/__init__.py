@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ezpz_llm.base import UserError, entry_points
-from ezpz_llm.launch.dialects import hydra, openmpi, pals, torchrun, work
+from ezpz_llm.launch.dialects import hydra, openmpi, pals, this_node, torchrun, work
 from ezpz_llm.launch.dialects.work import Dialect, Launcher
 from ezpz_llm.launch.schedulers import schedulers
 from ezpz_llm.launch.schedulers.scheduler import StepLauncher, job_of
@@ -58,7 +58,8 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
     """Return the launcher `wanted`, or for "auto" the first that is available.
 
     "auto" prefers, in a job, the scheduler's step launcher (srun, flux), then mpiexec, then for a single rank no
-    launcher, then torchrun. PBS's own mpiexec wrapper is skipped with a note.
+    launcher, then torchrun. Without any of them, launch itself starts the ranks of this node. PBS's own mpiexec
+    wrapper is skipped with a note.
 
     Args:
         site_dialect: the site's name of the dialect to use if no dialect matches the mpiexec's version text.
@@ -83,9 +84,8 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
         return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, skip_notes)
     if program := next(_find_programs("torchrun", env), None):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
-    raise UserError(f"cannot start {world_size} ranks: neither mpiexec nor torchrun is on PATH",
-                    where="; ".join(("PATH", *skip_notes)),
-                    instead="load the site's MPI module, or `pip install mpich`")
+    return Launcher("local", "launch itself", sys.executable, "auto: neither mpiexec nor torchrun found",
+                    this_node.build, skip_notes)
 
 
 def _choose_starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
