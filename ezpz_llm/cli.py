@@ -20,7 +20,7 @@ from ezpz_llm.base.shell_commands import to_typable
 _PACKAGE = Path(__file__).parent
 _GROUPS = {
     "Run": ("launch", "train", "submit"),
-    "Prepare a run": ("doctor", "preflight", "test_dist", "data", "layouts", "plan"),
+    "Prepare a run": ("doctor", "preflight", "test_dist", "data", "layouts"),
     "Monitor and diagnose a run": ("watch", "why", "report", "explain"),
     "Use a trained model": ("generate", "evaluate", "checkpoint"),
     "Scaling studies and certificates": ("scale", "certify"),

@@ -71,8 +71,12 @@ def collect() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
               "--model": list(MODELS)}
     words = {"ezpz-llm": [*commands, "--help", "--version"]}
     for name, path in commands.items():
-        run = importlib.import_module(module_of(path)).main
-        text = _help(run)
+        try:
+            run = importlib.import_module(module_of(path)).main
+            text = _help(run)
+        except ModuleNotFoundError:  # ezpz_llm[train] is not installed
+            words[name] = []
+            continue
         subcommands = _SUBCOMMAND.findall(text)
         words[name] = subcommands + _options(text, values)
         for sub in subcommands:

@@ -75,6 +75,10 @@ def import_package(name: str, purpose: str, extra: str, where: str | None = None
                         where=where, instead=f"pip install 'ezpz_llm[{extra}]'") from error
 
 
+TRAIN_PACKAGES = ("torch", "deepspeed", "numpy", "mpi4py", "tiktoken", "pyinstrument", "jsonargparse",
+                  "safetensors")
+"""Packages that `pip install ezpz_llm` leaves out, and `pip install 'ezpz_llm[train]'` installs."""
+
 EXIT_USAGE = 2
 """Exit code of a usage or configuration error."""
 EXIT_PREFLIGHT = 3
@@ -208,6 +212,12 @@ def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None
     except UserError as error:
         _print_error(str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in TRAIN_PACKAGES:
+            raise
+        _print_error(str(UserError(f"this command requires {error.name}, which is not installed",
+                                   where=sys.executable, instead="pip install 'ezpz_llm[train]'")))
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
     except OSError as error:

@@ -108,4 +108,5 @@ def tested_range(package: str) -> str:
         requirements = metadata.requires("ezpz_llm") or ()
     except metadata.PackageNotFoundError:
         requirements = ()
-    return next((text for text in requirements if text.startswith(package)), package)
+    # A requirement of an extra ends in a marker: `torch>=2.6; extra == "train"`.
+    return next((text.partition(";")[0].strip() for text in requirements if text.startswith(package)), package)

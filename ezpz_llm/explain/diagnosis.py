@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ezpz_llm.base import UserError, as_dataclass, as_type
 from ezpz_llm.explain.causes import Cause, is_compile_unavailable, phase_causes, rank_causes
@@ -213,7 +212,7 @@ def diagnose(run_dir: Path) -> Diagnosis:
                         instead="the directory of a run of ezpz_llm.train, or of a script that calls "
                                 "ezpz_llm.record; ezpz-llm why if the run ended early")
     timed = steady_steps(rows)
-    phases = {name: float(np.mean(timed.column(f"{name}_s"))) for name in (*PHASES, "other")}
+    phases = {name: statistics.fmean(timed.column(f"{name}_s")) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
     where = str(RunDir(run_dir).record)
     wall = as_type(dict[str, float], (record.get("summary") or {}).get("wall") or {}, where, "summary.wall")
@@ -273,6 +272,6 @@ def read_run_facts(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 def _traced_wall(split: Split | None, rows: History) -> dict[str, float]:
     """Return the wall time of the traced window by activity or, without traces, of all recorded steps."""
     if split is None:
-        return {"training": float(np.nansum(rows.column("step_time_s")))}
+        return {"training": sum(rows.finite("step_time_s"))}
     return {"training": sum(split.mean(name) for name in IN_STEP),
             **{name: split.mean(name) for name in (*BETWEEN, OTHER)}}

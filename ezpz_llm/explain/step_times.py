@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,9 +59,8 @@ def join_alternatives(options: Sequence[str]) -> str:
 
 def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = ()) -> StepTimes | None:
     """Summarize the steady steps, or return None if there are none. See `StepTimes` for the other arguments."""
-    times = steady_steps(rows).column("step_time_s")
-    times = times[np.isfinite(times)]
-    if not len(times):
+    times = steady_steps(rows).finite("step_time_s")
+    if not times:
         return None
     low, median, high = np.quantile(times, (0.1, 0.5, 0.9))
     return StepTimes(float(median), float(low), float(high), peak_share, tuple(advice))
@@ -75,7 +75,7 @@ def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace
         can_trace: False for programs other than the trainer, which have no --trace-steps.
     """
     timed = steady_steps(rows)
-    timed = timed[np.isfinite(timed.column("step_time_s"))]
+    timed = timed.select(map(math.isfinite, timed.column("step_time_s")))
     if len(timed) < _MIN_STEPS or whole_s <= 0:
         return []
     return [Cause(kind, text, seconds, seconds / whole_s, advice)
@@ -84,10 +84,9 @@ def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace
 
 def _find_causes(rows: History, steady_rows: History, ranks: int,
                  can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
-    times = steady_rows.column("step_time_s")
+    times = np.asarray(steady_rows.column("step_time_s"))
     median = float(np.median(times))
-    first = rows[rows.steps < steady_rows.steps[0]].column("step_time_s")
-    first = first[np.isfinite(first)]
+    first = np.asarray(rows.select(step < steady_rows.steps[0] for step in rows.steps).finite("step_time_s"))
     yield ("first_steps", f"the first {len(first)} steps are slower than the median step",
            float(np.sum(first - median)) if len(first) else 0.0,
            ("ignore these steps when you compare runs; a long run needs no change, because libraries, kernels and "
@@ -99,8 +98,8 @@ def _find_causes(rows: History, steady_rows: History, ranks: int,
                ("check if a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
                 "check for other jobs on the nodes and for file systems that stall: ezpz-llm doctor, "
                 "launch --preflight"))
-    without_pauses = steady_rows[~paused]
-    times = without_pauses.column("step_time_s")
+    without_pauses = steady_rows.select(~paused)
+    times = np.asarray(without_pauses.column("step_time_s"))
     quarters = np.array_split(times, 4)
     begin, end = float(np.mean(quarters[0])), float(np.mean(quarters[-1]))
     drifted = 0.0
@@ -112,7 +111,7 @@ def _find_causes(rows: History, steady_rows: History, ranks: int,
                 "check what was started on the nodes during the run"))
     low, high = np.quantile(times, (0.1, 0.9))
     if high > _UNSTEADY * low:
-        by_phase = {phase: _seconds_beyond_fast(without_pauses.column(f"{phase}_s")) for phase in PHASES}
+        by_phase = {phase: _seconds_beyond_fast(without_pauses.finite(f"{phase}_s")) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
         advice = DATA_ADVICE if phase == "data" else (
             "check for other programs on the nodes (ezpz-llm doctor), and give each rank separate cores "
@@ -123,7 +122,6 @@ def _find_causes(rows: History, steady_rows: History, ranks: int,
                f"mostly in {phase}; perhaps {reason}", _seconds_beyond_fast(times) - drifted, advice)
 
 
-def _seconds_beyond_fast(seconds: np.ndarray) -> float:
+def _seconds_beyond_fast(seconds: Sequence[float] | np.ndarray) -> float:
     """Return the total excess of steps over the 10th percentile, in seconds."""
-    seconds = seconds[np.isfinite(seconds)]
-    return float(np.sum(np.maximum(0.0, seconds - np.quantile(seconds, 0.1)))) if len(seconds) else 0.0
+    return float(np.sum(np.maximum(0.0, np.asarray(seconds) - np.quantile(seconds, 0.1)))) if len(seconds) else 0.0

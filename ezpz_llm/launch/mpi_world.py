@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ezpz_llm.base import system_text
 from ezpz_llm.launch.schedulers import schedulers
-from ezpz_llm.launch.variables import TORCHELASTIC_VARIABLE
+from ezpz_llm.launch.variables import LOCAL_RANK_VARIABLE, TORCHELASTIC_VARIABLE
 
 _IMPORT = re.compile(rb"^(?:from|import)[ \t]+mpi4py\b", re.MULTILINE)
 _NEEDED = re.compile(rb"lib(?:mpi|mpich|mpi_cray|mpi_gnu_\d+)\.so[.\d]*")
@@ -98,6 +98,8 @@ class MpiWatch:
 def _message(mpi: str, ranks: int, env: Mapping[str, str]) -> str:
     if env.get(TORCHELASTIC_VARIABLE):
         reason, instead = "torchrun does not support MPI", "--launcher mpiexec, or srun in a Slurm job"
+    elif env.get(LOCAL_RANK_VARIABLE):
+        reason, instead = "launch found no mpiexec", "put the mpiexec of this MPI on PATH"
     elif advice := next(filter(None, (scheduler.mpi_advice(env) for scheduler in schedulers().values())), None):
         reason, instead = advice
     else:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from ezpz_llm.base import UserError, as_type, parse_json, shorten_value
 from ezpz_llm.launch.hostlist import expand_counts
 from ezpz_llm.launch.variables import (
+    LOCAL_RANK_VARIABLE,
     RANK_NAMES_VARIABLE,
     RANK_SOURCE_VARIABLE,
     RANK_VARIABLE,
@@ -82,6 +83,7 @@ _TORCH = Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD
 
 _HIGH_PRECEDENCE = (
     _TORCH,
+    Family("launch", LOCAL_RANK_VARIABLE, (WORLD_SIZE_VARIABLE,), LOCAL_RANK_VARIABLE, (WORLD_SIZE_VARIABLE,)),
     # PALS has no variable for the size: use PMI's under Cray PMI, and launch's under PMIx.
     Family("Cray PALS", "PALS_RANKID", ("PMI_SIZE", WORLD_SIZE_VARIABLE), "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",),
            ("PALS_NODEID",)),

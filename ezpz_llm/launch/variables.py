@@ -46,6 +46,9 @@ FAILURE_TEXTS_VARIABLE = "EZPZ_LLM_FAILURE_TEXTS"
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """Rank of a process; the shim sets it, and children inherit it."""
 
+LOCAL_RANK_VARIABLE = "EZPZ_LLM_LOCAL_RANK"
+"""Rank of a process that launch started without another launcher. All ranks are on one node."""
+
 NODE_DIR_VARIABLE = "EZPZ_LLM_NODE_DIR"
 """Node-local folder of the run (see node/folder.py)."""
 
@@ -67,7 +70,8 @@ If nodes have unequal numbers of ranks, the node rank cannot be computed from th
 RANK_NAMES_VARIABLE = "EZPZ_LLM_RANK_NAMES"
 """Names of the rank variables of plug-in launchers, as JSON; unset if there are none."""
 
-RANKS_OWN = (RANK_VARIABLE, RANK_SOURCE_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE, STACKS_VARIABLE)
+RANKS_OWN = (RANK_VARIABLE, LOCAL_RANK_VARIABLE, RANK_SOURCE_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE,
+             STACKS_VARIABLE)
 """Variables of a single rank, set by the shim; a launch inside a rank removes them."""
 
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"

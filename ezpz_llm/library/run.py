@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,9 +215,9 @@ class Run:
     def _work(self, history: History) -> StepWork:
         """Return the work of a step, from the median of the recorded tokens."""
         timed = steady_steps(history)
-        tokens = timed.column("tokens_per_second") * timed.column("step_time_s")
-        finite_tokens = tokens[np.isfinite(tokens)]
-        median = round(float(np.median(finite_tokens))) if len(finite_tokens) else 0
+        rates = zip(timed.column("tokens_per_second"), timed.column("step_time_s"), strict=True)
+        tokens = [rate * seconds for rate, seconds in rates if math.isfinite(rate * seconds)]
+        median = round(statistics.median(tokens)) if tokens else 0
         return StepWork(1, 1, 1, self.world_size, median)
 
     def __enter__(self) -> Run:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any, TypeGuard, TypeVar
-
-import numpy as np
 
 from ezpz_llm.base import UserError, as_type, shorten_value
 from ezpz_llm.rundir import RunDir, SideFiles, read_lines, write_atomic
 
-Rows = TypeVar("Rows", "list[Any]", "Sequence[Any]", "np.ndarray", "History")
+Rows = TypeVar("Rows", "list[Any]", "array[Any]", "Sequence[Any]", "History")
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Phases of a step. Collectives overlap with them, so that spans cannot separate communication."""
@@ -44,21 +43,32 @@ ON_SOME_LINES = ("mfu", "val_loss", "val_tokens", "skipped")
 class History:
     """Columns of metrics.jsonl, sorted by step: 130 MB for a million steps.
 
-    Missing values and null are NaN. A slice of a history is a history.
+    Missing values and null are NaN. A slice of a history is a history. The columns are arrays of the standard
+    library, because reports must work without numpy.
     """
 
-    steps: np.ndarray
-    columns: Mapping[str, np.ndarray]
+    steps: array[int]
+    columns: Mapping[str, array[float]]
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __getitem__(self, part: slice | np.ndarray) -> History:
+    def __getitem__(self, part: slice) -> History:
         return History(self.steps[part], {name: values[part] for name, values in self.columns.items()})
 
-    def column(self, name: str) -> np.ndarray:
+    def select(self, keep: Iterable[bool]) -> History:
+        """Return the lines for which `keep`, with one value per line, is True."""
+        kept = list(keep)
+        return History(array("q", compress(self.steps, kept)),
+                       {name: array("d", compress(values, kept)) for name, values in self.columns.items()})
+
+    def column(self, name: str) -> array[int] | array[float]:
         """Return the values of a metric, or the step numbers for "step"."""
         return self.steps if name == "step" else self.columns[name]
+
+    def finite(self, name: str) -> list[float]:
+        """Return the finite values of a metric."""
+        return list(filter(math.isfinite, self.columns[name]))
 
 
 def read_history(run_dir: RunDir, waiting: Iterable[Mapping[str, Any]] = ()) -> History:
@@ -101,17 +111,18 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
         except (KeyError, TypeError, OverflowError) as error:
             raise UserError(f"step record {number + 1} is invalid ({error!r})", where=where,
                             instead="remove this line") from error
-    table = np.asarray(values).reshape(-1, len(ON_EACH_LINE))
-    columns = dict(zip(ON_EACH_LINE, table.T, strict=True))
+    width = len(ON_EACH_LINE)
+    columns = {name: values[index::width] for index, name in enumerate(ON_EACH_LINE)}
     for name, value_by_line in optional_values.items():
-        columns[name] = np.full(len(steps), math.nan)
-        columns[name][list(value_by_line)] = list(value_by_line.values())
-    history = History(np.asarray(steps), columns)
-    if np.all(history.steps[1:] > history.steps[:-1]):
-        return history
-    order = np.argsort(history.steps, kind="stable")
-    last = np.append(np.diff(history.steps[order]) > 0, True)
-    return history[order[last]]
+        columns[name] = array("d", [math.nan]) * len(steps)
+        for number, value in value_by_line.items():
+            columns[name][number] = value
+    if all(before < after for before, after in pairwise(steps)):
+        return History(steps, columns)
+    line_of_step = {step: number for number, step in enumerate(steps)}  # the last line of each step
+    order = [line_of_step[step] for step in sorted(line_of_step)]
+    return History(array("q", [steps[number] for number in order]),
+                   {name: array("d", [column[number] for number in order]) for name, column in columns.items()})
 
 
 def _number(value: Any) -> float:
@@ -127,10 +138,20 @@ def steady_steps(rows: Rows) -> Rows:
     return rows[min(WARMUP_STEPS, max(1, len(rows) // 10)) : -1]
 
 
-def spread(values: Sequence[float] | np.ndarray) -> Spread:
-    """Return the median and the 10 % and 90 % quantiles of at least one value."""
-    low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
-    return Spread(float(median), float(low), float(high))
+def spread(values: Iterable[float]) -> Spread:
+    """Return the median and the 10 % and 90 % quantiles of at least one value, all NaN if one value is."""
+    ordered = sorted(values)
+    if any(map(math.isnan, ordered)):
+        return Spread(math.nan, math.nan, math.nan)
+    return Spread(statistics.median(ordered), quantile(ordered, 0.1), quantile(ordered, 0.9))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return a quantile of sorted values, interpolated between the two values next to it."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def trim_history(run_dir: RunDir, last_step: int) -> int:
@@ -168,7 +189,7 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
 def last_loss(rows: History) -> float | None:
     """Return the mean loss of the last tenth of the steps (at most 50 steps); None if a loss is not finite."""
     losses = rows.column("loss")[-max(1, min(50, len(rows) // 10)):]
-    return finite_or_none(np.mean(losses)) if len(losses) else None
+    return finite_or_none(statistics.fmean(losses)) if len(losses) else None
 
 
 def finite_or_none(value: float) -> float | None:

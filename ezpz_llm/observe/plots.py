@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from ezpz_llm.observe.history import History, read_history, steady_steps
 from ezpz_llm.observe.terminal import DEFAULT_WIDTH, terminal_width, wants_ascii
@@ -26,22 +25,22 @@ _IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), 
 _LOW_HEIGHT = 9  # lines of a plot that only needs to show whether a value was steady
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
-Values = Sequence[float | None] | np.ndarray
+Values = Sequence[float | None]
 """Coordinates of a series; None or NaN marks a missing value."""
-Reduce = Callable[[np.ndarray], float]
+Reduce = Callable[[Sequence[float]], float]
 
 
-def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> tuple[list[float], list[float]]:
+def downsample(x: Sequence[float], y: Sequence[float], points: int,
+               reduce: Reduce = statistics.fmean) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `points` points.
 
     Each is at the mean x and the reduced y of one of `points` groups of consecutive points.
     """
-    x, y = np.asarray(x, float), np.asarray(y, float)
     if len(x) <= points:
-        return x.tolist(), y.tolist()
+        return list(x), list(y)
     edges = [round(i * len(x) / points) for i in range(points + 1)]
     groups = [slice(a, b) for a, b in itertools.pairwise(edges)]
-    return [float(np.mean(x[group])) for group in groups], [float(reduce(y[group])) for group in groups]
+    return [statistics.fmean(x[group]) for group in groups], [reduce(y[group]) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Curve:
 
 def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
                 width: int = DEFAULT_WIDTH, height: int = 16, *, color: bool = False,
-                reduce: Reduce = np.mean, label: str = "",
+                reduce: Reduce = statistics.fmean, label: str = "",
                 points: tuple[str, Values, Values] | None = None, is_ascii: bool | None = None) -> str:
     """Return a line plot of y over x; see `curves_plot`.
 
@@ -85,7 +84,7 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
 
 
 def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = DEFAULT_WIDTH,
-                height: int = 16, *, color: bool = False, reduce: Reduce = np.mean,
+                height: int = 16, *, color: bool = False, reduce: Reduce = statistics.fmean,
                 is_ascii: bool | None = None) -> str:
     """Return a plot of several series as text of `width` by `height` characters, ending in a newline.
 
@@ -166,30 +165,30 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, color: bool = False, 
     """
     width, side = terminal_width() if width is None else width, side or SideFiles()
     rows = read_history(run_dir) if history is None else history
-    evaluated = rows[np.isfinite(rows.column("val_loss"))]
+    evaluated = rows.select(map(math.isfinite, rows.column("val_loss")))
     timed = steady_steps(rows)
     validation = ("validation", evaluated.steps, evaluated.column("val_loss")) if len(evaluated) else None
     draw = partial(series_plot, xlabel="step", width=width)
     speed, title, unit_of_speed, scale = "tokens_per_second", "tokens/s", "", 1.0
-    if len(timed) and not np.isfinite(timed.column(speed)).any():
+    if len(timed) and not timed.finite(speed):
         speed, title, unit_of_speed, scale = "step_time_s", "step time", "ms", 1e3
     drawings = {
         "loss": partial(draw, rows.steps, rows.column("loss"), "loss", ylabel=unit, label="training",
                         points=validation),
-        speed: partial(draw, timed.steps, timed.column(speed) * scale, title, ylabel=unit_of_speed,
-                       reduce=np.median),
+        speed: partial(draw, timed.steps, [value * scale for value in timed.column(speed)], title,
+                       ylabel=unit_of_speed, reduce=statistics.median),
     }
     for metric, draw_metric in drawings.items():
         side.write(run_dir.plots / f"{metric}.txt", draw_metric(is_ascii=False))
     return drawings["loss"](color=color) + "\n" + drawings[speed](color=color, height=_LOW_HEIGHT)
 
 
-def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:
+def _drawable(x: Values, y: Values) -> tuple[list[float], list[float]]:
     # NaN makes plotext's C++ code abort the process, so it must be removed. Values from 1e300 are removed
     # as well, because the range max - min could overflow.
-    a, b = np.asarray(x, float), np.asarray(y, float)
-    usable = (np.abs(a) < _HUGE) & (np.abs(b) < _HUGE)
-    return a[usable], b[usable]
+    pairs = [(a, b) for a, b in zip(x, y, strict=True)
+             if a is not None and b is not None and abs(a) < _HUGE and abs(b) < _HUGE]
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -9,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.launch.variables import LIVE_LINE
@@ -320,7 +319,7 @@ def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
         history: lines of the run, if they have been read.
     """
     history = read_history(run_dir) if history is None else history
-    rows = history[history.steps > first_step]
+    rows = history.select(step > first_step for step in history.steps)
     if not len(rows):
         return None
     timed = steady_steps(rows)
@@ -328,19 +327,20 @@ def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
     # A NaN validation loss is null. Its number of tokens shows that the evaluation took place.
-    evaluated = rows[np.isfinite(rows.column("val_tokens")) | np.isfinite(rows.column("val_loss"))]
+    evaluated = rows.select(math.isfinite(tokens) or math.isfinite(loss) for tokens, loss
+                            in zip(rows.column("val_tokens"), rows.column("val_loss"), strict=True))
     return Summary(
-        steps=int(rows.steps[-1]),
+        steps=rows.steps[-1],
         timed_steps=len(timed),
-        skipped_steps=int(np.sum(rows.column("skipped") > 0)),
+        skipped_steps=sum(value > 0 for value in rows.column("skipped")),
         first_loss=finite_or_none(history.column("loss")[0]),
         last_loss=last_loss(rows),
         val_loss=finite_or_none(evaluated.column("val_loss")[-1]) if len(evaluated) else None,
-        val_step=int(evaluated.steps[-1]) if len(evaluated) else None,
+        val_step=evaluated.steps[-1] if len(evaluated) else None,
         unigram_entropy=unigram_entropy,
         step_time=step_time,
         phase_s={phase: spread(seconds) for phase, seconds in phases.items()},
-        phase_share={phase: float(np.sum(seconds) / np.sum(step_times)) for phase, seconds in phases.items()},
+        phase_share={phase: sum(seconds) / sum(step_times) for phase, seconds in phases.items()},
         **asdict(work.rates(step_time.median)),
         wall=dict(wall),
         straggler=straggler,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from ezpz_llm.base import UserError, escape_control_characters, run_command
 from ezpz_llm.base.command_parser import CommandParser
@@ -76,7 +75,7 @@ def report_text(runs: Sequence[Run], width: int, *, color: bool) -> str:
         parts.append((table("Differences", columns, rows) if differing else "")
                      + _wrapped(comparison_sentence(differing), width))
     parts.append(_plot(runs, "loss", "loss", "nats/token", width, color))
-    if any(np.isfinite(run.column("tokens_per_second")).any() for run in runs):
+    if any(run.rows.finite("tokens_per_second") for run in runs):
         parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, color))
     return "\n".join(parts)
 
@@ -115,7 +114,7 @@ def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, c
     several, timed = len(drawn) > 1, metric != "loss"
     curves = []
     for i, run in enumerate(drawn):
-        position = run.tokens / 1e6 if by_tokens else run.column("step")
+        position = [tokens / 1e6 for tokens in run.tokens] if by_tokens else run.column("step")
         x, y = (steady_steps(values) if timed else values for values in (position, run.column(metric)))
         curves.append(Curve(escape_control_characters(run.name), x, y,
                             mark=LETTERS[i] if several and not color else "",
@@ -124,7 +123,7 @@ def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, c
         curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark=POINTS))
         title += f", {POINTS}: validation"
     text = curves_plot(curves, title, "million tokens" if by_tokens else "step", unit, width, color=color,
-                       reduce=np.median if timed else np.mean)
+                       reduce=statistics.median if timed else statistics.fmean)
     if not several:
         return text
     keys = (f"\x1b[38;5;{curve.color}m━━\x1b[0m {curve.name}" if color else f"{curve.mark} {curve.name}"

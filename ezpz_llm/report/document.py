@@ -94,7 +94,7 @@ def views(name: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
             + "".join(f'<div class="panel">{body}</div>' for _, body in panels) + "</fieldset>")
 
 
-X = Callable[[Run], np.ndarray]
+X = Callable[[Run], Sequence[float]]
 
 _SHOWN = 6  # differing settings; more are collapsed
 _LOSS = Axis("nats/token", lambda value: f"{value:.4g}")
@@ -142,13 +142,14 @@ def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
     """Return training and validation loss of each run, for x of at least `begin`."""
     series = []
     for number, run in enumerate(runs):
-        part = x(run) >= begin
-        evaluated = part & np.isfinite(run.column("val_loss"))
+        at, validation = np.asarray(x(run)), np.asarray(run.column("val_loss"))
+        part = at >= begin
+        evaluated = part & np.isfinite(validation)
         name = run.name if len(runs) > 1 else "training"
-        series.append(Series(name, x(run)[part], run.column("loss")[part], number))
+        series.append(Series(name, at[part], np.asarray(run.column("loss"))[part], number))
         if evaluated.any():
-            series.append(Series(f"{run.name}, validation" if len(runs) > 1 else "validation", x(run)[evaluated],
-                                 run.column("val_loss")[evaluated], number if len(runs) > 1 else 1, dots=True))
+            series.append(Series(f"{run.name}, validation" if len(runs) > 1 else "validation", at[evaluated],
+                                 validation[evaluated], number if len(runs) > 1 else 1, dots=True))
     return series
 
 
@@ -163,7 +164,7 @@ def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
     panels = []
     for name, metric, axis, scale in metrics:
         series = [Series(run.name, steady_steps(run.column("step")),
-                         steady_steps(run.column(metric)) * scale, number)
+                         np.asarray(steady_steps(run.column(metric))) * scale, number)
                   for number, run in enumerate(runs)]
         if _has_values(runs, metric):
             panels.append((name, chart(f"{name}, without the first and last steps", Axis("step"), axis, series,
@@ -172,7 +173,7 @@ def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _has_values(runs: Sequence[Run], metric: str) -> bool:
-    return any(np.isfinite(run.column(metric)).any() for run in runs)
+    return any(run.rows.finite(metric) for run in runs)
 
 
 def _optimizer_views(runs: Sequence[Run]) -> list[tuple[str, str]]:

@@ -83,7 +83,8 @@ def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE)
         for i, run in enumerate(runs):
             _curve(axes, run.tokens, run.column("loss"), run.name, i)
             if run.validation:
-                axes.plot(run.tokens / 1e6, run.column("val_loss"), linestyle="", label="validation", **mark(i))
+                axes.plot([tokens / 1e6 for tokens in run.tokens], run.column("val_loss"), linestyle="",
+                          label="validation", **mark(i))
         axes.legend()
 
     def throughput(axes: Any) -> None:
@@ -99,5 +100,5 @@ def write_report_figures(runs: Sequence[Run], folder: Path, width: float = PAGE)
 
 def _curve(axes: Any, x: Any, y: Any, name: str, number: int) -> None:
     dashes = ("-", "--", "-.", ":")[number % 4]
-    x, y = downsample(x / 1e6, y, _POINTS)
+    x, y = downsample([tokens / 1e6 for tokens in x], y, _POINTS)
     axes.plot(x, y, label=name, color=COLORS[number % len(COLORS)], linestyle=dashes)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady_steps
@@ -48,32 +50,33 @@ class Run:
     state: str
     notes: tuple[str, ...]
 
-    def column(self, metric: str) -> np.ndarray:
+    def column(self, metric: str) -> array[int] | array[float]:
         """Return a metric of every step; NaN where it is missing or not a number."""
         return self.rows.column(metric)
 
     @cached_property
-    def step_tokens(self) -> np.ndarray:
+    def step_tokens(self) -> list[int]:
         """Tokens of each step, which change if a run is resumed with another batch."""
-        tokens = np.nan_to_num(self.column("tokens_per_second") * self.column("step_time_s"), posinf=0, neginf=0)
-        return np.rint(tokens.clip(0, _MAX_TOKENS)).astype(np.int64)
+        rates = zip(self.column("tokens_per_second"), self.column("step_time_s"), strict=True)
+        return [round(min(max(_finite_or_zero(rate * seconds), 0), _MAX_TOKENS)) for rate, seconds in rates]
 
     @cached_property
-    def tokens(self) -> np.ndarray:
+    def tokens(self) -> list[float]:
         """Cumulative tokens, assuming that steps before the first line have as many tokens as that line's step."""
-        before = (float(self.rows.steps[0]) - 1) * self.step_tokens[0] if len(self.rows) else 0
-        return before + np.cumsum(self.step_tokens, dtype=float)
+        if not len(self.rows):
+            return []
+        before = (self.rows.steps[0] - 1) * self.step_tokens[0]
+        return [float(before + tokens) for tokens in accumulate(self.step_tokens)]
 
     @cached_property
-    def hours(self) -> np.ndarray:
+    def hours(self) -> list[float]:
         """Cumulative step times in hours, of the steps that have a line."""
-        return np.cumsum(np.nan_to_num(self.column("step_time_s"), posinf=0, neginf=0)) / 3600
+        return [seconds / 3600 for seconds in accumulate(map(_finite_or_zero, self.column("step_time_s")))]
 
     def median(self, metric: str) -> float | None:
         """Return the median of a metric over the steady steps; None if it was never measured."""
-        values = steady_steps(self.column(metric))
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
+        values = steady_steps(self.rows).finite(metric)
+        return statistics.median(values) if values else None
 
     @property
     def last_loss(self) -> float | None:
@@ -83,13 +86,18 @@ class Run:
     @property
     def validation(self) -> tuple[int, float] | None:
         """Step and loss of the last evaluation; None without one."""
-        index = np.flatnonzero(np.isfinite(self.column("val_loss")))
-        return (int(self.rows.steps[index[-1]]), float(self.column("val_loss")[index[-1]])) if len(index) else None
+        rows = self.rows
+        evaluations = zip(rows.steps, rows.column("val_loss"), strict=True)
+        return next(((step, loss) for step, loss in reversed(list(evaluations)) if math.isfinite(loss)), None)
 
     @property
     def world_size(self) -> int | None:
         """Number of ranks."""
         return (self.record.get("environment") or self.record.get("launch") or {}).get("world_size")
+
+
+def _finite_or_zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def load_runs(paths: Sequence[Path], now: float | None = None) -> list[Run]:
@@ -140,7 +148,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumable: bool) -> str:
     """Return the state of the run in words. An exit of an earlier attempt in run.json is ignored."""
     planned = (record.get("config") or {}).get("steps")
-    last = int(rows.steps[-1]) if len(rows) else 0
+    last = rows.steps[-1] if len(rows) else 0
     reached = f"step {last} of {planned}" if planned else f"step {last}"
     ended = record.get("exit") or {}
     if ended.get("ended", 0) < (record.get("launch") or {}).get("started", 0):
@@ -155,7 +163,7 @@ def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumab
     if ended:
         return f"ended after {reached}: {ended.get('cause')}"
     recent_s = rows.column("step_time_s")[-max(1, (record.get("config") or {}).get("log_every", 50)):]
-    if silent_s < _SILENT_AFTER_S + 3 * np.nansum(recent_s):
+    if silent_s < _SILENT_AFTER_S + 3 * sum(map(_finite_or_zero, recent_s)):
         return f"running, {reached} written {max(0, silent_s):.0f} s ago"
     return f"no exit recorded; {reached} was written {_ago(silent_s)} ago"
 
@@ -172,26 +180,26 @@ def _notes(run: Run) -> Iterator[str]:
     if not len(rows):
         yield "no step has been written yet"
         return
-    first, steps = int(rows.steps[0]), rows.steps
+    first, steps = rows.steps[0], rows.steps
     if first > 1:
         origin = (run.record.get("config") or {}).get("resume")
         resumed = f" (resumed from {origin})" if origin else ""
         yield (f"the records begin at step {first}{resumed}; earlier steps are assumed to have the same number of "
                "tokens, and are not included in times")
-    changes = np.flatnonzero(np.diff(run.step_tokens)) + 1
+    changes = [i for i, (before, after) in enumerate(pairwise(run.step_tokens), 1) if before != after]
     for i in changes[:3]:
         yield (f"the tokens per step change from {run.step_tokens[i - 1]:,} to {run.step_tokens[i]:,} at step "
                f"{steps[i]}")
     if len(changes) > 3:
         yield f"the tokens per step change {len(changes) - 3} more times"
-    if missing := int(steps[-1]) - first + 1 - len(rows):
+    if missing := steps[-1] - first + 1 - len(rows):
         yield f"{count_noun(missing, 'step')} between the first and the last recorded step missing"
-    skipped = steps[rows.column("skipped") > 0]
-    if len(skipped):
+    skipped = [step for step, was_skipped in zip(steps, rows.column("skipped"), strict=True) if was_skipped > 0]
+    if skipped:
         were = "was" if len(skipped) == 1 else "were"
         yield f"{count_noun(len(skipped), 'step')} {were} skipped and changed nothing, first step {skipped[0]}"
-    bad = steps[~np.isfinite(rows.column("loss"))]
-    if len(bad):
+    bad = [step for step, loss in zip(steps, rows.column("loss"), strict=True) if not math.isfinite(loss)]
+    if bad:
         yield f"the loss is non-finite at {count_noun(len(bad), 'step')}, first at step {bad[0]}"
 
 
@@ -226,9 +234,9 @@ def phase_seconds(run: Run) -> dict[str, float]:
     """Return rank 0's mean seconds per steady step in each phase; empty if a run did not record them."""
     rows = steady_steps(run.rows)
     names = {phase: f"{phase}_s" for phase in (*PHASES, OTHER)}
-    if not len(rows) or not all(np.isfinite(rows.column(name)).all() for name in names.values()):
+    if not len(rows) or not all(math.isfinite(value) for name in names.values() for value in rows.column(name)):
         return {}
-    return {phase: float(np.mean(rows.column(name))) for phase, name in names.items()}
+    return {phase: statistics.fmean(rows.column(name)) for phase, name in names.items()}
 
 
 def remarks(runs: Sequence[Run]) -> list[tuple[str, str]]:

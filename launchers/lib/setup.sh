@@ -244,7 +244,7 @@ for name in ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-r
 END
 }
 
-install_package() { pip_run install -c "$venv/constraints.txt" -e "${here}[test]"; }
+install_package() { pip_run install -c "$venv/constraints.txt" -e "${here}[train,test]"; }
 
 try_out() {
     local found

@@ -53,7 +53,7 @@ make_wheels() { # FOLDER
 # Write the packages that pip would install in addition to this Python's, as name==version lines.
 list_needed() { # FOLDER
     pip_run install --dry-run --report "$scratch/report.json" --find-links "$1" -c "$scratch/constraints.txt" \
-        "${here}[test]"
+        "${here}[train,test]"
     "$venv/bin/python" - "$scratch/report.json" >"$scratch/needed.txt" <<'END'
 import json
 import sys

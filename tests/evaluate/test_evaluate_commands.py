@@ -18,10 +18,9 @@ from typing import ClassVar
 import pytest
 from slowness import scaled
 
-from ezpz_llm import generate
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
-from ezpz_llm.evaluate import __main__ as evaluate
+from ezpz_llm.evaluate import command as evaluate, generation as generate
 from ezpz_llm.evaluate.model import add_arguments, plan_model
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 

@@ -68,8 +68,8 @@ def main() -> int:
 def requirements(oldest: bool) -> Iterator[str]:
     """Yield pip's requirements, from pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
-    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
-    for word in re.findall(r'^    "(.*)",', block, re.MULTILINE):
+    blocks = re.findall(r"^(?:dependencies|train) = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    for word in re.findall(r'^    "(.*)",', "".join(blocks), re.MULTILINE):
         name = re.match(r"[\w-]+", word)[0]
         yield re.sub(r">=([\d.]+)(,<[\d.]+)?", r"==\1", word) if oldest and name not in BUILT_BY_HAND else word
     yield from ("mpich>=4.2", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")

@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ezpz_llm import generate
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.checkpoint import __main__ as checkpoint
 from ezpz_llm.data.prepare import prepare
-from ezpz_llm.evaluate import __main__ as evaluate
+from ezpz_llm.evaluate import command as evaluate, generation as generate
 from ezpz_llm.hf.config import stored_tensors, to_hf
 from ezpz_llm.hf.source import find_source
 from ezpz_llm.hf.weights import open_weights

@@ -106,14 +106,15 @@ def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python3"))
     empty = _programs(tmp_path)
     assert _plan("hostname", {"PATH": empty}).launcher.kind == "direct"
-    with pytest.raises(UserError, match="neither mpiexec nor torchrun is on PATH") as raised:
-        _plan("-n 2 hostname", {"PATH": empty})
+    assert _plan("-n 2 hostname", {"PATH": empty}).launcher.kind == "local"
+    (tmp_path / "two").write_text("n1\nn2\n")
+    with pytest.raises(UserError, match="cannot start ranks on other nodes: mpiexec is not on PATH") as raised:
+        _plan(f"--hostfile {tmp_path / 'two'} hostname", {"PATH": empty})
     assert "pip install mpich" in str(raised.value)
     path = _programs(tmp_path, torchrun="exit 1")
     plan = _plan("-n 2 hostname", {"PATH": path})
     assert plan.launcher.kind == "torchrun"
     assert "MASTER_ADDR" not in plan.env
-    (tmp_path / "two").write_text("n1\nn2\n")
     with pytest.raises(UserError, match="mpiexec is not on PATH"):
         _plan(f"--hostfile {tmp_path / 'two'} hostname", {"PATH": path})
     with pytest.raises(UserError, match="srun is not on PATH"):

@@ -16,7 +16,6 @@ import pytest
 from deepspeed_table import TABLE, deepspeed_table, removed, write
 from slowness import scaled
 
-from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.untrusted_input import plain_json
 from ezpz_llm.engine.precision import LossScale
@@ -28,6 +27,7 @@ from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, ValueSource
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
+from ezpz_llm.trainer import command
 
 SAME = version("deepspeed") == table().version
 NEEDS_TABLE_VERSION = pytest.mark.skipif(not SAME, reason=f"the table is for DeepSpeed {table().version}")
@@ -379,10 +379,10 @@ def test_the_check_rejects_fp16_without_accelerators(tmp_path: Path, monkeypatch
         monkeypatch.setenv(PLACES_VARIABLE, hosts)
         return main(["--ds-config", str(config), "--check", "--world-size", "2", *argv])
 
-    monkeypatch.setattr(train, "has_no_accelerator", lambda env: True)
+    monkeypatch.setattr(command, "has_no_accelerator", lambda env: True)
     with pytest.raises(UserError, match="fp16 is unsupported on a CPU"):
         check(f"{socket.gethostname()} 2")
     assert check("elsewhere 2") == 0
     assert check(f"{socket.gethostname()} 2", "--device", "cuda") == 0
-    monkeypatch.setattr(train, "has_no_accelerator", lambda env: False)
+    monkeypatch.setattr(command, "has_no_accelerator", lambda env: False)
     assert check(f"{socket.gethostname()} 2") == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import shutil
 import stat
 import subprocess
@@ -13,8 +15,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from places import ROOT
 from slowness import scaled
+
+from ezpz_llm.base.errors import TRAIN_PACKAGES
 
 SHIPPED = ("ezpz_llm", "ds_configs", "launchers", "jobs", "tests", "README.md", "LICENSE", "CHANGELOG.md",
            "CITATION.cff", "pyproject.toml", ".gitignore")
@@ -47,6 +52,34 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = next(path for path in out.iterdir() if path.is_dir())
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out, cwd=source)
     return next(out.glob("*.whl"))
+
+
+def requirements(name: str, extra: str = "") -> list[str]:
+    """Return the names of the packages that `pip install NAME` or `NAME[EXTRA]` adds on this machine."""
+    parsed = map(Requirement, importlib.metadata.requires(name) or ())
+    return [one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})]
+
+
+@pytest.fixture(scope="module")
+def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Environment of `pip install ezpz_llm`: the wheel and its dependencies, copied instead of downloaded."""
+    folder = tmp_path_factory.mktemp("plain") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    waiting, copied = requirements("ezpz_llm"), set()
+    while waiting:
+        name = waiting.pop()
+        if name in copied:
+            continue
+        copied.add(name)
+        waiting += requirements(name)
+        for file in importlib.metadata.files(name) or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file.locate(), site / file)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -99,4 +132,50 @@ def test_unknown_ds_config_names_the_shipped_ones(installed: Path, tmp_path: Pat
     done = start(installed / "bin" / "python", *check, cwd=tmp_path)
     assert done.returncode == 2
     assert "zero2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_extra_train_has_what_a_plain_install_lacks() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^train = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert block
+    assert set(re.findall(r'^    "(\w+)', block[1], re.MULTILINE)) == set(TRAIN_PACKAGES)
+
+
+def test_a_plain_install_has_no_torch(plain: Path, tmp_path: Path) -> None:
+    code = f"import importlib.util as u; print([name for name in {TRAIN_PACKAGES} if u.find_spec(name)])"
+    assert run(plain / "bin" / "python", "-c", code, cwd=tmp_path) == "[]\n"
+
+
+def test_a_plain_install_launches_and_reports(plain: Path, tmp_path: Path) -> None:
+    """Ranks are started without any MPI or torchrun."""
+    env = {"PATH": f"{plain / 'bin'}:/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(120))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert json.loads(call("launch", "-n", "2", "--dry-run", "--json", "python3", "-c", "1"))["argv"]
+    code = ("import json, os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+            "if os.environ['RANK'] == '0':\n"
+            "    for step in range(1, 21):\n"
+            "        print(json.dumps({'step': step, 'loss': 5 - step / 10, 'step_time_s': 0.1}),\n"
+            "              file=open('runs/a/metrics.jsonl', 'a'))")
+    out = call("launch", "-n", "2", "--run-dir", "runs/a", "python3", "-c", code)
+    assert "rank 0 of 2" in out
+    assert (tmp_path / "runs/a/logs/rank0001.log").read_text() == "rank 1 of 2\n"
+    assert "loss" in call("ezpz-llm", "report", "runs/a")
+    assert "exit code 0" in call("ezpz-llm", "why", "runs/a")
+    assert "#SBATCH" in call("ezpz-llm", "submit", "--scheduler", "slurm", "--nodes", "2", "--time", "1:00:00",
+                             "--dry-run", "--", "launch", "python3", "x.py")
+    assert "--nodes" in call("ezpz-llm", "completion", "bash")
+
+
+@pytest.mark.parametrize("words", [("-m", "ezpz_llm.train"), ("-m", "ezpz_llm.test_dist"),
+                                   ("-m", "ezpz_llm.evaluate"), ("-m", "ezpz_llm.generate", "x")])
+def test_a_plain_install_names_the_extra(plain: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = start(plain / "bin" / "python", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "instead: pip install 'ezpz_llm[train]'" in done.stderr
     assert "Traceback" not in done.stderr

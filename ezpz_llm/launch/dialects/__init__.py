@@ -13,7 +13,7 @@ from functools import partial
 
 from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.launch.binding.rank_binding import CoreOption
-from ezpz_llm.launch.dialects import flux, hydra, jsrun, openmpi, pals, srun, torchrun
+from ezpz_llm.launch.dialects import flux, hydra, jsrun, openmpi, pals, srun, this_node, torchrun
 from ezpz_llm.launch.dialects.work import DIRECT, Dialect, Launcher
 from ezpz_llm.launch.schedulers import schedulers
 from ezpz_llm.launch.schedulers.scheduler import StepLauncher, job_of
@@ -65,7 +65,8 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
     """Return the launcher `wanted`, or for "auto" the first that is available.
 
     "auto" prefers, in a job, the scheduler's step launcher (srun, flux), then mpiexec, then for a single rank no
-    launcher, then torchrun. PBS's own mpiexec wrapper is skipped with a note.
+    launcher, then torchrun. Without any of them, launch itself starts the ranks of this node. PBS's own mpiexec
+    wrapper is skipped with a note.
 
     Args:
         site_dialect: the site's name of the dialect to use if no dialect matches the mpiexec's version text.
@@ -90,9 +91,8 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
         return Launcher("direct", DIRECT, "", "auto: one rank, no mpiexec found", notes=skip_notes)
     if program := next(_find_programs("torchrun", env), None):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
-    raise UserError(f"cannot start {world_size} ranks: neither mpiexec nor torchrun is on PATH",
-                    where="; ".join(("PATH", *skip_notes)),
-                    instead="load the site's MPI module, or `pip install mpich`")
+    return Launcher("local", this_node.DIALECT, sys.executable, "auto: neither mpiexec nor torchrun found",
+                    notes=skip_notes)
 
 
 def _choose_starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:

@@ -1,0 +1,23 @@
+"""Ranks that launch starts on this node by itself, for machines without mpiexec and torchrun."""
+
+from __future__ import annotations
+
+from ezpz_llm.base import UserError
+from ezpz_llm.launch.binding.rank_binding import CoreOption
+from ezpz_llm.launch.dialects.work import Built, Dialect, Work
+
+
+def build(python: str, work: Work) -> Built:
+    """Return the command line of the ranks' parent.
+
+    Raises:
+        UserError: ranks run on other nodes.
+    """
+    if not work.here:
+        raise UserError("cannot start ranks on other nodes: mpiexec is not on PATH", where="PATH",
+                        instead="load the site's MPI module, or `pip install mpich`")
+    ranks = str(work.placement.world_size)
+    return Built((python, "-m", "ezpz_llm.launch.dialects.local_ranks", ranks, *work.command))
+
+
+DIALECT = Dialect("launch itself", None, build, cores=CoreOption.NONE)

@@ -1,0 +1,84 @@
+"""Options, checks and start of `python3 -m ezpz_llm.train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ezpz_llm.base import UserError
+from ezpz_llm.checkpoint import find
+from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.launch.addresses import is_local_address
+from ezpz_llm.launch.devices import has_no_accelerator
+from ezpz_llm.launch.precheck import CheckReport, read_places
+from ezpz_llm.layout.layout import Places
+from ezpz_llm.trainer.check_report import explain_plan, setting_warnings, warning
+from ezpz_llm.trainer.options import Options, dump, parse
+from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.trainer.resume import find_resume_point
+from ezpz_llm.trainer.resume_changes import resume_warning
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code. torch is imported only after the options are checked."""
+    if {"--check", "--json"} <= set(argv):
+        return _check_as_json(argv)
+    options = parse(argv)
+    if options.print_config:
+        print(dump(options.config), end="")
+        return 0
+    if options.check:
+        report = _check(options)
+        print(report.explanation)
+        for text in report.warnings:
+            print(text, file=sys.stderr)
+        return 0
+    from ezpz_llm.trainer.run import run
+
+    return run(options)
+
+
+def _check_as_json(argv: Sequence[str]) -> int:
+    """Print the result of a check as JSON, including failures, and return its exit code."""
+    code = 0
+    try:
+        report = _check(parse(argv))
+    except UserError as error:
+        report, code = CheckReport(error=error.found, where=error.where, instead=error.instead), error.exit_code
+    print(json.dumps(asdict(report)))
+    return code
+
+
+def _check(options: Options) -> CheckReport:
+    """Check that the run can start; return the report. If the run is complete, the report only says so.
+
+    Raises:
+        UserError: the run cannot start.
+    """
+    point = find_resume_point(options)
+    if point.complete:
+        return CheckReport(explanation=point.complete)
+    options = point.options
+    places = read_places(os.environ)
+    plan = check_run(options, options.world_size or 1, _known_device(places),
+                     renames_old_metrics=point.renames_old_metrics)
+    resolved, batch = plan.resolved, plan.resolved.batch
+    changes = None
+    if plan.config.resume is not None:
+        changes = resume_warning(plan, read_state(find(Path(plan.config.resume)))["step"])
+    warnings = (warning(plan, options, places), changes and f"warning: {changes}",
+                *(f"warning: {remark}" for remark in setting_warnings(plan)))
+    return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
+                       batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
+
+
+def _known_device(places: Places) -> str | None:
+    """Return "cpu" if all ranks are known to run on this machine and it has no accelerator.
+
+    Otherwise return None, since only torch can tell.
+    """
+    return "cpu" if len(places) == 1 and is_local_address(places[0][0]) and has_no_accelerator(os.environ) else None
