@@ -14,7 +14,6 @@ from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
     command_line,
-    number,
     one_of,
     option_lines,
     parse as parse_launch,
@@ -42,7 +41,6 @@ class Options:
         command: training command.
         submit: options for `ezpz-llm submit`; None to run the study here.
         folder: folder of the study.
-        target: minimum efficiency of the largest size that the report names.
         only: names of the points to run; empty for all.
     """
 
@@ -58,7 +56,6 @@ class Options:
     hosts: str | None = None
     command: tuple[str, ...] = ()
     folder: Path | None = None
-    target: float = 0.8
     only: tuple[str, ...] = ()
     retry_failed: bool = False
     submit: tuple[str, ...] | None = None
@@ -104,8 +101,6 @@ _OPTIONS = (
     Option(("--seed",), "seed", "seed of the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "folder of the study (default: runs/scale-<stamp>); continue an existing study",
            "D", Path),
-    Option(("--target",), "target", "report the largest number of nodes or ranks with at least this efficiency"
-           " (default: 0.8)", "E", number(1, "a fraction such as 0.8")),
     Option(("--point",), "only", "run only these points of the study", "LIST", _NAMES),
     Option(("--retry-failed",), "retry_failed", "run failed runs again"),
     Option(("--submit",), "submit", 'queue one job per point, with these options for submit: "--time 1:00:00"',

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
-from ezpz_llm.scaling.findings import Extrapolation, Findings
-from ezpz_llm.scaling.fit import TERMS, Fit, explain_predicted, explain_superlinear
+from ezpz_llm.scaling.findings import Findings
+from ezpz_llm.scaling.fit import FORMULA, Fit
 from ezpz_llm.scaling.study import SPLIT
+from ezpz_llm.scaling.superlinear import explain_superlinear
 
 STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 
@@ -45,9 +46,8 @@ def sections(findings: Findings) -> list[Section]:
         report.append(Section("Layouts compared", tuple(map(contest_table, findings.contests))))
     measured = tuple(point for point in findings.points if point.good)
     report.append(Section("Step-time breakdown", (split_table(measured),), points=measured))
-    if findings.extrapolations:
-        report.append(Section("Extrapolation", tuple(
-            table for extrapolation in findings.extrapolations for table in extrapolation_tables(extrapolation))))
+    if findings.curves:
+        report.append(Section("Extrapolation, not measured", (extrapolation_table(findings),)))
     failed = tuple((repeat.point, str(repeat.repeat), repeat.error, repeat.run_dir)
                    for point in findings.points for repeat in point.repeats if repeat.error is not None)
     if failed:
@@ -113,52 +113,24 @@ def contest_table(contest: Sequence[Measured]) -> Table:
         (STEPS_ONLY,) * any(point.step_time.basis == "steps" for point in contest))
 
 
-def extrapolation_tables(extrapolation: Extrapolation) -> list[Table]:
-    """Return the tables of a layout's fit and predictions, with their notes."""
-    notes, fit = tuple(fit_notes(extrapolation)), extrapolation.fit
-    if fit is None:
-        return [Table("", (), (), notes)]
-    targets = tuple(f"{target.curve.name}: {target.describe()}" for target in extrapolation.targets)
-    if not extrapolation.predictions:
-        return [replace(fit_table(extrapolation.ds_config, fit), notes=(*notes, *targets))]
-    rows = tuple((predicted.curve.name, f"{predicted.size} {predicted.curve.unit}", str(predicted.ranks),
-                  f"{predicted.seconds * 1e3:.1f}", _band(predicted.seconds_band, 1e3, ".1f"),
-                  format_number(predicted.tokens_per_second), f"{predicted.efficiency:.1%}",
-                  _band(predicted.efficiency_band, 100, ".1f")) for predicted in extrapolation.predictions)
-    title = f"Predictions of {extrapolation.ds_config}, with {CONFIDENCE:.0%} bands for the mean over runs"
-    columns = ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %")
-    return [replace(fit_table(extrapolation.ds_config, fit), notes=notes), Table(title, columns, rows, targets)]
+def extrapolation_table(findings: Findings) -> Table:
+    """Return the table of extrapolated step times, with the fits and the reasons for missing rows as notes."""
+    rows = tuple((at.fit.curve.name, f"{at.size} {at.fit.curve.unit}", str(at.ranks), f"{at.seconds * 1e3:.1f}",
+                  format_number(at.tokens_per_second), f"{at.efficiency:.1%}",
+                  "-" if at.fit.is_exact else f"{at.fit.residual:.1%}")
+                 for at in findings.extrapolations)
+    columns = ("curve", "size", "ranks", "step ms", "tok/s", "efficiency", "residual")
+    return Table(f"Extrapolation, not measured: {FORMULA}", columns if rows else (), rows,
+                 (*map(fit_note, findings.fits), *findings.not_extrapolated))
 
 
-def fit_table(ds_config: str, fit: Fit) -> Table:
-    """Return the table of the best model's terms and the measured step time at each point."""
-    names = [name for name in ("work", "bubble", *TERMS[1:]) if any(name in row.parts for row in fit.rows)]
-    rows = [(row.point.name, *(f"{row.parts.get(name, 0.0) * 1e3:.1f}" for name in names),
-             f"{row.seconds * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.deviation:+.1%}") for row in fit.rows]
-    return Table(f"Fit of the step time of {ds_config} (ms)",
-                 ("point", *names, "sum", "measured", "deviation"), tuple(rows))
-
-
-def fit_notes(extrapolation: Extrapolation) -> list[str]:
-    """Return the notes on a fit: its error, its ambiguities, and models that fit as well."""
-    fit = extrapolation.fit
-    if fit is None:
-        return [f"{extrapolation.ds_config}: {extrapolation.reason}"]
-    test = f"the fit deviates from the points by {fit.error:.1%} (root mean square)" if fit.free else \
-        "the fit has as many terms as points, so nothing tests its form"
-    notes = [f"{test}; the error of the points is {fit.noise:.1%}"]
-    modes = {curve.mode for curve in fit.curves}
-    if len(modes) == 1:
-        terms = "the serial and work terms" if modes == {"weak"} else "the serial and bandwidth terms"
-        notes.append(f"{modes.pop()} scaling alone cannot separate {terms}; --mode both can")
-    if fit.rivals:
-        rivals = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
-        more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
-        notes.append(f"other models fit these points as well: {rivals}{more}. The band includes them all")
-    notes += [f"{predicted.curve.name} at {predicted.size} {predicted.curve.unit}: {predicted.efficiency:.1%} is "
-              f"above 100 %: {reason}"
-              for predicted in extrapolation.predictions if (reason := explain_predicted(fit, predicted))]
-    return [*notes, *extrapolation.rejected]
+def fit_note(fit: Fit) -> str:
+    """Return the terms of a fit and its residual as a sentence."""
+    sizes = len(fit.curve.points)
+    residual = (f"no residual, because {sizes} sizes determine {sizes} terms" if fit.is_exact else
+                f"residual {fit.residual:.1%} (root mean square)")
+    return (f"{fit.curve.name}: single {fit.single * 1e3:.1f} ms, limit {fit.limit * 1e3:.1f} ms, doubling "
+            f"{fit.doubling * 1e3:.1f} ms; {residual}")
 
 
 def interval_text(estimate: Estimate) -> str:

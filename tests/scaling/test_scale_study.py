@@ -72,7 +72,6 @@ def test_read_and_remove_options_of_a_command() -> None:
     (f"--nodes 1,2,2 -- {PLAIN}", "each once"),
     (f"--nodes 0 -- {PLAIN}", "whole numbers"),
     (f"--nodes 1,2 --mode medium -- {PLAIN}", "weak, strong, both"),
-    (f"--nodes 1,2 --target 80 -- {PLAIN}", "0.8"),
     (f"--node 1,2 -- {PLAIN}", "--nodes"),
     ("--nodes 1,2", "no training command"),
     ("--nodes 1,2 --model gpt2-124m -- python3 train.py", "--model does not apply to your own script"),
