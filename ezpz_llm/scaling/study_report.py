@@ -126,9 +126,11 @@ def _rows(findings: Findings) -> list[dict[str, Any]]:
 def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
     repeat = point.first
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= {name: getattr(repeat, name) for name in COLUMNS[3:5] + COLUMNS[7:11]}
-    row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "runs": len(point.good),
-            "runs_failed": len(point.repeats) - len(point.good), "remark": "; ".join(point.errors) or None}
+    row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "nodes": point.nodes,
+            "ranks": point.ranks, "runs": len(point.good), "runs_failed": len(point.repeats) - len(point.good),
+            "global_batch": repeat.global_batch, "micro_batch": repeat.micro_batch,
+            "accumulation": repeat.accumulation, "block_size": repeat.block_size,
+            "remark": "; ".join(point.errors) or None}
     if not point.good:
         return row
     time, steps, split = point.step_time, point.steps, point.split or {}
@@ -161,9 +163,6 @@ def _fit_record(fit: Fit, findings: Findings) -> dict[str, Any]:
     }
 
 
-_HEIGHT = 16
-
-
 def findings_text(findings: Findings, width: int, *, color: bool) -> str:
     """Return the results as text for a terminal, with escape codes only if `color`."""
     text = f"Study {findings.name}\n" + _wrapped(study_notes(findings), width)
@@ -185,7 +184,7 @@ def efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str:
                                [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
                                color=COLORS[i % len(COLORS)] if color and len(curves) > 1 else -1))
         keys.append(f"  {letter} {curve.name}\n")
-    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", curves[0].unit, "%", width, _HEIGHT,
+    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", curves[0].unit, "%", width,
                        color=color) + "".join(keys)
 
 

@@ -58,25 +58,21 @@ def sections(findings: Findings) -> list[Section]:
 
 def curve_table(curve: Curve) -> Table:
     """Return the table of throughput and efficiency of a curve."""
-    strong = curve.mode == "strong"
-    columns = (*_size_columns(curve), "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
-               *(("speedup",) if strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
+    by_nodes, is_strong = curve.unit == "nodes", curve.mode == "strong"
+    columns = (*(("nodes",) if by_nodes else ()), "ranks", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
+               *(("speedup",) if is_strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
     rows = []
     for point in curve.points:
         efficiency = curve.efficiency(point)
-        rows.append((*_size_cells(curve, point), *_speed_cells(point),
-                     *((f"{curve.speed_up(point):.2f}",) if strong else ()), f"{efficiency.value:.1%}",
+        rows.append((*((str(point.nodes),) if by_nodes else ()), str(point.ranks), *_speed_cells(point),
+                     *((f"{curve.speed_up(point):.2f}",) if is_strong else ()), f"{efficiency.value:.1%}",
                      "baseline" if point is curve.base else interval_text(efficiency)))
-    return Table(title_of(curve), columns, tuple(rows), curve_notes(curve))
-
-
-def title_of(curve: Curve) -> str:
-    """Return the title of a curve's table, with the batch that all sizes share."""
-    repeat = curve.base.first
-    mode, tokens = curve.mode.capitalize(), repeat.block_size
-    fixed = (f"{repeat.global_batch / curve.base.ranks:g} sequences of {tokens} tokens per step and device"
-             if curve.mode == "weak" else f"{repeat.global_batch} sequences of {tokens} tokens per step")
-    return f"{mode} scaling, {curve.ds_config}: {fixed} at every size"
+    first = curve.base.first
+    batch = (f"{first.global_batch} sequences of {first.block_size} tokens per step" if is_strong else
+             f"{first.global_batch / curve.base.ranks:g} sequences of {first.block_size} tokens per step and "
+             "device")
+    title = f"{curve.mode.capitalize()} scaling, {curve.ds_config}: {batch} at every size"
+    return Table(title, columns, tuple(rows), curve_notes(curve))
 
 
 def split_table(points: Sequence[Measured]) -> Table:
@@ -88,8 +84,7 @@ def split_table(points: Sequence[Measured]) -> Table:
         total = sum(split.values()) if split else 0.0
         rows.append((point.name, *(f"{split[part] * 1e3:.1f}" if split else "-" for part in SPLIT),
                      f"{split['exposed_communication'] / total:.0%}" if split and total else "-",
-                     f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory_cell(point.peak_device_bytes),
-                     _memory_cell(point.peak_host_bytes), f"{rank} {hostname} ({times}/{len(point.good)})"))
+                     *_resource_cells(point), f"{rank} {hostname} ({times}/{len(point.good)})"))
     return Table("Step-time breakdown (ms, mean over ranks in the traced steps, which the results above exclude)",
                  ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
                   "CPU GiB", "slowest rank"), tuple(rows))
@@ -101,9 +96,8 @@ def contest_table(contest: Sequence[Measured]) -> Table:
     rows = []
     for point in contest:
         share = ratio(best.step_time, point.step_time, point.first.step_tokens / best.first.step_tokens)
-        rows.append((point.ds_config, *_speed_cells(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
-                     _memory_cell(point.peak_device_bytes), _memory_cell(point.peak_host_bytes),
-                     f"{share.value:.1%}", "-" if point is best else interval_text(share)))
+        rows.append((point.ds_config, *_speed_cells(point), *_resource_cells(point), f"{share.value:.1%}",
+                     "-" if point is best else interval_text(share)))
     size = f"{count_noun(best.ranks, 'rank')} on {count_noun(best.nodes, 'node')} ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
     batch = f"{best.first.global_batch} sequences per step" if len(batches) == 1 else "with different batches"
@@ -139,37 +133,32 @@ def interval_text(estimate: Estimate) -> str:
         return "unknown"
     if estimate.interval[1] > _MAX_INTERVAL_RATIO * estimate.interval[0]:
         return "too wide"
-    return _band(estimate.interval, 100, ".1f") + ("*" if estimate.basis == "steps" else "")
+    return _band(estimate.interval, 100) + ("*" if estimate.basis == "steps" else "")
 
 
-def _band(band: tuple[float, float], scale: float, form: str) -> str:
-    return f"{band[0] * scale:{form}} to {band[1] * scale:{form}}"
-
-
-def _size_columns(curve: Curve) -> tuple[str, ...]:
-    return ("nodes", "ranks") if curve.unit == "nodes" else ("ranks",)
-
-
-def _size_cells(curve: Curve, point: Measured) -> tuple[str, ...]:
-    return (str(point.nodes), str(point.ranks)) if curve.unit == "nodes" else (str(point.ranks),)
+def _band(band: tuple[float, float], scale: float) -> str:
+    return f"{band[0] * scale:.1f} to {band[1] * scale:.1f}"
 
 
 def _speed_cells(point: Measured) -> tuple[str, ...]:
     steps = point.steps
     good, finished = len(point.good), len(point.repeats)
     return (str(good) if good == finished else f"{good}/{finished}", f"{point.step_time.value * 1e3:.1f}",
-            _band((steps.low, steps.high), 1e3, ".1f"), format_number(point.tokens_per_second),
+            _band((steps.low, steps.high), 1e3), format_number(point.tokens_per_second),
             format_number(point.tokens_per_second_per_device))
 
 
-def _memory_cell(value: int | None) -> str:
-    return f"{value / 2**30:.2f}" if value else "-"
+def _resource_cells(point: Measured) -> tuple[str, ...]:
+    """Return the cells of MFU, device memory and CPU memory."""
+    peaks = (point.peak_device_bytes, point.peak_host_bytes)
+    return ("-" if point.mfu is None else f"{point.mfu:.1%}",
+            *(f"{peak / 2**30:.2f}" if peak else "-" for peak in peaks))
 
 
 def curve_notes(curve: Curve) -> tuple[str, ...]:
     """Return the notes of a curve, including the causes of each efficiency above 100 %."""
     superlinear = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
-             for point in curve.points if (causes := explain_superlinear(curve, point))]
+                   for point in curve.points if (causes := explain_superlinear(curve, point))]
     is_marked = any(curve.efficiency(point).basis == "steps" for point in curve.points)
     return (*curve.notes, *superlinear, *([STEPS_ONLY] if is_marked else []))
 

@@ -55,7 +55,7 @@ def make_study(folder: Path, *, slower: float = 1.0, layouts=("ddp", "zero3"), m
     points = {run.point: Point(run.point, run.mode, run.ds_config, run.nodes, run.ranks, run.global_batch,
                                run.micro_batch, run.accumulation, (), ("python3", "-m", "ezpz_llm.train"))
               for run in repeats}
-    Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
+    Study("nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
           tuple(points.values()), ("a note of the study",)).write(folder)
     for run in repeats[1:]:
         seconds = float(np.median(run.step_times_s or (1.0,)))
