@@ -2,8 +2,7 @@
 
 Simulates studies with a known step-time law (tests/helpers/scale_laws.py): runs differ by one or two percent, and
 consecutive steps are correlated. Prints and writes one JSON object: the fractions of intervals for the ratio of two
-points, and of bands for step time and efficiency predicted at four times the largest size, that contain the true
-value.
+points that contain the true ratio, and the relative errors of step times at four times the largest measured size.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import numpy as np
 
 from ezpz_llm.rundir import write_json
 from ezpz_llm.scaling.efficiency import CONFIDENCE, curves_of, estimate, points_of, ratio
-from ezpz_llm.scaling.fit import Fit, Shape, predict
+from ezpz_llm.scaling.fit import extrapolate, fit_curve
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/helpers"))
 from scale_laws import Law, noisy, study
 
 LAWS: dict[str, Law] = {
@@ -34,7 +33,7 @@ LAWS: dict[str, Law] = {
     "serial, bandwidth and ring": lambda mode, n, q, a: 0.025 * q + 0.05 + 0.03 * (n - 1) / n + 0.002 * (n - 1),
 }
 _STRONG_BATCH = 256
-_MODES = (("weak",), ("strong",), ("weak", "strong"))
+_SIZES = ((1, 2, 4), (1, 2, 4, 8))
 
 
 def of_ratio(runs: int, uneven: float, studies: int) -> dict[str, Any]:
@@ -50,21 +49,17 @@ def of_ratio(runs: int, uneven: float, studies: int) -> dict[str, Any]:
     return {"runs": runs, "unevenness": uneven, "held": held / studies, "median_width": statistics.median(widths)}
 
 
-def of_band(law: str, modes: tuple[str, ...], studies: int) -> dict[str, Any]:
-    """Return the coverage of bands at 16 nodes in studies of 1, 2 and 4 nodes, for the last of the modes."""
-    true, times, efficiencies, widths = LAWS[law], 0, 0, []
+def of_extrapolation(law: str, mode: str, sizes: tuple[int, ...], studies: int) -> dict[str, Any]:
+    """Return the errors of extrapolated step times under a law: median, 90th percentile and largest."""
+    true, size = LAWS[law], 4 * sizes[-1]
+    sequences = 4.0 if mode == "weak" else _STRONG_BATCH / size
+    errors = []
     for seed in range(studies):
-        curves = curves_of(points_of(study(true, np.random.default_rng(seed), modes=modes,
+        curve, = curves_of(points_of(study(true, np.random.default_rng(seed), modes=(mode,), sizes=sizes,
                                            strong_batch=_STRONG_BATCH)))
-        at = predict(Fit(curves, Shape()), curves[-1], 16)
-        first, q = (4.0, 4.0) if modes[-1] == "weak" else (float(_STRONG_BATCH), _STRONG_BATCH / 16)
-        seconds = true("", 16, q, 1)
-        efficiency = q / seconds / (first / true("", 1, first, 1))
-        times += at.seconds_band[0] <= seconds <= at.seconds_band[1]
-        efficiencies += at.efficiency_band[0] <= efficiency <= at.efficiency_band[1]
-        widths.append(at.seconds_band[1] / at.seconds_band[0] - 1)
-    return {"law": law, "modes": list(modes), "time_held": times / studies,
-            "efficiency_held": efficiencies / studies, "median_width": statistics.median(widths)}
+        errors.append(abs(extrapolate(fit_curve(curve), size).seconds / true(mode, size, sequences, 1) - 1))
+    return {"law": law, "mode": mode, "sizes": list(sizes), "median_error": statistics.median(errors),
+            "error_of_90_percent": float(np.quantile(errors, 0.9)), "largest_error": max(errors)}
 
 
 def main() -> None:
@@ -78,7 +73,8 @@ def main() -> None:
         "confidence": CONFIDENCE, "numpy": np.__version__,
         "ratios": [of_ratio(runs, uneven, options.studies)
                    for runs, uneven in itertools.product((1, 2, 3, 5), (1.0, 3.0)) if runs > 1 or uneven == 1],
-        "bands": [of_band(law, modes, options.studies) for modes, law in itertools.product(_MODES, LAWS)]}
+        "extrapolations": [of_extrapolation(law, mode, sizes, options.studies)
+                           for mode, sizes, law in itertools.product(("weak", "strong"), _SIZES, LAWS)]}
     print(json.dumps(result, indent=2))
     if options.out:
         write_json(options.out, result)

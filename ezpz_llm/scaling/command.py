@@ -92,7 +92,7 @@ def _report_results(study: Study, folder: Path, options: Options) -> int:
     # The job of one point prints no report, except the last job to finish.
     is_all = len(repeats) == len(study.points) * study.repeats
     if len(failures) < len(repeats) and (is_all or not options.only):
-        report(folder, options.target)
+        report(folder)
     for repeat in failures:
         print(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
               f"  {to_typable(f'ezpz-llm why {folder / repeat.run_dir}')}", flush=True)

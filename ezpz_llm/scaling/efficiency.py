@@ -27,7 +27,7 @@ from ezpz_llm.observe.history import Spread, is_finite, spread
 from ezpz_llm.scaling.study import SPLIT, Mode, Repeat
 
 CONFIDENCE = 0.95
-"""Nominal coverage of intervals and bands.
+"""Nominal coverage of intervals.
 
 Measured coverage over 500 simulated ratios, with runs that differ by 2 % (at one of both points also by 6 %): 95
 to 97 % with 3 or 5 runs per point; 97 to 98 % with 2, where intervals are very wide; 93 % with the steps of one

@@ -14,7 +14,6 @@ from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
     command_line,
-    number,
     one_of,
     option_lines,
     parse as parse_launch,
@@ -42,7 +41,6 @@ class Options:
         command: training command.
         submit: options for `ezpz-llm submit`; None to run the study here.
         folder: folder of the study.
-        target: minimum efficiency of the largest size that the report names.
         only: names of the points to run; empty for all.
     """
 
@@ -50,7 +48,6 @@ class Options:
     ranks: tuple[int, ...] = ()
     mode: str | None = None
     ds_configs: tuple[str, ...] = ()
-    model: str | None = None
     what: str = "scaling"
     repeats: int = 3
     seed: int = 0
@@ -58,7 +55,6 @@ class Options:
     hosts: str | None = None
     command: tuple[str, ...] = ()
     folder: Path | None = None
-    target: float = 0.8
     only: tuple[str, ...] = ()
     retry_failed: bool = False
     submit: tuple[str, ...] | None = None
@@ -97,15 +93,12 @@ _OPTIONS = (
            "M", one_of(MODES)),
     Option(("--ds-config",), "ds_configs", "layouts to compare: zero1,zero3 (default: the command's)", "LIST",
            _NAMES),
-    Option(("--model",), "model", "model (default: the command's)", "NAME", _nonempty),
     Option(("--what",), "what", "scaling (the default), or layouts: one size, many ds_configs", "WHAT",
            one_of(SUBJECTS)),
     Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MAX_REPEATS)),
     Option(("--seed",), "seed", "seed of the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "folder of the study (default: runs/scale-<stamp>); continue an existing study",
            "D", Path),
-    Option(("--target",), "target", "report the largest number of nodes or ranks with at least this efficiency"
-           " (default: 0.8)", "E", number(1, "a fraction such as 0.8")),
     Option(("--point",), "only", "run only these points of the study", "LIST", _NAMES),
     Option(("--retry-failed",), "retry_failed", "run failed runs again"),
     Option(("--submit",), "submit", 'queue one job per point, with these options for submit: "--time 1:00:00"',
@@ -141,8 +134,6 @@ def parse(words: Sequence[str]) -> Options:
     if values.get("ds_configs") and value_of(command, "--ds-config") is not None:
         raise UserError("layouts are set twice", where="--ds-config of scale and of the command",
                         instead="only scale --ds-config")
-    if values.get("model"):
-        command = (*remove_options(command, "--model"), "--model", values["model"])
     return Options(**{**values, "command": command}, launch_words=remove_options(launch_words, "--hosts"),
                    hosts=launch.hosts)
 
@@ -151,7 +142,7 @@ def _options_to_continue(values: dict[str, Any]) -> Options:
     """Return the options for an existing study, whose definition is stored in its folder."""
     if "folder" not in values:
         raise UserError("no training command", instead=EXAMPLE)
-    fixed = values.keys() & {"nodes", "ranks", "mode", "ds_configs", "model", "what", "repeats", "seed"}
+    fixed = values.keys() & {"nodes", "ranks", "mode", "ds_configs", "what", "repeats", "seed"}
     if fixed:
         raise UserError("the definition of a study cannot change after its start",
                         where=f"--study {values['folder']}",
@@ -176,9 +167,9 @@ def is_own_script(command: Sequence[str]) -> bool:
 
 
 def _check_own_script(values: dict[str, Any]) -> None:
-    for name, option in (("ds_configs", "--ds-config"), ("model", "--model")):
-        if values.get(name):
-            raise UserError(f"{option} does not apply to your own script", where=option, instead="leave it out")
+    if values.get("ds_configs"):
+        raise UserError("--ds-config does not apply to your own script", where="--ds-config",
+                        instead="leave it out")
     if values.get("what") == "layouts":
         raise UserError("your own script has one layout", where="--what layouts",
                         instead="leave it out; ezpz-llm scale compare A B compares two studies")

@@ -13,7 +13,6 @@ from ezpz_llm.report.figures import COLUMN, PAGE, Panel, mark, write_figure
 from ezpz_llm.rundir import write_file
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import Findings, find
-from ezpz_llm.scaling.fit import fit_line
 
 _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"})
@@ -50,7 +49,7 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
     paths = []
     for mode in dict.fromkeys(curve.mode for curve in findings.curves):
         curves = [curve for curve in findings.curves if curve.mode == mode]
-        paths += write_figure(folder, f"scaling-{mode}", _panels(curves, findings), width)
+        paths += write_figure(folder, f"scaling-{mode}", _panels(curves), width)
         paths.append(folder / f"scaling-{mode}.tex")
         write_file(paths[-1], latex_table(curves))
     paths.append(folder / "paragraph.tex")
@@ -58,9 +57,7 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
     return paths
 
 
-def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
-    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in findings.extrapolations
-            if extrapolation.fit is not None}
+def _panels(curves: Sequence[Curve]) -> tuple[Panel, Panel]:
     unit = curves[0].unit
 
     def draw_throughput(axes: Any) -> None:
@@ -76,19 +73,14 @@ def _panels(curves: Sequence[Curve], findings: Findings) -> tuple[Panel, Panel]:
         axes.legend()
 
     def draw_efficiency(axes: Any) -> None:
-        """Draw efficiencies with their intervals, and the fit up to the largest measured size."""
+        """Draw efficiencies with their intervals."""
         for i, curve in enumerate(curves):
             estimates = [(curve.size(point), curve.efficiency(point)) for point in curve.points]
             # The baseline, and a point with too few steps, have no interval.
             errors = [(100 * (estimate.value - low), 100 * (high - estimate.value)) for _, estimate in estimates
                       for low, high in [estimate.interval or (estimate.value, estimate.value)]]
-            fit = fits.get(curve.ds_config)
             axes.errorbar([size for size, _ in estimates], [100 * estimate.value for _, estimate in estimates],
-                          yerr=list(zip(*errors, strict=True)), capsize=2, linestyle="" if fit else "-", **mark(i))
-            if fit is not None:
-                drawn = [place for place in fit_line(fit, curve) if place[0] <= curve.size(curve.points[-1])]
-                axes.plot([size for size, _, _ in drawn], [100 * mean for _, mean, _ in drawn],
-                          color=mark(i)["color"], linewidth=0.8)
+                          yerr=list(zip(*errors, strict=True)), capsize=2, **mark(i))
         axes.axhline(100, linestyle="--", color="0.5", linewidth=0.8, zorder=0)
         axes.set_ylim(bottom=0)
         _set_size_axis(axes, curves)

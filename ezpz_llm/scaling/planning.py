@@ -90,10 +90,14 @@ def _allocation_size(nodes: int, options: Options, env: Mapping[str, str]) -> Si
                         f"{', '.join(host.name for host in allocation.hosts[:8])}", where=allocation.source,
                         instead=f"--nodes up to {len(allocation.hosts)}, a larger allocation, "
                                 '--submit "--time 1:00:00", or --ranks 1,2 on one node')
-    hosts = tuple(host.name for host in allocation.hosts[:nodes])
-    arguments = (*options.launch_words, *hosts_options(allocation, hosts), *options.command)
-    plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
-    return _make_size(f"n{nodes}", nodes, len(plan.ranks), options, _threads(plan))
+    plan = _plan_launch(allocation, nodes, options.launch_words, options, env)
+    return _make_size(f"n{nodes}", nodes, len(plan.ranks), options, plan)
+
+
+def _single_node_size(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
+    allocation = study_allocation(options.hosts, options.launch_words, env)
+    launch_words = (*remove_options(options.launch_words, "--ppn"), "-n", str(ranks))
+    return _make_size(f"r{ranks}", 1, ranks, options, _plan_launch(allocation, 1, launch_words, options, env))
 
 
 def _job_size(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
@@ -102,26 +106,21 @@ def _job_size(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
     return _make_size(f"n{nodes}", nodes, job.placement.world_size, options)
 
 
-def _single_node_size(ranks: int, options: Options, env: Mapping[str, str]) -> Size:
-    allocation = study_allocation(options.hosts, options.launch_words, env)
-    arguments = (*remove_options(options.launch_words, "--ppn"),
-                 *hosts_options(allocation, (allocation.hosts[0].name,)), "-n",
-                 str(ranks), *options.command)
-    plan = build_plan(parse_launch(("--dry-run", *arguments)), env)
-    return _make_size(f"r{ranks}", 1, ranks, options, _threads(plan))
+def _plan_launch(allocation: Allocation, nodes: int, launch_words: Sequence[str], options: Options,
+                 env: Mapping[str, str]) -> LaunchPlan:
+    """Return launch's plan on the first nodes of the allocation."""
+    hosts = tuple(host.name for host in allocation.hosts[:nodes])
+    arguments = (*launch_words, *hosts_options(allocation, hosts), *options.command)
+    return build_plan(parse_launch(("--dry-run", *arguments)), env)
 
 
-def _threads(plan: LaunchPlan) -> int | None:
-    setting = plan.env.get(THREADS_VARIABLE)
-    return int(setting.value) if setting else None
-
-
-def _make_size(label: str, nodes: int, ranks: int, options: Options, threads: int | None = None) -> Size:
+def _make_size(label: str, nodes: int, ranks: int, options: Options, plan: LaunchPlan | None = None) -> Size:
     per_node, remainder = divmod(ranks, nodes)
     arguments = (*options.launch_words, "-n", str(ranks))
     if not remainder:
         arguments = (*remove_options(arguments, "--ppn"), "--ppn", str(per_node))
-    return Size(label, nodes, ranks, arguments, threads)
+    threads = plan.env.get(THREADS_VARIABLE) if plan else None
+    return Size(label, nodes, ranks, arguments, int(threads.value) if threads else None)
 
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "tp2", "pp2")
@@ -153,11 +152,6 @@ class _Candidate:
         """Name of the point in files and tables: mode, layout and size."""
         return f"{self.mode}-{self.layout}-{self.size.label}"
 
-    @property
-    def what(self) -> str:
-        """Name of the point in messages."""
-        return f"point {self.name} on {self.size.ranks} rank{'s' * (self.size.ranks > 1)}"
-
 
 def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed: Sequence[str]) -> Study:
     """Plan and check a study, without writing files.
@@ -170,8 +164,15 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
             raise UserError("the command contains a secret, which the study's files would store",
                             where="the command after --", instead="set it in the environment")
     sizes = find_sizes(options, env)
-    if is_own_script(options.command):
-        return _study_of_a_script(options, sizes, directory, typed)
+    plan_points = _points_of_script if is_own_script(options.command) else _points_of_trainer
+    points, notes = plan_points(options, sizes, directory)
+    return Study(unit="nodes" if options.nodes else "ranks", repeats=options.repeats, seed=options.seed,
+                 typed=tuple(typed), directory=str(directory), hosts=options.hosts, threads=sizes[-1].threads,
+                 points=points, notes=tuple(notes))
+
+
+def _points_of_trainer(options: Options, sizes: Sequence[Size],
+                       directory: Path) -> tuple[tuple[Point, ...], list[str]]:
     commands, notes = _commands(options, sizes, directory)
     if options.what == "layouts" and len(commands) < 2:
         raise UserError(f"a comparison requires two layouts, not only {', '.join(commands)}",
@@ -185,26 +186,20 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
     if mode in ("strong", "both"):
         strong, note = _strong_candidates(commands, sizes, directory)
         candidates, notes = candidates + strong, [*notes, note]
-    points = _check_candidates(candidates, directory)
-    return Study(what=options.what, mode=mode, unit="nodes" if options.nodes else "ranks", repeats=options.repeats,
-                 seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
-                 threads=sizes[-1].threads,
-                 points=points, notes=tuple(notes))
+    return _check_candidates(candidates, directory), notes
 
 
-def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path, typed: Sequence[str]) -> Study:
-    """Plan the study of a user's script, which does not support the trainer's options.
+def _points_of_script(options: Options, sizes: Sequence[Size],
+                      _directory: Path) -> tuple[tuple[Point, ...], list[str]]:
+    """Return the points of a user's script, which does not support the trainer's options.
 
     Each rank's part of a step is recorded as one sequence. The script's own records contain its number of tokens.
     """
     name = re.sub(r"\W", "-", read_command(options.command).name)
     points = tuple(Point(f"weak-{name}-{size.label}", "weak", name, size.nodes, size.ranks, size.ranks, 1, 1,
                          size.launch, options.command) for size in sizes)
-    return Study(what=options.what, mode="weak", unit="nodes" if options.nodes else "ranks",
-                 repeats=options.repeats, seed=options.seed, typed=tuple(typed), directory=str(directory),
-                 hosts=options.hosts, threads=sizes[-1].threads, points=points,
-                 notes=(f"the tables show a step of one rank of {name} as one sequence; its records contain the "
-                        "number of tokens",))
+    return points, [f"the tables show a step of one rank of {name} as one sequence; its records contain the number "
+                    "of tokens"]
 
 
 def _commands(options: Options, sizes: Sequence[Size],
@@ -278,7 +273,9 @@ def _strong_candidates(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[
 
 def _check_candidates(candidates: Sequence[_Candidate], directory: Path) -> tuple[Point, ...]:
     def check(candidate: _Candidate) -> CheckedBatch:
-        return check_command(candidate.command, candidate.size.ranks, directory, candidate.what)
+        ranks = candidate.size.ranks
+        return check_command(candidate.command, ranks, directory,
+                             f"point {candidate.name} on {count_noun(ranks, 'rank')}")
 
     with ThreadPoolExecutor(_PARALLEL_CHECKS) as pool:
         answers = list(pool.map(check, candidates))

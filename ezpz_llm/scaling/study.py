@@ -43,7 +43,6 @@ class Study:
     """Definition of a study.
 
     Attributes:
-        what: scaling or layouts.
         unit: unit of the sizes, nodes or ranks.
         hosts: the user's --hosts.
         directory: absolute working directory of the command.
@@ -52,8 +51,6 @@ class Study:
         notes: notes on how the points were chosen.
     """
 
-    what: str
-    mode: str
     unit: str
     repeats: int
     seed: int
@@ -116,7 +113,7 @@ def read_study(folder: Path) -> Study:
                         instead="the folder that ezpz-llm scale printed (runs/scale-…)") from None
     if not isinstance(stored, dict) or stored.pop("version", None) != _VERSION:
         raise UserError("study.json was written by another version", where=str(study_file(folder)))
-    return as_dataclass(Study, stored, str(study_file(folder)))
+    return as_dataclass(Study, stored, str(study_file(folder)), drop_unknown=True)
 
 
 def nodes_of_repeat(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:

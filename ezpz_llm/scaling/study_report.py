@@ -23,19 +23,20 @@ from ezpz_llm.report import chart, document
 from ezpz_llm.rundir import redact_words, write_file
 from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
-from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, find
-from ezpz_llm.scaling.fit import Fit, explain_superlinear, fit_line
+from ezpz_llm.scaling.findings import Findings, find
+from ezpz_llm.scaling.fit import FORMULA, Fit
 from ezpz_llm.scaling.study import SPLIT, Provenance
-from ezpz_llm.scaling.tables import Section, fit_notes, sections, study_notes
+from ezpz_llm.scaling.superlinear import explain_superlinear
+from ezpz_llm.scaling.tables import Section, sections, study_notes
 
 
-def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
+def report(folder: Path, at: Sequence[int] = ()) -> None:
     """Print the report of a study, and write report.json, report.csv and report.html to its folder.
 
     Raises:
         UserError: as in findings.find, or a file cannot be written.
     """
-    findings = find(folder, target, at)
+    findings = find(folder, at)
     print(findings_text(findings, terminal_width(), color=wants_color()))
     contents = {"report.json": json.dumps(as_record(findings), indent=2) + "\n", "report.csv": as_csv(findings),
                 "report.html": findings_page(findings)}
@@ -47,17 +48,14 @@ def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ())
 def report_main(argv: Sequence[str]) -> int:
     """Run `scale report` and return its exit code."""
     parser = CommandParser(prog=f"{typed_name('scale')} report", shown=(
-        "ezpz-llm scale report runs/scale-20261122-011944 --target 0.9",), description=(
-        "Report the results of a finished or running study: tables, a fit, and an HTML page."))
+        "ezpz-llm scale report runs/scale-20261122-011944 --at 16,32",), description=(
+        "Report the results of a finished or running study: tables, an extrapolation, and an HTML page."))
     parser.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
-    parser.add_argument("--target", type=float, default=DEFAULT_TARGET, metavar="E",
-                        help="report the largest number of nodes or ranks with at least this efficiency"
-                             " (default: %(default)s)")
     parser.add_argument("--at", type=_parse_sizes, default=(), metavar="LIST",
-                        help="numbers of nodes or ranks to predict, such as 16,32 (default: twice and four times "
-                             "the largest measured)")
+                        help="numbers of nodes or ranks to extrapolate to, such as 16,32 (default: twice and four "
+                             "times the largest measured)")
     options = parser.parse_args(argv)
-    report(options.study, options.target, options.at)
+    report(options.study, options.at)
     return 0
 
 
@@ -106,7 +104,8 @@ def as_record(findings: Findings) -> dict[str, Any]:
                    for curve in findings.curves],
         "failed": [asdict(repeat) for point in findings.points for repeat in point.repeats
                    if repeat.error is not None],
-        "fits": [_fit_record(extrapolation) for extrapolation in findings.extrapolations],
+        "fits": [_fit_record(fit, findings) for fit in findings.fits],
+        "not_extrapolated": list(findings.not_extrapolated),
     }
 
 
@@ -127,9 +126,11 @@ def _rows(findings: Findings) -> list[dict[str, Any]]:
 def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
     repeat = point.first
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= {name: getattr(repeat, name) for name in COLUMNS[3:5] + COLUMNS[7:11]}
-    row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "runs": len(point.good),
-            "runs_failed": len(point.repeats) - len(point.good), "remark": "; ".join(point.errors) or None}
+    row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "nodes": point.nodes,
+            "ranks": point.ranks, "runs": len(point.good), "runs_failed": len(point.repeats) - len(point.good),
+            "global_batch": repeat.global_batch, "micro_batch": repeat.micro_batch,
+            "accumulation": repeat.accumulation, "block_size": repeat.block_size,
+            "remark": "; ".join(point.errors) or None}
     if not point.good:
         return row
     time, steps, split = point.step_time, point.steps, point.split or {}
@@ -151,30 +152,15 @@ def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
                   "efficiency_high": high, "interval_basis": efficiency.basis, "remark": "; ".join(remarks) or None}
 
 
-def _fit_record(extrapolation: Extrapolation) -> dict[str, Any]:
-    fit = extrapolation.fit
-    if fit is None:
-        return {"ds_config": extrapolation.ds_config, "why_not": extrapolation.reason}
+def _fit_record(fit: Fit, findings: Findings) -> dict[str, Any]:
+    curve = fit.curve
     return {
-        "ds_config": extrapolation.ds_config, "terms": list(fit.terms),
-        "rivals": [list(terms) for terms in fit.rivals], "error": fit.error, "noise": fit.noise,
-        "degrees_of_freedom": fit.free, "notes": fit_notes(extrapolation),
-        "points": [{"point": row.point.name, "measured_s": row.measured, "fitted_s": row.seconds,
-                    "parts_s": row.parts} for row in fit.rows],
-        "predictions": [{
-            "mode": predicted.curve.mode, "unit": predicted.curve.unit, "size": predicted.size,
-            "ranks": predicted.ranks, "step_time_s": predicted.seconds, "step_time_band_s": predicted.seconds_band,
-            "tokens_per_second": predicted.tokens_per_second, "efficiency": predicted.efficiency,
-            "efficiency_band": predicted.efficiency_band, "parts_s": predicted.parts,
-            "beyond_measured": predicted.beyond,
-        } for predicted in extrapolation.predictions],
-        "targets": [{"mode": target.curve.mode, "unit": target.curve.unit, "target": target.target,
-                     "size": target.size, "sure": target.sure, "possible": target.possible, "limit": target.limit}
-                    for target in extrapolation.targets],
+        "mode": curve.mode, "ds_config": curve.ds_config, "unit": curve.unit, "formula": FORMULA,
+        "single_s": fit.single, "limit_s": fit.limit, "doubling_s": fit.doubling, "residual": fit.residual,
+        "extrapolations": [{"size": at.size, "ranks": at.ranks, "step_time_s": at.seconds,
+                            "tokens_per_second": at.tokens_per_second, "efficiency": at.efficiency}
+                           for at in findings.extrapolations if at.fit is fit],
     }
-
-
-_HEIGHT = 16
 
 
 def findings_text(findings: Findings, width: int, *, color: bool) -> str:
@@ -185,29 +171,21 @@ def findings_text(findings: Findings, width: int, *, color: bool) -> str:
             text += "\n" + (table(part.title, part.columns, part.rows, rich=color) if part.columns else "")
             text += _wrapped(part.notes, width)
         if section.curves:
-            text += "\n" + efficiency_plot(section.curves, findings.extrapolations, width, color=color)
+            text += "\n" + efficiency_plot(section.curves, width, color=color)
     return text
 
 
-def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolation], width: int, *,
-                    color: bool) -> str:
-    """Plot the efficiency of the curves of one mode: letters for measurements, lines for fits."""
-    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations}
+def efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str:
+    """Plot the efficiency of the curves of one mode, each with its letter."""
     drawn, keys = [], []
     for i, curve in enumerate(curves):
-        curve_color = COLORS[i % len(COLORS)] if color and len(curves) > 1 else -1
         letter = LETTERS[i % len(LETTERS)]
-        if fit := fits.get(curve.ds_config):
-            fitted = fit_line(fit, curve)
-            drawn.append(PlotCurve(curve.name, [size for size, _, _ in fitted],
-                                   [100 * mean for _, mean, _ in fitted], color=curve_color))
         drawn.append(PlotCurve(curve.name, [curve.size(point) for point in curve.points],
                                [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
-                               color=curve_color))
-        keys.append(f"  {letter} {curve.name}: measured" + ("; line: fit" if fit else ""))
-    unit = curves[0].unit
-    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", unit, "%", width, _HEIGHT,
-                       color=color) + "".join(f"{key}\n" for key in keys)
+                               color=COLORS[i % len(COLORS)] if color and len(curves) > 1 else -1))
+        keys.append(f"  {letter} {curve.name}\n")
+    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", curves[0].unit, "%", width,
+                       color=color) + "".join(keys)
 
 
 def _wrapped(sentences: Iterable[str], width: int) -> str:
@@ -229,13 +207,13 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
     if findings.typed:
         intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
     bodies = [(section.heading,
-               "".join(map(document.table_of, section.tables)) + _charts_html(section, findings.extrapolations))
+               "".join(map(document.table_of, section.tables)) + _charts_html(section))
               for section in sections(findings)]
     bodies.append(("Provenance of each point", _provenance_html(findings)))
     return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
 
 
-def _charts_html(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
+def _charts_html(section: Section) -> str:
     traced = [(point.name, split) for point in section.points if (split := point.split)]
     if traced:
         return chart.bars("Traced step, mean over ranks", traced, "ms", lambda value: f"{value * 1e3:.1f}")
@@ -243,12 +221,9 @@ def _charts_html(section: Section, extrapolations: Sequence[Extrapolation]) -> s
         return ""
     mode, sizes = curves[0].mode, sorted({curve.size(point) for curve in curves for point in curve.points})
     unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_ticks(sizes))
-    fits = {extrapolation.ds_config: extrapolation.fit for extrapolation in extrapolations
-            if extrapolation.fit is not None}
     return document.views(f"{mode}-scaling", "Show", [
         ("efficiency", chart.chart(
-            f"Efficiency, {mode} scaling: measurements as dots, fits as lines with bands", unit, _PERCENT,
-            _efficiency_series(curves, fits))),
+            f"Efficiency, {mode} scaling", unit, _PERCENT, _efficiency_series(curves))),
         ("tokens/s", chart.chart(
             "Tokens/s, and ideal scaling from the smallest point", unit,
             chart.Axis("tokens/s", format_number),
@@ -268,28 +243,17 @@ def _ticks(sizes: Sequence[float]) -> tuple[float, ...]:
     return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])
 
 
-def _measured_series(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
-                     suffix: str = "", first: int = 0) -> list[chart.Series]:
+def _measured_series(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, suffix: str = "",
+                     first: int = 0) -> list[chart.Series]:
     return [chart.Series(f"{curve.ds_config}{suffix}", [curve.size(point) for point in curve.points],
-                            [value(curve, point) for point in curve.points], i, dots)
+                            [value(curve, point) for point in curve.points], i)
             for i, curve in enumerate(curves, first)]
 
 
-def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[chart.Series]:
-    series = _measured_series(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
-                              suffix=", measured")
+def _efficiency_series(curves: Sequence[Curve]) -> list[chart.Series]:
     measured = [curve.size(point) for curve in curves for point in curve.points]
-    series.append(chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL))
-    for i, curve in enumerate(curves):
-        if curve.ds_config not in fits:
-            continue
-        drawn = fit_line(fits[curve.ds_config], curve)
-        sizes = [size for size, _, _ in drawn]
-        series.append(chart.Series(f"{curve.ds_config}, fit", sizes, [100 * mean for _, mean, _ in drawn], i))
-        series += [chart.Series(f"{curve.ds_config}, {edge} edge", sizes,
-                                   [100 * band[side] for _, _, band in drawn], i + _DASHED)
-                   for side, edge in enumerate(("lower", "upper"))]
-    return series
+    return [*_measured_series(curves, lambda curve, point: 100 * curve.efficiency(point).value),
+            chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL)]
 
 
 def _provenance_html(findings: Findings) -> str:

@@ -1,33 +1,27 @@
-"""Run the remaining runs of a study, or submit a job per point; measure each finished run.
+"""Run the remaining runs of a study, or submit a job per point.
 
 Runs are sequential, each on some nodes of the allocation.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import os
-import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ezpz_llm.base import UserError, open_regular
-from ezpz_llm.explain.split import Split, split_run
+from ezpz_llm.base import UserError
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.launch.liveness import read_live_state
 from ezpz_llm.launch.option_parsing import value_of
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
-from ezpz_llm.observe.history import is_finite, steady_steps
 from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.rundir import RunDir, is_interrupted, locked, read_layout, read_lines, read_record
-from ezpz_llm.scaling.options import is_own_script
+from ezpz_llm.rundir import RunDir, locked, read_record
+from ezpz_llm.scaling.measurement import failed_repeat, measure
 from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, study_allocation
 from ezpz_llm.scaling.study import (
     Point,
@@ -120,7 +114,7 @@ def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,
         record = read_record(run_dir)
         if record.get("exit") is not None:
             raise StudyInterrupted(record.get("stopped") or record["exit"]["cause"])
-        result = _make_repeat(folder, point, repeat, error=_launch_error(output))
+        result = failed_repeat(folder, point, repeat, _launch_error(output))
     add_repeat(folder, result)
     return result
 
@@ -200,130 +194,3 @@ def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Se
                             instead="fix the error, then ezpz-llm scale --study "
                                     f'{folder} --point {",".join(remaining.name for remaining in points[number:])} '
                                     '--submit "…"')
-
-
-_MIN_STEPS = 3
-"""Minimum number of steady steps of a measurement."""
-_WRITING_STEPS = 2
-_TRACES = "trace-rank*.json.gz"
-
-
-def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
-    """Measure a finished repeat; return None if it was interrupted, by a signal or the end of the allocation."""
-    run_dir = run_dir_of(study, point, repeat)
-    record = read_record(run_dir)
-    ended = record.get("exit")
-    if ended is None or is_interrupted(ended):
-        return None
-    if ended["code"]:
-        return _make_repeat(study, point, repeat, error=f"{ended['cause']} (code {ended['code']})")
-    if record.get("stopped"):
-        return None
-    rows = list(read_lines(run_dir.metrics))
-    steps = untraced_steps(rows, run_dir)
-    is_script = is_own_script(point.command)
-    if len(steps) < _MIN_STEPS:
-        fix = "run more steps, and call ezpz_llm.record(…) in each" if is_script else "increase --steps"
-        return _make_repeat(study, point, repeat,
-                            error=f"{len(steps)} steady steps, but a measurement needs {_MIN_STEPS}: {fix}")
-    mfu = _median_mfu(steps)
-    if mfu is not None and mfu > 1:
-        return _make_repeat(study, point, repeat,
-                            error="more than half of the steps have an MFU above 100 %, which is impossible (the "
-                                  "run's output has the numbers)")
-    if is_script:
-        tokens = [row["tokens_per_second"] * row["step_time_s"] for row in steps if "tokens_per_second" in row]
-        if not tokens:
-            return _make_repeat(study, point, repeat, error="its steps have neither tokens nor samples: call "
-                                                            "ezpz_llm.record(step, loss=…, tokens=…)")
-        batch = {"global_batch": point.ranks, "micro_batch": 1, "accumulation": 1,
-                 "block_size": round(statistics.median(tokens) / point.ranks)}
-        return _measured_repeat(study, point, repeat, record, batch, rows, steps, mfu)
-    layout = read_layout(run_dir.layout)
-    if layout is None:
-        return _make_repeat(study, point, repeat, error=f"{run_dir.layout} is missing, so the batch is unknown")
-    batch = {name: layout["batch"][name] for name in ("global_batch", "micro_batch", "accumulation")}
-    batch["block_size"] = record["model"]["block_size"]
-    return _measured_repeat(study, point, repeat, record, batch, rows, steps, mfu)
-
-
-def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return the steady steps: after the traced steps and the two in which ranks wait for traces to be written."""
-    traces = sorted(run_dir.profile.glob(_TRACES))
-    if not traces:
-        return steady_steps(rows)
-    first = _last_traced_step(traces[0]) + 1 + _WRITING_STEPS
-    return [row for row in rows[:-1] if row["step"] >= first]
-
-
-def _last_traced_step(trace: Path) -> int:
-    """Return the last step in a trace, read in chunks; 0 if it has none."""
-    last, buffer = 0, b""
-    with open_regular(trace) as packed, gzip.open(packed) as file:
-        while part := file.read(1 << 20):
-            buffer += part
-            last = max([last, *(int(step) for step in re.findall(rb'"step (\d{1,15})"', buffer))])
-            # A step's name may be split between two chunks.
-            buffer = buffer[-32:]
-    return last
-
-
-def _measured_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], batch: dict[str, int],
-                     rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
-    run_dir = run_dir_of(study, point, repeat)
-    memory = record.get("memory") or {}  # missing in runs of the library
-    times = tuple(row["step_time_s"] for row in steps)
-    is_cpu = record["environment"]["device"]["type"] == "cpu"
-    last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
-    split = _read_split(run_dir, point.ranks)
-    straggler = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
-    slowest = split.straggler.rank if split else straggler
-    return _make_repeat(
-        study, point, repeat, **batch,
-        step_times_s=times,
-        tokens_per_second=batch["global_batch"] * batch["block_size"] / statistics.median(times),
-        mfu=mfu,
-        peak_device_bytes=None if is_cpu else memory.get("peak"),
-        peak_host_bytes=memory.get("host_peak"),
-        split=split.per_step() if split else None,
-        slowest_rank=slowest,
-        slowest_host=hostname_of(slowest, record),
-        first_loss=rows[0]["loss"],
-        last_loss=statistics.mean(last) if all(map(is_finite, last)) else None,
-    )
-
-
-def _make_repeat(study: Path, point: Point, repeat: int, **measured: Any) -> Repeat:
-    """Return a repeat of `point` with the planned values, overridden by measured values or an error."""
-    planned = {name: getattr(point, name) for name in ("mode", "ds_config", "nodes", "ranks", "global_batch",
-                                                       "micro_batch", "accumulation")}
-    run_dir = run_dir_of(study, point, repeat).path.relative_to(study)
-    return Repeat(**{"point": point.name, "repeat": repeat, "run_dir": str(run_dir), **planned, **measured})
-
-
-def _median_mfu(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median MFU; None if no step has one. The trainer omits values above 1: count them as infinite."""
-    values = [row.get("mfu", math.inf) for row in rows]
-    return None if min(values) == math.inf else statistics.median(values)
-
-
-def _read_split(run_dir: RunDir, ranks: int) -> Split | None:
-    """Return the step-time breakdown of the traced steps; None unless all ranks were traced."""
-    if not any(run_dir.profile.glob(_TRACES)):
-        return None
-    try:
-        split = split_run(run_dir.path)
-        if len(split.ranks) < ranks:
-            raise UserError(f"{len(split.ranks)} of {ranks} ranks left a trace")
-        return split
-    except UserError as error:
-        print(f"note: no step-time breakdown for {run_dir.path.name} of {run_dir.path.parent.name}: {error.found}",
-              flush=True)
-        return None
-
-
-def hostname_of(rank: int, record: dict[str, Any]) -> str:
-    """Return the hostname on which launch placed a rank."""
-    launch = record["launch"]
-    ranks = zip(launch["hosts"], launch["ranks_per_host"], strict=True)
-    return [host for host, count in ranks for _ in range(count)][rank]

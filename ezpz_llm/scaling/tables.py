@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
-from ezpz_llm.scaling.findings import Extrapolation, Findings
-from ezpz_llm.scaling.fit import TERMS, Fit, explain_predicted, explain_superlinear
+from ezpz_llm.scaling.findings import Findings
+from ezpz_llm.scaling.fit import FORMULA, Fit
 from ezpz_llm.scaling.study import SPLIT
+from ezpz_llm.scaling.superlinear import explain_superlinear
 
 STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 
@@ -45,9 +46,8 @@ def sections(findings: Findings) -> list[Section]:
         report.append(Section("Layouts compared", tuple(map(contest_table, findings.contests))))
     measured = tuple(point for point in findings.points if point.good)
     report.append(Section("Step-time breakdown", (split_table(measured),), points=measured))
-    if findings.extrapolations:
-        report.append(Section("Extrapolation", tuple(
-            table for extrapolation in findings.extrapolations for table in extrapolation_tables(extrapolation))))
+    if findings.curves:
+        report.append(Section("Extrapolation, not measured", (extrapolation_table(findings),)))
     failed = tuple((repeat.point, str(repeat.repeat), repeat.error, repeat.run_dir)
                    for point in findings.points for repeat in point.repeats if repeat.error is not None)
     if failed:
@@ -58,25 +58,21 @@ def sections(findings: Findings) -> list[Section]:
 
 def curve_table(curve: Curve) -> Table:
     """Return the table of throughput and efficiency of a curve."""
-    strong = curve.mode == "strong"
-    columns = (*_size_columns(curve), "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
-               *(("speedup",) if strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
+    by_nodes, is_strong = curve.unit == "nodes", curve.mode == "strong"
+    columns = (*(("nodes",) if by_nodes else ()), "ranks", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
+               *(("speedup",) if is_strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
     rows = []
     for point in curve.points:
         efficiency = curve.efficiency(point)
-        rows.append((*_size_cells(curve, point), *_speed_cells(point),
-                     *((f"{curve.speed_up(point):.2f}",) if strong else ()), f"{efficiency.value:.1%}",
+        rows.append((*((str(point.nodes),) if by_nodes else ()), str(point.ranks), *_speed_cells(point),
+                     *((f"{curve.speed_up(point):.2f}",) if is_strong else ()), f"{efficiency.value:.1%}",
                      "baseline" if point is curve.base else interval_text(efficiency)))
-    return Table(title_of(curve), columns, tuple(rows), curve_notes(curve))
-
-
-def title_of(curve: Curve) -> str:
-    """Return the title of a curve's table, with the batch that all sizes share."""
-    repeat = curve.base.first
-    mode, tokens = curve.mode.capitalize(), repeat.block_size
-    fixed = (f"{repeat.global_batch / curve.base.ranks:g} sequences of {tokens} tokens per step and device"
-             if curve.mode == "weak" else f"{repeat.global_batch} sequences of {tokens} tokens per step")
-    return f"{mode} scaling, {curve.ds_config}: {fixed} at every size"
+    first = curve.base.first
+    batch = (f"{first.global_batch} sequences of {first.block_size} tokens per step" if is_strong else
+             f"{first.global_batch / curve.base.ranks:g} sequences of {first.block_size} tokens per step and "
+             "device")
+    title = f"{curve.mode.capitalize()} scaling, {curve.ds_config}: {batch} at every size"
+    return Table(title, columns, tuple(rows), curve_notes(curve))
 
 
 def split_table(points: Sequence[Measured]) -> Table:
@@ -88,8 +84,7 @@ def split_table(points: Sequence[Measured]) -> Table:
         total = sum(split.values()) if split else 0.0
         rows.append((point.name, *(f"{split[part] * 1e3:.1f}" if split else "-" for part in SPLIT),
                      f"{split['exposed_communication'] / total:.0%}" if split and total else "-",
-                     f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory_cell(point.peak_device_bytes),
-                     _memory_cell(point.peak_host_bytes), f"{rank} {hostname} ({times}/{len(point.good)})"))
+                     *_resource_cells(point), f"{rank} {hostname} ({times}/{len(point.good)})"))
     return Table("Step-time breakdown (ms, mean over ranks in the traced steps, which the results above exclude)",
                  ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
                   "CPU GiB", "slowest rank"), tuple(rows))
@@ -101,9 +96,8 @@ def contest_table(contest: Sequence[Measured]) -> Table:
     rows = []
     for point in contest:
         share = ratio(best.step_time, point.step_time, point.first.step_tokens / best.first.step_tokens)
-        rows.append((point.ds_config, *_speed_cells(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
-                     _memory_cell(point.peak_device_bytes), _memory_cell(point.peak_host_bytes),
-                     f"{share.value:.1%}", "-" if point is best else interval_text(share)))
+        rows.append((point.ds_config, *_speed_cells(point), *_resource_cells(point), f"{share.value:.1%}",
+                     "-" if point is best else interval_text(share)))
     size = f"{count_noun(best.ranks, 'rank')} on {count_noun(best.nodes, 'node')} ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
     batch = f"{best.first.global_batch} sequences per step" if len(batches) == 1 else "with different batches"
@@ -113,52 +107,24 @@ def contest_table(contest: Sequence[Measured]) -> Table:
         (STEPS_ONLY,) * any(point.step_time.basis == "steps" for point in contest))
 
 
-def extrapolation_tables(extrapolation: Extrapolation) -> list[Table]:
-    """Return the tables of a layout's fit and predictions, with their notes."""
-    notes, fit = tuple(fit_notes(extrapolation)), extrapolation.fit
-    if fit is None:
-        return [Table("", (), (), notes)]
-    targets = tuple(f"{target.curve.name}: {target.describe()}" for target in extrapolation.targets)
-    if not extrapolation.predictions:
-        return [replace(fit_table(extrapolation.ds_config, fit), notes=(*notes, *targets))]
-    rows = tuple((predicted.curve.name, f"{predicted.size} {predicted.curve.unit}", str(predicted.ranks),
-                  f"{predicted.seconds * 1e3:.1f}", _band(predicted.seconds_band, 1e3, ".1f"),
-                  format_number(predicted.tokens_per_second), f"{predicted.efficiency:.1%}",
-                  _band(predicted.efficiency_band, 100, ".1f")) for predicted in extrapolation.predictions)
-    title = f"Predictions of {extrapolation.ds_config}, with {CONFIDENCE:.0%} bands for the mean over runs"
-    columns = ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %")
-    return [replace(fit_table(extrapolation.ds_config, fit), notes=notes), Table(title, columns, rows, targets)]
+def extrapolation_table(findings: Findings) -> Table:
+    """Return the table of extrapolated step times, with the fits and the reasons for missing rows as notes."""
+    rows = tuple((at.fit.curve.name, f"{at.size} {at.fit.curve.unit}", str(at.ranks), f"{at.seconds * 1e3:.1f}",
+                  format_number(at.tokens_per_second), f"{at.efficiency:.1%}",
+                  "-" if at.fit.is_exact else f"{at.fit.residual:.1%}")
+                 for at in findings.extrapolations)
+    columns = ("curve", "size", "ranks", "step ms", "tok/s", "efficiency", "residual")
+    return Table(f"Extrapolation, not measured: {FORMULA}", columns if rows else (), rows,
+                 (*map(fit_note, findings.fits), *findings.not_extrapolated))
 
 
-def fit_table(ds_config: str, fit: Fit) -> Table:
-    """Return the table of the best model's terms and the measured step time at each point."""
-    names = [name for name in ("work", "bubble", *TERMS[1:]) if any(name in row.parts for row in fit.rows)]
-    rows = [(row.point.name, *(f"{row.parts.get(name, 0.0) * 1e3:.1f}" for name in names),
-             f"{row.seconds * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.deviation:+.1%}") for row in fit.rows]
-    return Table(f"Fit of the step time of {ds_config} (ms)",
-                 ("point", *names, "sum", "measured", "deviation"), tuple(rows))
-
-
-def fit_notes(extrapolation: Extrapolation) -> list[str]:
-    """Return the notes on a fit: its error, its ambiguities, and models that fit as well."""
-    fit = extrapolation.fit
-    if fit is None:
-        return [f"{extrapolation.ds_config}: {extrapolation.reason}"]
-    test = f"the fit deviates from the points by {fit.error:.1%} (root mean square)" if fit.free else \
-        "the fit has as many terms as points, so nothing tests its form"
-    notes = [f"{test}; the error of the points is {fit.noise:.1%}"]
-    modes = {curve.mode for curve in fit.curves}
-    if len(modes) == 1:
-        terms = "the serial and work terms" if modes == {"weak"} else "the serial and bandwidth terms"
-        notes.append(f"{modes.pop()} scaling alone cannot separate {terms}; --mode both can")
-    if fit.rivals:
-        rivals = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
-        more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
-        notes.append(f"other models fit these points as well: {rivals}{more}. The band includes them all")
-    notes += [f"{predicted.curve.name} at {predicted.size} {predicted.curve.unit}: {predicted.efficiency:.1%} is "
-              f"above 100 %: {reason}"
-              for predicted in extrapolation.predictions if (reason := explain_predicted(fit, predicted))]
-    return [*notes, *extrapolation.rejected]
+def fit_note(fit: Fit) -> str:
+    """Return the terms of a fit and its residual as a sentence."""
+    sizes = len(fit.curve.points)
+    residual = (f"no residual, because {sizes} sizes determine {sizes} terms" if fit.is_exact else
+                f"residual {fit.residual:.1%} (root mean square)")
+    return (f"{fit.curve.name}: single {fit.single * 1e3:.1f} ms, limit {fit.limit * 1e3:.1f} ms, doubling "
+            f"{fit.doubling * 1e3:.1f} ms; {residual}")
 
 
 def interval_text(estimate: Estimate) -> str:
@@ -167,37 +133,32 @@ def interval_text(estimate: Estimate) -> str:
         return "unknown"
     if estimate.interval[1] > _MAX_INTERVAL_RATIO * estimate.interval[0]:
         return "too wide"
-    return _band(estimate.interval, 100, ".1f") + ("*" if estimate.basis == "steps" else "")
+    return _band(estimate.interval, 100) + ("*" if estimate.basis == "steps" else "")
 
 
-def _band(band: tuple[float, float], scale: float, form: str) -> str:
-    return f"{band[0] * scale:{form}} to {band[1] * scale:{form}}"
-
-
-def _size_columns(curve: Curve) -> tuple[str, ...]:
-    return ("nodes", "ranks") if curve.unit == "nodes" else ("ranks",)
-
-
-def _size_cells(curve: Curve, point: Measured) -> tuple[str, ...]:
-    return (str(point.nodes), str(point.ranks)) if curve.unit == "nodes" else (str(point.ranks),)
+def _band(band: tuple[float, float], scale: float) -> str:
+    return f"{band[0] * scale:.1f} to {band[1] * scale:.1f}"
 
 
 def _speed_cells(point: Measured) -> tuple[str, ...]:
     steps = point.steps
     good, finished = len(point.good), len(point.repeats)
     return (str(good) if good == finished else f"{good}/{finished}", f"{point.step_time.value * 1e3:.1f}",
-            _band((steps.low, steps.high), 1e3, ".1f"), format_number(point.tokens_per_second),
+            _band((steps.low, steps.high), 1e3), format_number(point.tokens_per_second),
             format_number(point.tokens_per_second_per_device))
 
 
-def _memory_cell(value: int | None) -> str:
-    return f"{value / 2**30:.2f}" if value else "-"
+def _resource_cells(point: Measured) -> tuple[str, ...]:
+    """Return the cells of MFU, device memory and CPU memory."""
+    peaks = (point.peak_device_bytes, point.peak_host_bytes)
+    return ("-" if point.mfu is None else f"{point.mfu:.1%}",
+            *(f"{peak / 2**30:.2f}" if peak else "-" for peak in peaks))
 
 
 def curve_notes(curve: Curve) -> tuple[str, ...]:
     """Return the notes of a curve, including the causes of each efficiency above 100 %."""
     superlinear = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
-             for point in curve.points if (causes := explain_superlinear(curve, point))]
+                   for point in curve.points if (causes := explain_superlinear(curve, point))]
     is_marked = any(curve.efficiency(point).basis == "steps" for point in curve.points)
     return (*curve.notes, *superlinear, *([STEPS_ONLY] if is_marked else []))
 

@@ -614,7 +614,7 @@ TRAINING = ["launch", "--ppn", "2", "python3", "-m", "ezpz_llm.train", "--model"
 def scalecli(rng: Random, folder: Path) -> object:
     from ezpz_llm.scaling.options import parse
 
-    return parse(mutate.words(rng, ["--nodes", "1,2", "--repeats", "2", "--target", "0.8", "--", *TRAINING]))
+    return parse(mutate.words(rng, ["--nodes", "1,2", "--repeats", "2", "--seed", "8", "--", *TRAINING]))
 
 
 @kind

@@ -19,6 +19,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.option_parsing import remove_options, value_of
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
 from ezpz_llm.scaling.estimate import estimate
+from ezpz_llm.scaling.measurement import measure, untraced_steps
 from ezpz_llm.scaling.options import parse
 from ezpz_llm.scaling.planning import MEASURING, find_sizes, plan_study
 from ezpz_llm.scaling.study import (
@@ -33,7 +34,7 @@ from ezpz_llm.scaling.study import (
     run_dir_of,
     study_file,
 )
-from ezpz_llm.scaling.study_runs import measure, remaining_runs, untraced_steps
+from ezpz_llm.scaling.study_runs import remaining_runs
 
 PLAIN = "python3 -m ezpz_llm.train"
 ENV = clean_env()
@@ -52,7 +53,7 @@ def point(name: str = "weak-ddp-n1", **changes: object) -> Point:
 
 
 def study(*points: Point, **changes: object) -> Study:
-    return replace(Study("scaling", "weak", "nodes", 3, 0, (), "/", None, 1, points or (point(),)), **changes)
+    return replace(Study("nodes", 3, 0, (), "/", None, 1, points or (point(),)), **changes)
 
 
 def repeat(**changes: object) -> Repeat:
@@ -72,10 +73,9 @@ def test_read_and_remove_options_of_a_command() -> None:
     (f"--nodes 1,2,2 -- {PLAIN}", "each once"),
     (f"--nodes 0 -- {PLAIN}", "whole numbers"),
     (f"--nodes 1,2 --mode medium -- {PLAIN}", "weak, strong, both"),
-    (f"--nodes 1,2 --target 80 -- {PLAIN}", "0.8"),
     (f"--node 1,2 -- {PLAIN}", "--nodes"),
     ("--nodes 1,2", "no training command"),
-    ("--nodes 1,2 --model gpt2-124m -- python3 train.py", "--model does not apply to your own script"),
+    ("--nodes 1,2 --ds-config ddp -- python3 train.py", "--ds-config does not apply to your own script"),
     ("--nodes 1,2 --mode both -- launch python3 train.py", "your own script supports only weak scaling"),
     ("--nodes 2 --what layouts -- ./train", "your own script has one layout"),
     ("--nodes 1,2 -- launch python3 -m ezpz_llm.test_dist", "a study runs ezpz_llm.train"),
@@ -95,10 +95,10 @@ def test_invalid_options(options: str, message: str) -> None:
 
 
 def test_launch_options_are_separated_from_command() -> None:
-    options = parse(["--nodes", "1,2", "--model", "tiny-llama", "--", "launch", "--launcher", "srun", "--hosts",
-                     "n[1-4]", "--", "python3", "-m", "ezpz_llm.train", "--model=tiny-gpt2", "--lr", "1"])
+    options = parse(["--nodes", "1,2", "--", "launch", "--launcher", "srun", "--hosts", "n[1-4]", "--", "python3",
+                     "-m", "ezpz_llm.train", "--lr", "1"])
     assert (options.launch_words, options.hosts) == (("--launcher", "srun"), "n[1-4]")
-    assert options.command == ("python3", "-m", "ezpz_llm.train", "--lr", "1", "--model", "tiny-llama")
+    assert options.command == ("python3", "-m", "ezpz_llm.train", "--lr", "1")
 
 
 @pytest.mark.full
@@ -234,8 +234,8 @@ def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="after 2 runs"):
         read_repeats(tmp_path)
     for text, message in ((None, "no study.json"), ('{"version": 0}', "another version"), ("[]", "another version"),
-                          ('{"version": 1}', "what is missing"),
-                          ('{"version": 1, "points": [{}]}', "what is missing")):
+                          ('{"version": 1}', "unit is missing"),
+                          ('{"version": 1, "points": [{}]}', "unit is missing")):
         study_file(tmp_path).unlink(missing_ok=True)
         if text:
             study_file(tmp_path).write_text(text)
