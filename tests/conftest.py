@@ -1,4 +1,4 @@
-"""Fixtures for simulated clusters, a browser and a rank server, each started on first use; environment cleanup."""
+"""Fixtures for simulated clusters and a rank server, each started on first use; environment cleanup."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from browser import Browser, find_browser
 from forked_ranks import Server
 from simcluster.cluster import Cluster, missing
 from strangers import Strangers, two_users
@@ -41,16 +40,6 @@ def _started(factory: pytest.TempPathFactory, **settings: object) -> Iterator[Cl
         pytest.skip(why)
     with Cluster(factory.mktemp("cluster") / "sim", **settings) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Headless browser for report pages."""
-    if (program := find_browser()) is None:
-        pytest.skip("no browser is installed (chromium)")
-    headless = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield headless
-    headless.close()
 
 
 @pytest.fixture(scope="session")

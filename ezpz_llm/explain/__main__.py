@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import count_noun, escape_control_characters, run_command
+from ezpz_llm.base import count_noun, escape_control_characters, require_package, run_command
 from ezpz_llm.base.command_parser import CommandParser, wrap_paragraph
 from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences, diagnose
-from ezpz_llm.explain.page import explain_page
+from ezpz_llm.explain.page import explain_figures, explain_page
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import Table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_color
+from ezpz_llm.report.figures import write_figures
 from ezpz_llm.rundir import TRAINING, newest_run, write_file
 
 
@@ -36,11 +37,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
-                        help="also write the step-time breakdown as PDF, SVG and PNG, for a paper")
+                        help="also write the page's figures as PDF, SVG and PNG, for a paper")
     parser.add_argument("--counterfactual", action="store_true",
                         help="train some steps again, with and without collectives, and compare their times")
     parser.add_argument("--yes", action="store_true", help="start --counterfactual without asking")
     options = parser.parse_args(argv)
+    if options.html or options.figures:
+        require_package("matplotlib", "a figure", "figures", "--html" if options.html else "--figures")
     run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()
     diagnosis = diagnose(run_dir)
     if options.counterfactual:
@@ -56,9 +59,8 @@ def main(argv: Sequence[str]) -> int:
         write_file(options.html, explain_page(diagnosis), "--html")
         print(f"\npage: {options.html}", file=notes)
     if options.figures:
-        from ezpz_llm.explain.figures import write_explain_figures
-
-        print("\nfigures: " + ", ".join(map(str, write_explain_figures(diagnosis, options.figures))), file=notes)
+        paths = write_figures(options.figures, explain_figures(diagnosis))
+        print("\nfigures: " + ", ".join(map(str, paths)), file=notes)
     return 0
 
 

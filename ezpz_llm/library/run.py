@@ -36,9 +36,8 @@ from ezpz_llm.observe import (
 )
 from ezpz_llm.observe.history import PHASES, History, is_finite, steady_steps, whole_history
 from ezpz_llm.observe.machine_load import load_now
-from ezpz_llm.report.document import report_page
-from ezpz_llm.report.runs import run_of
-from ezpz_llm.rundir import read_record, write_atomic
+from ezpz_llm.report.run_page import write_own_page
+from ezpz_llm.rundir import read_record
 
 PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which step times exclude, with the heartbeat's phase for each."""
@@ -197,7 +196,7 @@ class Run:
         if charts is not None:
             print("\n" + charts)
         side.update_record(run_dir, summary=summary and asdict(summary), load_at_end=load_now())
-        side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
+        side.attempt("report.html", lambda: write_own_page(run_dir, history))
         if summary is not None:
             print(final_text(summary, run_dir), end="", flush=True)
 

@@ -386,8 +386,9 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
     shares = ", ".join(f"{share:.0%} {name}" for name, share in _largest(summary.phase_share))
     wall = sum(summary.wall.values())
     wall_shares = ", ".join(f"{seconds / wall:.0%} {name}" for name, seconds in _largest(summary.wall))
-    files = [run_dir.report.name, run_dir.metrics.name, f"{run_dir.plots.name}/",
-             *([str(profile.relative_to(run_dir.path))] if profile else [])]
+    # There is no page without matplotlib.
+    files = [*([run_dir.report.name] if run_dir.report.exists() else []), run_dir.metrics.name,
+             f"{run_dir.plots.name}/", *([str(profile.relative_to(run_dir.path))] if profile else [])]
     lines = {
         "training loss": f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
                          f"(step {summary.steps})",

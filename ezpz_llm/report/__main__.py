@@ -7,13 +7,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, escape_control_characters, run_command
+from ezpz_llm.base import UserError, escape_control_characters, require_package, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.observe.history import steady_steps
 from ezpz_llm.observe.plots import COLORS, LETTERS, POINTS, Curve, curves_plot
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width, wants_color
-from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comparison_sentence, differences, load_runs, remarks, result_row
 from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 
@@ -38,8 +37,10 @@ def main(argv: Sequence[str]) -> int:
                         help="finished or running runs (default: the newest in runs/ with a step)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
-                        help="also write loss and throughput as PDF, SVG and PNG, for publications")
+                        help="also write the page's figures as PDF, SVG and PNG, for publications")
     options = parser.parse_args(argv)
+    if options.html or options.figures:
+        require_package("matplotlib", "a figure", "figures", "--html" if options.html else "--figures")
     runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _IF_NO_RUN).path])
     if not any(len(run.rows) for run in runs):
         where = ", ".join(str(run.path) for run in runs)
@@ -54,12 +55,15 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {MAX_RUNS}")
     print(report_text(runs, terminal_width(), color=wants_color()), end="")
     if options.html:
+        from ezpz_llm.report.run_page import report_page
+
         write_file(options.html, report_page(runs), "--html")
         print(f"\npage: {options.html}")
     if options.figures:
-        from ezpz_llm.report.figures import write_report_figures
+        from ezpz_llm.report.figures import write_figures
+        from ezpz_llm.report.run_page import report_figures
 
-        print("\nfigures: " + ", ".join(map(str, write_report_figures(runs, options.figures))))
+        print("\nfigures: " + ", ".join(map(str, write_figures(options.figures, report_figures(runs)))))
     return 0
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, require_package
 from ezpz_llm.base.command_parser import CommandParser, typed_name
-from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.report.figures import COLUMN, PAGE, Panel, mark, write_figure
+from ezpz_llm.report.figures import COLUMN, PAGE, write_figures
 from ezpz_llm.rundir import write_file
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import Findings, find
+from ezpz_llm.scaling.page import scaling_figure
 
 _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"})
@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--width", type=float, default=PAGE, metavar="INCHES",
                         help=f"width of the figure (%(default)s: two columns; one column is {COLUMN})")
     options = parser.parse_args(argv)
+    require_package("matplotlib", "a figure", "figures")
     if not 1 <= options.width <= 30:
         raise UserError(f"the width must be 1 to 30 inches, not {options.width:g}", where="--width",
                         instead=f"{COLUMN} or {PAGE}")
@@ -49,51 +50,12 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
     paths = []
     for mode in dict.fromkeys(curve.mode for curve in findings.curves):
         curves = [curve for curve in findings.curves if curve.mode == mode]
-        paths += write_figure(folder, f"scaling-{mode}", _panels(curves), width)
+        paths += write_figures(folder, [replace(scaling_figure(curves), width=width)])
         paths.append(folder / f"scaling-{mode}.tex")
         write_file(paths[-1], latex_table(curves))
     paths.append(folder / "paragraph.tex")
     write_file(paths[-1], "\n\n".join(paragraph(findings, curve) for curve in findings.curves) + "\n")
     return paths
-
-
-def _panels(curves: Sequence[Curve]) -> tuple[Panel, Panel]:
-    unit = curves[0].unit
-
-    def draw_throughput(axes: Any) -> None:
-        """Draw tokens/s, and ideal scaling from the smallest point as a dashed line."""
-        for i, curve in enumerate(curves):
-            sizes = [curve.size(point) for point in curve.points]
-            ideal = [curve.base.tokens_per_second_per_device * point.ranks for point in curve.points]
-            axes.plot(sizes, [point.tokens_per_second for point in curve.points], label=curve.ds_config, **mark(i))
-            axes.plot(sizes, ideal, "--", color="0.5", linewidth=0.8, zorder=0, label="" if i else "ideal")
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
-        _set_size_axis(axes, curves)
-        axes.legend()
-
-    def draw_efficiency(axes: Any) -> None:
-        """Draw efficiencies with their intervals."""
-        for i, curve in enumerate(curves):
-            estimates = [(curve.size(point), curve.efficiency(point)) for point in curve.points]
-            # The baseline, and a point with too few steps, have no interval.
-            errors = [(100 * (estimate.value - low), 100 * (high - estimate.value)) for _, estimate in estimates
-                      for low, high in [estimate.interval or (estimate.value, estimate.value)]]
-            axes.errorbar([size for size, _ in estimates], [100 * estimate.value for _, estimate in estimates],
-                          yerr=list(zip(*errors, strict=True)), capsize=2, **mark(i))
-        axes.axhline(100, linestyle="--", color="0.5", linewidth=0.8, zorder=0)
-        axes.set_ylim(bottom=0)
-        _set_size_axis(axes, curves)
-
-    return Panel(draw_throughput, unit, "tokens/s"), Panel(draw_efficiency, unit, "efficiency (%)")
-
-
-def _set_size_axis(axes: Any, curves: Sequence[Curve]) -> None:
-    """Make the x axis logarithmic (base 2), with a tick at each measured size."""
-    sizes = sorted({curve.size(point) for curve in curves for point in curve.points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
 
 
 def latex_table(curves: Sequence[Curve]) -> str:

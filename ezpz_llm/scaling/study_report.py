@@ -6,43 +6,48 @@ import argparse
 import csv
 import io
 import json
-import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base import UserError, require_package
 from ezpz_llm.base.command_parser import CommandParser, typed_name
 from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot
-from ezpz_llm.observe.tables import Table, table, table_text
+from ezpz_llm.observe.tables import table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_color
-from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.report import chart, document
-from ezpz_llm.rundir import redact_words, write_file
+from ezpz_llm.rundir import write_file
 from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import Findings, find
 from ezpz_llm.scaling.fit import FORMULA, Fit
-from ezpz_llm.scaling.study import SPLIT, Provenance
+from ezpz_llm.scaling.page import findings_page
+from ezpz_llm.scaling.study import SPLIT
 from ezpz_llm.scaling.superlinear import explain_superlinear
-from ezpz_llm.scaling.tables import Section, sections, study_notes
+from ezpz_llm.scaling.tables import sections, study_notes
 
 
 def report(folder: Path, at: Sequence[int] = ()) -> None:
     """Print the report of a study, and write report.json, report.csv and report.html to its folder.
+
+    Without matplotlib, it writes no page.
 
     Raises:
         UserError: as in findings.find, or a file cannot be written.
     """
     findings = find(folder, at)
     print(findings_text(findings, terminal_width(), color=wants_color()))
-    contents = {"report.json": json.dumps(as_record(findings), indent=2) + "\n", "report.csv": as_csv(findings),
-                "report.html": findings_page(findings)}
-    for name, content in contents.items():
-        write_file(folder / name, content)
-    print(f"page: {folder / 'report.html'}\nnumbers: {folder / 'report.csv'}, {folder / 'report.json'}")
+    write_file(folder / "report.json", json.dumps(as_record(findings), indent=2) + "\n")
+    write_file(folder / "report.csv", as_csv(findings))
+    try:
+        require_package("matplotlib", "the page", "figures")
+    except UserError as error:
+        print(f"page: not written: {error.found}: {error.instead}")
+    else:
+        write_file(folder / "report.html", findings_page(findings))
+        print(f"page: {folder / 'report.html'}")
+    print(f"numbers: {folder / 'report.csv'}, {folder / 'report.json'}")
 
 
 def report_main(argv: Sequence[str]) -> int:
@@ -191,87 +196,3 @@ def efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str:
 def _wrapped(sentences: Iterable[str], width: int) -> str:
     return "".join(textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="    ",
                                  break_long_words=False, break_on_hyphens=False) + "\n" for sentence in sentences)
-
-
-_PERCENT = chart.Axis("%", lambda value: f"{value:.4g}")
-_DASHED = 8
-"""Added to a series number, it keeps the color and changes the dashes."""
-_MAX_MARKS = 8
-_IDEAL = 7
-"""Series number of the ideal line: the last color."""
-
-
-def findings_page(findings: Findings, now: float | None = None) -> str:
-    """Return the report as one self-contained HTML page; `now` in epoch seconds."""
-    intro = document.written_by("ezpz-llm scale report", now)
-    if findings.typed:
-        intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
-    bodies = [(section.heading,
-               "".join(map(document.table_of, section.tables)) + _charts_html(section))
-              for section in sections(findings)]
-    bodies.append(("Provenance of each point", _provenance_html(findings)))
-    return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
-
-
-def _charts_html(section: Section) -> str:
-    traced = [(point.name, split) for point in section.points if (split := point.split)]
-    if traced:
-        return chart.bars("Traced step, mean over ranks", traced, "ms", lambda value: f"{value * 1e3:.1f}")
-    if not (curves := section.curves):
-        return ""
-    mode, sizes = curves[0].mode, sorted({curve.size(point) for curve in curves for point in curve.points})
-    unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_ticks(sizes))
-    return document.views(f"{mode}-scaling", "Show", [
-        ("efficiency", chart.chart(
-            f"Efficiency, {mode} scaling", unit, _PERCENT, _efficiency_series(curves))),
-        ("tokens/s", chart.chart(
-            "Tokens/s, and ideal scaling from the smallest point", unit,
-            chart.Axis("tokens/s", format_number),
-            [*_measured_series(curves, lambda curve, point: point.tokens_per_second),
-             *_measured_series(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
-                               suffix=", ideal", first=_DASHED)])),
-        ("step time", chart.chart(
-            "Step time", unit, chart.Axis("ms", lambda value: f"{value:.4g}"),
-            _measured_series(curves, lambda curve, point: point.step_time.value * 1e3))),
-    ])
-
-
-def _ticks(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return ticks at the sizes, or at powers of two if there are more than _MAX_MARKS sizes."""
-    if len(sizes) <= _MAX_MARKS:
-        return tuple(sizes)
-    return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])
-
-
-def _measured_series(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, suffix: str = "",
-                     first: int = 0) -> list[chart.Series]:
-    return [chart.Series(f"{curve.ds_config}{suffix}", [curve.size(point) for point in curve.points],
-                            [value(curve, point) for point in curve.points], i)
-            for i, curve in enumerate(curves, first)]
-
-
-def _efficiency_series(curves: Sequence[Curve]) -> list[chart.Series]:
-    measured = [curve.size(point) for curve in curves for point in curve.points]
-    return [*_measured_series(curves, lambda curve, point: 100 * curve.efficiency(point).value),
-            chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL)]
-
-
-def _provenance_html(findings: Findings) -> str:
-    common = _common_environment(list(findings.provenance.values()))
-    text = ""
-    if common:
-        rows = document.table_of(Table("Common to all points", ("", "value"), tuple(common.items())))
-        text = f"<details><summary>Environment of all points</summary>{rows}</details>"
-    for name, origin in findings.provenance.items():
-        specific = tuple((key, value) for key, value in origin.environment.items() if key not in common)
-        commands = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
-        specific_table = Table(f"Environment specific to {name}", ("", "value"), specific)
-        rows = document.table_of(specific_table) if specific else ""
-        text += f"<details><summary>{escape(name)}</summary>{commands}{rows}</details>"
-    return text or '<p class="empty">No record of the runs was found.</p>'
-
-
-def _common_environment(provenance: Sequence[Provenance]) -> dict[str, str]:
-    first = provenance[0].environment if provenance else {}
-    return {key: value for key, value in first.items()
-            if all(origin.environment.get(key) == value for origin in provenance)}

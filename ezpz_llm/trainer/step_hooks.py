@@ -33,9 +33,8 @@ from ezpz_llm.observe import (
 )
 from ezpz_llm.observe.history import whole_history
 from ezpz_llm.observe.machine_load import load_now
-from ezpz_llm.report.document import report_page
-from ezpz_llm.report.runs import run_of
-from ezpz_llm.rundir import read_record, update_record, write_atomic
+from ezpz_llm.report.run_page import write_own_page
+from ezpz_llm.rundir import read_record, update_record
 from ezpz_llm.trainer.memory_table import Memory, memory_table
 from ezpz_llm.trainer.next_commands import next_commands
 from ezpz_llm.trainer.plan import check_state
@@ -235,7 +234,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, summary=summary and asdict(summary),
         memory=memory and memory.as_record(), load_at_end=load_now())
-    side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
+    side.attempt("report.html", lambda: write_own_page(run_dir, history))
     if summary is None:
         print(f"warning: {run_dir.metrics} contains no steps: no summary", flush=True)
     else:

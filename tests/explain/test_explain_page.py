@@ -1,9 +1,8 @@
-"""HTML page and figures of `explain`: complete, safe with untrusted run directories, and readable in a browser."""
+"""HTML page and figures of `explain`: complete, and safe with untrusted run directories."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import re
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 from made_up_runs import make_run
 from made_up_traces import MadeUp, of_all
+from pages import check_page, figure_text
 from slowness import scaled
-from well_formed import check_balance
 
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.__main__ import main
@@ -23,11 +22,8 @@ from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.page import explain_page
 from ezpz_llm.observe.tables import Table
-from ezpz_llm.report.chart import bars
 from ezpz_llm.rundir import RunDir, write_json
 
-PAPER = 718
-"""Width of A4 paper between its margins in pixels."""
 LAYOUT = {"name": "zero1", "engine": "deepspeed", "zero_stage": 1}
 BATCH = {"global_batch": 16, "micro_batch": 4, "accumulation": 1, "dp_size": 4}
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
@@ -73,8 +69,11 @@ def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
     assert main([str(run), "--html", str(page_file)]) == 0
     text, page = capsys.readouterr().out, page_file.read_text()
     assert text.endswith(f"\npage: {page_file}\n")
-    check_balance(page)
-    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "the page loads nothing"
+    figures = check_page(page)
+    assert list(figures) == ["Parts of a traced step", "Time in flight per step, mean over ranks",
+                             "Memory, each kind on the rank that uses most of it", "Wall time of rank 0"]
+    assert {"mean over ranks", "rank 3 on node3", "exposed, waiting"} <= \
+        {*figure_text(figures["Parts of a traced step"])}
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == ["Causes of lost time", "Traced steps", "Collectives", "Ranks", "Memory",
                         "Cross-checks with other tools", "Wall time of the run"]
@@ -92,9 +91,6 @@ def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
     places = [page_text.index(line) for line in lines]
     assert places == sorted(places), "the most expensive cause comes first"
     assert all(f"Try: {line}" in page_text for cause in diagnosis.shown_causes for line in cause.advice)
-    widths = re.findall(r'class="bar" aria-hidden="true"><i style="width:([\d.]+)%', page)
-    lengths = [100 * cause.seconds / diagnosis.causes[0].seconds for cause in diagnosis.shown_causes]
-    assert [float(width) for width in widths] == pytest.approx(lengths, abs=0.01)
 
 
 def test_the_bars_of_a_step_add_up_to_its_length(run):
@@ -115,110 +111,35 @@ def test_the_bars_of_a_step_add_up_to_its_length(run):
 
 
 def test_the_page_of_a_run_without_traces_shows_its_step_times(tmp_path):
-    """Parts that are zero or not finite have no bar."""
     run = make_run(tmp_path / "a", model=MODEL, summary={"wall": dict.fromkeys(WALL, 0.0)})
     write_json(RunDir(run).layout, {"layout": LAYOUT, "batch": BATCH, "precision": "fp32"})
     page = explain_page(diagnose(run))
-    check_balance(page)
+    check_page(page)
     assert re.findall("<h2>(.*?)</h2>", page) == ["Causes of lost time", "Step time", "Wall time of the run"]
     assert "run with --trace-steps 10" in page
     assert "nan" not in page
-    assert "width:0.00%" in bars("t", [("a", {"b": 0.0})], "s", str), "a bar of zero length"
 
 
-EVIL = '<img src=x onerror="pwned=1"><script>pwned=1</script>\u202e\x1b[31m\ud800\'"&'
+EVIL = '<img src=x onerror="pwned=1"><script>pwned=1</script>\u202e\x1b[31m\ud800$\\frac\'"&'
 
 
-def test_content_of_an_untrusted_run_is_not_executed(browser, tmp_path):
+def test_content_of_an_untrusted_run_is_escaped(tmp_path):
     run = traced_run(tmp_path / '<script>pwned=1</script>"&', 2, host=EVIL.replace("{", ""), config={EVIL: EVIL})
     write_json(RunDir(run).profile / "host.json", {"torch": 1.0, EVIL: 1.0})
     page = tmp_path / "page.html"
     assert main([str(run), "--html", str(page)]) == 0
     text = page.read_text()
-    check_balance(text)
-    assert text.count("<script>") == 1
-    assert "<img" not in text
+    assert len(check_page(text)) == 4, "only the page's own images"
+    assert "<script" not in text
     assert not {"\u202e", "\x1b", "\r"} & set(text)
-    browser.open(page, 1440)
-    assert browser.evaluate("typeof pwned") == "undefined"
-    assert browser.evaluate("document.querySelectorAll('script, img, [onerror]').length") == 1
-    assert only_the_file(browser)
-    # Second line of defense: the content security policy blocks scripts that we failed to escape.
-    broken = text.replace("<main>", "<main><script>pwned=1</script>" + '<img src="x" onerror="pwned=1">', 1)
-    page.write_text(broken)
-    browser.open(page, 1440)
-    assert browser.evaluate("typeof pwned") == "undefined"
 
 
-def only_the_file(browser) -> bool:
-    """Return True if the browser requested nothing but the page."""
-    return [message["params"]["request"]["url"].partition(":")[0] for message in browser.messages
-            if message["method"] == "Network.requestWillBeSent"] == ["file"]
-
-
-COLORS = """[...document.querySelectorAll("body, .faint, figcaption, caption, summary, td, th, strong")]
-    .map(one => getComputedStyle(one).color)"""
-BARS = """[...document.querySelectorAll(".bars i, .bar i")].map(one => getComputedStyle(one).backgroundColor)"""
-PAPER_COLOUR = "getComputedStyle(document.body).backgroundColor"
-
-
-def contrast(first: str, second: str) -> float:
-    """Return the contrast of two colors, by WCAG 2.2."""
-    def light(color: str) -> float:
-        """Return the relative luminance."""
-        shares = [int(value) / 255 for value in re.findall(r"\d+", color)[:3]]
-        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in shares]
-        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    low, high = sorted((light(first), light(second)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.timeout(180)
-def test_the_page_in_a_real_browser(run, browser, tmp_path):
-    page = tmp_path / "explain.html"
-    page.write_text(explain_page(diagnose(run)))
-    for width, dark in ((1440, False), (1440, True), (375, False), (375, True)):
-        browser.open(page, width, dark=dark)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing overflows"
-        assert browser.evaluate("innerWidth") == width
-        paper = browser.evaluate(PAPER_COLOUR)
-        assert paper == ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
-        assert min(contrast(color, paper) for color in browser.evaluate(COLORS)) >= 4.5, "text"
-        drawn = browser.evaluate(BARS)
-        assert len(drawn) > 40
-        assert min(contrast(color, paper) for color in drawn) >= 3, "graphics"
-        clipped = """[...document.querySelectorAll("*")].filter(one =>
-            one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "hidden")"""
-        assert browser.evaluate(f"{clipped}.length") == 0
-        assert only_the_file(browser)
-        assert [message for message in browser.messages if message["method"] in (
-            "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")] == []
-    browser.open(page, 375, script=False)
-    assert browser.evaluate("document.querySelector('.bars dd').getBoundingClientRect().width") > 100, "no script"
-
-
-@pytest.mark.timeout(180)
-def test_prints_are_white_with_all_bars_and_tables(run, browser, tmp_path):
-    page = tmp_path / "explain.html"
-    page.write_text(explain_page(diagnose(run)))
-    browser.open(page, PAPER, dark=True)
-    browser.call("Emulation.setEmulatedMedia", media="print",
-                 features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    assert browser.evaluate(PAPER_COLOUR) == "rgb(255, 255, 255)"
-    assert min(contrast(color, "rgb(255, 255, 255)") for color in browser.evaluate(COLORS)) >= 4.5
-    assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut off"
-    exact = "[...document.querySelectorAll('.bars i, .bar i')].map(one => getComputedStyle(one).printColorAdjust)"
-    assert set(browser.evaluate(exact)) == {"exact"}, "browsers omit backgrounds otherwise"
-    browser.call("Emulation.setEmulatedMedia", media="")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
 @pytest.mark.parametrize(("ranks", "inches"), [(2, 3.35), pytest.param(12, 6.9, marks=pytest.mark.full)])
 def test_figures_for_a_paper(tmp_path, capsys, ranks, inches):
     run = traced_run(tmp_path / "run", ranks)
     assert main([str(run), "--figures", str(tmp_path / "figures")]) == 0
-    paths = [tmp_path / "figures" / f"step.{form}" for form in ("pdf", "svg", "png")]
+    paths = [tmp_path / "figures" / f"{name}.{form}" for name in ("step", "collectives", "memory", "wall")
+             for form in ("pdf", "svg", "png")]
     assert "figures: " + ", ".join(map(str, paths)) in capsys.readouterr().out
     assert paths[0].read_bytes().startswith(b"%PDF")
     assert b"/Type3" not in paths[0].read_bytes()

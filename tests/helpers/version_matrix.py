@@ -72,7 +72,8 @@ def requirements(oldest: bool) -> Iterator[str]:
     for word in re.findall(r'^    "(.*)",', "".join(blocks), re.MULTILINE):
         name = re.match(r"[\w-]+", word)[0]
         yield re.sub(r">=([\d.]+)(,<[\d.]+)?", r"==\1", word) if oldest and name not in BUILT_BY_HAND else word
-    yield from ("mpich>=4.2", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")
+    yield from ("mpich>=4.2", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100",
+                "matplotlib>=3.8")
 
 
 def make(folder: Path, version: str, words: list[str]) -> Path:

@@ -55,6 +55,7 @@ def console(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, i
     print(series_plot([line["step"] for line in lines], [line["loss"] for line in lines], "loss", "step",
                       "nats/token", width, 12, is_ascii=is_ascii), end="")
     run_dir = RunDir(tmp_path / "run").create()
+    run_dir.report.touch()
     for line in lines:
         append_line(run_dir.metrics, line)
     summary = summarize(run_dir, WORK, {"set-up": 8.0, "training": 133.0, "evaluation": 6.5}, unigram_entropy=3.2)

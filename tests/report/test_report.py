@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.util
 import os
-import re
-import subprocess
-import sys
-import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from made_up_runs import make_run
-from slowness import scaled
-from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.report.__main__ import main, report_text
-from ezpz_llm.report.chart import Axis, Series, chart
-from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import comparison_sentence, differences, load_runs
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -91,7 +79,6 @@ def test_notes_on_resumed_batch_missing_steps_and_nan(tmp_path):
                  "the tokens per step change from 2,048 to 4,096 at step 21", "1 step between",
                  "non-finite at 1 step, first at step 31"):
         assert part in notes
-    assert "No data yet" not in report_page([run])
     assert "loss (nats/token)" in report_text([run], 80, color=False)
 
 
@@ -115,7 +102,6 @@ def test_several_differing_settings_are_flagged_without_derived_ones(tmp_path):
     assert set(two_settings) == {"lr", "precision"}
     assert comparison_sentence(two_settings).startswith("warning: the runs differ in 2 settings (lr, precision)")
     assert "warning: the runs differ in 2 settings" in report_text([first, third], 80, color=False)
-    assert 'class="warning"' in report_page([first, third])
 
 
 def test_names_are_short_and_unique_and_duplicates_are_ignored(tmp_path):
@@ -157,144 +143,3 @@ def test_invalid_run_directories(tmp_path):
     write_json(tmp_path / "empty" / "run.json", {"launch": {"typed": []}})
     with pytest.raises(UserError, match="no step has been written yet"):
         main([str(tmp_path / "empty")])
-
-
-def test_command_prints_report_and_writes_page(tmp_path):
-    folders = [make_run(tmp_path / name, range(1, last), lr=lr) for name, last, lr in
-               (("first", 101, 0.004), ("second", 61, 0.5))]
-    command = [sys.executable, "-m", "ezpz_llm.report", *map(str, folders), "--html", "page.html"]
-    begin = time.monotonic()
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=False,
-                         env={**os.environ, "COLUMNS": "90"})
-    assert run.returncode == 0, run.stderr
-    assert time.monotonic() - begin < scaled(20)
-    assert "\x1b" not in run.stdout
-    drawn = run.stdout.split("loss (nats/token)")[1]
-    assert {"A", "B"} <= set(drawn.split("tokens/s")[0]), "each run has its letter"
-    assert "  A first\n  B second\n" in run.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "page.html", "second"]
-    page = (tmp_path / "page.html").read_text()
-    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "no external resources"
-    unwritable = subprocess.run([*command[:-1], "nowhere/page.html"], cwd=tmp_path, capture_output=True, text=True,
-                                timeout=scaled(60), check=False)
-    assert unwritable.returncode == 2
-    assert "--html nowhere/page.html" in unwritable.stderr
-
-
-def test_page_escapes_run_names(tmp_path):
-    runs = load_runs([make_run(tmp_path / name, range(1, 5)) for name in ('<script>alert("1")&', "b")])
-    page = report_page(runs)
-    check_balance(page)
-    assert "<script>alert" not in page
-
-
-def test_page_escapes_invisible_characters(tmp_path):
-    """An unescaped lone surrogate could not be encoded."""
-    run = make_run(tmp_path / "a", range(1, 5), config={"model": "left\u202etfel \ud800 \x1b[31mred"})
-    page = report_page(load_runs([run]))
-    assert r"left\u202etfel \ud800 red" in page
-    assert page.encode()
-
-
-def test_page_allows_only_its_own_script(tmp_path):
-    page = report_page(load_runs([make_run(tmp_path / "a", range(1, 5))]))
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
-    for element, directive in (("script", "script-src"), ("style", "style-src-elem")):
-        texts = re.findall(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
-        assert len(texts) == 1
-        digest = base64.b64encode(hashlib.sha256(texts[0].encode()).digest()).decode()
-        assert f"{directive} 'sha256-{digest}';" in policy
-    assert "unsafe-inline" not in re.sub(r"style-src 'unsafe-inline';", "", policy)
-
-
-def test_chart_with_gaps_long_series_and_log_axis():
-    long = Series("long", range(5000), [None if 2000 <= i < 3000 else i / 5000 + 1 for i in range(5000)], 0)
-    drawn = chart("t", Axis("x"), Axis("y"), [long])
-    path = re.search(r'data-name="long" d="([^"]*)"', drawn)[1]
-    assert path.count("M") == 2, "one gap"
-    assert 150 < len(re.findall("[ML]", path)) <= 300
-    log = chart("t", Axis("x"), Axis("y", log=True), [Series("log", [1, 2, 3, 4], [0, 1, 100, 10000], 1)])
-    path = re.search(r'data-name="log" d="([^"]*)"', log)[1]
-    heights = [float(pair.split()[1]) for pair in re.findall(r"[ML]([\d. ]+)", path)]
-    assert len(heights) == 3, "a logarithmic axis omits zero"
-    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.02)
-    assert "No data yet" in chart("t", Axis("x"), Axis("y"), [Series("none", [1], [None], 0)])
-    assert "d3" in chart("t", Axis("x"), Axis("y"), [Series("many", [1], [1], 11), Series("b", [1], [2], 3)])
-
-
-CONTRAST = """(() => {
-  const light = text => {
-    const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
-      .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-    return .2126 * r + .7152 * g + .0722 * b };
-  const paper = light(getComputedStyle(document.body).backgroundColor);
-  const against = colour => {
-    const own = light(colour);
-    return (Math.max(own, paper) + .05) / (Math.min(own, paper) + .05) };
-  const words = [...document.querySelectorAll("body, .faint, figcaption, .unit, caption, summary, td, label")];
-  const lines = [...document.querySelectorAll("path.line, path.dots")];
-  return [Math.min(...words.map(element => against(getComputedStyle(element).color))),
-          Math.min(...lines.map(element => against(getComputedStyle(element).stroke)))];
-})()"""
-
-
-@pytest.mark.timeout(180)
-def test_page_in_browser(browser, tmp_path):
-    runs = load_runs([make_run(tmp_path / f"run-{i}", lr=0.1 * i) for i in range(1, 10)])
-    page = tmp_path / "page.html"
-    page.write_text(report_page(runs))
-    for width, dark in ((1200, False), (1200, True), (360, False), (360, True)):
-        browser.open(page, width, dark=dark)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no overflow"
-        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == \
-            ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
-        words, lines = browser.evaluate(CONTRAST)
-        assert words >= 4.5, "WCAG 2.2 AA: text"
-        assert lines >= 3, "WCAG 2.2 AA: graphics"
-        smallest = browser.evaluate("Math.min(...[...document.querySelectorAll('.ticks span, td, label')]"
-                                    ".map(element => parseFloat(getComputedStyle(element).fontSize)))")
-        assert smallest >= 12, "text keeps its size on a narrow screen"
-        overlaps = browser.evaluate("""[...document.querySelectorAll(".ticks.x")].filter(axis => {
-            const boxes = [...axis.children].map(tick => tick.getBoundingClientRect()).filter(box => box.width);
-            return boxes.some((box, i) => i && box.left < boxes[i - 1].right); }).length""")
-        assert overlaps == 0, "tick labels do not overlap"
-
-    visible = "[...document.querySelectorAll('#loss0 ~ .panel')].map(element => element.offsetHeight > 0)"
-    assert browser.evaluate(visible) == [True, False, False, False]
-    browser.evaluate("document.querySelector('#loss0').focus()")
-    browser.press("ArrowRight")
-    assert browser.evaluate(visible) == [False, True, False, False], "the keyboard switches views"
-    browser.evaluate("[...document.querySelectorAll('.plot')].find(element => element.offsetHeight).focus()")
-    browser.press("Home")
-    text = browser.evaluate("[...document.querySelectorAll('output')].map(element => element.textContent).join('')")
-    assert text.startswith("step 1: run-1 5.08, run-2 5.18"), "the cursor reads the recorded values"
-
-    requests = {message["params"]["request"]["url"].split(":")[0] for message in browser.messages
-                if message["method"] == "Network.requestWillBeSent"}
-    assert requests == {"file"}
-    complaints = [message for message in browser.messages
-                  if message["method"] in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
-    assert complaints == []
-    tree = browser.call("Accessibility.getFullAXTree")["nodes"]
-    names = [node["name"]["value"] for node in tree if node.get("role", {}).get("value") in ("image", "img")]
-    assert any(re.match(r"Training loss.*run-1: 5\.\d+ at first, 3\.\d+ at the end", name) for name in names)
-
-    browser.open(page, 360, script=False)
-    assert browser.evaluate("document.querySelector('.plot').tabIndex") == -1
-    assert browser.evaluate("document.querySelector('.plot path.line').getBoundingClientRect().height") > 100
-    browser.evaluate("document.querySelector('label[for=loss2]').click()")
-    assert browser.evaluate(visible) == [False, False, True, False], "charts and views work without scripts"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
-def test_write_figures(tmp_path, capsys):
-    runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", range(1, 41), lr=0.3))]
-    assert main([*runs, "--figures", str(tmp_path / "figures")]) == 0
-    written = [str(tmp_path / "figures" / f"curves.{form}") for form in ("pdf", "svg", "png")]
-    assert "figures: " + ", ".join(written) in capsys.readouterr().out
-    assert Path(written[0]).read_bytes().startswith(b"%PDF")
-    assert b"/Type3" not in Path(written[0]).read_bytes()
-    assert Path(written[2]).read_bytes()[16:20] == int(6.9 * 300).to_bytes(4, "big")  # width in a PNG's header
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write"):
-        main([*runs, "--figures", str(tmp_path / "file")])

@@ -62,7 +62,7 @@ def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: p
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}) + "\n")
     for owner, name in ((step_hooks.hellaswag, "score"), (step_hooks, "sample"), (step_hooks, "validation_loss"),
-                        (step_hooks, "plot_run"), (step_hooks, "report_page"), (PythonProfile, "before_step"),
+                        (step_hooks, "plot_run"), (step_hooks, "write_own_page"), (PythonProfile, "before_step"),
                         (MemoryWatch, "result")):
         monkeypatch.setattr(owner, name, fail)
     code = run(parse([*SMALL, "--steps", "4", "--tokenizer", "bytes", "--hellaswag", str(items),
@@ -77,6 +77,17 @@ def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: p
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
     record = read_record(RunDir(tmp_path / "run"))
     assert (record["steps"], record["memory"], record["summary"]["steps"]) == (4, None, 4)
+
+
+def test_a_run_without_matplotlib_has_no_page_and_says_what_to_install(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(parse([*SMALL, "--steps", "4", "--tokenizer", "bytes", "--run-dir", str(tmp_path / "run")])) == 0
+    shown = capsys.readouterr().out
+    note = "note: report.html requires matplotlib, which is not installed: pip install 'ezpz_llm[figures]'\n"
+    assert shown.count(note) == 1
+    assert shown.count("report.html") == 1, "the list of files does not name it"
+    assert not RunDir(tmp_path / "run").report.exists()
 
 
 def test_a_checkpoint_is_complete_before_work_that_may_take_minutes(tmp_path: Path,
