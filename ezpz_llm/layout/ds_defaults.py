@@ -92,7 +92,7 @@ def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | Non
 def _set_minimum(block: dict[str, Any], key: str, minimum: int, where: str, reason: str) -> None:
     """Set a missing value to the minimum, and reject a smaller one."""
     if block.setdefault(key, minimum) < minimum:
-        raise UserError(f"{key} is {block[key]:.0f} and must be at least {minimum}: {reason}", where=where,
+        raise UserError(f"{key} is {block[key]:.0f}, but must be at least {minimum}: {reason}", where=where,
                         instead="delete the key to use the computed value")
 
 
