@@ -248,7 +248,7 @@ def test_missing_interface_is_reported_before_the_rendezvous(alone):
         alone.setenv(name, value)
     with pytest.raises(UserError) as error:
         setup(device="cpu", timeout_s=2)
-    assert f"rank 1 is to use interface hsn9, which {socket.gethostname()} does not have" in str(error.value)
+    assert f"rank 1 must use interface hsn9, but {socket.gethostname()} has only " in str(error.value)
     assert "lo (127.0.0.1)" in str(error.value)
 
 

@@ -97,7 +97,7 @@ def test_a_rank_has_nothing_to_choose() -> None:
     rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
     selection = select_nodes(rank, 1, "n1", None)
     assert selection.hosts == rank.hosts
-    assert selection.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is a rank already"
+    assert selection.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is already a rank"
 
 
 def _plan(words: str, **env: str) -> LaunchPlan:
