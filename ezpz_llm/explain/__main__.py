@@ -32,13 +32,14 @@ def main(argv: Sequence[str]) -> int:
         "ezpz-llm explain runs/gpt2 --html explain.html",
         "launch -n 2 python3 -m ezpz_llm.train --trace-steps 3  record traces, so that explain can say more"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="run directory (default: the newest in runs/ with a step)")
+                        help="run directory (default: the newest in runs/ with at least one step)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
                         help="also write the step-time breakdown as PDF, SVG and PNG, for a paper")
     parser.add_argument("--counterfactual", action="store_true",
-                        help="train some steps again, with and without collectives, and compare their times")
+                        help="run a few training steps again, with and without collectives, and compare "
+                             "the step times")
     parser.add_argument("--yes", action="store_true", help="start --counterfactual without asking")
     options = parser.parse_args(argv)
     run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()

@@ -22,7 +22,7 @@ from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 @dataclass(frozen=True)
 class Row:
-    """Metrics of one step, by their names in metrics.jsonl, and the approximate epoch time of its end."""
+    """Metrics of one step, by their names in metrics.jsonl, and the approximate Unix time of the step's end."""
 
     step: int
     time: float
@@ -38,7 +38,7 @@ class TrackerArguments:
         name: name of the run.
         settings: settings of the run from run.json, with secrets redacted.
         first_step: step of the checkpoint from which the run resumes, or 0 for a new run.
-        run_id: the tracker's id of this run in an earlier attempt.
+        run_id: id that the tracker gave this run in an earlier attempt, if any.
         online: send to the server that the tracker's environment variables name.
     """
 
@@ -127,7 +127,7 @@ class Tracking:
         self._thread.start()
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Queue the lines of a flush, which are objects of metrics.jsonl in order. Returns at once."""
+        """Queue lines of metrics.jsonl, in order. Returns at once."""
         if self._thread.is_alive():
             rows = _rows(lines, time.time())
             self._waiting.put(lambda tracker: tracker.write(rows))
@@ -159,8 +159,8 @@ class Tracking:
                     action(tracker)
                 except Exception as error:  # any error of the tracker's package: the run continues without it
                     del self._open[name]
-                    _warn(f"{name} failed and receives no more metrics; metrics.jsonl has all of them: "
-                          f"{_describe_error(error)}")
+                    _warn(f"{name} failed ({_describe_error(error)}) and receives no more metrics; "
+                          "metrics.jsonl has all of them")
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close(self._failed)
