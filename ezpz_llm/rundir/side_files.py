@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
 MAX_WAITING = 100_000
@@ -188,7 +188,7 @@ def ignore_print_errors() -> None:
 
 
 def _describe(path: Path, count: int) -> str:
-    return f"{count} lines of {path}" if path.suffix == ".jsonl" else str(path)
+    return f"{count_noun(count, 'line')} of {path}" if path.suffix == ".jsonl" else str(path)
 
 
 def _reason(error: Exception) -> str:

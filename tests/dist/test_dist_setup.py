@@ -262,7 +262,7 @@ def test_two_run_directories(alone, tmp_path):
 
 def test_degrees_that_do_not_divide_the_world(alone):
     with (setup(device="cpu") as dist,
-          pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 ranks")):
+          pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 rank")):
         dist.arrange(tp=2)
 
 
