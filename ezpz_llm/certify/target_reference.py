@@ -111,7 +111,7 @@ def check_ties(module: nn.Module) -> None:
                     and weight.min() != weight.max() and torch.equal(part.weight, weight)):
                 raise UserError(f"{name}.weight starts as a copy of {table}.weight but is not tied to it: they "
                                 "diverge from the first step on", where="--target",
-                                instead=f"{name}.weight = {table}.weight, or different initial weights")
+                                instead=f"set {name}.weight = {table}.weight, or use different initial weights")
 
 
 def _check_parts(whole: Batches, divided: Batches) -> None:

@@ -37,7 +37,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def fresh_module(target: Target, seed: int = recipe.SEED) -> tuple[nn.Module, bool]:
     """Return the module with initial weights and without dropout, and True if it had dropout.
 
-    With dropout, ranks would draw different masks, and no layout would compute the same as a single process.
+    With dropout, ranks would draw different masks, and no layout would match a single process.
     """
     torch.manual_seed(seed)
     module = target.module()

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:
-        UserError: the directory is not that of a training run, or a trace cannot be read.
+        UserError: the directory does not belong to a training run, or a trace cannot be read.
     """
     parser = CommandParser("explain", description=__doc__, shown=(
         "ezpz-llm explain  the newest run",
@@ -69,8 +69,8 @@ def diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
     parts = [escape_control_characters(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
         milliseconds = [(name, seconds * 1e3) for name, seconds in tables.mean_step(split).items()]
-        parts.append(bars_plot(milliseconds, f"traced step, mean over ranks, ms ({split.ranks[0].steps} steps)",
-                               width, color=color))
+        steps = count_noun(split.ranks[0].steps, "step")
+        parts.append(bars_plot(milliseconds, f"traced step, mean over ranks, ms ({steps})", width, color=color))
     parts += [table_text(table, rich=color) for table in _tables(diagnosis)]
     if sentences := check_sentences(diagnosis.checks):
         parts.append(escape_control_characters("".join(f"  {line}\n" for line in ["Cross-checks with other tools:",

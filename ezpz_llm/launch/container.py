@@ -101,12 +101,12 @@ def _srun_options(runtime: str, image: str, launcher: str, run_dir: Path, variab
     option = OF_SRUN[runtime]
     if launcher != "srun":
         raise UserError(f"{option} is an option of srun, but {launcher} starts the ranks", where=source,
-                        instead="--launcher srun in a Slurm job, another runtime in the site file, or --container"
-                                " none")
+                        instead="pass --launcher srun in a Slurm job, name another runtime in the site file, or "
+                                "pass --container none")
     srun_help = ask_command(("srun", "--help"), env, _HELP_TIMEOUT_S).text
     if srun_help is not None and option not in srun_help:
         raise UserError(f"this srun has no option {option}, which runtime \"{runtime}\" requires", where=source,
-                        instead="another runtime in the site file, or --container none")
+                        instead="name another runtime in the site file, or pass --container none")
     if runtime != "pyxis":
         return (f"{option}={image}",)
     folders = dict.fromkeys((str(run_dir), os.getcwd()))

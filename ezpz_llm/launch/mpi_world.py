@@ -32,7 +32,7 @@ def detect_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
     """Detect MPI in a program file: a script that imports mpi4py, or an executable linked to an MPI library.
 
     Returns:
-        The evidence, and True for Open MPI; None without evidence.
+        The evidence, and True for Open MPI; None if there is no evidence.
     """
     path = shutil.which(program, path=env.get("PATH")) or program
     try:

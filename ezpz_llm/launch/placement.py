@@ -47,7 +47,7 @@ def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per
     exceeds their total, ranks are spread evenly.
 
     Args:
-        devices: visible devices, or those of the site.
+        devices: visible devices, or the site's.
         ranks: value of -n.
         per_host: value of --ppn.
 

@@ -51,7 +51,7 @@ def check_nvme_path(layout: Layout, path: str | None, source: str) -> tuple[str,
     """
     if not uses_nvme(layout) and path is not None:
         raise UserError(f"nvme_path is {path}, but layout {layout.name} offloads nothing to files", where=source,
-                        instead="--ds-config zero3_nvme, or remove nvme_path")
+                        instead="use --ds-config zero3_nvme, or remove nvme_path")
     if not uses_nvme(layout) or path is not None:
         return ()
     return ("offloaded state is stored in the run directory and removed at the end; pass --nvme-path DIR to use a "

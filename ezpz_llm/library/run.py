@@ -309,7 +309,7 @@ def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: fl
         step: increasing number, from 1. If only every k-th step is recorded, times are means over k steps.
         loss: loss of this rank; the line has the mean over ranks.
         tokens: tokens of this rank in the step, or samples if there are no tokens. Throughput is summed over ranks.
-        lr, grad_norm: by default those of the wrapped model, if there is exactly one.
+        lr, grad_norm: by default the wrapped model's, if there is exactly one.
         figures: additional values of rank 0 for the line, such as val_loss.
 
     Raises:

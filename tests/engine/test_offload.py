@@ -1,4 +1,4 @@
-"""Offload to CPU memory and files computes the same as one process: many tests of one job with two ranks."""
+"""Offload to CPU memory and files computes the same results as one process: many tests of a job with two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One-line advice after a failure: from the matching known error (texts.toml), or else from the kind of failure."""
+"""Advice after a failure, in one line: from the matching known error (texts.toml), or from the kind of failure."""
 
 from __future__ import annotations
 

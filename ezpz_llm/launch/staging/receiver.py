@@ -155,7 +155,7 @@ def unpack(source: BinaryIO, to: Path) -> None:
 
 
 def path_replacer(roots: dict[str, str], to: Path) -> Callable[[str], str]:
-    """Return a function that replaces the paths of all roots in a text by those of their copies."""
+    """Return a function that replaces the paths of all roots in a text with the paths of their copies."""
     # Longest first, because one environment may be inside another.
     paths = sorted(roots, key=len, reverse=True)
     mention = re.compile("(?<![\\w.-])(" + "|".join(map(re.escape, paths)) + ")(?![\\w.-])")

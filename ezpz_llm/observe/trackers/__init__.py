@@ -246,7 +246,7 @@ def _choice(word: str, env: Mapping[str, str]) -> Choice:
         raise UserError("TensorBoard has no online mode", where=f"--track {word}", instead=f"--track {name}")
     if online and name == "mlflow" and not env.get(_MLFLOW_SERVER):
         raise UserError(f"{_MLFLOW_SERVER} is not set", where=f"--track {word}",
-                        instead=f"set {_MLFLOW_SERVER}, or --track {name} to write to the run directory")
+                        instead=f"set {_MLFLOW_SERVER}, or pass --track {name} to write to the run directory")
     if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
         raise UserError(f"{name} requires {' and '.join(missing)} (not installed)", where=f"--track {word}",
                         instead=f"pip install 'ezpz_llm[{name}]'")
