@@ -135,7 +135,7 @@ def _plain_gradients(batches: Batches) -> dict[str, Tensor]:
         loss = batches.target.loss(module, part)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-            raise UserError(f"the loss is a {type(loss).__name__}{shape}", where="Target.loss",
+            raise UserError(f"the loss has type {type(loss).__name__}{shape}", where="Target.loss",
                             instead="return the mean loss over the samples of the batch, as a scalar tensor")
         (loss / len(parts)).backward()
     return {name: torch.zeros_like(parameter).cpu() if parameter.grad is None else parameter.grad.cpu()

@@ -116,7 +116,7 @@ def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: i
         base = consumed - total
     if base is None:
         raise UserError("this run continues another run and has not recorded its data position yet", where=where,
-                        instead=f"wait for its end or its next checkpoint; its first step is {min(spans)}")
+                        instead=f"wait until it ends or saves a checkpoint; its first step is {min(spans)}")
     return base + first, base + end
 
 

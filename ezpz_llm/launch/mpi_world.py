@@ -1,7 +1,7 @@
 """Detection of ranks whose MPI library silently forms a world of size 1.
 
 This happens under srun's plug-in `none`, under torchrun, and under the launcher of another MPI. Some cases are
-detected before the start, in the program's file, the others in the libraries and variables of running ranks.
+detected in the program's file before it starts, the others in the libraries and variables of running ranks.
 """
 
 from __future__ import annotations

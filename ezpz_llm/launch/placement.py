@@ -126,7 +126,7 @@ def _check_slots(allocation: Allocation, counts: list[int]) -> None:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Node, cores and device of a rank; None for values that are not known before the start.
+    """Node, cores and device of a rank; None for values that are unknown before ranks start.
 
     Attributes:
         domains: NUMA domains of `cores`.
