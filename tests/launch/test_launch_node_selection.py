@@ -77,7 +77,7 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
     (2, "n1", "--nodes 2, but the allocation has 1 node: n1"),
     (None, "n1,n1.example", "n1.example is listed twice"),
     (None, "n[1", "not a Slurm host list: 'n[1'"),
-    (None, " ", "--hosts lists no node"),
+    (None, " ", "--hosts lists no nodes"),
 ])
 def test_invalid_selections(nodes: int | None, hosts: str | None, found: str) -> None:
     with pytest.raises(UserError) as raised:
